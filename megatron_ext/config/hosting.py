@@ -252,8 +252,9 @@ def inspect(
         found.refuse("--pipeline-balance pack", args, RULES["pack"])
     if config.slices > 1:
         found.refuse(f"--pipeline-slices {config.slices}", args, RULES["slices"])
-        # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
-        found.arguments |= {"create_attention_mask_in_dataloader": False}
+        if not getattr(args, "reset_attention_mask", False):
+            # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
+            found.arguments |= {"create_attention_mask_in_dataloader": False}
     if config.variable_seq_lengths:
         found.refuse("--variable-seq-lengths", args, RULES["lengths"])
         if not getattr(args, "num_experts", None):

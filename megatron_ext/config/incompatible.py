@@ -107,13 +107,6 @@ def _global_aux_loss(types: Any) -> bool:
     return "global_aux_loss" in _several(types)
 
 
-def _balance_misses_tokens(
-    balance: Any, z_loss: Any, experts: Any, per_token: Any, granularity: Any, modules: Any
-) -> bool:
-    recomputes = granularity == "full" or (granularity and "moe" in (modules or ()))
-    return bool(experts and (any(_several(balance)) or z_loss) and (per_token or recomputes))
-
-
 _GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
 _GRAPH_FLAGS = "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph)"
 
@@ -410,10 +403,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "slices": (
         Rule(
             ("transformer_impl",),
-            "--transformer-impl other than local",
-            "only DotProductAttention keeps keys and values between slices",
-            "use --transformer-impl local",
-            lambda name: name not in (None, "local"),
+            "--transformer-impl other than local and transformer_engine",
+            "only their attention keeps keys and values between slices",
+            "use one of them",
+            lambda name: name not in (None, "local", "transformer_engine"),
         ),
         Rule(
             ("context_parallel_size",),
@@ -439,25 +432,18 @@ RULES: dict[str, tuple[Rule, ...]] = {
             lambda factor: factor is not None,
         ),
         Rule(
-            (
-                "moe_aux_loss_coeff",
-                "moe_z_loss_coeff",
-                "num_experts",
-                "calculate_per_token_loss",
-                "recompute_granularity",
-                "recompute_modules",
-            ),
-            "--moe-aux-loss-coeff or --moe-z-loss-coeff with --calculate-per-token-loss or "
-            "recomputed experts (--recompute-granularity full, --recompute-modules moe)",
-            "the loss of a slice counts the tokens of all slices in their forwards",
-            "recompute other modules (--recompute-modules core_attn), or leave the losses out",
-            _balance_misses_tokens,
+            ("mtp_num_layers", "calculate_per_token_loss"),
+            "--mtp-num-layers with --calculate-per-token-loss",
+            "Megatron weighs the loss of later tokens by the tokens of the slice",
+            "leave one of them out",
+            lambda layers, per_token: layers and per_token,
         ),
         Rule(
-            ("mtp_num_layers",),
-            "--mtp-num-layers",
-            "its last tokens need the first ones of the next slice",
-            "leave the slices out",
+            ("mtp_num_layers", "mtp_use_repeated_layer"),
+            "--mtp-use-repeated-layer",
+            "a layer that runs twice would keep keys and values of two kinds",
+            "leave it out",
+            lambda layers, repeats: layers and repeats,
         ),
         Rule(
             ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
@@ -478,18 +464,26 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "leave the slices out",
         ),
         Rule(
-            ("sft", "reset_attention_mask", "dataloader_type"),
-            "packed sequences (--sft, --reset-attention-mask) or --dataloader-type external",
-            "attention of a slice reads all tokens before it",
-            "leave the slices out",
-            lambda sft, resets, loader: sft or resets or loader == "external",
+            ("sft", "dataloader_inter_document_masking", "micro_batch_size"),
+            "packed sequences (--sft, --dataloader-inter-document-masking) with "
+            "--micro-batch-size above 1",
+            "Megatron packs the slices of several samples into one",
+            "use 1",
+            lambda sft, masks, size: (sft or masks) and (size or 1) > 1,
         ),
         Rule(
-            ("masked_softmax_fusion", "fp16", "bf16"),
+            ("reset_attention_mask", "tensor_model_parallel_size"),
+            "--reset-attention-mask with --tensor-model-parallel-size above 1",
+            "tensor-parallel ranks receive the mask in a buffer of the whole one's form",
+            "leave one of them out",
+            lambda resets, ranks: resets and (ranks or 1) > 1,
+        ),
+        Rule(
+            ("masked_softmax_fusion", "transformer_impl", "fp16", "bf16"),
             "fused softmax in 16 bits",
             "its kernel takes as many queries as keys",
             "add --no-masked-softmax-fusion",
-            lambda fuses, *half: fuses and any(half),
+            lambda fuses, layers, *half: fuses and layers != "transformer_engine" and any(half),
         ),
         Rule(
             ("fp8", "fp4"),

@@ -281,7 +281,6 @@ class PipelineConfig:
             "pairs": self.pairs,
             "balance": self.balance != "off",
             "variable_seq_lengths": self.variable_seq_lengths,
-            "tracing": self.tracing is not None,
         }
         for name in (name for name, is_given in excluded.items() if is_given):
             raise ConfigurationError(

@@ -72,9 +72,10 @@ class Activity:
 
 def made_by(message: Message) -> str:
     """Return the action that produces a message, for example `5B3`, or the message's name."""
-    kind, stage, microbatch = message[:3]
+    kind, stage, microbatch, part = message[:4]
     if kind in ("F", "B"):
-        return f"{stage + (1 if kind == 'B' else -1)}{kind}{microbatch}"
+        of = f".{part}" if part else ""
+        return f"{stage + (1 if kind == 'B' else -1)}{kind}{microbatch}{of}"
     return str(message)
 
 

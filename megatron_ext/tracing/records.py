@@ -70,12 +70,12 @@ class Span(NamedTuple):
     """Since the begin of the iteration."""
     end_ns: int
     attributes: Mapping[str, Any]
-    """Actions: microbatch, model_chunk, stage, pp_rank. `send`: to, and `receive`: from (global
-    ranks), for (F: an activation, B: a gradient), stage that needs it, microbatch, bytes. `wait`:
-    cause (input, slot, leader, credit, flush) and, for an input, on (the global rank), for, stage,
-    microbatch. `wire`, which takes no time: peer (global rank), and wire, which carries its
-    messages. `exchange`, of tokens with other experts, in a stream of its own: of (F, B or I),
-    stage, microbatch."""
+    """Actions: microbatch, slice, model_chunk, stage, pp_rank. `send`: to, and `receive`: from
+    (global ranks), for (F: an activation, B: a gradient), stage that needs it, microbatch, slice,
+    bytes. `wait`: cause (input, slot, leader, credit, flush) and, for an input, on (the global
+    rank), for, stage, microbatch, slice. A first slice, or the only one, is not named. `wire`,
+    which takes no time: peer (global rank), and wire, which carries its messages. `exchange`, of
+    tokens with other experts, in a stream of its own: of (F, B or I), stage, microbatch."""
 
 
 @dataclass(frozen=True)

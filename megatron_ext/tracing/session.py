@@ -111,8 +111,8 @@ class Session(Observer):
         self.watchdog: Watchdog | None = None
         self.activity = Activity()
         self._configuration = configuration
-        self._activation_bytes: dict[int, int] = {}
-        """By stage: what a forward keeps for its backward, once it was measured."""
+        self._activation_bytes: dict[int, dict[int, int]] = {}
+        """By stage and slice: what a forward keeps for its backward, once it was measured."""
         self._compute: StageCompute | None = None
         self._outstanding: dict[Message, int] = {}
         """By outstanding message: its sender."""
@@ -149,8 +149,8 @@ class Session(Observer):
         self.activity.now(OUTSIDE)
         if self.recorder is not None:
             if self._activation_bytes:
-                mean = sum(self._activation_bytes.values()) // len(self._activation_bytes)
-                self.recorder.notes["activation_bytes"] = mean
+                stages = [sum(slices.values()) for slices in self._activation_bytes.values()]
+                self.recorder.notes["activation_bytes"] = sum(stages) // len(stages)
             self.recorder.end_iteration()
 
     def begin_collective(self, name: str) -> None:
@@ -192,17 +192,18 @@ class Session(Observer):
 
     def end_action(self, position: int, action: Action) -> None:
         """Record an action, and the activations of a stage's first forward."""
-        stage, kind, microbatch, _ = action
+        stage, kind, microbatch, part = action
         name = ACTION_NAMES["F" if kind == "R" else kind]
-        self._record(name, self._began_action, {"microbatch": microbatch, "stage": stage})
+        about = {"microbatch": microbatch, "stage": stage}
+        self._record(name, self._began_action, about | ({"slice": part} if part else {}))
         compute = self._compute
         if compute is None:  # Megatron's own schedule, whose transport may report nothing
             self._now(f"has run {action} and exchanges tensors")
-        elif kind in ("F", "R") and stage not in self._activation_bytes:
+        elif kind in ("F", "R") and part not in self._activation_bytes.get(stage, ()):
             saved = compute.saved_tensors(action)
             if saved is not None:
                 chunk = compute.table.schedule.placement.chunk_of(stage)
-                self.made(stage, saved[1], compute.call.chunks[chunk])
+                self.made(stage, saved[1], compute.call.chunks[chunk], part)
 
     def begin_exchange(self) -> None:
         """Stamp the stream that exchanges the tokens of experts."""
@@ -213,10 +214,14 @@ class Session(Observer):
         about = {"of": kind, "microbatch": microbatch, "stage": stage}
         self._record("exchange", self._began_exchange, about)
 
-    def made(self, stage: int, outputs: Sequence[Any], model: torch.nn.Module) -> None:
-        """Measure what the first recorded forward of a stage keeps for its backward."""
-        if self._began_action is not None and stage not in self._activation_bytes:
-            self._activation_bytes[stage] = kept_bytes(outputs, model)
+    def made(
+        self, stage: int, outputs: Sequence[Any], model: torch.nn.Module, part: int = 0
+    ) -> None:
+        """Measure what a stage's first recorded forward, or one of a slice, keeps."""
+        if self._began_action is not None:
+            measured = self._activation_bytes.setdefault(stage, {})
+            if part not in measured:
+                measured[part] = kept_bytes(outputs, model)
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
         """Note how far the step left the table's order."""
@@ -311,6 +316,8 @@ def _about(message: Message) -> dict[str, Any]:
         return {}  # no message of the pipeline
     kind, stage, microbatch = message[:3]
     about: dict[str, Any] = {"for": kind, "stage": stage, "microbatch": microbatch}
+    if message.slice:
+        about["slice"] = message.slice
     if message.header:
         return about | {"part": "header"}
     return about | {"part": message.part} if message.part else about

@@ -305,17 +305,16 @@ REFUSED = {
             [f"--pipeline-slices 4 cannot run with {refused}", remedy],
         )
         for flags, refused, remedy in [
-            ("--num-experts 4 --moe-aux-loss-coeff 1e-2 --calculate-per-token-loss",
-             "--moe-aux-loss-coeff or --moe-z-loss-coeff with", "or leave the losses out"),
+            ("--mtp-num-layers 1 --calculate-per-token-loss", "--mtp-num-layers with",
+             "leave one of them out"),
             ("--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor: an", "leave it out"),
             ("--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type other",
              "use aux_loss"),
-            ("--mtp-num-layers 1", "--mtp-num-layers: its last tokens", "leave the slices out"),
             ("--window-size 4,0", "--window-size: Megatron's mask", "leave the slices out"),
-            ("--reset-attention-mask", "packed sequences", "leave the slices out"),
+            ("--reset-attention-mask --tensor-model-parallel-size 2",
+             "--reset-attention-mask with", "leave one of them out"),
             ("--pipeline-balance order", "--pipeline-balance yet", "leave one of them out"),
             ("--variable-seq-lengths", "--variable-seq-lengths yet", "leave one of them out"),
-            ("--trace", "--trace yet", "leave one of them out"),
         ]
     },
     "slices of Megatron's schedule": (
@@ -358,14 +357,13 @@ def test_what_cannot_run_is_refused_with_what_can() -> None:
     [
         ({"masked_softmax_fusion": True, "bf16": True}, "--no-masked-softmax-fusion"),
         ({"multi_latent_attention": True, "apply_rope_fusion": True}, "--no-rope-fusion"),
-        ({"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
+        ({"transformer_impl": "inference_optimized"}, "use one of them"),
+        ({"mtp_num_layers": 1, "mtp_use_repeated_layer": True}, "leave it out"),
         ({"context_parallel_size": 2}, "use more slices"),
         ({"hybrid_layer_pattern": "M*"}, "leave the slices out"),
         ({"experimental_attention_variant": "dsa"}, "leave the slices out"),
-        ({"sft": True}, "leave the slices out"),
-        ({"dataloader_type": "external"}, "leave the slices out"),
+        ({"sft": True, "micro_batch_size": 2}, "use 1"),
         ({"fp8": "hybrid"}, "use --bf16"),
-        ({"num_experts": 4, "moe_z_loss_coeff": 0.1, "recompute_granularity": "full"}, "core_attn"),
         ({"cuda_graph_impl": "local"}, "leave one of them out"),
     ],
 )

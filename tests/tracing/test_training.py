@@ -15,6 +15,7 @@ from megatron_ext.config.flags import pipeline_config
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.table import table_files
+from megatron_ext.schedules.table.memory import measure
 from megatron_ext.tools.trace import forecast, report
 from megatron_ext.tools.trace.aggregate import Run, read_run, write_chrome_trace
 from megatron_ext.tools.trace.survey import figures
@@ -124,6 +125,35 @@ def test_exchanges_of_experts_have_a_row_beside_the_actions(tmp_path: Path) -> N
     assert rows == {(False, 0), (True, 1000)}
     predictions = forecast.forecast(tmp_path / "run").predictions
     assert any(prediction.hidden for prediction in predictions)
+
+
+def test_a_run_in_slices_is_recorded_put_together_and_planned(tmp_path: Path) -> None:
+    flags = f"{GPT}{PP2}--pipeline-schedule zb-h1 --pipeline-slices 4 "
+    logs = run_script(
+        2, "pretrain_gpt.py", [*flags.split(), "--trace", "--trace-dir", f"{tmp_path}"]
+    )
+    assert losses(logs) == losses(run_script(2, "pretrain_gpt.py", flags.split()))
+    run = read_run(tmp_path)
+    table = table_files.from_json((tmp_path / "schedule.json").read_text())
+    for rank in range(2):
+        found = sorted(
+            (span.attributes["microbatch"], span.attributes.get("slice", 0))
+            for span in spans(run, rank)
+            if span.name == "forward"
+        )
+        row = [action for action in table.rows[rank] if action.kind == "F"]
+        assert found == sorted(3 * [(action.microbatch, action.slice) for action in row])
+        [step] = run.surveys[rank].complete_steps[:1]
+        assert step.peak_live == pytest.approx(measure(table).activations[rank])
+        assert step.activation_bytes > 0
+    output = tmp_path / "chrome.json"
+    write_chrome_trace(run, output)
+    events = json.loads(output.read_text())
+    starts = [e["id"] for e in events if e["ph"] == "s"]
+    assert len(starts) == len({*starts}) > 0, "an arrow for each slice's message"
+    assert "planned: " in report.page(run)
+    labels = [prediction.label for prediction in forecast.forecast(tmp_path).predictions]
+    assert {"1f1b", "zb-h1", "zb-h1 slices=4", "zb-v chunks=2 slices=4"} <= {*labels}
 
 
 def _told(step: Iteration) -> bool:

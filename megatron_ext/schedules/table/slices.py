@@ -14,7 +14,7 @@ from math import sqrt
 
 from megatron_ext.errors import ScheduleError
 
-__all__ = ["MAX_SLICES", "shares_of_equal_cost", "token_bounds"]
+__all__ = ["MAX_SLICES", "attention_of", "shares_of_equal_cost", "token_bounds"]
 
 MAX_SLICES = 64
 """Slices of one micro-batch: as many as names of messages distinguish (`native_transport.Tags`)."""
@@ -43,6 +43,12 @@ def shares_of_equal_cost(num_slices: int, attention: float = 0.0) -> tuple[float
         end = 2 * part / (linear + sqrt(linear * linear + 4 * attention * part))
         ends.append(round(end * _STEPS))
     return tuple((after - before) / _STEPS for before, after in pairwise(ends))
+
+
+def attention_of(shares: Sequence[float]) -> float:
+    """Return the share of attention for which slices have equal cost (`shares_of_equal_cost`)."""
+    first = shares[0]
+    return (first - 1 / len(shares)) / (first - first * first) if len(shares) > 1 else 0.0
 
 
 def token_bounds(shares: Sequence[float], length: int, multiple: int = 1) -> tuple[int, ...]:

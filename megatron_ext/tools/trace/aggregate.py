@@ -147,8 +147,9 @@ def read_run(directory: Path | str) -> Run:
         table = load_schedule(directory)
     except DataError:  # whoever needs the table loads it, and says what is wrong
         table = None
-    full = 0 if table is None else table.num_microbatches
-    for file, found in zip(files, _for_each(partial(_survey, full), files), strict=True):
+    full, slices = (0, (1.0,)) if table is None else (table.num_microbatches, table.slices)
+    read = partial(_survey, full, tuple(slices))
+    for file, found in zip(files, _for_each(read, files), strict=True):
         if isinstance(found, str):
             notes.append(found)
         else:
@@ -219,9 +220,9 @@ def _for_each(task: Callable[[TraceFile], _T], files: Sequence[TraceFile]) -> It
         yield from pool.map(task, files)
 
 
-def _survey(full: int, file: TraceFile) -> RankSurvey | str:
+def _survey(full: int, slices: tuple[float, ...], file: TraceFile) -> RankSurvey | str:
     try:
-        return survey(file, full)
+        return survey(file, full, slices)
     except DataError as error:
         return str(error)
     except (KeyError, TypeError, ValueError) as error:  # no rank of ours wrote it like that

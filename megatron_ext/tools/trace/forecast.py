@@ -28,6 +28,7 @@ from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.policies import POLICIES
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.memory import activation_peaks
+from megatron_ext.schedules.table.slices import attention_of
 from megatron_ext.tools.trace.aggregate import Run, read_run
 from megatron_ext.tools.trace.detect import link_speeds
 from megatron_ext.tools.trace.reader import load_schedule
@@ -209,7 +210,8 @@ def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
 
     def median_s(kind: str, stage: int) -> float | None:
         found = times.get((ACTION_NAMES[kind], stage))
-        return statistics.median(found) / 1e9 if found else None
+        # Slices cost about the same.
+        return schedule.num_slices * statistics.median(found) / 1e9 if found else None
 
     rows: list[tuple[float, float, float]] = []
     for stage in range(schedule.num_stages):
@@ -246,7 +248,7 @@ def _exchange_s(run: Run, stage: int) -> float:
 def planned(run: Run, schedule: Schedule) -> Timeline:
     """Return the table of a run, simulated with measured costs; times in seconds."""
     costs = measured_costs(run, schedule).costs(schedule.pp, schedule.num_stages)
-    return commands.evaluate(schedule, costs)
+    return commands.evaluate(schedule, replace(costs, attention=attention_of(schedule.slices)))
 
 
 @dataclass(frozen=True)
@@ -398,7 +400,10 @@ def _shared_cpus(run: Run) -> str | None:
 def _pipelines(measured: Schedule, stash_ratio: float, pairs: Sequence[bool]) -> Iterator[Pipeline]:
     """Yield every configuration that fits the ranks and micro-batches of a run."""
     seen: set[tuple[object, ...]] = set()
-    for generator, paired in product(registered().values(), pairs):
+    cuts = [(paired, 1) for paired in pairs]
+    if measured.num_slices > 1:
+        cuts.append((False, measured.num_slices))  # slices run in no pairs
+    for generator, (paired, slices) in product(registered().values(), cuts):
         count = measured.total_microbatches // generator.twins
         for variant in commands.variants(generator, None, {}):
             options = dict(variant)
@@ -408,13 +413,17 @@ def _pipelines(measured: Schedule, stash_ratio: float, pairs: Sequence[bool]) ->
                 schedule=generator.name,
                 chunks=None if chunks is None else int(chunks),
                 options=options,
+                slices=slices,
                 stash_ratio=stash_ratio,
             )
+            if slices > 1:
+                cut = Costs(attention=attention_of(measured.slices))
+                config = replace(config, costs=cut)
             yield Pipeline(config, measured.pp, count)
             for policy in POLICIES:
                 # All policies but hint ignore the order of the table.
                 number = generator.num_chunks if chunks is None else chunks
-                where = policy, number, generator.twins, paired
+                where = policy, number, generator.twins, paired, slices
                 if policy == DynamicOrder.policy or where not in seen:
                     seen.add(where)
                     ordered = replace(config, dynamic=DynamicOrder(policy=policy))
@@ -440,7 +449,8 @@ def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
             f"{pipeline.name} cuts the model into {stages} stages, which its {layers} layers do "
             f"not fill evenly"
         )
-    costs = measured.costs.costs(pipeline.pp, stages, jitter=True)
+    attention = pipeline.costs.attention
+    costs = replace(measured.costs.costs(pipeline.pp, stages, jitter=True), attention=attention)
     candidates = [pipeline]
     if registered()[pipeline.name].needs_costs:
         # An order made for costs, here in the form of --pipeline-costs, need not be the best.
@@ -449,7 +459,7 @@ def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
             float(f"{time / whole.forward:.3g}")
             for time in (whole.input, whole.weight, whole.latency)
         )
-        given = Costs(1.0, input_gradient, weight, latency=latency)
+        given = Costs(1.0, input_gradient, weight, latency=latency, attention=attention)
         candidates.append(replace(pipeline, config=replace(pipeline.config, costs=given)))
     predictions = [_of_table(measured, each, costs) for each in candidates]
     return min(predictions, key=lambda prediction: prediction.step_s)

@@ -3,7 +3,8 @@
 A micro-batch whose samples have L tokens each costs the sum of a*L + b*L^2. The trace has the
 tokens of each micro-batch, the pairs of tokens of one sample (the sum of L^2), and how long each
 stage took for it. For each stage, a and b are what comes closest to its durations by least squares;
-those of the model are their sums.
+those of the model are their sums. Slices of one length tell them too, because later ones attend to
+more.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _OUTLIER = 5.0
 
 
 class Point(NamedTuple):
-    """One micro-batch: its size, and how long it took."""
+    """One micro-batch, or a slice of it: its size, and how long it took."""
 
-    tokens: int
-    pairs: int
+    tokens: float
+    pairs: float
     """Of tokens of one sample."""
     took_s: float
 
@@ -61,9 +62,9 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
             f"{directory}: under {schedule.name} stages run micro-batches that their twin has "
             "read; trace another schedule to measure what a length costs"
         )
-    # By replica, iteration and micro-batch: its tokens and pairs, and what each stage took for it.
+    # By replica, iteration and micro-batch: its tokens and pairs, and what a stage took by slice.
     sizes: dict[tuple[int, int, int], tuple[int, int]] = {}
-    took_ns: dict[int, dict[tuple[int, int, int], int]] = defaultdict(lambda: defaultdict(int))
+    took_ns: dict[int, dict[tuple[int, int, int, int], int]] = defaultdict(lambda: defaultdict(int))
     for file in run.files:
         if file.header.tensor:
             continue  # tensor-parallel ranks do the same as the first of them
@@ -76,9 +77,15 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
             for span in iteration.spans:
                 stage, number = span.attributes.get("stage"), span.attributes.get("microbatch")
                 if span.name in _WORK and type(stage) is int and type(number) is int:
-                    took_ns[stage][replica, step, number] += span.end_ns - span.begin_ns
+                    part = span.attributes.get("slice", 0)
+                    took_ns[stage][replica, step, number, part] += span.end_ns - span.begin_ns
+    slices = (1.0,) if schedule is None else schedule.slices
     by_stage = [
-        [Point(*sizes[key], took / 1e9) for key, took in took_ns[stage].items() if key in sizes]
+        [
+            Point(*_part(sizes[replica, step, number], slices, part), took / 1e9)
+            for (replica, step, number, part), took in took_ns[stage].items()
+            if (replica, step, number) in sizes
+        ]
         for stage in sorted(took_ns)
     ]
     by_stage = [points for points in by_stage if points]
@@ -101,6 +108,12 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
     ]
     together = LengthCost(sum(cost.linear for cost in costs), sum(cost.quadratic for cost in costs))
     return MeasuredCost(together, statistics.median(errors), len(errors))
+
+
+def _part(size: tuple[int, int], slices: Sequence[float], part: int) -> tuple[float, float]:
+    """Return tokens and pairs of a slice, whose tokens attend to all before them."""
+    begin, end = sum(slices[:part]), sum(slices[: part + 1])
+    return size[0] * (end - begin), size[1] * (end * end - begin * begin)
 
 
 def _expected_s(cost: LengthCost, point: Point) -> float:

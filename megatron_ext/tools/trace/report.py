@@ -317,7 +317,8 @@ def _title(span: Span) -> str:
     if span.name in ("send", "receive"):
         other = about.get("to", about.get("from", ""))
         return f"{'to' if span.name == 'send' else 'from'} rank {other}"
-    return str(about.get("microbatch", span.name))
+    part = about.get("slice")
+    return f"{about.get('microbatch', span.name)}{f'.{part}' if part else ''}"
 
 
 def _planned_rows(plan: Timeline) -> _Row:

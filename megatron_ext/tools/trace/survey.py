@@ -46,6 +46,7 @@ class MessageKey(NamedTuple):
     kind: str
     stage: int
     microbatch: int
+    slice: int
 
 
 class Step(NamedTuple):
@@ -63,7 +64,7 @@ class Step(NamedTuple):
     after_ns: int
     """From the last action to the end of the iteration: reduction, optimizer and so on."""
     memory_bytes: int
-    peak_live: int
+    peak_live: float
     """Most forwards that waited for the end of their backward at once, in stages."""
     peak_kept: float
     """The same in activations of one stage; a weight stash may count more than 1."""
@@ -125,6 +126,8 @@ class RankSurvey:
     full: int = 0
     """Micro-batches of the table of the run; 0: not known. The figures are of steps with so many
     only, because others take another time (`--rampup-batch-size`)."""
+    slices: tuple[float, ...] = (1.0,)
+    """Share of a micro-batch that each of its slices is."""
     steps: list[Step] = field(default_factory=list)
     actions: dict[tuple[str, int], Sample] = field(default_factory=dict)
     """By name and stage: from the begin of an action to the begin of what follows it, without
@@ -168,17 +171,18 @@ class RankSurvey:
         return not (microbatches and self.full) or microbatches == self.full
 
 
-def survey(file: TraceFile, full: int = 0) -> RankSurvey:
+def survey(file: TraceFile, full: int = 0, slices: tuple[float, ...] = (1.0,)) -> RankSurvey:
     """Read the trace of a rank once.
 
     Args:
         file: The trace.
         full: Micro-batches of the table of the run; 0: not known.
+        slices: Share of a micro-batch that each of its slices is.
 
     Raises:
         DataError: See `reader.TraceFile.iterations`.
     """
-    found = RankSurvey(file.path, file.header, full)
+    found = RankSurvey(file.path, file.header, full, slices)
     # The messages of some iterations, evenly spread, and of the same ones on all ranks: by number
     # their begin, and their spans that are about a message.
     kept: dict[int, tuple[int, list[tuple[MessageKey, Span]]]] = {}
@@ -189,7 +193,7 @@ def survey(file: TraceFile, full: int = 0) -> RankSurvey:
         found.spans += len(spans)
         spans.sort(key=_begin_of)
         if len(found.steps) < MAX_STEPS:
-            found.steps.append(_step(iteration, found.stash_ratio))
+            found.steps.append(_step(iteration, found.stash_ratio, slices))
         is_full = found.is_full(iteration.end.get("microbatches", 0))
         if is_full and (found.iterations > 1 or iteration.number > 1):  # the first one warms up
             _count(found, spans)
@@ -224,7 +228,7 @@ def survey(file: TraceFile, full: int = 0) -> RankSurvey:
 _begin_of = operator.itemgetter(1)
 
 
-def _step(iteration: Iteration, stash_ratio: float) -> Step:
+def _step(iteration: Iteration, stash_ratio: float, slices: tuple[float, ...]) -> Step:
     work = [span for span in iteration.spans if span.name in _WORK]
     begin = work[0].begin_ns if work else 0
     end = max((span.end_ns for span in work), default=0)
@@ -253,8 +257,8 @@ def _step(iteration: Iteration, stash_ratio: float) -> Step:
         idle,
         iteration.duration_ns - end,
         given("memory_bytes", 0),
-        int(_peak_live(work)),
-        _peak_live(work, stash_ratio),
+        _peak_live(work, slices),
+        _peak_live(work, slices, stash_ratio),
         len(work),
         given("out_of_order", 0),
         given("activation_bytes", 0),
@@ -262,31 +266,36 @@ def _step(iteration: Iteration, stash_ratio: float) -> Step:
     )
 
 
-def _peak_live(work: list[Span], stash_ratio: float = 1.0) -> float:
+def _peak_live(work: list[Span], slices: Sequence[float], stash_ratio: float = 1.0) -> float:
     """Count the forwards whose backward, or whose weight gradient, has not ended.
 
     Args:
         work: The actions of an iteration, in order.
+        slices: What each slice counts.
         stash_ratio: What one between its input gradient and its weight gradient counts.
     """
-    splits = {
-        (span.attributes.get("stage"), span.attributes.get("microbatch"))
-        for span in work
-        if span.name == "weight_gradient"
-    }
+    splits = {_action_of(span) for span in work if span.name == "weight_gradient"}
     live = peak = 0.0
     for span in work:
-        about = span.attributes.get("stage"), span.attributes.get("microbatch")
+        about = _action_of(span)
+        number = _whole(about[2])
+        share = slices[number] if number < len(slices) else 0.0
         if span.name == "forward":
-            live += 1
+            live += share
         elif about not in splits:
-            live -= 1
+            live -= share
         elif span.name == "input_gradient":
-            live += stash_ratio - 1
+            live += (stash_ratio - 1) * share
         else:
-            live -= stash_ratio
+            live -= stash_ratio * share
         peak = max(peak, live)
     return peak
+
+
+def _action_of(span: Span) -> tuple[Any, Any, Any]:
+    """Return stage, micro-batch and slice of an action, whatever its kind."""
+    about = span.attributes.get
+    return about("stage"), about("microbatch"), about("slice", 0)
 
 
 def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
@@ -341,8 +350,9 @@ def message_key(rank: int, iteration: int, span: Span) -> MessageKey | None:
     if any(type(number) is not int for number in numbers):
         return None
     other, stage, microbatch = numbers
+    part = _whole(about.get("slice"))
     source, target = (rank, other) if span.name == "send" else (other, rank)
-    return MessageKey(iteration, source, target, about["for"], stage, microbatch)
+    return MessageKey(iteration, source, target, about["for"], stage, microbatch, part)
 
 
 def _whole(value: object) -> int:
@@ -364,7 +374,7 @@ class Figures:
     after_ns: float
     """Mean per step after the last action."""
     memory_bytes: int
-    peak_live: int
+    peak_live: float
     peak_kept: float
     out_of_order_ratio: float
 

@@ -53,15 +53,17 @@ def write_run(
     sizes: Sequence[tuple[int, int]] = (),
     ramp: Sequence[int] = (),
     pairs: bool = False,
+    slices: int = 1,
 ) -> Path:
     """Simulate some steps and record them; return the folder of the run.
 
     With `sizes`, tokens and pairs of each micro-batch, the first rank notes them. With `ramp`, the
     first steps have so many micro-batches, the others `microbatches`.
     """
-    table = generate(schedule, pp, microbatches, pairs=pairs)
+    cut = {"pairs": pairs, "slices": slices, "costs": Costs(attention=costs.attention)}
+    table = generate(schedule, pp, microbatches, **cut)
     counts = [*ramp, *[microbatches] * (iterations - len(ramp))]
-    tables = {count: generate(schedule, pp, count, pairs=pairs) for count in counts}
+    tables = {count: generate(schedule, pp, count, **cut) for count in counts}
     timelines = {count: simulate(tables[count], costs) for count in counts}
     directory = parent / directory_name((1, pp, 1), dynamic=False)
     for rank in range(pp):
@@ -104,7 +106,7 @@ def write_run(
 
 
 def record(recorder, clock, origin, exchange, start, end, costs) -> None:
-    stage, kind, microbatch, _ = exchange.action
+    stage, kind, microbatch, part = exchange.action
     begin = origin + round(1e9 * start)
     for arriving in exchange.inputs:
         about = about_message(arriving.message)
@@ -118,6 +120,7 @@ def record(recorder, clock, origin, exchange, start, end, costs) -> None:
         recorder.add("exchange", begin, about, exchanged)
     clock.now_ns = origin + round(1e9 * end)
     attributes = {"microbatch": microbatch, "model_chunk": 0, "stage": stage, "pp_rank": stage}
+    attributes |= {"slice": part} if part else {}
     recorder.add(ACTION_NAMES[kind], begin, attributes)
     for leaving in exchange.outputs:
         about = about_message(leaving.message)
@@ -125,7 +128,8 @@ def record(recorder, clock, origin, exchange, start, end, costs) -> None:
 
 
 def about_message(message) -> dict[str, object]:
-    return {"for": message.kind, "stage": message.stage, "microbatch": message.microbatch}
+    about = {"for": message.kind, "stage": message.stage, "microbatch": message.microbatch}
+    return about | ({"slice": message.slice} if message.slice else {})
 
 
 def trace_of(directory: Path, rank: int) -> Path:

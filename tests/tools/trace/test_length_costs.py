@@ -85,6 +85,17 @@ def test_a_run_tells_what_a_length_costs_its_stages_together(tmp_path: Path, sch
     assert measured.num_points == 2 * stages * len(LENGTHS), "all but the first iteration"
 
 
+def test_slices_of_one_length_tell_it_too(tmp_path: Path) -> None:
+    length = 4000
+    share = TRUE.attention_share(length)
+    scale = (TRUE.of_length(length),) * 8
+    costs = Costs(1 / 12, 1 / 12, 1 / 12, attention=share, microbatch_scale=scale)
+    folder = write_run(tmp_path, costs=costs, slices=4, sizes=[(length, length**2)] * 8)
+    measured = measured_length_cost(folder)
+    assert measured.cost.linear == pytest.approx(TRUE.linear, rel=1e-2)
+    assert measured.cost.quadratic == pytest.approx(TRUE.quadratic, rel=1e-2)
+
+
 def test_tensor_parallel_ranks_count_once(tmp_path: Path) -> None:
     folder = _run(tmp_path)
     alone = measured_length_cost(folder)
