@@ -5,11 +5,13 @@ They act only inside `KeptState.of`, which the runtime opens for the actions of 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
+from megatron_ext.upstream.signatures import megatron_arguments
 
 __all__ = ["PATCHES"]
 
@@ -27,14 +29,43 @@ def _runs_slice() -> bool:
     return found is not None and found.running is not None
 
 
+def _named(call: Call, args: Args, kwargs: Kwargs) -> Kwargs:
+    """Return arguments by name, whichever way they are given."""
+    return dict(inspect.signature(call).bind(*args, **kwargs).arguments)
+
+
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Let the queries of a slice attend to all tokens up to its end."""
     return _state().attend(call, instance, *args, **kwargs)
 
 
+def _begin_forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Give the layers of a model the packed sequences of the slice."""
+    given = _named(call, args, kwargs)
+    _state().begin_forward(given)
+    return call(**given)
+
+
 def _positions(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the rotary positions of a slice, from its first token on."""
-    return call(*args, **{**kwargs, "offset": _state().running.begin})
+    return _state().positions(call, _named(call, args, kwargs))
+
+
+def _look_ahead(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Remember which tensors are tokens and which are positions."""
+    given = _named(call, args, kwargs)
+    _state().look_ahead(given["input_ids"], given["position_ids"])
+    return call(**given)
+
+
+def _roll(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Shift the whole micro-batch, and take the slice of it."""
+    return _state().roll(call, *args, **kwargs)
+
+
+def _route(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Note which router balances, and count tokens in forwards that keep nothing."""
+    return _state().route(call, instance, *args, **kwargs)
 
 
 def _balance(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -44,10 +75,27 @@ def _balance(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _share(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the average over a slice a part of the average over the micro-batch."""
-    return call(*args, **kwargs) * _state().running.share
+    return _state().z_loss(call(*args, **kwargs))
 
 
-def _patch(name: str, target: str, fn: Any, reason: str, order: int = 0) -> Patch:
+def _with_length_of_slice(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Let a script's forward step read the length of the slice as that of sequences.
+
+    Scripts give tensor-parallel ranks buffers of this length.
+    """
+    arguments, running = megatron_arguments(), _state().running
+    if arguments is None:
+        return call(*args, **kwargs)
+    whole, arguments.seq_length = arguments.seq_length, running.end - running.begin
+    try:
+        return call(*args, **kwargs)
+    finally:
+        arguments.seq_length = whole
+
+
+def _patch(
+    name: str, target: str, fn: Any, reason: str, order: int = 0, *, required: bool = True
+) -> Patch:
     return Patch(
         id=f"slices.{name}",
         target=f"megatron.core.{target}",
@@ -56,11 +104,13 @@ def _patch(name: str, target: str, fn: Any, reason: str, order: int = 0) -> Patc
         order=order,
         feature="schedules",
         reason=reason,
+        required=required,
     )
 
 
 _POSITIONS = "counts positions from the first token that it is given"
 _EMBEDDINGS = "models.common.embeddings"
+_MTP = "transformer.multi_token_prediction"
 
 PATCHES = (
     _patch(
@@ -68,7 +118,38 @@ PATCHES = (
         "transformer.dot_product_attention:DotProductAttention.forward",
         _attend,
         "attends to the tokens that it is given, but those of a slice need all before them",
-        order=-10,  # before what runs packed sequences, which slices refuse
+        order=-10,  # what runs packed sequences then sees those of the slice
+    ),
+    _patch(
+        "te_attention",
+        "extensions.transformer_engine:TEDotProductAttention.forward",
+        _attend,
+        "attends to the tokens that it is given, but those of a slice need all before them",
+        required=False,  # Transformer Engine may be missing; the first step checks the effect
+    ),
+    _patch(
+        "packed",
+        "models.gpt.gpt_model:GPTModel.forward",
+        _begin_forward,
+        "takes the packed sequences of a whole micro-batch for those of the slice",
+    ),
+    _patch(
+        "sequence_length",
+        "pipeline_parallel.schedules:forward_step",
+        _with_length_of_slice,
+        "lets scripts read batches of whole sequences, whose length is an argument",
+    ),
+    _patch(
+        "predicted_inputs",
+        f"{_MTP}:MultiTokenPredictionLayer._get_embeddings",
+        _look_ahead,
+        "shifts tokens and positions without a name, and both look the same",
+    ),
+    _patch(
+        "predicted_tokens",
+        f"{_MTP}:roll_tensor",
+        _roll,
+        "ends with the slice, but its last token predicts tokens of the next one",
     ),
     _patch(
         "rotary_positions",
@@ -81,6 +162,12 @@ PATCHES = (
         f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward",
         _positions,
         _POSITIONS,
+    ),
+    _patch(
+        "route",
+        "transformer.moe.router:TopKRouter.routing",
+        _route,
+        "leaves balancing losses to recomputation, in which the counts of other slices are missing",
     ),
     _patch(
         "balance",

@@ -39,42 +39,58 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     packed = given.pop("packed_seq_params", None)
     if packed is None:
         return call(*args, **kwargs)
-    num_tokens, width = len(given["query"]), instance.hidden_size_per_partition
-    if packed.qkv_format != "thd" or num_tokens != len(given["key"]):
+    query, width = given["query"], instance.hidden_size_per_partition
+    num_tokens, heads = query.shape[:2]
+    # From 0.19 on, values of multi-latent attention are padded here to the width of its keys.
+    padded = given["value"].shape[-1] - width // heads
+    given["value"] = given["value"][..., : width // heads]
+    if packed.qkv_format != "thd":
         raise UserError(
-            f"attention with qkv_format {packed.qkv_format!r}, {num_tokens} queries and "
-            f"{len(given['key'])} keys needs Transformer Engine, which is not here; install it, or "
-            "pack self-attention with qkv_format 'thd'"
+            f"attention with qkv_format {packed.qkv_format!r} needs Transformer Engine, which is "
+            "not here; install it, or pack with qkv_format 'thd'"
         )
+    import torch  # rows are imported before torch may be
+
     # Such a batch holds several sequences one after the other, and a token attends to its own only:
     # the mask is block-diagonal. One sequence after the other is that mask without its zero blocks.
     parts, done = [], 0
-    for begin, end in sequences(packed, num_tokens):
+    spans, reaches = sequences(packed, num_tokens), sequences(packed, len(given["key"]), "kv")
+    for (begin, end), (first, last) in zip(spans, reaches, strict=True):
         if begin > done:
             parts.append(given["value"].new_zeros(begin - done, width))
-        own = {name: given[name][begin:end].unsqueeze(1) for name in names}
-        parts.append(call(**{**given, **own, "attention_mask": None}).squeeze(1))
+        own = {"query": query[begin:end].unsqueeze(1)}
+        own |= {name: given[name][first:last].unsqueeze(1) for name in names[1:]}
+        mask = None
+        if (ahead := last - first - (end - begin)) != 0:  # the queries are the last tokens
+            mask = torch.ones(
+                end - begin, last - first, dtype=torch.bool, device=given["query"].device
+            )
+            mask = mask.triu_(1 + ahead)[None, None]
+        parts.append(call(**{**given, **own, "attention_mask": mask}).squeeze(1))
         done = end
     if done < num_tokens or not parts:
         parts.append(given["value"].new_zeros(num_tokens - done, width))
-    import torch  # rows are imported before torch may be
+    result = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if padded:
+        result = torch.nn.functional.pad(result.unflatten(1, (heads, -1)), (0, padded)).flatten(1)
+    return result
 
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-
-def sequences(packed: Any, num_tokens: int) -> Iterator[tuple[int, int]]:
+def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int, int]]:
     """Yield where each sequence of a packed batch begins and ends, without empty ones.
 
     Args:
         packed: Upstream's `PackedSeqParams`. Its `cu_seqlens_q`, int32 `[sequences + 1]`, are the
             sums of the lengths from 0 on; `cu_seqlens_q_padded` those of the lengths with padding.
         num_tokens: Tokens of the batch.
+        of: "q" for queries, "kv" for keys and values.
 
     Raises:
         UserError: They do not lie in the batch in ascending order.
     """
-    sums: list[int] = packed.cu_seqlens_q.tolist()
-    padded = packed.cu_seqlens_q_padded
+    name = f"cu_seqlens_{of}"
+    sums: list[int] = getattr(packed, name).tolist()
+    padded = getattr(packed, f"{name}_padded")
     starts: list[int] = sums if padded is None else padded.tolist()
     spans = [
         (start, start + after - before)
@@ -83,7 +99,7 @@ def sequences(packed: Any, num_tokens: int) -> Iterator[tuple[int, int]]:
     ends = [0, *(edge for span in spans for edge in span), num_tokens]
     if len(starts) != len(sums) or ends != sorted(ends):
         raise UserError(
-            f"cu_seqlens_q {sums} with starts {starts} does not fit a packed batch of {num_tokens} "
+            f"{name} {sums} with starts {starts} does not fit a packed batch of {num_tokens} "
             f"tokens; the sums of lengths must ascend from 0 to at most that number"
         )
     yield from ((begin, end) for begin, end in spans if end > begin)

@@ -12,19 +12,22 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import MicrobatchData, StageCompute
+from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.schedules.table.slices import token_bounds
-from megatron_ext.upstream.signatures import megatron_arguments
 
 if TYPE_CHECKING:
     from megatron_ext.runtime.compute import Tensors
@@ -34,7 +37,7 @@ __all__ = ["KeptState", "SlicedCompute", "SlicedData", "with_earlier_slices"]
 
 
 @dataclass
-class _Running:
+class Running:
     """The slice whose forward or backward runs."""
 
     kept: _Microbatch
@@ -42,12 +45,22 @@ class _Running:
     """Position of the slice in its micro-batch."""
     begin: int
     """First of its tokens."""
+    end: int
+    """The token after its last one."""
     share: float
     """Its tokens, as a share of the micro-batch's."""
+    is_backward: bool
+    """Whether layers that run are recomputed."""
     mask: torch.Tensor | None = None
     """True where a token must not attend, `[1, 1, s, tokens up to its end]`; for all layers."""
+    router: Any = None
+    """The router that runs."""
     num_losses: int = 0
-    """Balancing losses so far; in a forward, layers come in the same order for all slices."""
+    """Balancing losses of this router so far."""
+    counts_only: bool = False
+    """Whether the router runs only for the counts of its balancing losses."""
+    rolled: dict[int, tuple[str, int, torch.Tensor]] = field(default_factory=dict)
+    """By id of a tensor of the slice: its name, and by how many tokens it is shifted."""
 
 
 class _Kept:
@@ -102,31 +115,62 @@ class _Balance(torch.autograd.Function):
     """The balancing loss of a slice: `factor` times its probabilities times all slices' counts.
 
     Its value is what the slice adds to the loss of the slices so far, so that values add up to the
-    micro-batch's. Its gradient needs the counts of later slices, which are known in a backward.
+    micro-batch's; 0 in a recomputation. Its gradient needs the counts of later slices, which are
+    known in a backward.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, own: torch.Tensor, counts: torch.Tensor, sums: _Balanced, factor: float
+        ctx: Any,
+        own: torch.Tensor,
+        counts: torch.Tensor,
+        sums: _Balanced,
+        factor: float,
+        weight: float,
+        recomputes: bool,
     ) -> torch.Tensor:
-        ctx.sums, ctx.factor = sums, factor
+        ctx.sums, ctx.factor = sums, factor * weight
+        if recomputes:
+            return own.new_zeros(())
         before = torch.sum(sums.probabilities * torch.as_tensor(sums.counts))
         sums.probabilities, sums.counts = sums.probabilities + own, sums.counts + counts
         return (torch.sum(sums.probabilities * sums.counts) - before) * factor
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return gradients[0] * ctx.factor * ctx.sums.counts, None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradients[0] * ctx.factor * ctx.sums.counts, None, None, None, None, None
+
+
+class _Weighed(torch.autograd.Function):
+    """A value whose gradient has a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.weight, None
 
 
 @dataclass
 class _Microbatch:
-    """State of one micro-batch that the layers of a stage keep."""
+    """What the layers of one stage keep for one micro-batch."""
 
     attention: dict[int, tuple[_Kept, _Kept]] = field(default_factory=dict)
     """Keys and values by id of the layer."""
-    balanced: defaultdict[int, _Balanced] = field(default_factory=lambda: defaultdict(_Balanced))
-    """By position of a balancing loss in a forward."""
+    balanced: defaultdict[tuple[int, int], _Balanced] = field(
+        default_factory=lambda: defaultdict(_Balanced)
+    )
+    """By id of a router and position among its balancing losses."""
+    packed: Any = None
+    """Megatron's `PackedSeqParams` of the whole micro-batch; None: one sequence in each row."""
+    documents: tuple[int, ...] = ()
+    """The first token of each packed sequence, and the number of all tokens."""
+    ahead: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    """For multi-token prediction, by name: the whole `[b, s]` shifted by 0, 1, ... tokens, and the
+    sum of its entries."""
 
 
 class KeptState:
@@ -137,12 +181,20 @@ class KeptState:
     """
 
     def __init__(self) -> None:
-        self.running: _Running | None = None
+        self.running: Running | None = None
         self.microbatches: defaultdict[tuple[int, int], _Microbatch] = defaultdict(_Microbatch)
         """By stage and number."""
 
     @contextmanager
-    def of(self, stage: int, microbatch: int, number: int, bounds: Sequence[int]) -> Iterator[None]:
+    def of(
+        self,
+        stage: int,
+        microbatch: int,
+        number: int,
+        bounds: Sequence[int],
+        *,
+        backward: bool = False,
+    ) -> Iterator[None]:
         """Let the layers that run in the block compute a slice.
 
         Args:
@@ -150,21 +202,26 @@ class KeptState:
             microbatch: 0 to m-1.
             number: Position of the slice in it.
             bounds: The first token of each slice, and the number of all tokens.
+            backward: Whether it is the backward of the slice, in which layers are recomputed.
         """
         begin, end = bounds[number : number + 2]
         kept = self.microbatches[stage, microbatch]
-        self.running = _Running(kept, number, begin, (end - begin) / bounds[-1])
+        share = (end - begin) / bounds[-1]
+        self.running = Running(kept, number, begin, end, share, backward)
         try:
             yield
         finally:
             self.running = None
 
+    def _runs(self) -> Running:
+        assert self.running is not None
+        return self.running
+
     def with_earlier(
         self, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of all tokens up to the end of the slice, `[s, ...]` each."""
-        running = self.running
-        assert running is not None
+        running = self._runs()
         keys, values = running.kept.attention.setdefault(id(layer), (_Kept(), _Kept()))
         key = _Joined.apply(key, keys, running.number)
         return key, _Joined.apply(value, values, running.number)
@@ -177,37 +234,150 @@ class KeptState:
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
         **others: Any,
     ) -> torch.Tensor:
         """Return the attention of a slice, `[s, b, h]`, over all tokens up to its end.
 
         Args:
-            call: `DotProductAttention.forward` of Megatron's.
+            call: `forward` of Megatron's `DotProductAttention` or `TEDotProductAttention`.
             layer: The layer.
-            query: Of the slice, `[s, b, heads, width]`.
-            key: Of the slice, `[s, b, groups, width]`.
-            value: Of the slice, `[s, b, groups, width]`.
+            query: Of the slice, `[s, b, heads, width]`, or `[s, heads, width]` if packed.
+            key: Of the slice, `[s, b, groups, width]`, or `[s, groups, width]`.
+            value: Of the slice, `[s, b, groups, width]`, or `[s, groups, width]`.
             attention_mask: True where a token must not attend, `[b, 1, s, tokens up to its end]`;
                 None: to those after it.
+            attn_mask_type: Megatron's; causal for all layers that run in slices.
             others: Further arguments of `call`.
-
-        Raises:
-            ScheduleError: Sequences are packed.
         """
-        if others.get("packed_seq_params") is not None:
-            raise ScheduleError(
-                "a micro-batch of packed sequences cannot run in slices; leave the slices out"
-            )
+        running = self._runs()
         key, value = self.with_earlier(layer, key, value)
-        running = self.running
-        assert running is not None
-        if attention_mask is None:
+        has_own_masks = not isinstance(layer, DotProductAttention)  # Transformer Engine
+        packed = others.get("packed_seq_params")
+        if packed is not None:
+            first, packed = _part_attended(running, packed)
+            key, value = key[first:], value[first:]
+            others["packed_seq_params"] = packed
+            if has_own_masks:
+                attn_mask_type = _PACKED_BOTTOM_RIGHT
+        elif has_own_masks:  # it reads none for causal attention
+            attn_mask_type = AttnMaskType.causal_bottom_right
+        elif attention_mask is None:
             if running.mask is None:
                 rows = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
                 running.mask = rows.triu_(len(key) - len(query) + 1)[None, None]
             attention_mask = running.mask
+        others["attn_mask_type"] = attn_mask_type
         result: torch.Tensor = call(query, key, value, attention_mask, **others)
         return result
+
+    def begin_forward(self, given: dict[str, Any]) -> None:
+        """Adapt the arguments of `GPTModel.forward` to a slice.
+
+        Args:
+            given: The arguments by name. Packed sequences become those of the slice.
+
+        Raises:
+            ScheduleError: There is padding between packed sequences.
+        """
+        running, packed = self._runs(), given.get("packed_seq_params")
+        kept = running.kept
+        if packed is not None:
+            if running.number == 0:
+                sums = packed.cu_seqlens_q.tolist()
+                padded = packed.cu_seqlens_q_padded
+                if packed.qkv_format != "thd" or not (padded is None or padded.tolist() == sums):
+                    raise ScheduleError(
+                        f"packed sequences of format {packed.qkv_format} with padding between them "
+                        "cannot run in slices; pack without padding, or leave the slices out"
+                    )
+                kept.packed, kept.documents = packed, tuple(dict.fromkeys(sums))
+            given["packed_seq_params"] = _part_packed(running)
+        if kept.ahead and given.get("loss_mask") is None:
+            whole = kept.ahead["loss_mask"][0][0]
+            given["loss_mask"] = whole[:, running.begin : running.end]
+
+    def positions(self, call: Any, given: Mapping[str, Any]) -> Any:
+        """Return the rotary positions of a slice, `[s, 1, 1, width]`, as Megatron's layers do.
+
+        Args:
+            call: Megatron's `forward` of a table of positions.
+            given: Its arguments by name.
+        """
+        running = self._runs()
+        if not given.get("packed_seq"):
+            return call(**{**given, "offset": running.begin})
+        found = call(**given)
+        table = found[0] if isinstance(found, tuple) else found
+        documents = running.kept.documents
+        places = torch.arange(documents[-1], device=table.device)
+        if len(table) != documents[-1]:  # else positions count through all sequences
+            starts = torch.tensor(documents, device=table.device)
+            places = places - starts[torch.bucketize(places, starts, right=True) - 1]
+        table = table[places[running.begin : running.end]]
+        return (table, *found[1:]) if isinstance(found, tuple) else table
+
+    def look_ahead(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
+        """Learn which tensors of the slice a layer of multi-token prediction shifts, `[b, s]`."""
+        for name, tensor in (("tokens", input_ids), ("position_ids", position_ids)):
+            self._runs().rolled.setdefault(id(tensor), (name, 0, tensor))
+
+    def roll(
+        self, call: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a tensor of the slice shifted by one token, into which the next slice's moves.
+
+        Args:
+            call: Megatron's `roll_tensor`.
+            tensor: `[b, s]`.
+            args: Further arguments of `call`.
+            kwargs: Further arguments of `call`.
+
+        Returns:
+            The tensor `[b, s]`, and the sum of all entries of the whole micro-batch's: of a mask,
+            the tokens by which Megatron divides the loss.
+        """
+        running = self._runs()
+        # Megatron copies the labels before it shifts them.
+        default = "loss_mask" if tensor.is_floating_point() else "labels"
+        name, shift, _ = running.rolled.get(id(tensor), (default, 0, tensor))
+        shifted = running.kept.ahead[name]
+        if "packed_seq_params" in kwargs:
+            kwargs["packed_seq_params"] = running.kept.packed
+        while len(shifted) < shift + 2:
+            shifted.append(call(shifted[-1][0], *args, **kwargs))
+        whole, total = shifted[shift + 1]
+        part = whole[:, running.begin : running.end]
+        running.rolled[id(part)] = name, shift + 1, part
+        return part, total
+
+    def route(
+        self, call: Any, router: torch.nn.Module, logits: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run Megatron's `TopKRouter.routing`, and count the tokens of its balancing losses.
+
+        Megatron leaves these losses to the recomputation of a layer, which is too late: its slice
+        then needs the counts of all.
+
+        Args:
+            call: Megatron's.
+            router: The router.
+            logits: `[s, b, experts]`.
+            args: Further arguments of `call`.
+            kwargs: Further arguments of `call`.
+        """
+        running = self._runs()
+        running.router, running.num_losses = router, 0
+        if not torch.is_grad_enabled() and router.training and not running.is_backward:
+            bias_counts = getattr(router, "local_tokens_per_expert", None)
+            before = None if bias_counts is None else bias_counts.clone()
+            running.counts_only = True
+            with torch.enable_grad():
+                call(logits, *args, **kwargs)
+            running.counts_only, running.num_losses = False, 0
+            if bias_counts is not None:
+                bias_counts.copy_(before)
+        return call(logits, *args, **kwargs)
 
     def balance(
         self,
@@ -232,19 +402,82 @@ class KeptState:
             moe_aux_loss_coeff: Factor of the loss.
             fused: Ignored; Megatron's kernel computes the same.
         """
-        running = self.running
-        assert running is not None
-        sums = running.kept.balanced[running.num_losses]
+        running = self._runs()
+        sums = running.kept.balanced[id(running.router), running.num_losses]
         running.num_losses += 1
         all_tokens = total_num_tokens / running.share
         factor = num_experts * moe_aux_loss_coeff / (topk * all_tokens * all_tokens)
-        loss: torch.Tensor = _Balance.apply(probs.sum(dim=0), tokens_per_expert, sums, factor)
+        loss: torch.Tensor = _Balance.apply(
+            probs.sum(dim=0), tokens_per_expert, sums, factor, self._weight(), running.is_backward
+        )
         return loss
+
+    def z_loss(self, average: torch.Tensor) -> torch.Tensor:
+        """Return the share of a slice in the z-loss of its micro-batch, a scalar.
+
+        Args:
+            average: The z-loss of the slice's tokens.
+        """
+        running = self._runs()
+        if running.counts_only:
+            return average * 0  # the recomputation adds it
+        loss: torch.Tensor = _Weighed.apply(average * running.share, self._weight())
+        return loss
+
+    def _weight(self) -> float:
+        """Return the weight of a router's gradients, which Megatron may multiply by tokens."""
+        running = self._runs()
+        return 1 / running.share if running.router.calculate_per_token_loss else 1.0
 
     def clear(self) -> None:
         """Forget all after a failed step."""
         self.running = None
         self.microbatches.clear()
+
+
+class _MaskType:
+    """A mask that Transformer Engine has and Megatron's `AttnMaskType` lacks."""
+
+    name = "padding_causal_bottom_right"
+
+
+_PACKED_BOTTOM_RIGHT: Any = _MaskType()
+
+
+def _spans(running: Running) -> list[tuple[int, int, int]]:
+    """Return for each packed sequence in a slice its first token, and its first and end here."""
+    return [
+        (first, max(first, running.begin), min(end, running.end))
+        for first, end in pairwise(running.kept.documents)
+        if first < running.end and running.begin < end
+    ]
+
+
+def _sums(lengths: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=like.dtype, device=like.device)
+
+
+def _part_packed(running: Running) -> Any:
+    """Return the sequences of a slice as Megatron's `PackedSeqParams`, for all but attention."""
+    packed = running.kept.packed
+    sums = _sums([end - begin for _, begin, end in _spans(running)], packed.cu_seqlens_q)
+    # Lengths of samples only matter where several are packed into one, and slices take one.
+    alone = {"tokens_per_sample": None} if hasattr(packed, "tokens_per_sample") else {}
+    unpadded = {"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}
+    return replace(packed, cu_seqlens_q=sums, cu_seqlens_kv=sums, **unpadded, **alone)
+
+
+def _part_attended(running: Running, packed: Any) -> tuple[int, Any]:
+    """Return the first token that a slice attends to, and its sequences with the keys of each."""
+    spans = _spans(running)
+    queries = [end - begin for _, begin, end in spans]
+    keys = [end - first for first, _, end in spans]
+    return spans[0][0], replace(
+        packed,
+        cu_seqlens_kv=_sums(keys, packed.cu_seqlens_kv),
+        max_seqlen_q=max(queries),
+        max_seqlen_kv=max(keys),
+    )
 
 
 def with_earlier_slices(
@@ -271,6 +504,8 @@ def with_earlier_slices(
 
 
 _ALONG_SEQUENCE = ("tokens", "input_ids", "labels", "loss_mask", "position_ids")
+_OF_PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+_LOOKS_AHEAD = ("tokens", "position_ids", "labels", "loss_mask")
 
 
 class SlicedData(MicrobatchData):
@@ -288,14 +523,24 @@ class SlicedData(MicrobatchData):
 
     def view(self, number: int) -> Iterator[Any] | None:
         """Return an iterator over one slice, numbered through all micro-batches of the step."""
-        microbatch, part = divmod(number, len(self._bounds) - 1)
+        microbatch = number // (len(self._bounds) - 1)
         items = self._whole.view(microbatch)
-        return None if items is None else self._items(items, number - part, number)
+        return None if items is None else self._items(items, microbatch, number)
 
-    def _items(self, items: Iterator[Any], first: int, number: int) -> Iterator[Any]:
-        if number == first:
-            for part, item in enumerate(_cut(next(items), self._bounds)):
-                self._parts[first + part] = item
+    def whole(self, microbatch: int) -> Mapping[str, Any] | None:
+        """Return a micro-batch before its slices are read; None without data."""
+        items = self._whole.view(microbatch)
+        return None if items is None else self._fetch(items, microbatch)
+
+    def _fetch(self, items: Iterator[Any], microbatch: int) -> Mapping[str, Any]:
+        item: Mapping[str, Any] = next(items)
+        first = microbatch * (len(self._bounds) - 1)
+        self._parts |= dict(enumerate(_cut(item, self._bounds), first))
+        return item
+
+    def _items(self, items: Iterator[Any], microbatch: int, number: int) -> Iterator[Any]:
+        if number not in self._parts:
+            self._fetch(items, microbatch)
         yield self._parts.pop(number)
 
 
@@ -303,8 +548,9 @@ def _cut(item: Any, bounds: Sequence[int]) -> list[dict[str, Any]]:
     """Return the slices of a micro-batch.
 
     Args:
-        item: What the data iterator gives: tensors `[b, s]` by name, and the attention mask
-            `[b, 1, s, s]`, True where a token must not attend.
+        item: What the data iterator gives: tensors `[b, s]` by name, the attention mask
+            `[b, 1, s, s]`, True where a token must not attend, and bounds of packed sequences,
+            `[1, sequences + 1]`, which each slice gets whole.
         bounds: As `SlicedData` takes them.
 
     Raises:
@@ -319,6 +565,8 @@ def _cut(item: Any, bounds: Sequence[int]) -> list[dict[str, Any]]:
     for name, tensor in item.items():
         if tensor is None:
             cut = [None for _ in parts]
+        elif name in _OF_PACKED and len(tensor) == 1:
+            cut = [tensor for _ in parts]
         elif name in _ALONG_SEQUENCE and tensor.shape[1:] == (bounds[-1],):
             cut = [tensor[:, begin:end].contiguous() for begin, end in pairwise(bounds)]
         elif name == "attention_mask" and tensor.shape[2:] == (bounds[-1], bounds[-1]):
@@ -371,8 +619,10 @@ class SlicedCompute(StageCompute):
             return super().run(numbered, inputs)
         if kind == "F" and part == 0:
             _check_model(self._stage(stage).model)
+            if self.call.config.mtp_num_layers:
+                self._look_ahead(stage, microbatch, inputs)
         self._number = number
-        with self.kept.of(stage, microbatch, part, self._bounds):
+        with self.kept.of(stage, microbatch, part, self._bounds, backward=kind != "F"):
             outputs = super().run(numbered, inputs)
         if kind == "F":
             if part == 0:
@@ -394,17 +644,7 @@ class SlicedCompute(StageCompute):
     def _forward_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Run the user's forward step, whose loss is divided by the tokens of the micro-batch."""
         number = self._number
-        part = number % self.table.schedule.num_slices
-        arguments = megatron_arguments()
-        # Scripts give tensor-parallel ranks buffers of this length: upstream's, in `get_batch_on_
-        # this_tp_rank`, and that of the wheel (`training/wheel.py`), so one patch would not do.
-        if arguments is not None:
-            arguments.seq_length = self._bounds[part + 1] - self._bounds[part]
-        try:
-            output, loss_of = self._whole_call.forward_step_func(*args, **kwargs)
-        finally:
-            if arguments is not None:
-                arguments.seq_length = self._bounds[-1]
+        output, loss_of = self._whole_call.forward_step_func(*args, **kwargs)
 
         def loss(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             found = loss_of(tensor, *args, **kwargs)
@@ -420,6 +660,30 @@ class SlicedCompute(StageCompute):
             return total, torch.ones_like(num_tokens), report  # divided when all are counted
 
         return output, loss
+
+    def _look_ahead(self, stage: int, microbatch: int, inputs: Tensors) -> None:
+        """Keep what multi-token prediction reads of the next slices.
+
+        Tensor-parallel ranks without data take it from the one that reads them.
+        """
+        place = self._stage(stage)
+        if not (place.is_last or getattr(unwrap_model(place.model), "mtp_process", False)):
+            return
+        assert isinstance(place.data, SlicedData)
+        item, device = place.data.whole(microbatch), device_of(self.call.chunks)
+        group = parallel_state.get_tensor_model_parallel_group()
+        shape = (0 if inputs[0] is None else inputs[0].shape[1], self._bounds[-1])
+        ahead = self.kept.microbatches[stage, microbatch].ahead
+        for name in _LOOKS_AHEAD:
+            kind = torch.float32 if name == "loss_mask" else torch.int64
+            if item is not None:
+                tensor = item[name].to(device, kind)
+            else:
+                tensor = torch.empty(shape, dtype=kind, device=device)
+            if group.size() > 1:
+                source = parallel_state.get_tensor_model_parallel_src_rank()
+                dist.broadcast(tensor, source, group=group)
+            ahead[name] = [(tensor, tensor.sum())]
 
     def _complete_loss(self, stage: int, microbatch: int) -> None:
         """Divide the losses of a micro-batch by its tokens, and add up the reports of its slices.
@@ -443,7 +707,7 @@ class SlicedCompute(StageCompute):
         model = unwrap_model(self._stage(stage).model)
         if getattr(model, "runs_in_slices", False):
             return
-        layers = len(model.decoder.layers)
+        layers = len(_layers(model))
         kept = len(self.kept.microbatches[stage, microbatch].attention)
         if kept != layers:
             raise ScheduleError(
@@ -477,18 +741,23 @@ def _check_model(model: torch.nn.Module) -> None:
     wrong = None
     if type(reader) is not GPTModel:
         wrong = f"a {type(reader).__name__}"
-    elif getattr(reader, "mtp_process", False):
-        wrong = "a model with multi-token prediction"
     else:
-        for layer in reader.decoder.layers:
+        for layer in _layers(reader):
             core: Any = getattr(getattr(layer, "self_attention", None), "core_attention", None)
-            if type(core) is not DotProductAttention:
+            if type(core).__name__ not in ("DotProductAttention", "TEDotProductAttention"):
                 wrong = f"a layer with {type(core).__name__}"
-            elif core.attn_mask_type is not AttnMaskType.causal:
+            # Megatron has a type for kinds of masks, Transformer Engine their names.
+            elif getattr(core.attn_mask_type, "name", core.attn_mask_type) != "causal":
                 wrong = "attention to later tokens"
     if wrong is not None:
         raise ScheduleError(
-            f"slices are for a GPTModel with causal DotProductAttention in all layers "
-            f"(--transformer-impl local), and for models that declare runs_in_slices "
-            f"(docs/slices.md), not for {wrong}; leave the slices out"
+            f"slices are for a GPTModel with causal DotProductAttention, or Transformer Engine's, "
+            f"in all layers, and for models that declare runs_in_slices (docs/slices.md), not for "
+            f"{wrong}; leave the slices out"
         )
+
+
+def _layers(model: Any) -> list[Any]:
+    """Return the layers of a GPTModel, with those of multi-token prediction."""
+    predicting = model.mtp.modules() if getattr(model, "mtp_process", False) else ()
+    return [*model.decoder.layers, *(m for m in predicting if isinstance(m, TransformerLayer))]

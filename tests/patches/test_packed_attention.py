@@ -88,9 +88,9 @@ def padding_between() -> None:
         assert torch.equal(made[begin:end], alone.squeeze(1))
     assert not made[3].any()
     assert not made[6:].any()
-    with pytest.raises(UserError, match="qkv_format 'bshd', 8 queries and 8 keys needs"):
+    with pytest.raises(UserError, match="qkv_format 'bshd' needs"):
         attention(query, query, query, None, packed_seq_params=_packed([0, 8], kind="bshd"))
-    with pytest.raises(UserError, match="8 queries and 4 keys"):
+    with pytest.raises(UserError, match=r"cu_seqlens_kv .* does not fit a packed batch of 4"):
         attention(query, query[:4], query[:4], None, packed_seq_params=_packed([0, 8]))
 
 

@@ -12,7 +12,7 @@ import random
 import re
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,15 +53,16 @@ def train(
     mean_delay_s: float = 0.0,
     device: str = "cpu",
     env: Mapping[str, str] | None = None,
+    run: Callable[..., Captured] | None = None,
 ) -> Captured:
-    """Train on some ranks and put together what they computed.
+    """Train on some ranks, by `run` or `run_here`, and put together what they computed.
 
     Replicas of a parameter must agree. With a delay, actions of our schedules take random times.
     """
     require_training(f"pretrain_{model}.py")
     by_rank = run_ranks(
         num_ranks,
-        run_here,
+        run or run_here,
         model,
         flags.split(),
         mean_delay_s,

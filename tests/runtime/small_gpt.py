@@ -23,6 +23,7 @@ def build(
     tied: bool = False,
     ddp: dict[str, Any] | None = None,
     use_ddp: bool = True,
+    core_attention: Any = None,
     **settings: Any,
 ) -> Any:
     """Return a model, the same for the same arguments."""
@@ -47,6 +48,8 @@ def build(
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
         config.num_moe_experts, grouped, multi_latent_attention=mla
     )
+    if core_attention is not None:
+        spec.submodules.self_attention.submodules.core_attention = core_attention
     mtp = None
     if config.mtp_num_layers:
         mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)

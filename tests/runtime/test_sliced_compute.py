@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -12,9 +16,10 @@ import pytest
 from megatron_ext.schedules.table.memory import measure
 from tests.patches.single import start_parallel, without
 from tests.ranks import RanksFailed, require_training, run_ranks
-from tests.runtime.capture import GPT, PP2, PP4, Captured, train
+from tests.runtime.capture import GPT, PP2, PP4, Captured, run_here, train
 from tests.runtime.test_equality import assert_equal
-from tests.training.helpers import LLAMA, MLA, MOE, bert_flags
+from tests.training.helpers import LLAMA, MLA, MOE, bert_flags, report
+from tests.training.helpers import train as run_script
 
 UNCLIPPED = "--clip-grad 0 "
 SLICES = "--pipeline-slices 4 "
@@ -22,6 +27,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel "
 # Large enough for a wrong balance to change the losses of later steps.
 BALANCED = MOE.replace("1e-2", "1.0") + "--moe-z-loss-coeff 0.1 "
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 EIGHT_LAYERS = "--num-layers 8 --global-batch-size 16 "
 
 
@@ -31,8 +37,17 @@ def stock(num_ranks: int, flags: str) -> Captured:
 
 
 @cache
-def one_f_one_b(num_ranks: int, flags: str) -> Captured:
-    return train(num_ranks, f"{flags}--pipeline-schedule 1f1b ")
+def one_stage(num_ranks: int, flags: str) -> Captured:
+    """Train one stage in slices, which no user may: there is no pipeline to fill."""
+    flags = f"{flags}--pipeline-model-parallel-size 1 --pipeline-schedule 1f1b "
+    return train(num_ranks, flags, run=one_stage_here)
+
+
+def one_stage_here(*args: Any) -> Captured:
+    from megatron_ext.config import hosting
+
+    hosting.check_ranks = lambda *_: None
+    return run_here(*args)
 
 
 def check_losses(found: Captured, whole: Captured, tolerance: float = 1e-6) -> None:
@@ -42,6 +57,9 @@ def check_losses(found: Captured, whole: Captured, tolerance: float = 1e-6) -> N
         assert ours == pytest.approx(theirs, rel=tolerance, abs=0)
 
 
+UNTIED = "--untie-embeddings-and-output-weights "  # two stages add up gradients of tied ones
+
+
 @pytest.mark.short_s(20)
 @pytest.mark.parametrize(
     ("num_ranks", "flags", "schedule"),
@@ -49,6 +67,8 @@ def check_losses(found: Captured, whole: Captured, tolerance: float = 1e-6) -> N
         (2, PP2, "zb-h1"),
         (2, PP2, "zb-v"),
         (2, PP2, "zb-h1 --use-dpp"),
+        slow(2, PP2, "1f1b"),
+        slow(2, PP2, "gpipe"),
         slow(2, PP2, "1f1b --use-dpp"),
         slow(2, PP2, "interleaved"),
         slow(2, PP2, "dualpipe-v"),
@@ -58,18 +78,23 @@ def check_losses(found: Captured, whole: Captured, tolerance: float = 1e-6) -> N
         slow(4, PP2 + EIGHT_LAYERS + "--overlap-grad-reduce ", "zb-h1"),
         slow(4, PP2 + TP_SP, "zb-v --use-dpp"),
         slow(2, PP2 + LLAMA + BALANCED, "zb-v --use-dpp"),
+        slow(2, PP2 + MLA, "zb-v --use-dpp"),
+        slow(2, PP2 + LLAMA + BALANCED + FULL, "zb-h1"),
     ],
 )
-def test_every_table_of_slices_computes_the_same(num_ranks: int, flags: str, schedule: str) -> None:
-    """Bit for bit; and the losses of whole micro-batches within rounding."""
-    flags = GPT + UNCLIPPED + flags
+def test_every_table_computes_what_one_stage_does(
+    num_ranks: int, flags: str, schedule: str
+) -> None:
+    """Bit for bit, with the same slices; and the losses of whole micro-batches within rounding."""
+    flags = GPT + UNCLIPPED + UNTIED + flags
     found = train(num_ranks, f"{flags}{SLICES}--pipeline-schedule {schedule} ")
-    assert_equal(found, one_f_one_b(num_ranks, flags + SLICES))
+    stages = 4 if PP4 in flags else 2
+    alone = flags.replace(PP4, "").replace(PP2, "")
+    assert_equal(found, one_stage(num_ranks // stages, alone + SLICES))
     check_losses(found, stock(num_ranks, flags))
 
 
 EP = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 
 
 @pytest.mark.short_s(30)
@@ -79,12 +104,18 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
         slow(LLAMA, 1e-6, id="llama"),
         pytest.param(LLAMA + TP_SP, 1e-6, id="tensor parallel"),
         pytest.param(LLAMA + BALANCED, 1e-6, id="experts"),
-        pytest.param(MLA.replace("--mtp-num-layers 1 ", ""), 1e-6, id="latent"),
+        pytest.param(MLA, 1e-6, id="latent, later tokens"),
+        slow(
+            MLA.replace("mtp-num-layers 1", "mtp-num-layers 2") + TP_SP, 1e-6, id="two later tokens"
+        ),
+        slow(LLAMA + BALANCED + FULL, 1e-6, id="recomputed experts"),
+        slow(LLAMA + BALANCED + "--calculate-per-token-loss ", 1e-6, id="experts per token"),
         pytest.param(FULL, 1e-6, id="recomputed"),
         slow(LLAMA + "--recompute-granularity selective ", 1e-6, id="recomputed attention"),
         slow(LLAMA + "--calculate-per-token-loss ", 1e-6, id="per token"),
         slow(LLAMA + "--eval-iters 1 --eval-interval 1 ", 1e-6, id="evaluated"),
         slow("--bf16 --no-masked-softmax-fusion ", 1e-3, id="bf16"),
+        slow("--fp16 --no-masked-softmax-fusion --initial-loss-scale 1024 ", 1e-3, id="fp16"),
         slow("--pipeline-transport shm ", 1e-6, id="shm"),
         slow(LLAMA + TP_SP + BALANCED, 1e-6, id="tensor parallel experts"),
         slow(LLAMA + BALANCED + EP, 1e-6, id="expert parallel"),
@@ -94,6 +125,43 @@ def test_models(flags: str, tolerance: float) -> None:
     num_ranks, flags = 4 if TP_SP in flags or EP in flags else 2, GPT + PP2 + flags
     found = train(num_ranks, f"{flags}{SLICES}--pipeline-schedule zb-h1 ")
     check_losses(found, stock(num_ranks, flags), tolerance)
+
+
+def test_what_megatron_logs_is_that_of_whole_micro_batches() -> None:
+    """Losses of balance and of later tokens, with recomputed experts too."""
+    flags = GPT + PP2 + MLA + BALANCED + FULL
+    whole, sliced = (
+        report(run_script(2, f"{flags}{slices}--pipeline-schedule zb-h1 "))
+        for slices in ("", SLICES)
+    )
+    assert len(sliced) == len(whole) == 3
+    for ours, theirs in zip(sliced, whole, strict=True):
+        found, expected = (
+            dict(re.findall(r"([a-z_0-9 ]+): (\S+) \|", line)) for line in (ours, theirs)
+        )
+        assert {" load_balancing_loss", " z_loss", " mtp_1 loss"} <= found.keys() == expected.keys()
+        for name, figure in expected.items():
+            assert float(found[name]) == pytest.approx(float(figure), rel=2e-6), name
+
+
+def test_checkpoints_are_those_of_whole_micro_batches(tmp_path: Path) -> None:
+    """Trained in slices, saved, and continued whole; and the other way round."""
+    flags = (
+        GPT.replace("--train-iters 3", "--train-iters 4")
+        + PP2
+        + LLAMA
+        + "--ckpt-format torch_dist "
+    )
+    zb, stop = "--pipeline-schedule zb-h1 ", "--save-interval 2 --exit-interval 2 "
+    whole = train(2, flags)
+    for first, second in ((SLICES + zb, ""), ("", SLICES + zb)):
+        folder = tmp_path / f"from{len(first)}"
+        saved = train(2, f"{flags}{first}{stop}--save {folder} ")
+        loaded = train(2, f"{flags}{second}--load {folder} ")
+        losses = saved.losses + loaded.losses
+        assert len(losses) == len(whole.losses) == 4
+        for ours, theirs in zip(losses, whole.losses, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6, abs=0)
 
 
 SHARDED = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce "
@@ -110,30 +178,43 @@ def test_mirrored_pipelines_and_sharded_optimizers(flags: str, schedule: str) ->
 
 SEQUENCE = 24
 BOUNDS = (0, 11, 18, 24)
+DOCUMENTS = [0, 5, 6, 14, 14, 23, 24]
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "masked_softmax_fusion": False}
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+    "moe_aux_loss_coeff": [0.3, 0.5],
+    "moe_z_loss_coeff": 0.2,
+    "add_bias_linear": False,
+}
+RECOMPUTED: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "grouped queries": {"num_query_groups": 2},
     "latent": {"mla": True},
-    "recomputed": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
+    "recomputed": RECOMPUTED,
     "recomputed attention": {"recompute_granularity": "selective"},
     "tied": {"tied": True},
-    "experts": {
-        "num_moe_experts": 4,
-        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
-        "moe_aux_loss_coeff": [0.3, 0.5],
-        "moe_z_loss_coeff": 0.2,
-        "add_bias_linear": False,
-    },
+    "experts": EXPERTS,
+    "recomputed experts": EXPERTS
+    | RECOMPUTED
+    | {"moe_router_enable_expert_bias": True}
+    | {"moe_router_score_function": "sigmoid"},
+    "experts per token": EXPERTS | {"calculate_per_token_loss": True},
+    "later tokens": {"mtp_num_layers": 2},
+    "packed": {"num_query_groups": 2, "packed": True},
+    "packed latent": {"mla": True, "packed": True} | RECOMPUTED,
+    "packed later tokens": {"mtp_num_layers": 1, "packed": True},
 }
 
 
 def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) -> float:
     """Return by how much a gradient of slices differs, over the largest entry of its weight's."""
     import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_ext.runtime import sliced_compute
     from tests.pipelines import use
@@ -142,39 +223,70 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
     small_gpt.SEQUENCE = SEQUENCE
     start_parallel()
     kept = use(None).state(sliced_compute.KeptState)
+    settings = dict(settings)
+    is_packed = settings.pop("packed", False)
+    if settings.pop("te", False):
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        settings["core_attention"] = TEDotProductAttention
     model = small_gpt.build(use_ddp=False, **PLAIN, **settings)
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         if parameter.dim() > 1:  # large enough for attention to prefer some tokens
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    tokens = torch.randint(small_gpt.VOCABULARY, (2, SEQUENCE + 1), generator=generator)
-    item = {
+    tokens = torch.randint(
+        small_gpt.VOCABULARY, (1 if is_packed else 2, SEQUENCE + 1), generator=generator
+    )
+    item: dict[str, Any] = {
         "tokens": tokens[:, :-1],
         "labels": tokens[:, 1:],
-        "position_ids": torch.arange(SEQUENCE).expand(2, -1),
-        "attention_mask": torch.ones(2, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1),
+        "position_ids": torch.arange(SEQUENCE).expand(len(tokens), -1),
+        "loss_mask": (tokens[:, 1:] % 5 > 0).float(),
+        "attention_mask": torch.ones(len(tokens), 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1),
     }
+    if is_packed:
+        item |= {"cu_seqlens": torch.tensor([DOCUMENTS]), "attention_mask": None}
 
     def loss_of(part: dict[str, torch.Tensor]) -> torch.Tensor:
+        packed = None
+        if (sums := part.get("cu_seqlens")) is not None:
+            longest = int(sums[0].diff().max())
+            packed = PackedSeqParams("thd", sums[0], sums[0], None, None, longest, longest)
         mask = part.get("attention_mask")
-        losses = model(part["tokens"], part["position_ids"], mask, labels=part["labels"])
-        return losses.sum() / tokens[:, 1:].numel()
+        losses = model(
+            part["tokens"],
+            part["position_ids"],
+            mask,
+            labels=part["labels"],
+            loss_mask=part["loss_mask"],
+            packed_seq_params=packed,
+        )
+        return (losses * part["loss_mask"]).sum() / item["loss_mask"].sum()
 
     loss_of(item).backward()
     whole = {name: p.grad.clone() for name, p in model.named_parameters()}
+    counted = [b.clone() for name, b in model.named_buffers() if "tokens_per_expert" in name]
     model.zero_grad()
+    for name, buffer in model.named_buffers():
+        if "tokens_per_expert" in name:
+            buffer.zero_()
     del item["attention_mask"]  # as on stages without data
     parts = sliced_compute._cut(item, BOUNDS)
+    ahead = kept.microbatches[0, 0].ahead
+    for name in sliced_compute._LOOKS_AHEAD if settings.get("mtp_num_layers") else ():
+        ahead[name] = [(item[name], item[name].sum())]
     with without(*taken_out):
         losses = []
         for number, part in enumerate(parts):
             with kept.of(0, 0, number, BOUNDS):
                 losses.append(loss_of(part))
         for number in reversed(range(len(parts))):
-            with kept.of(0, 0, number, BOUNDS):
+            with kept.of(0, 0, number, BOUNDS, backward=True):
                 losses[number].backward()
     for pair in kept.microbatches[0, 0].attention.values():
         assert not any(tensors.made or tensors.gradients for tensors in pair), "kept after backward"
+    found = [buffer for name, buffer in model.named_buffers() if "tokens_per_expert" in name]
+    assert all(map(torch.equal, found, counted)), "the bias of experts counts other tokens"
     return max(
         ((p.grad - whole[name]).abs().max() / whole[name].abs().max()).item()
         for name, p in model.named_parameters()
@@ -188,6 +300,32 @@ def test_gradients_are_those_of_the_whole_sequence(name: str) -> None:
     assert worst < 2e-6
 
 
+WITH_TE = """
+import sys
+from tests.runtime import te_stand_in
+te_stand_in.install()
+import megatron_ext
+from tests.runtime.test_sliced_compute import MODELS, worst_difference
+print("worst", worst_difference(MODELS[sys.argv[1]] | {"te": True}))
+"""
+
+
+@pytest.mark.parametrize("name", ["latent", "packed"])
+def test_wrapper_of_transformer_engine(name: str) -> None:
+    """Megatron's own, over a stand-in for the library's attention; no real one has run it."""
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0"}
+    run = subprocess.run(
+        [sys.executable, "-c", WITH_TE, name],
+        env=env | {"WORLD_SIZE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout.rpartition("worst ")[2]) < 2e-6
+
+
 @pytest.mark.parametrize(
     ("patch", "model"),
     [
@@ -195,6 +333,8 @@ def test_gradients_are_those_of_the_whole_sequence(name: str) -> None:
         ("rotary_positions", "tied"),
         ("balance", "experts"),
         ("z_loss", "experts"),
+        ("predicted_inputs", "later tokens"),
+        ("predicted_tokens", "later tokens"),
     ],
 )
 def test_each_patch_is_needed(patch: str, model: str) -> None:
@@ -331,8 +471,6 @@ def test_a_slice_counts_its_share_of_activations() -> None:
 
 
 def train_bert(flags: str) -> None:
-    from tests.runtime.capture import run_here
-
     run_here("bert", flags.split())
 
 
