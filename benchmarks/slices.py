@@ -1,20 +1,31 @@
-"""Schedules in slices of a sequence beside those of whole micro-batches, on emulated stages.
+"""Schedules in slices of a sequence beside those of whole micro-batches, in time and memory.
 
     python benchmarks/slices.py [--size PPxM ...] [--slices K ...] [--attention SHARE ...]
-        [--only TEXT ...] [--forward-ms T] [--steps N] [--simulate] [--join] [--json FILE]
+        [--only TEXT ...] [--forward-ms T] [--slice-ms T] [--steps N] [--parts PART ...]
+        [--simulate] [--json FILE]
 
-Stages sleep, processes and messages are real, as in `schedules.py`. A forward of a micro-batch on
-1/pp of the model is the unit of time; its two gradients take as long. With a share of attention in
-a forward, slices have equal cost. Columns:
+Without options it takes about five minutes on two cores. Its parts:
+
+`schedules`: stages sleep, processes and messages are real, as in `schedules.py`. A forward of a
+micro-batch on 1/pp of the model is the unit of time; its two gradients take as long. With a share
+of attention in a forward, slices have equal cost. Columns:
 
     bubble     T less the work of a rank: of the simulated order, and measured
-    over       measured T over that of the simulated order, minus 1
+    over %     measured T over that of the simulated order, minus 1, the median of the steps, and of
+               the best one
     peak act.  peak of live activations on the worst rank, in micro-batches on 1/pp of the model:
                simulated, and measured as tensors in memory
     weights    copies of each weight
+    cpu %      of all cores, what the ranks' processes took; there are few cores, and ranks sleep
+    ideal %    with attention: the time of the simulated order over that without, minus 1
 
-`--simulate` leaves the measurement out. `--join` measures instead what attention of a slice pays to
-join its keys and values with those before it, beside attention itself, on a CPU.
+`memory`: one step of a GPT on CPU ranks at 4096 tokens, a layer on each rank, attention recomputed.
+What autograd keeps at most, over what it keeps of one whole micro-batch, beside the table's peak.
+
+`join`: what attention of a slice pays to join its keys and values with those before it, beside
+attention itself.
+
+`--simulate` computes what to expect of `schedules`, and measures nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +45,17 @@ sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
 from benchmarks.common.json_output import add_json, write_json  # noqa: E402
 from benchmarks.schedule_harness import launch, rank  # noqa: E402
 from benchmarks.schedule_harness.metrics import evaluate  # noqa: E402
-from benchmarks.schedule_harness.ops import SEQUENCE_LENGTH, Sizes  # noqa: E402
+from benchmarks.schedule_harness.ops import HIDDEN, SEQUENCE_LENGTH, Peaks, Sizes  # noqa: E402
 from benchmarks.schedule_harness.systems import Own, System, all_systems  # noqa: E402
 from megatron_ext.errors import ScheduleError  # noqa: E402
 from megatron_ext.schedules import Costs, generate  # noqa: E402
 from megatron_ext.schedules.search.simulate import simulate  # noqa: E402
 from megatron_ext.schedules.table.memory import measure as memory  # noqa: E402
-from tests.ranks import RanksFailed  # noqa: E402
+from tests.ranks import RanksFailed, run_ranks  # noqa: E402
 
+_PARTS = ("schedules", "memory", "join")
+_LENGTH = 4 * SEQUENCE_LENGTH
+"""Tokens of the samples of real models."""
 WORK = 3
 """Of a micro-batch on a rank, in forwards."""
 
@@ -61,38 +75,56 @@ class Line:
     bubble: float | None = None
     """Measured, the median of the steps."""
     over: float | None = None
+    best: float | None = None
     peak: float | None = None
+    cpu: float | None = None
+    """Share of all cores, 0 to 1."""
+    ideal: float | None = None
+    """Simulated time over that of slices without attention, minus 1."""
 
     def cells(self) -> list[str]:
         """Return the text of each column."""
-        figures = (self.of_order, self.bubble, self.over and 100 * self.over)
-        peaks = (self.peak_of_order, self.peak)
-        return [
-            self.name,
-            *("" if value is None else f"{value:.2f}" for value in (*figures, *peaks)),
-            f"{self.weights}x",
-        ]
+        percent = (self.over, self.best, self.ideal, self.cpu)
+        over, best, ideal, cpu = (None if share is None else 100 * share for share in percent)
+        figures = (self.of_order, self.bubble, over, best, self.peak_of_order, self.peak)
+        texts = ("" if figure is None else f"{figure:.2f}" for figure in (*figures, ideal))
+        cores = "" if cpu is None else f"{cpu:.0f}"
+        return [self.name, *texts, f"{self.weights}x", cores]
 
 
-def systems(slices: list[int], attention: float) -> list[System]:
-    """Return what is compared: the rivals with whole micro-batches, then ours in slices."""
-    peers = [s for s in all_systems() if s.name.startswith("megatron-core")]
+def systems(slices: list[int], attention: list[float]) -> list[System]:
+    """Return what is compared: the rivals with whole micro-batches, then ours in slices.
+
+    Shares of attention above 0 are for eight slices, or the most of fewer.
+    """
+    peers = [s for s in all_systems() if s.name == "megatron-core interleaved, overlapped P2P"]
     whole: list[System] = [
         Own("1f1b", "1f1b", transport="shm"),
         Own("zb-v", "zb-v", transport="shm"),
         Own("bitpipe order=zb", "bitpipe", {"order": "zb"}, transport="shm"),
     ]
-    sliced = [
-        Own(f"{name} slices={k}", name, transport="shm", slices=k, attention=attention)
-        for name in ("1f1b", "zb-h1", "zb-v")
-        for k in slices
-        if k > 1 or name == "zb-h1"
+    few = max([k for k in slices if k <= 8], default=min(slices))
+    return [
+        *peers,
+        *whole,
+        *(
+            Own(
+                f"zb-h1 slices={k}" + (f" attention {100 * share:g} %" if share else ""),
+                "zb-h1",
+                transport="shm",
+                slices=k,
+                attention=share,
+            )
+            for share in attention
+            for k in slices
+            if not share or k == few
+        ),
     ]
-    return [*peers, *whole, *sliced]
 
 
-def line_of(system: System, sizes: Sizes, attention: float, *, simulates: bool) -> Line | None:
+def line_of(system: System, sizes: Sizes, *, simulates: bool) -> Line | None:
     """Return a line; None if there is no such schedule of this size."""
+    attention = system.attention if isinstance(system, Own) else 0.0
     line = Line(sizes.pp, sizes.num_microbatches, attention, system.name, system.weight_copies)
     work = WORK * sizes.num_microbatches
     try:
@@ -109,6 +141,11 @@ def line_of(system: System, sizes: Sizes, attention: float, *, simulates: bool) 
             )
             line.of_order = simulate(table, costs).makespan - work
             line.peak_of_order = max(memory(table).activations)
+            if attention:
+                even = generate(
+                    system.schedule, sizes.pp, sizes.num_microbatches, slices=system.slices
+                )
+                line.ideal = (line.of_order + work) / simulate(even).makespan - 1
         if simulates:
             return line if isinstance(system, Own) else None
         steps = launch.run(rank.measure, system, sizes)
@@ -118,14 +155,17 @@ def line_of(system: System, sizes: Sizes, attention: float, *, simulates: bool) 
     found = evaluate(steps, system.placement(sizes.pp), system.times(sizes))
     line.bubble = found.median_s / sizes.forward_s - work
     if line.of_order is not None:
-        line.over = (line.bubble + work) / (line.of_order + work) - 1
+        order_s = (line.of_order + work) * sizes.forward_s
+        line.over, line.best = found.median_s / order_s - 1, found.min_s / order_s - 1
     line.peak = found.peak_live
+    line.cpu = found.cpu_s * len(steps) / found.median_s / len(os.sched_getaffinity(0))
     return line
 
 
 def text_of(lines: list[Line]) -> str:
     """Return the lines of one size as a table, without columns that are empty."""
-    head = ["schedule", "bubble", "measured", "over %", "peak act.", "measured", "weights"]
+    head = ["schedule", "bubble", "measured", "over %", "best", "peak act.", "measured", "ideal %"]
+    head += ["weights", "cpu %"]
     columns = list(zip(head, *(line.cells() for line in lines), strict=True))
     filled = [
         [cell.rjust(max(map(len, column))) for cell in column]
@@ -169,6 +209,34 @@ def join(length: int, num_slices: int) -> str:
     )
 
 
+def real_memory(length: int, slices: int) -> str:
+    """Return what a real model keeps, as a table beside what the schedule's says."""
+    pp, num_microbatches = 4, 4
+
+    def peaks(name: str, count: int, cut: int) -> list[Peaks]:
+        sizes = (name, pp, count, cut, length)
+        return run_ranks(pp, rank.measure_memory, *sizes, timeout_s=600)
+
+    one = peaks("1f1b", 1, 1)
+    keys = 2 * 4 * length * HIDDEN
+    rows = [["schedule", "peak act.", "measured", "off %", "keys, values", "measured"]]
+    for name, cut in (("1f1b", 1), ("1f1b", slices), ("zb-h1", slices)):
+        found = peaks(name, num_microbatches, cut)
+        saved = [
+            mine.saved_bytes / whole.saved_bytes for mine, whole in zip(found, one, strict=True)
+        ]
+        planned = max(mine.planned for mine in found)
+        most = max(mine.planned_keys for mine in found)
+        figures = (planned, max(saved), 100 * (max(saved) / planned - 1), most)
+        kept = max(mine.keys_bytes for mine in found) / keys
+        rows.append([f"{name} slices={cut}", *(f"{figure:.2f}" for figure in (*figures, kept))])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    )
+    return "\n".join([f"pp {pp}, {num_microbatches} micro-batches of {length} tokens\n", *lines])
+
+
 def size(text: str) -> tuple[int, int]:
     """Parse `PPxM`."""
     pp, num_microbatches = map(int, text.split("x"))
@@ -179,16 +247,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--size", nargs="+", type=size, default=[(4, 8), (8, 16)], metavar="PPxM",
-        help="ranks of a pipeline and its micro-batches (default: 4x8 8x16)",
+        "--size", nargs="+", type=size, default=[(4, 4), (4, 8), (8, 16)], metavar="PPxM",
+        help="ranks of a pipeline and its micro-batches (default: 4x4 4x8 8x16)",
     )  # fmt: skip
     parser.add_argument("--slices", nargs="+", type=int, default=[1, 4, 8, 16], metavar="K")
-    parser.add_argument("--attention", nargs="+", type=float, default=[0.0], metavar="SHARE")
+    parser.add_argument(
+        "--attention", nargs="+", type=float, default=[0.0, 0.3, 0.6], metavar="SHARE"
+    )
     parser.add_argument("--forward-ms", type=float, default=80, help="forward of 1/pp of the model")
-    parser.add_argument("--steps", type=int, default=4, help="measured steps, after two others")
+    parser.add_argument(
+        "--slice-ms", type=float, default=10,
+        help="forward of the shortest slice: the whole one is longer where it has to be",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=2, help="measured steps, after another one")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="lines with this")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     parser.add_argument("--simulate", action="store_true", help="compute what to expect only")
-    parser.add_argument("--join", action="store_true", help="measure joining keys and values")
     add_json(parser)
     return parser.parse_args(argv)
 
@@ -197,26 +271,28 @@ def main() -> int:
     """Measure and print."""
     args = parse()
     launch.clean_up_when_terminated()
-    if args.join:
-        for num_slices in args.slices:
-            print(join(4 * SEQUENCE_LENGTH, num_slices))
-        return 0
     lines: list[Line] = []
-    for pp, num_microbatches in args.size:
-        sizes = Sizes(pp, num_microbatches, args.forward_ms / 1e3, 2, args.steps, 60.0)
-        for attention in args.attention:
-            made = [
-                line_of(system, sizes, attention, simulates=args.simulate)
-                for system in systems(args.slices, attention)
-                if not args.only or any(text in system.name for text in args.only)
-            ]
-            found = [line for line in made if line is not None]
-            lines += found
-            print(f"pp {pp}, {num_microbatches} micro-batches, attention {100 * attention:g} %\n")
-            print(f"{text_of(found)}\n")
+    for pp, num_microbatches in args.size if "schedules" in args.parts else ():
+        found = []
+        for system in systems(args.slices, args.attention):
+            if args.only and not any(text in system.name for text in args.only):
+                continue
+            cut = system.slices if isinstance(system, Own) else 1
+            forward_s = max(args.forward_ms, cut * args.slice_ms) / 1e3
+            sizes = Sizes(pp, num_microbatches, forward_s, 1, args.steps, 60.0)
+            line = line_of(system, sizes, simulates=args.simulate)
+            found += [] if line is None else [line]
+        lines += found
+        print(f"pp {pp}, {num_microbatches} micro-batches\n\n{text_of(found)}\n", flush=True)
+    if not args.simulate:
+        if "memory" in args.parts:
+            print(f"{real_memory(_LENGTH, 8)}\n", flush=True)
+        for num_slices in args.slices if "join" in args.parts else ():
+            print(join(_LENGTH, num_slices), flush=True)
     packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
     print(
-        f"forward {args.forward_ms:g} ms, median of {args.steps} steps; {packages}, Python "
+        f"forward {args.forward_ms:g} ms, of a slice at least {args.slice_ms:g} ms, median of "
+        f"{args.steps} steps; {packages}, Python "
         f"{platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}"
     )
     if args.json:

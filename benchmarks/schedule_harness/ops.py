@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from megatron_ext.schedules import Kind
 
-__all__ = ["SEQUENCE_LENGTH", "Op", "OpTimes", "Sizes", "Step"]
+__all__ = ["HIDDEN", "SEQUENCE_LENGTH", "Op", "OpTimes", "Peaks", "Sizes", "Step"]
 
 SEQUENCE_LENGTH = 1024
 """Of the emulated model, in tokens: enough for slices of any cost."""
+
+
+HIDDEN = 64
+"""Width of the real model, which has a layer on each rank and one attention head."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +82,16 @@ class Step(NamedTuple):
     """Activations of stages, in whole micro-batches."""
     cpu_s: float
     """Processor time of the rank."""
+
+
+class Peaks(NamedTuple):
+    """What one rank of the real model keeps at most."""
+
+    saved_bytes: int
+    """Tensors in graphs, and operands of weight gradients that W will compute."""
+    keys_bytes: int
+    """Keys, values and their gradients that layers keep between slices."""
+    planned: float
+    """Activations of the table, in micro-batches."""
+    planned_keys: float
+    """Keys and values of the table, in micro-batches."""

@@ -10,13 +10,20 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from .noise import SCENARIOS, NoisyTimes
-from .ops import Sizes, Step
+from .ops import Peaks, Sizes, Step
 
 if TYPE_CHECKING:
     from .stage import Probe
     from .systems import System
 
-__all__ = ["begin_together", "measure", "measure_disturbed", "measure_overhead", "prepare"]
+__all__ = [
+    "begin_together",
+    "measure",
+    "measure_disturbed",
+    "measure_memory",
+    "measure_overhead",
+    "prepare",
+]
 
 
 def measure(system: System, sizes: Sizes) -> list[Step]:
@@ -81,6 +88,13 @@ def measure_overhead(system: System, sizes: Sizes) -> float:
         found_s.append(outside_s / len(ops))
     begin_together()
     return min(found_s[sizes.warmup :])
+
+
+def measure_memory(*sizes: object) -> Peaks:
+    """Return what this rank of a real model keeps; takes what `real_memory.measure` does."""
+    from . import real_memory
+
+    return real_memory.measure(*sizes)  # type: ignore[arg-type]
 
 
 def prepare(

@@ -619,7 +619,7 @@ class SlicedCompute(StageCompute):
             return super().run(numbered, inputs)
         if kind == "F" and part == 0:
             _check_model(self._stage(stage).model)
-            if self.call.config.mtp_num_layers:
+            if getattr(self.call.config, "mtp_num_layers", None):
                 self._look_ahead(stage, microbatch, inputs)
         self._number = number
         with self.kept.of(stage, microbatch, part, self._bounds, backward=kind != "F"):
