@@ -286,11 +286,12 @@ RULES: dict[str, tuple[Rule, ...]] = {
     # For forwards and backwards that run as pairs, through Megatron's schedule plans.
     "pairs": (
         Rule(
-            ("recompute_granularity", "recompute_method", "recompute_num_layers"),
-            "--recompute-granularity full",
-            "a plan runs the parts of a layer one by one",
+            ("recompute_granularity", "fp8", "fp4", "distribute_saved_activations"),
+            "--recompute-granularity full with --fp8-format, --fp4-format or "
+            "--distribute-saved-activations",
+            "those recompute layers in another way than a plan",
             "use --recompute-granularity selective",
-            lambda granularity, *more: granularity == "full" or any(more),
+            lambda granularity, *ways: granularity == "full" and any(ways),
         ),
         Rule(
             ("recompute_modules",),

@@ -43,6 +43,7 @@ __all__ = [
     "TwinExchange",
     "microbatch_rng",
     "rng_of_this_step",
+    "set_rng_states",
 ]
 
 
@@ -154,7 +155,7 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
     place = iteration, stage, microbatch
     host, device, tracked = random._get_all_rng_states()
     try:
-        _set(
+        set_rng_states(
             _fresh(host, torch.device("cpu"), "host", *place),
             _fresh(device, _device(), "default", *place),
             {
@@ -164,7 +165,7 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
         )
         yield
     finally:
-        _set(host, device, tracked)
+        set_rng_states(host, device, tracked)
 
 
 _UNCHANGED = nullcontext()
@@ -180,7 +181,8 @@ def rng_of_this_step(stage: int, microbatch: int) -> AbstractContextManager[None
     return microbatch_rng(active.iteration(), stage, microbatch)
 
 
-def _set(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) -> None:
+def set_rng_states(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) -> None:
+    """Set all generators to states that Megatron's `_get_all_rng_states` returned."""
     if tracked:
         random._set_all_rng_states(host, device, dict(tracked))
         return

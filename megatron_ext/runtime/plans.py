@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.pipeline_parallel import combined_1f1b, utils
 from megatron.core.pipeline_parallel import schedules as upstream
+from megatron.core.tensor_parallel import random
 
-from megatron_ext.runtime.compute import StageCompute, rng_of_this_step
+from megatron_ext.runtime.compute import StageCompute, rng_of_this_step, set_rng_states
 from megatron_ext.upstream.signatures import parameters
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["PlannedCompute"]
 
 _Key = tuple[int, int]
+_PARTS = ("attn", "pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine")
+"""Of a layer, in order; 0.19 and later have another name for the first."""
 
 
 @dataclass
@@ -130,6 +134,9 @@ class PlannedCompute(StageCompute):
                         node.forward_func = self._observed("F", key, node.forward_func)
                         kind: Kind = "I" if splits else "B"
                         node.backward_func = self._observed(kind, key, node.backward_func)
+            for layer in layers[: self._num_recomputed(len(layers))]:
+                if not isinstance(layer.mtp_post_process, utils.ScheduleNode):
+                    self._recompute(layer)
             for part in (plan, *layers) if splits else ():
                 for node in vars(part).values():
                     if isinstance(node, utils.ScheduleNode):
@@ -153,6 +160,52 @@ class PlannedCompute(StageCompute):
             gather = dispatch.forward_func
             # It gathers into a buffer of all layers, which the partner's backward writes next.
             dispatch.forward_func = lambda *args: gather(*args).clone()
+
+    def _num_recomputed(self, num_layers: int) -> int:
+        """Return how many of a chunk's layers keep their input only; those of MTP never do."""
+        config = self.call.config
+        if config.recompute_granularity != "full":
+            return 0
+        return config.recompute_num_layers if config.recompute_method == "block" else num_layers
+
+    @staticmethod
+    def _recompute(layer: Any) -> None:
+        """Let a layer run without a graph, and once more before its backward."""
+        parts = [vars(layer).get(name) for name in _PARTS]
+        nodes = [part for part in parts if isinstance(part, utils.ScheduleNode)]
+        forwards = [node.forward for node in nodes]
+        backward = nodes[-1].backward
+        kept: list[Any] = []
+
+        def without_graph(forward: Callable[..., Any], given: Any) -> Any:
+            if not kept:
+                # It may belong to the stream for communication, and is read in this one.
+                given.record_stream(torch.cuda.current_stream())
+                kept.extend((given, random._get_all_rng_states()))
+            with torch.no_grad():
+                made = forward(given)
+            if forward is not forwards[-1]:
+                return made
+            for node in nodes:
+                node.inputs = node.output = None
+            return made.requires_grad_()
+
+        def again(gradient: Any) -> Any:
+            value, drawn = kept
+            kept.clear()
+            states = random._get_all_rng_states()
+            set_rng_states(*drawn)
+            for node, forward in zip(nodes, forwards, strict=True):
+                del node.forward
+                node.detached = node.before_detached = ()
+                value = forward(value)
+            del nodes[-1].backward
+            set_rng_states(*states)
+            return backward(gradient)
+
+        for node, forward in zip(nodes, forwards, strict=True):
+            node.forward = partial(without_graph, forward)
+        nodes[-1].backward = again
 
     def _observed(self, kind: Kind, key: _Key, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return an exchange of tokens that observers see."""

@@ -256,6 +256,14 @@ def test_what_a_table_does_anyway_is_dropped(
     assert any(line.startswith("--delay-wgrad-compute is dropped") for line in caplog.messages)
 
 
+def test_plans_recompute_whole_layers_in_16_bits(args: Namespace) -> None:
+    vars(args).update({**EXPERTS, "recompute_granularity": "full"})
+    assert choose(args, "1f1b").config.pairs
+    args.fp8 = "e4m3"
+    with pytest.raises(ArgumentsError, match="in another way than a plan; use --recompute-gran"):
+        choose(args, "1f1b")
+
+
 def test_megatrons_own_overlap_cannot_draw_by_micro_batch(args: Namespace) -> None:
     vars(args).update({**EXPERTS, "microbatch_rng": True, "seed": 1234})
     with pytest.raises(ArgumentsError, match="add --pipeline-schedule interleaved"):
@@ -273,7 +281,6 @@ def test_megatrons_own_overlap_is_left_alone(args: Namespace) -> None:
 @pytest.mark.parametrize(
     ("dest", "value", "reason"),
     [
-        ("recompute_granularity", "full", "use --recompute-granularity selective"),
         ("recompute_modules", ["core_attn", "moe"], "use core_attn, layernorm"),
         ("moe_shared_expert_overlap", True, "the shared expert hides"),
         ("hybrid_layer_pattern", "M*M-", "hybrid models"),

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ext.runtime.compute import StageCompute
 from megatron_ext.schedules import Action
+from tests.ranks import run_ranks
 
 
 def _compute(*, deallocates: bool = True) -> StageCompute:
@@ -39,6 +40,52 @@ def test_release_keeps_what_megatron_was_told_to_keep() -> None:
     output = _output()
     _compute(deallocates=False).release([output])
     assert output.shape == (3, 5)
+
+
+def _a_recomputed_layer() -> list[Any]:
+    """Run a layer of two parts that draw, as it is and recomputed; return what each leaves."""
+    from megatron.core.pipeline_parallel import utils
+
+    from megatron_ext import devices
+    from megatron_ext.runtime.plans import PlannedCompute
+
+    devices.current()
+    found = []
+    for recomputes in (False, True):
+        torch.manual_seed(1)
+        calls: list[str] = []
+        weights = [torch.ones(4, requires_grad=True) for _ in range(2)]
+
+        def part(name: str, weight: torch.Tensor, calls: list[str] = calls) -> utils.ScheduleNode:
+            def run(x: torch.Tensor) -> torch.Tensor:
+                calls.append(name)
+                return torch.nn.functional.dropout(torch.tanh(x * weight))
+
+            event = torch.cuda.Event()
+            return utils.ScheduleNode(run, torch.cuda.current_stream, event, name=name)
+
+        layer = SimpleNamespace(attn=part("attn", weights[0]), mlp=part("mlp", weights[1]))
+        layer.moe_dispatch = layer.moe_combine = utils.NoopScheduleNode()
+        if recomputes:
+            PlannedCompute._recompute(layer)
+        begun = torch.arange(4.0, requires_grad=True)
+        made = layer.mlp.forward(layer.attn.forward(begun))
+        held = [node.inputs for node in (layer.attn, layer.mlp) if node.inputs]
+        torch.rand(3)  # other micro-batches draw between
+        gradient = layer.attn.backward(layer.mlp.backward(torch.ones(4)))
+        found.append((
+            len(held), made.tolist(), gradient.tolist(), [w.grad.tolist() for w in weights],
+            calls, torch.rand(1).item(),
+        ))  # fmt: skip
+    return found
+
+
+def test_a_recomputed_layer_keeps_its_input_and_draws_the_same_again() -> None:
+    [(plain, recomputed)] = run_ranks(1, _a_recomputed_layer)
+    assert (plain[0], recomputed[0]) == (2, 0), "parts that keep what they took"
+    assert (plain[4], recomputed[4]) == (["attn", "mlp"], 2 * ["attn", "mlp"])
+    assert plain[1:4] == recomputed[1:4]
+    assert plain[5] == recomputed[5], "what follows draws as if nothing was recomputed"
 
 
 def test_release_refuses_views() -> None:

@@ -111,6 +111,12 @@ _PAIRED = {
         "zb-v",
         f"{EXPERTS}--moe-layer-freq [0,1,1,1] {_SELECTED}core_attn mlp layernorm ",
     ),
+    "all recomputed": ("zb-v", EXPERTS + RECOMPUTE),
+    "all recomputed, latent": ("dualpipe-v", _LATENT + RECOMPUTE),
+    "first layers recomputed": (
+        "1f1b",
+        EXPERTS + RECOMPUTE.replace("uniform", "block"),
+    ),
     "recomputed": (
         "zb-v",
         f"{_LATENT}{_SELECTED}core_attn mla_up_proj layernorm shared_experts ",
