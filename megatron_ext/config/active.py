@@ -290,7 +290,7 @@ class Active:
 
 
 @dataclass
-class _Process:
+class _InForce:
     """The state of this process."""
 
     configuration: Active | None = None
@@ -300,7 +300,7 @@ class _Process:
     """State of features that models use with and without a configuration."""
 
 
-_PROCESS = _Process()
+_PROCESS = _InForce()
 """The one active configuration."""
 
 

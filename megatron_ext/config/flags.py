@@ -69,7 +69,7 @@ _FLAG_OF = {
     "pipeline_ranks": "--pipeline-model-parallel-size",
     "costs": "--pipeline-costs",
     "pairs": "--overlap-moe-expert-parallel-comm",
-    "dynamic": "--use-dpp",
+    "dynamic": _DPP,
     "policy": "--dpp-policy",
     "extra_activations": "--dpp-extra-activations",
     "slices": "--pipeline-slices",
@@ -80,6 +80,8 @@ _FLAG_OF = {
     "checksums": "--pipeline-checksum",
     "node_ips": "--node-ips",
     "variable_seq_lengths": "--variable-seq-lengths",
+    "microbatch_rng": "--microbatch-rng",
+    "device": "--device-backend",
     "disaggregation": FLAG,
     "tracing": "--trace",
     "interval": "--trace-interval",
@@ -90,99 +92,24 @@ _FLAG_OF = {
 """Flag by the field that it sets, for error messages."""
 
 FIELD_OF = {flag: field for field, flag in _FLAG_OF.items()}
-"""The other way round."""
+"""Field by the flag that sets it."""
 
+_SIMPLE = (
+    "slices", "balance", "transport", "device_path", "checksums", "node_ips", "hang_timeout_s",
+    "variable_seq_lengths", "microbatch_rng", "device",
+)  # fmt: skip
+"""Fields whose value is that of their flag."""
 
-class _Parser(ArgumentParser):
-    """A parser of our flags alone, whose mistakes are exceptions."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the words."""
-        raise ArgumentsError(message)
-
-
-def requested_flags(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the words of `MEGATRON_EXT_FLAGS`, split as by a shell; none if it is not set.
-
-    Raises:
-        ArgumentsError: A quotation does not end.
-    """
-    text = environ.get(FLAGS, "")
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise ArgumentsError(f"{FLAGS} is {text!r}: {error}; close the quotation") from None
-
-
-def parse_words(words: Sequence[str], source: str) -> Namespace:
-    """Return what words say that are flags of this package and nothing else.
-
-    Args:
-        words: As on a command line.
-        source: Where they come from, for error messages.
-
-    Raises:
-        ArgumentsError: One is no flag of ours, or has no such value.
-    """
-    parser = add_arguments(_Parser(prog=source, add_help=False, allow_abbrev=False))
-    try:
-        return parser.parse_args(list(words))
-    except ArgumentsError as error:
-        raise ArgumentsError(
-            f"{source} is {' '.join(words)!r}: {error}; it takes the flags of megatron_ext alone, "
-            "such as --pipeline-schedule zb-v --pipeline-transport shm"
-        ) from None
-
-
-def read_words(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a training command line, read without Megatron's parser.
-
-    A flag without a value is a switch; `--no-` and `--disable-` turn one off. Numbers are numbers.
-
-    Raises:
-        ArgumentsError: A flag of ours has no such value.
-    """
-    own = add_arguments(_Parser(prog="the command line", add_help=False, allow_abbrev=False))
-    parsed, others = own.parse_known_args(list(words))
-    found: dict[str, Any] = {}
-    values: list[Any] = []
-    for word in others:
-        flag, equals, value = word.partition("=")
-        if flag.startswith("--"):
-            values = [_number(value)] if equals else []
-            dest = flag[2:].replace("-", "_")
-            found[_DEST_OF.get(dest, dest)] = values
-        else:
-            values.append(_number(word))
-    settings = {
-        dest: all_[0] if len(all_) == 1 and dest not in _SEVERAL else all_ or True
-        for dest, all_ in found.items()
-    }
-    for dest in list(settings):
-        positive = dest.removeprefix("no_")
-        if positive != dest and settings[dest] is True:
-            settings[positive] = not settings.pop(dest)
-    if settings.pop("disable_bias_linear", False):
-        settings["add_bias_linear"] = False
-    return {**vars(parsed), **settings}
-
-
-_DEST_OF = {
-    "fp4_format": "fp4",
-    "fp8_format": "fp8",
-    "overlap_p2p_communication": "overlap_p2p_comm",
+_PART_OF = {
+    "--dpp-policy": _DPP,
+    "--dpp-extra-activations": _DPP,
+    "--trace-interval": "--trace",
+    "--trace-iterations": "--trace",
+    "--trace-dir": "--trace",
+    "--fbd-activations": FLAG,
+    "--ignore-forward-tensor-parallel": FLAG,
 }
-"""Destination of flags of Megatron's that are not named after it."""
-
-_SEVERAL = ("rampup_batch_size", "recompute_modules")
-"""Flags of Megatron's that take several values."""
-
-
-def _number(word: str) -> int | float | str:
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(word)
-    return word
+"""The flag that a flag says more about."""
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -405,57 +332,68 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
         ArgumentsError: The flags contradict each other.
         ScheduleError: The schedule does not exist.
     """
+
+    def given(flag: str) -> Any:
+        return getattr(args, flag[2:].replace("-", "_"), None)
+
     for flag, remedy in REMOVED.items():
-        if getattr(args, flag[2:].replace("-", "_"), None) is not None:
+        if given(flag) is not None:
             raise ArgumentsError(f"{flag} was removed; {remedy}")
-    name: str | None = getattr(args, "pipeline_schedule", None)
-    if getattr(args, "enable_bitpipe_schedule", False):
+    for flag, main in _PART_OF.items():
+        if given(flag) not in (None, False) and not given(main):
+            raise ArgumentsError(f"{flag} is for {main}; add it, or leave {flag} out")
+    name: str | None = given("--pipeline-schedule")
+    if given("--enable-bitpipe-schedule"):
         if name not in (None, "bitpipe"):
             raise ArgumentsError(
                 f"--enable-bitpipe-schedule and --pipeline-schedule {name} name two schedules; "
                 "leave one of them out"
             )
         name = "bitpipe"
-    if name is None and getattr(args, "use_dpp", False):
-        name = base_table(stages.chunks_of_megatron(args))
-    is_split = getattr(args, FLAG[2:].replace("-", "_"), False)
-    if name is None and not is_split and getattr(args, "pipeline_layout", None) is not None:
+    if given("--pipeline-layout") is not None and not (name or given(_DPP) or given(FLAG)):
         raise ArgumentsError(
             "--pipeline-layout auto is for schedules of this package; add --pipeline-schedule NAME"
         )
-    chunks = None if name is None else stages.num_chunks(args, name)
+    interval = given("--trace-interval")
+    if interval is None:  # a longer recording makes a longer interval
+        interval = max(Tracing.interval, given("--trace-iterations") or 0)
     try:
-        return PipelineConfig(
+        config = PipelineConfig(
             schedule=name,
-            chunks=chunks,
             options=_options(args, name),
-            slices=getattr(args, "pipeline_slices", None) or PipelineConfig.slices,
             costs=_parsed(args, "--pipeline-costs", Costs.parse),
-            dynamic=_dynamic_order(args),
-            balance=getattr(args, "pipeline_balance", None) or PipelineConfig.balance,
             length_costs=_parsed(args, "--pipeline-length-costs", LengthCost.parse),
-            pairs=_takes_pairs(args, name),
-            **_stash_fields(args, name, chunks),
-            transport=getattr(args, "pipeline_transport", None),
-            device_path=getattr(args, "pipeline_device_path", None) or PipelineConfig.device_path,
-            checksums=bool(getattr(args, "pipeline_checksum", False)),
-            node_ips=tuple(getattr(args, "node_ips", None) or ()),
+            dynamic=DynamicOrder(
+                policy=given("--dpp-policy") or DynamicOrder.policy,
+                extra_activations=given("--dpp-extra-activations"),
+            )
+            if given(_DPP)
+            else None,
+            disaggregation=Disaggregation(
+                activations=given("--fbd-activations") or Disaggregation.activations,
+                merged=bool(given("--ignore-forward-tensor-parallel")),
+            )
+            if given(FLAG)
+            else None,
+            tracing=Tracing(
+                interval=interval,
+                iterations=given("--trace-iterations"),
+                directory=given("--trace-dir"),
+            )
+            if given("--trace")
+            else None,
             # Megatron's own time-out of collectives.
             message_timeout_s=60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10),
-            disaggregation=_disaggregation(args),
-            tracing=_tracing(args),
-            hang_timeout_s=getattr(args, "hang_timeout", None),
-            variable_seq_lengths=bool(getattr(args, "variable_seq_lengths", False)),
-            microbatch_rng=bool(getattr(args, "microbatch_rng", False)),
-            device=getattr(args, "device_backend", None) or PipelineConfig.device,
+            **{field: value for field in _SIMPLE if (value := given(_FLAG_OF[field])) is not None},
         )
+        return completed(args, config)
     except ConfigurationError as error:
         raise ArgumentsError(error.worded(flag_names(args))) from None
 
 
 def _options(args: Namespace, name: str | None) -> dict[str, Option]:
     """Return the given options of the schedule; an option of another schedule is an error."""
-    said: dict[str, Option] = {}
+    found: dict[str, Option] = {}
     for generator in registered().values():
         for key in generator.options:
             flag = generator.flag(key)
@@ -468,55 +406,48 @@ def _options(args: Namespace, name: str | None) -> dict[str, Option]:
                     f"{flag} is for {generator.name}, but {chosen}; leave it out, or use "
                     f"--pipeline-schedule {generator.name}"
                 )
-            said[key] = value
-    return said
+            found[key] = value
+    return found
 
 
 def _parsed(args: Namespace, flag: str, parse: Callable[[str], _Parsed]) -> _Parsed | None:
     text = getattr(args, flag[2:].replace("-", "_"), None)
-    if text is None:
-        return None
     try:
-        return parse(text)
+        return None if text is None else parse(text)
     except ScheduleError as error:
         raise ArgumentsError(f"{flag}: {error}") from error
 
 
-def _dynamic_order(args: Namespace) -> DynamicOrder | None:
-    policy = getattr(args, "dpp_policy", None)
-    extra = getattr(args, "dpp_extra_activations", None)
-    if not getattr(args, "use_dpp", False):
-        for flag, value in (("--dpp-policy", policy), ("--dpp-extra-activations", extra)):
-            if value is not None:
-                raise ArgumentsError(f"{flag} is for {_DPP}; add it, or leave {flag} out")
-        return None
-    return DynamicOrder(policy=policy or DynamicOrder.policy, extra_activations=extra)
-
-
-def _takes_pairs(args: Namespace, name: str | None, *, wanted: bool = False) -> bool:
-    """Return whether a schedule pairs forwards with backwards: experts are on several ranks.
+def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
+    """Return a configuration with what it leaves to the model and the sizes of a job.
 
     Args:
-        args: Arguments with upstream's names.
-        name: The schedule; None: Megatron's own, which overlaps in its own way.
-        wanted: Whether pairs were chosen without the flag.
+        args: Those, with upstream's names.
+        config: As flags or a program gave it.
+
+    Raises:
+        ArgumentsError: What the sizes say about the stages of each rank does not go together.
     """
-    wanted = wanted or bool(getattr(args, "overlap_moe_expert_parallel_comm", False))
-    experts = getattr(args, "num_experts", None)
-    ranks = getattr(args, "expert_model_parallel_size", None) or 1
-    return name is not None and wanted and bool(experts) and ranks > 1
-
-
-def _stash_fields(args: Namespace, name: str | None, chunks: int | None) -> dict[str, Any]:
-    """Return the fields of a `PipelineConfig` about what layers hold between I and W.
-
-    Args:
-        args: Arguments with upstream's names.
-        name: The schedule; None: Megatron's own.
-        chunks: Stages on each rank; None: the schedule's default.
-    """
+    name, chunks = config.schedule, config.chunks
+    if name is None and config.dynamic is not None:
+        name = base_table(stages.chunks_of_megatron(args))
     if name is None:
-        return {}
+        return config
+    if chunks is None:
+        chunks = stages.num_chunks(args, name)
+    # Pairs hide the communication of experts, which one rank alone does not have.
+    is_spread = (
+        getattr(args, "num_experts", None)
+        and (getattr(args, "expert_model_parallel_size", None) or 1) > 1
+    )
+    wanted = config.pairs or getattr(args, "overlap_moe_expert_parallel_comm", False)
+    fields = {} if config.stash_ratio > 1 else _stash_fields(args, name, chunks)
+    pairs = bool(is_spread and wanted)
+    return replace(config, schedule=name, chunks=chunks, pairs=pairs, **fields)
+
+
+def _stash_fields(args: Namespace, name: str, chunks: int | None) -> dict[str, Any]:
+    """Return the fields of a `PipelineConfig` about what layers hold between I and W."""
     granularity = getattr(args, "recompute_granularity", None)
     if getattr(args, "recompute_activations", False):
         granularity = "selective"
@@ -548,33 +479,107 @@ def _stash_fields(args: Namespace, name: str | None, chunks: int | None) -> dict
     return {"stash_ratio": ratio, "weights_at_once": at_once}
 
 
-def _tracing(args: Namespace) -> Tracing | None:
-    if not getattr(args, "trace", False):
-        for dest in ("trace_interval", "trace_iterations", "trace_dir"):
-            if getattr(args, dest, None) is not None:
-                flag = f"--{dest.replace('_', '-')}"
-                raise ArgumentsError(f"{flag} is for traces; add --trace, or leave it out")
-        return None
-    interval: int | None = args.trace_interval
-    iterations: int | None = args.trace_iterations
-    if interval is None:
-        interval = max(Tracing.interval, iterations or 0)
-    return Tracing(interval=interval, iterations=iterations, directory=args.trace_dir)
+def flag_names(args: Namespace) -> dict[str, str]:
+    """Return the flag of each field, for messages; several flags may have chosen the schedule."""
+    chooser = "--use-dpp"
+    if getattr(args, "enable_bitpipe_schedule", False):
+        chooser = "--enable-bitpipe-schedule"
+    chosen, name = chooser, getattr(args, "pipeline_schedule", None)
+    if name is not None:
+        chosen, chooser = f"--pipeline-schedule {name}", "--pipeline-schedule"
+    return {**_FLAG_OF, "chosen": chosen, "chooser": chooser}
 
 
-def _disaggregation(args: Namespace) -> Disaggregation | None:
-    if getattr(args, "forward_backward_disaggregating", False):
-        return Disaggregation(
-            activations=args.fbd_activations or Disaggregation.activations,
-            merged=args.ignore_forward_tensor_parallel,
-        )
-    for dest in ("ignore_forward_tensor_parallel", "fbd_activations"):
-        if getattr(args, dest, None):
-            raise ArgumentsError(
-                f"--{dest.replace('_', '-')} is for forward ranks, but there are none; add {FLAG}, "
-                "or leave it out"
-            )
-    return None
+class _WordParser(ArgumentParser):
+    """A parser of our flags alone, whose mistakes are exceptions."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong with the words."""
+        raise ArgumentsError(message)
+
+
+def requested_flags(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the words of `MEGATRON_EXT_FLAGS`, split as by a shell; none if it is not set.
+
+    Raises:
+        ArgumentsError: A quotation does not end.
+    """
+    text = environ.get(FLAGS, "")
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ArgumentsError(f"{FLAGS} is {text!r}: {error}; close the quotation") from None
+
+
+def parse_words(words: Sequence[str], source: str) -> Namespace:
+    """Return what words say that are flags of this package and nothing else.
+
+    Args:
+        words: As on a command line.
+        source: Where they come from, for error messages.
+
+    Raises:
+        ArgumentsError: One is no flag of ours, or has no such value.
+    """
+    parser = add_arguments(_WordParser(prog=source, add_help=False, allow_abbrev=False))
+    try:
+        return parser.parse_args(list(words))
+    except ArgumentsError as error:
+        raise ArgumentsError(
+            f"{source} is {' '.join(words)!r}: {error}; it takes the flags of megatron_ext alone, "
+            "such as --pipeline-schedule zb-v --pipeline-transport shm"
+        ) from None
+
+
+def read_words(words: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a training command line, read without Megatron's parser.
+
+    A flag without a value is a switch; `--no-` and `--disable-` turn one off. Numbers are numbers.
+
+    Raises:
+        ArgumentsError: A flag of ours has no such value.
+    """
+    own = add_arguments(_WordParser(prog="the command line", add_help=False, allow_abbrev=False))
+    parsed, others = own.parse_known_args(list(words))
+    found: dict[str, Any] = {}
+    values: list[Any] = []
+    for word in others:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            values = [_number(value)] if equals else []
+            dest = flag[2:].replace("-", "_")
+            found[_DEST_OF.get(dest, dest)] = values
+        else:
+            values.append(_number(word))
+    settings = {
+        dest: all_[0] if len(all_) == 1 and dest not in _SEVERAL else all_ or True
+        for dest, all_ in found.items()
+    }
+    for dest in list(settings):
+        positive = dest.removeprefix("no_")
+        if positive != dest and settings[dest] is True:
+            settings[positive] = not settings.pop(dest)
+    if settings.pop("disable_bias_linear", False):
+        settings["add_bias_linear"] = False
+    return {**vars(parsed), **settings}
+
+
+_DEST_OF = {
+    "fp4_format": "fp4",
+    "fp8_format": "fp8",
+    "overlap_p2p_communication": "overlap_p2p_comm",
+}
+"""Destination of flags of Megatron's that are not named after it."""
+
+_SEVERAL = ("rampup_batch_size", "recompute_modules")
+"""Flags of Megatron's that take several values."""
+
+
+def _number(word: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(word)
+    return word
 
 
 def said_by(words: Sequence[str], source: str) -> dict[str, object]:
@@ -590,38 +595,3 @@ def said_by(words: Sequence[str], source: str) -> dict[str, object]:
     usual = vars(parse_words([], source))
     given = vars(parse_words(words, source))
     return {dest: value for dest, value in given.items() if value != usual[dest]}
-
-
-def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
-    """Return a configuration with what it leaves to the sizes of a job.
-
-    Args:
-        args: Those, with upstream's names.
-        config: As a program gave it.
-
-    Raises:
-        ArgumentsError: What the sizes say about the stages of each rank does not go together.
-    """
-    name, chunks = config.schedule, config.chunks
-    if name is None and config.dynamic is not None:
-        name = base_table(stages.chunks_of_megatron(args))
-    if name is not None and chunks is None:
-        chunks = stages.num_chunks(args, name)
-    fields = {} if config.stash_ratio > 1 else _stash_fields(args, name, chunks)
-    pairs = _takes_pairs(args, name, wanted=config.pairs)
-    return replace(config, schedule=name, chunks=chunks, pairs=pairs, **fields)
-
-
-def flag_names(args: Namespace) -> dict[str, str]:
-    """Return the flag of each field, for messages; several flags may have chosen the schedule."""
-    return {**_FLAG_OF, **_given_by(args)}
-
-
-def _given_by(args: Namespace) -> dict[str, str]:
-    """Return the flag that chose the schedule, with and without its value."""
-    name = getattr(args, "pipeline_schedule", None)
-    if name is not None:
-        return {"chosen": f"--pipeline-schedule {name}", "chooser": "--pipeline-schedule"}
-    bitpipe = getattr(args, "enable_bitpipe_schedule", False)
-    flag = "--enable-bitpipe-schedule" if bitpipe else "--use-dpp"
-    return {"chosen": flag, "chooser": flag}
