@@ -8,7 +8,6 @@ are failures of the machine or of upstream, and keep their traceback.
 from __future__ import annotations
 
 import re
-import time
 import traceback
 from pathlib import Path
 
@@ -30,7 +29,6 @@ __all__ = [
     "TransportTimeout",
     "UpstreamMismatch",
     "UserError",
-    "leave_telling_to_another",
     "line_of",
     "message_of",
     "reason_of",
@@ -145,14 +143,6 @@ def line_of(message: object) -> str:
     words = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda match: shortened(match[0]), str(message))
     text = shortened(words, _MAX_LINE)
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
-
-
-def leave_telling_to_another() -> None:
-    """Wait while another process tells why all of them end.
-
-    A launcher kills all processes as soon as one has ended.
-    """
-    time.sleep(TELLING_S)
 
 
 def message_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
-from megatron_ext.schedules.search.greedy import Problem, Rule, search, spread
+from megatron_ext.schedules.search.greedy import Problem, Variant, search, spread
 from megatron_ext.schedules.search.patience import policies, quiet, waits_of
 from megatron_ext.schedules.search.policies import Hint, activation_cap
 from megatron_ext.schedules.table.memory import live_counts
@@ -177,4 +177,4 @@ def _searched(table: Schedule) -> Schedule:
     problem = Problem(
         table.placement, table.num_microbatches, activation_cap(table), Costs(latency=0.01)
     )
-    return replace(table, rows=search(problem, [Rule(), *map(Rule, spread(1, 2 * table.pp))]))
+    return replace(table, rows=search(problem, [Variant(), *map(Variant, spread(1, 2 * table.pp))]))

@@ -46,7 +46,7 @@ _State = TypeVar("_State")
 
 
 @dataclass
-class _Process:
+class _Selected:
     """The state of this process."""
 
     device: Device | None = None
@@ -55,7 +55,7 @@ class _Process:
     immortal: list[object] = field(default_factory=list)
 
 
-_PROCESS = _Process()
+_PROCESS = _Selected()
 """The device of this process."""
 
 

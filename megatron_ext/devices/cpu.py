@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, Rule, flag
+from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, Lack, flag
 from megatron_ext.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -42,17 +42,17 @@ _DEFAULTS: dict[str, tuple[object, str]] = {
 }
 
 
-def argument_rules() -> tuple[Rule, ...]:
+def argument_rules() -> tuple[Lack, ...]:
     """Return the combinations of arguments that upstream cannot run on the host."""
     return (
         *TRANSFORMER_ENGINE_ONLY,
         *CUDA_ONLY,
-        Rule(
+        Lack(
             flag("overlap_p2p_comm_warmup_flush"),
             "--overlap-p2p-communication-warmup-flush relies on NCCL's stream order: with gloo the "
             "evaluation never ends; leave it out",
         ),
-        Rule(
+        Lack(
             lambda args: flag("async_save")(args) and flag("use_persistent_ckpt_worker")(args),
             "--use-persistent-ckpt-worker would read parameters from shared memory while training "
             "changes them (on a GPU they are copied to the host first); leave it out, --async-save "

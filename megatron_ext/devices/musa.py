@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices.backend import Accelerator, Copies, Redirect, Sharing
-from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, Rule, flag
+from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, Lack, flag
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ _DEFAULTS_WITHOUT_TE: dict[str, tuple[object, str]] = {
     "no_persist_layer_norm": (True, "the persistent layer norm is a CUDA kernel of Apex"),
 }
 
-_GROUPED_GEMM = Rule(
+_GROUPED_GEMM = Lack(
     flag("moe_grouped_gemm"),
     "--moe-grouped-gemm is accepted by upstream from CUDA compute capability 8 on, which MUSA does "
     "not claim; leave it out: experts then run one by one",

@@ -91,7 +91,7 @@ def _namespace(cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
         yield Redirect(f"torch.cuda.amp:{name}", to(getattr(musa.amp, name)), _SAME)
     yield Redirect(
         "torch.cuda:default_generators",
-        to(_Generators()),
+        to(_LazyGenerators()),
         "torch_musa creates its generators only at the first use of the device",
     )
 
@@ -149,7 +149,7 @@ def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-class _Generators:
+class _LazyGenerators:
     """`torch.cuda.default_generators`, looked up lazily: torch_musa creates them at first use."""
 
     def __getitem__(self, index: Any) -> Any:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CUDA_ONLY", "TRANSFORMER_ENGINE_ONLY", "Rule", "flag"]
+__all__ = ["CUDA_ONLY", "TRANSFORMER_ENGINE_ONLY", "Lack", "flag"]
 
 
 @dataclass(frozen=True)
-class Rule:
+class Lack:
     """A combination of upstream arguments that the backend cannot run.
 
     Args:
@@ -27,7 +27,7 @@ class Rule:
 
 
 def flag(dest: str) -> Callable[[Any], bool]:
-    """Return a `Rule.refuses` that tests one switch."""
+    """Return a `Lack.refuses` that tests one switch."""
     return lambda args: bool(getattr(args, dest, False))
 
 
@@ -36,11 +36,11 @@ def _not_in(dest: str, *allowed: object) -> Callable[[Any], bool]:
 
 
 CUDA_ONLY = (
-    Rule(
+    Lack(
         _not_in("moe_token_dispatcher_type", "allgather", "alltoall", None),
         "--moe-token-dispatcher-type flex needs DeepEP or HybridEP on GPUs; use alltoall",
     ),
-    Rule(
+    Lack(
         lambda args: (
             _not_in("cuda_graph_impl", "none", None)(args)
             or bool(getattr(args, "enable_cuda_graph", False))
@@ -48,33 +48,33 @@ CUDA_ONLY = (
         ),
         "CUDA graphs record GPU work; leave --cuda-graph-impl at none",
     ),
-    Rule(
+    Lack(
         flag("record_memory_history"),
         "--record-memory-history is a feature of the CUDA allocator; use a host profiler",
     ),
-    Rule(flag("log_energy"), "--log-energy reads GPU sensors; leave it out"),
-    Rule(
+    Lack(flag("log_energy"), "--log-energy reads GPU sensors; leave it out"),
+    Lack(
         flag("inprocess_restart"),
         "--inprocess-restart aborts and rebuilds NCCL communicators; leave it out",
     ),
-    Rule(
+    Lack(
         lambda args: (
             bool(getattr(args, "profile", False))
             and not getattr(args, "use_pytorch_profiler", False)
         ),
         "--profile starts Nsight through the CUDA runtime; add --use-pytorch-profiler",
     ),
-    Rule(flag("nccl_ub"), "--use-nccl-ub registers GPU buffers with NCCL; leave it out"),
-    Rule(flag("use_sharp"), "--use-sharp is a feature of NCCL; leave it out"),
-    Rule(
+    Lack(flag("nccl_ub"), "--use-nccl-ub registers GPU buffers with NCCL; leave it out"),
+    Lack(flag("use_sharp"), "--use-sharp is a feature of NCCL; leave it out"),
+    Lack(
         flag("high_priority_stream_groups"),
         "--high-priority-stream-groups sets NCCL stream priorities; leave it out",
     ),
-    Rule(
+    Lack(
         _not_in("pipeline_model_parallel_comm_backend", None),
         "--pipeline-model-parallel-comm-backend chooses between NCCL and UCC on GPUs; leave it out",
     ),
-    Rule(
+    Lack(
         lambda args: flag("use_megatron_fsdp")(args) or flag("use_torch_fsdp2")(args),
         "--use-megatron-fsdp and --use-torch-fsdp2 build CUDA device meshes; use "
         "--use-distributed-optimizer to shard optimizer state",
@@ -83,23 +83,23 @@ CUDA_ONLY = (
 """Features of NVIDIA's GPUs and libraries."""
 
 TRANSFORMER_ENGINE_ONLY = (
-    Rule(
+    Lack(
         lambda args: getattr(args, "context_parallel_size", 1) > 1,
         "--context-parallel-size > 1 needs Transformer Engine's attention, which is CUDA only; "
         "use --tensor-model-parallel-size with --sequence-parallel to split long sequences",
     ),
-    Rule(
+    Lack(
         flag("moe_grouped_gemm"),
         "--moe-grouped-gemm is a CUDA kernel; leave it out: experts then run one by one",
     ),
-    Rule(
+    Lack(
         flag("moe_permute_fusion"),
         "--moe-permute-fusion is a Transformer Engine kernel; leave it out",
     ),
-    Rule(
+    Lack(
         flag("tp_comm_overlap"), "--tp-comm-overlap is a Transformer Engine feature; leave it out"
     ),
-    Rule(flag("fp8"), "FP8 needs Transformer Engine and a GPU; use --bf16"),
-    Rule(flag("fp4"), "FP4 needs Transformer Engine and a GPU; use --bf16"),
+    Lack(flag("fp8"), "FP8 needs Transformer Engine and a GPU; use --bf16"),
+    Lack(flag("fp4"), "FP4 needs Transformer Engine and a GPU; use --bf16"),
 )
 """Features that upstream offers only with Transformer Engine."""

@@ -122,7 +122,12 @@ def _check_sizes(given: tuple[int, int] | None) -> None:
 
 
 def _prepare(settings: Settings, asked: PipelineConfig | None, words: Namespace | None) -> None:
-    _refuse_own_pipelines(settings.container.model)
+    model = settings.container.model
+    if getattr(getattr(model, "dist_train", None), "use_dist_train", False) is True:
+        raise ArgumentsError(
+            "model.dist_train.use_dist_train gives encoder and language model ranks of their own "
+            "and runs its own 1F1B over them; set it to False, or leave megatron_ext's pipeline out"
+        )
     _suit_device(settings)
     arguments = _arguments(settings)
     if words is not None:
@@ -140,7 +145,7 @@ def _prepare(settings: Settings, asked: PipelineConfig | None, words: Namespace 
     settings.keep(_COMPLETED)
     settings.write({**entrances.rewritten(arguments), **_stages()})
     settings.container.set_data_parallel_size()
-    _add_hook(settings.container.model)
+    _add_hook(model)
 
 
 _COMPLETED = (
@@ -192,14 +197,6 @@ def _check(settings: Settings) -> None:
     completed = _arguments(settings)
     vars(hosted.arguments).update(vars(completed))
     entrances.check(hosted.arguments)
-
-
-def _refuse_own_pipelines(model: Any) -> None:
-    if getattr(getattr(model, "dist_train", None), "use_dist_train", False) is True:
-        raise ArgumentsError(
-            "model.dist_train.use_dist_train gives encoder and language model ranks of their own "
-            "and runs its own 1F1B over them; set it to False, or leave megatron_ext's pipeline out"
-        )
 
 
 def _refuse_decentralized(container: Any) -> None:

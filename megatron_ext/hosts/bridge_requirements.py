@@ -59,19 +59,15 @@ def problems() -> Iterator[str]:
     if sys.version_info[:2] < _PYTHON:
         found = ".".join(map(str, sys.version_info[:2]))
         yield f"{name} needs Python 3.12, but this is {found}; make an environment with Python 3.12"
-    missing = [module for module in _IMPORTS if not _is_there(module)]
+    missing = [
+        module for module in _IMPORTS if module not in sys.modules and find_spec(module) is None
+    ]
     if missing:
         needed = " ".join(f"'{_IMPORTS[module]}'" for module in missing)
         yield (
             f"{name} always imports {', '.join(missing)}, but this environment lacks "
             f"{'it' if len(missing) == 1 else 'them'}; pip install {needed}"
         )
-
-
-def _is_there(module: str) -> bool:
-    if module in sys.modules:
-        return True
-    return find_spec(module) is not None
 
 
 def check_installed() -> None:

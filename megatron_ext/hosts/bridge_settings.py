@@ -17,7 +17,7 @@ from megatron_ext.config.flags import FIELD_OF
 from megatron_ext.config.incompatible import MEGATRON_FIELDS
 from megatron_ext.config.stages import layout_text
 
-__all__ = ["Place", "Settings"]
+__all__ = ["FieldPlace", "Settings"]
 
 _SECTIONS = (
     "rng",
@@ -37,7 +37,7 @@ _EITHER = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
 
 
 @dataclass(frozen=True)
-class Place:
+class FieldPlace:
     """The dataclass field that holds a setting."""
 
     section: str
@@ -65,7 +65,7 @@ class Settings:
         for dest, field in MEGATRON_FIELDS.items():
             if field in self._places:
                 self._places[dest] = self._places[field]
-        self._kept: dict[tuple[int, str], tuple[Place, Any]] = {}
+        self._kept: dict[tuple[int, str], tuple[FieldPlace, Any]] = {}
 
     def arguments(self, *, world_size: int, rank: int) -> Namespace:
         """Return the settings under upstream's argument names.
@@ -124,10 +124,10 @@ class Settings:
         return re.sub(r"--[a-z0-9][a-z0-9-]*", named, message)
 
 
-def _places(container: Any, section: str) -> list[Place]:
+def _places(container: Any, section: str) -> list[FieldPlace]:
     owner = container
     for name in section.split("."):
         owner = getattr(owner, name, None)
     if owner is None or not is_dataclass(owner):
         return []
-    return [Place(section, owner, field.name) for field in fields(owner)]
+    return [FieldPlace(section, owner, field.name) for field in fields(owner)]

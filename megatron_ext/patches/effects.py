@@ -23,7 +23,7 @@ _STEPS = 2
 
 
 @dataclass
-class _Progress:
+class _Checked:
     """Progress of the checks under a configuration."""
 
     steps: int = 0
@@ -31,12 +31,12 @@ class _Progress:
     logged: bool = False
 
 
-def _progress() -> _Progress | None:
+def _progress() -> _Checked | None:
     """Return the progress if there is anything to check: a schedule, a transport or roles."""
     found = active.active()
     if found is None or not (found.job or found.pipeline or found.transport_only):
         return None
-    return found.state(_Progress)
+    return found.state(_Checked)
 
 
 def _is_due() -> bool:
@@ -75,7 +75,7 @@ def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("forward_only") or not _is_due():
             return schedule(*args, **kwargs)
-        progress, model = active.required().state(_Progress), kwargs["model"]
+        progress, model = active.required().state(_Checked), kwargs["model"]
         _check_model(model if isinstance(model, list) else [model], progress.steps)
         result = schedule(*args, **kwargs)
         progress.steps += 1
@@ -115,7 +115,7 @@ def _check_model(chunks: list[Any], step: int) -> None:
 def logged(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Check at the first line of the log that the table ran, and that the loss arrived."""
     found = active.required()
-    found.state(_Progress).logged = True
+    found.state(_Checked).logged = True
     chosen, messages = found.pipeline, found.transport_only
     if chosen is not None and not _acted("schedules.forward_backward"):
         raise _missing(

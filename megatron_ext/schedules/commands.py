@@ -521,6 +521,10 @@ def variants(
 def figures(timeline: Timeline) -> dict[str, Any]:
     """Return the figures of a simulation under the keys of `plan --json`."""
     schedule = timeline.schedule
+    of_slices = {
+        "slices": list(schedule.slices),
+        "peak_keys_and_values": _number(timeline.keys_and_values),
+    }
     return {
         "schedule": schedule.name,
         "options": dict(schedule.options),
@@ -532,19 +536,10 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "bubble_ratio": round(timeline.bubble_ratio, 6),
         "peak_activations": _number(timeline.peak_activations),
         "peak_activations_per_rank": [_number(p) for p in timeline.peak_activations_per_rank],
-        **_figures_of_slices(timeline),
+        **(of_slices if schedule.num_slices > 1 else {}),
         "weight_copies": schedule.weight_copies,
         "p2p_messages": timeline.messages,
         **({"all_to_all_hidden": _number(timeline.hidden)} if timeline.costs.all_to_all else {}),
-    }
-
-
-def _figures_of_slices(timeline: Timeline) -> dict[str, Any]:
-    if timeline.schedule.num_slices == 1:
-        return {}
-    return {
-        "slices": list(timeline.schedule.slices),
-        "peak_keys_and_values": _number(timeline.keys_and_values),
     }
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from megatron_ext.errors import TransportError
 from megatron_ext.transport.native import require_native
 
-__all__ = ["Finding", "ProbeResult", "probe"]
+__all__ = ["ProbeStep", "ProbeResult", "probe"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeStep:
     """The result of one step."""
 
     step: str
@@ -40,7 +40,7 @@ class Finding:
 class ProbeResult:
     """The findings of all steps tried, in order. The first failure is the last finding."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[ProbeStep, ...]
 
     @property
     def usable(self) -> bool:
@@ -72,12 +72,12 @@ def probe(address: str | None = None, *, sysfs: str = "/sys") -> ProbeResult:
     try:
         native = require_native()
     except TransportError as error:
-        return ProbeResult((Finding("native module", False, str(error)),))
+        return ProbeResult((ProbeStep("native module", False, str(error)),))
     try:
         found = native.probe_rdma(address or "", sysfs)
     except ValueError as error:
         raise TransportError(str(error)) from error
-    findings = tuple(Finding(item.step, item.is_good, item.text, item.remedy) for item in found)
+    findings = tuple(ProbeStep(item.step, item.is_good, item.text, item.remedy) for item in found)
     result = ProbeResult(findings)
     _log.debug("RDMA: %s", "; ".join(str(finding) for finding in findings))
     return result

@@ -44,8 +44,8 @@ def draw(*timelines: Timeline) -> str:
     for timeline in timelines:
         check_drawable(timeline)
     longest = max(timeline.makespan for timeline in timelines)
-    scale = max(min(_WIDTH / longest, *(30 / _shortest(t) for t in timelines)),
-                *map(_legible, timelines))  # fmt: skip
+    shortest = min(duration for t in timelines for _, duration in _durations(t))
+    scale = max(min(_WIDTH / longest, 30 / shortest), *map(_legible, timelines))
     heights = [_TOP + _ROW * timeline.schedule.pp + _AXIS for timeline in timelines]
     legend, legend_width = _legend(timelines, sum(heights) + 12)
     height = sum(heights) + 24
@@ -88,10 +88,6 @@ def _durations(timeline: Timeline) -> Iterator[tuple[str, float]]:
         source = table_rank(schedule, rank)
         times = zip(row, timeline.starts[source], timeline.ends[source], strict=True)
         yield from ((_label(schedule, a), end - start) for a, start, end in times if end > start)
-
-
-def _shortest(timeline: Timeline) -> float:
-    return min(duration for _, duration in _durations(timeline))
 
 
 def _legible(timeline: Timeline) -> float:

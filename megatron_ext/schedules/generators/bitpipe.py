@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.generators.catalog import Size, register
 from megatron_ext.schedules.generators.patterns import shortened
-from megatron_ext.schedules.search.greedy import Problem, Rows, Rule, search
+from megatron_ext.schedules.search.greedy import Problem, Variant, search
 from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Action, Option, Schedule
 
@@ -99,22 +99,19 @@ def bitpipe(
 ) -> Schedule:
     """Return the table of one of BitPipe's two mirrored pipelines."""
     folded = placement.mirrored(placement.w(pp // 2), routing)
+    h, m = pp // 2, num_microbatches // 2
     if order == "paper":
-        rows = _paper_rows(pp, num_microbatches // 2)
+        # The published order fills whole units of h; missing micro-batches of the last are dropped.
+        whole = math.ceil(m / h) * h
+        rows = tuple(_paper_row(rank, pp, whole) for rank in range(h))
+        rows = rows if whole == m else shortened(rows, m)
     else:
-        rows = _greedy_rows(folded, pp, num_microbatches // 2, costs)
+        problem = Problem(folded, m, 2 * pp, costs)
+        rows = search(problem, [Variant(), *map(Variant, range(h, pp + 1))])
     options: dict[str, Option] = {"order": order}
     if routing != "twin":
         options["routing"] = routing
-    return Schedule("bitpipe", folded, num_microbatches // 2, rows, options)
-
-
-def _paper_rows(pp: int, num_microbatches: int) -> Rows:
-    """Return the published order; of a last unit that is not full, without what is not there."""
-    h = pp // 2
-    whole = math.ceil(num_microbatches / h) * h
-    rows = tuple(_paper_row(rank, pp, whole) for rank in range(h))
-    return rows if whole == num_microbatches else shortened(rows, num_microbatches)
+    return Schedule("bitpipe", folded, m, rows, options)
 
 
 def _paper_row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
@@ -166,8 +163,3 @@ def _weave(
             row += (next(f), next(b))
         row += take(f, warm_up - pairs + 1)
     return row
-
-
-def _greedy_rows(folded: placement.Placement, pp: int, num_microbatches: int, costs: Costs) -> Rows:
-    problem = Problem(folded, num_microbatches, 2 * pp, costs)
-    return search(problem, [Rule(), *map(Rule, range(pp // 2, pp + 1))])

@@ -47,11 +47,13 @@ def peak(size: Size) -> float:
 )
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of 1F1B."""
-    rows = tuple(_row(rank, pp, num_microbatches) for rank in range(pp))
-    return Schedule("1f1b", placement.linear(pp), num_microbatches, rows)
-
-
-def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
-    forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
-    backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
-    return alternate(forwards, backwards, min(pp - 1 - rank, num_microbatches))
+    m = num_microbatches
+    rows = tuple(
+        alternate(
+            [Action(rank, "F", i) for i in range(m)],
+            [Action(rank, "B", i) for i in range(m)],
+            min(pp - 1 - rank, m),
+        )
+        for rank in range(pp)
+    )
+    return Schedule("1f1b", placement.linear(pp), m, rows)

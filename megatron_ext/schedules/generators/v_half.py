@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.generators.catalog import Size, register
-from megatron_ext.schedules.search.greedy import Problem, Rule, search, spread
+from megatron_ext.schedules.search.greedy import Problem, Variant, search, spread
 from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Schedule
 
@@ -46,5 +46,5 @@ def v_half(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     """Return the table of V-Half."""
     folded = placement.v(pp)
     problem = Problem(folded, num_microbatches, pp + 2, costs)
-    rows = search(problem, [Rule(), *map(Rule, spread(pp // 2 + 1, pp + 1))])
+    rows = search(problem, [Variant(), *map(Variant, spread(pp // 2 + 1, pp + 1))])
     return Schedule("v-half", folded, num_microbatches, rows, {"chunks": 2})

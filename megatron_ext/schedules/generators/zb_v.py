@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.generators.catalog import Size, register
 from megatron_ext.schedules.generators.patterns import expand, shortened
-from megatron_ext.schedules.search.greedy import Problem, Rows, Rule, search, spread
+from megatron_ext.schedules.search.greedy import Problem, Rows, Variant, search, spread
 from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Action, Schedule
@@ -83,10 +83,10 @@ def _published_rows(pp: int, num_microbatches: int) -> Rows:
 
 def _searched_rows(pp: int, num_microbatches: int, costs: Costs) -> Rows:
     problem = Problem(placement.v(pp), num_microbatches, 2 * pp, costs)
-    rules = [Rule(), *map(Rule, spread(pp // 2 + 1, pp))]
+    variants = [Variant(), *map(Variant, spread(pp // 2 + 1, pp))]
     if num_microbatches > pp:
-        rules.insert(0, Rule(forwards_first=True))
-    return search(problem, rules)
+        variants.insert(0, Variant(forwards_first=True))
+    return search(problem, variants)
 
 
 def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:

@@ -6,8 +6,8 @@ the cap allows nothing else. A search tries several limits on the micro-batches 
 the shortest table.
 
 If the cap allows most micro-batches of a step, but not all, that order delays the last few until no
-I remains, and they leave a gap at the end. For this case `Rule.forwards_first` runs F before I, and
-if the cap forbids F, the W that makes room for it.
+I remains, and they leave a gap at the end. For this case `Variant.forwards_first` runs F before I,
+and if the cap forbids F, the W that makes room for it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.costs import Costs
     from megatron_ext.schedules.table.placement import Placement
 
-__all__ = ["Problem", "Rows", "Rule", "search", "spread"]
+__all__ = ["Problem", "Rows", "Variant", "search", "spread"]
 
 Rows = tuple[tuple[Action, ...], ...]
 Key = tuple[int, int, int, int]
 
 _MAX_PLACED = 2_000_000
-"""Actions that one search may place while it compares rules: about 20 seconds."""
+"""Actions that one search may place while it compares variants: about 20 seconds."""
 _PILOT_ROUNDS = 4
 """Micro-batches per rank that suffice to judge a limit for longer tables."""
 
@@ -94,7 +94,7 @@ class Problem:
         return start + self.num_microbatches * work * len(self.placement.stages_of[-1])
 
 
-class Rule(NamedTuple):
+class Variant(NamedTuple):
     """The parameters of one greedy run."""
 
     limit: int | None = None
@@ -104,12 +104,12 @@ class Rule(NamedTuple):
     """Whether F runs before I, and W at the cap as soon as some F needs the room."""
 
 
-def search(problem: Problem, rules: Sequence[Rule]) -> Rows:
+def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
     """Return the shortest table that the greedy scheduler finds.
 
     Args:
         problem: The scheduling problem.
-        rules: Rules to try; the first that reaches the lower bound ends the search.
+        variants: Variants to try; the first that reaches the lower bound ends the search.
 
     Raises:
         ScheduleError: The cap is too low for any table.
@@ -120,9 +120,9 @@ def search(problem: Problem, rules: Sequence[Rule]) -> Rows:
     if surplus:
         # The pipeline reaches its steady state long before: the best limit stays the best.
         pilot = replace(problem, num_microbatches=problem.num_microbatches - surplus)
-        best = _best(pilot, rules)
-        found = best and _best(problem, [best.rule])
-    found = found or _best(problem, rules)
+        best = _best(pilot, variants)
+        found = best and _best(problem, [best.variant])
+    found = found or _best(problem, variants)
     if found is None:
         raise ScheduleError(
             f"no order of {problem.num_microbatches} micro-batches keeps at most {problem.cap} "
@@ -131,12 +131,12 @@ def search(problem: Problem, rules: Sequence[Rule]) -> Rows:
     return tuple(map(tuple, found.rows))
 
 
-def _best(problem: Problem, rules: Sequence[Rule]) -> _Attempt | None:
+def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
     best: _Attempt | None = None
     forwards = problem.placement.num_stages * problem.num_microbatches * len(problem.slices)
     runs = max(1, _MAX_PLACED // (3 * forwards))
-    for rule in rules[:: -(-len(rules) // runs)]:
-        attempt = _Attempt(problem, rule)
+    for variant in variants[:: -(-len(variants) // runs)]:
+        attempt = _Attempt(problem, variant)
         if attempt.run() and (best is None or attempt.makespan < best.makespan):
             best = attempt
         if best is not None and best.makespan <= problem.bound:
@@ -188,12 +188,12 @@ class _Rank:
 class _Attempt:
     """One greedy run."""
 
-    def __init__(self, problem: Problem, rule: Rule) -> None:
-        self.rule = rule
+    def __init__(self, problem: Problem, variant: Variant) -> None:
+        self.variant = variant
         self._problem = problem
         self._num_slices = len(problem.slices)
         in_step = problem.num_microbatches * self._num_slices
-        self._max_in_flight = in_step if rule.limit is None else rule.limit
+        self._max_in_flight = in_step if variant.limit is None else variant.limit
         self._in_flight = 0
         self._durations = problem.durations
         self._delays = problem.delays
@@ -295,7 +295,7 @@ class _Attempt:
         if self._in_flight < self._max_in_flight:
             forwards.append(rank.entries)
         may_grow = rank.live < self._problem.cap
-        if self.rule.forwards_first and any(forwards):
+        if self.variant.forwards_first and any(forwards):
             if may_grow:
                 return forwards
             if rank.weights:

@@ -113,7 +113,11 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
         moved = replace(schedule, rows=rows)
         if not walk(moved, lambda _rank, _index, _taken: True):
             found.append(marked_pairs(moved))
-    most = sum(_steady(row) for row in schedule.rows)
+    # What regular rows could pair if each had one more forward in its warm-up.
+    most = sum(
+        max(0, sum(action.kind == "F" for action in row) - _warm_up(row) - 1)
+        for row in schedule.rows
+    )
     if max((sum(map(len, table.pairs)) for table in found), default=0) < most:
         warm_ups = [_warm_up(row) for row in schedule.rows]
         for lead in range(_MOST_LEAD + 1):
@@ -145,11 +149,6 @@ def _with_pairs(schedule: Schedule, rows: tuple[Row, ...], pairs: list[set[int]]
 def _warm_up(row: Row) -> int:
     """Return the number of forwards before the first other action of a row."""
     return next((index for index, action in enumerate(row) if action.kind != "F"), len(row))
-
-
-def _steady(row: Row) -> int:
-    """Return how many forwards a regular row could pair if it had one more in its warm-up."""
-    return max(0, sum(action.kind == "F" for action in row) - _warm_up(row) - 1)
 
 
 class _Placing:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.search.greedy import Problem, Rule, search, spread
+from megatron_ext.schedules.search.greedy import Problem, Variant, search, spread
 from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.memory import live_counts
@@ -79,7 +79,7 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
         )
         limits = spread(num_slices, num_slices + schedule.pp)
         try:
-            found.append(search(problem, [Rule(), *map(Rule, limits)]))
+            found.append(search(problem, [Variant(), *map(Variant, limits)]))
         except ScheduleError:
             if not found:
                 raise

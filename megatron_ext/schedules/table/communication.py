@@ -21,7 +21,7 @@ from megatron_ext.schedules.table.walk import walk
 if TYPE_CHECKING:
     from megatron_ext.message import MessageKind
     from megatron_ext.schedules.table.actions import Action, Row, Schedule
-    from megatron_ext.schedules.table.route_plan import Hop, Plan
+    from megatron_ext.schedules.table.route_plan import Hop, RoutePlan
 
 __all__ = [
     "Exchange",
@@ -127,7 +127,7 @@ def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple
 
 
 def _routed(
-    schedule: Schedule, plan: Plan | None, action: Action, verb: Literal["RECV", "SEND"]
+    schedule: Schedule, plan: RoutePlan | None, action: Action, verb: Literal["RECV", "SEND"]
 ) -> tuple[Transfer, ...]:
     """Return the messages of routes around an action."""
     if plan is None:

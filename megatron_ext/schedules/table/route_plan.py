@@ -2,10 +2,7 @@
 
 A route is a name, the stage that publishes it, and the stages that take it. In the forward, the
 publisher sends the tensor once to each rank with takers. In the backward, the gradient goes from
-the last taker to the one before, which adds its own, and so on down to the publisher. Gradients are
-thus added in descending stage order, as in the backward of an unpipelined model, and the sum has
-the same bits under every placement. Summing per rank first would save messages if a rank has
-several takers, but the bits would depend on the placement.
+the last taker to the one before, which adds its own, and so on down to the publisher.
 
 Routes add no constraint to a table: a taker's forward already follows its publisher's through the
 stages between, and backwards run in the opposite order. So a table that completes without routes
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
 _Key = TypeVar("_Key")
 _Item = TypeVar("_Item")
 
-__all__ = ["Hop", "Plan", "Route", "connect", "most_hops", "plan_routes", "routed_peaks"]
+__all__ = ["Hop", "RoutePlan", "Route", "connect", "most_hops", "plan_routes", "routed_peaks"]
 
 
 class Route(NamedTuple):
@@ -46,6 +43,9 @@ class Route(NamedTuple):
     @property
     def links(self) -> Iterator[tuple[int, int]]:
         """Yield (sender, receiver) of each gradient: from taker to taker, down to the publisher."""
+        # Gradients are added in descending stage order, as in the backward of an unpipelined model,
+        # so the sum has the same bits under every placement. Summing per rank first would save
+        # messages if a rank has several takers, but the bits would depend on the placement.
         return pairwise((*reversed(self.takers), self.source))
 
 
@@ -112,7 +112,7 @@ class Hop(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoutePlan:
     """The messages of all routes under one placement, and the lifetime of their tensors."""
 
     sent: Mapping[tuple[str, int], tuple[Hop, ...]]
@@ -141,7 +141,7 @@ _Place = tuple[int, bool]
 
 
 @cache
-def plan_routes(routes: tuple[Route, ...], placement: Placement) -> Plan:
+def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
     """Derive the messages of routes under a placement. Takers on the same rank need none."""
     places = [_place(placement, stage) for stage in range(placement.num_stages)]
     ends: dict[tuple[Literal["P", "G"], int, _Place], dict[str, list[int]]] = defaultdict(dict)
@@ -164,7 +164,7 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> Plan:
     for route, users in _users(routes, placement):
         dropped["F", max(users)].append(route.name)
         dropped["B", min(users)].append(route.name)
-    return Plan(_fixed(sent), _fixed(received), _fixed(dropped))
+    return RoutePlan(_fixed(sent), _fixed(received), _fixed(dropped))
 
 
 def most_hops(routes: tuple[Route, ...], placement: Placement) -> int:

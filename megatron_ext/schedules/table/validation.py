@@ -211,7 +211,8 @@ def _misplaced(schedule: Schedule, rank: int, index: int) -> str:
         rule = f"there are {schedule.num_stages} stages, 0 to {schedule.num_stages - 1}"
     else:
         owner = schedule.placement.rank_for(action.stage, action.kind)
-        rule = f"rank {rank} holds the stages {_listed(stages)}; {action} belongs to rank {owner}"
+        held = ", ".join(map(str, stages)) or "none"
+        rule = f"rank {rank} holds the stages {held}; {action} belongs to rank {owner}"
     if owner == rank and action.kind == "R":
         rule = "R is for ranks that run backwards only; this one runs F"
     elif owner == rank:
@@ -258,25 +259,19 @@ def _missing(schedule: Schedule, key: int, bits: int) -> str:
     )
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers)) or "none"
-
-
 def _check_cap(schedule: Schedule, peaks: tuple[float, ...], cap: float | None, what: str) -> None:
     if cap is None or max(peaks) <= cap + 1e-9:
         return
     rank = peaks.index(max(peaks))
-    index = _place_of_peak(schedule, rank) if what == "activations" else len(schedule.rows[rank])
+    index = len(schedule.rows[rank])
+    if what == "activations":  # only their peak has a place in the row
+        counts = list(live_counts(schedule.rows[rank], slices=schedule.slices))
+        index = counts.index(max(counts))
     raise ScheduleError(
         f"rank {rank} of {schedule.label} keeps {peaks[rank]:g} {what} (in units of one "
         f"micro-batch on 1/pp of the model), the cap is {cap:g}; allow {max(peaks):g}, or use a "
         f"schedule that keeps less\n  {schedule.marked(rank, index)}"
     )
-
-
-def _place_of_peak(schedule: Schedule, rank: int) -> int:
-    counts = list(live_counts(schedule.rows[rank], slices=schedule.slices))
-    return counts.index(max(counts))
 
 
 def _is_ascending(schedule: Schedule) -> bool:
