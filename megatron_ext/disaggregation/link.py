@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from megatron_ext import devices
 from megatron_ext.config.active import count_transport, required
 from megatron_ext.disaggregation.ranks import Place
-from megatron_ext.disaggregation.role_trees import MESSAGES
 from megatron_ext.disaggregation.worlds import shared_store
 from megatron_ext.errors import TransportError
 from megatron_ext.transport.address import own_address
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_ext.disaggregation.job import Job
-    from megatron_ext.disaggregation.role_trees import RoleTrees
     from megatron_ext.message import Message
     from megatron_ext.transport.base import Expected, Transport
 
@@ -42,33 +40,15 @@ class RoleLink:
     Args:
         job: The disaggregated job.
         device: The device of this process.
-        trees: What the model declares, if its stages exchange more than one tensor.
-        evaluates: Whether it connects the forward ranks alone, for evaluations.
 
     Raises:
         TransportError: A neighbour does not connect, or the wire cannot reach it.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        device: torch.device,
-        trees: RoleTrees | None = None,
-        *,
-        evaluates: bool = False,
-    ) -> None:
+    def __init__(self, job: Job, device: torch.device) -> None:
         self._job = job
         self._device = device
-        peers = _neighbours(job, set() if trees is None else trees.linked_stages)
-        # Both ends of a transport count its steps, and backward ranks take no part in evaluations.
-        if evaluates:
-            peers = [rank for rank in peers if job.ranks.place(rank).role == "forward"]
-        # A message may stay in its slot while computation uses it.
-        slots = (job.window + 2) * (1 if trees is None else MESSAGES)
-        label = "evaluation" if evaluates else "roles"
-        self.wire: Transport = observed(
-            _open(job, device, peers, slots, label), required().observers
-        )
+        self.wire: Transport = observed(_open(job, device), required().observers)
 
     @property
     def timeout_s(self) -> float:
@@ -127,9 +107,7 @@ class RoleLink:
         self.wire.abort(reason)
 
 
-def _open(
-    job: Job, device: torch.device, peers: Sequence[int], slots: int, label: str
-) -> Transport:
+def _open(job: Job, device: torch.device) -> Transport:
     environment = required().environment
     ip = own_address(
         job.wire,
@@ -142,13 +120,13 @@ def _open(
     host = NativeTransport(
         shared_store(),
         job.rank,
-        peers,
-        run_id="/".join([label, *environment.run, str(count_transport(label))]),
+        _neighbours(job),
+        run_id="/".join(["roles", *environment.run, str(count_transport("roles"))]),
         wire=job.wire,
         ip=ip,
         rail=environment.local_rank,
         ranks_per_node=environment.local_world_size,
-        slots=slots,
+        slots=job.window + 2,  # a message may stay in its slot while computation uses it
         slot_bytes=job.message_bytes,
         connect_timeout_s=job.timeout_s,
         checksums=job.checksums,
@@ -160,13 +138,13 @@ def _open(
     return transport
 
 
-def _neighbours(job: Job, linked: set[int]) -> list[int]:
+def _neighbours(job: Job) -> list[int]:
     """Return the global ranks of all neighbours; the relation is symmetric."""
     # The same stage of the other role (of all replicas, if each has a shard of the weights), and
-    # the adjacent and the linked stages of both roles.
+    # the adjacent stages of both roles.
     place, ranks = job.place, job.ranks
     found = {ranks.rank(twin) for twin in job.weight_partners}
-    for stage in ({place.pp - 1, place.pp + 1} | linked - {place.pp}) & set(range(ranks.pp)):
+    for stage in {place.pp - 1, place.pp + 1} & set(range(ranks.pp)):
         there = Place(place.role, place.dp, stage, place.tp)
         found.add(ranks.rank(there))
         found |= {ranks.rank(twin) for twin in ranks.twins(there)}

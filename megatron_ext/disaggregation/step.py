@@ -8,7 +8,7 @@ and sends its outputs to both roles; a backward rank runs the R and B of its row
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.utils import get_model_config
@@ -17,29 +17,24 @@ from megatron_ext.config.active import required
 from megatron_ext.disaggregation.job import Job, current
 from megatron_ext.disaggregation.link import RoleLink
 from megatron_ext.disaggregation.role_compute import BackwardCompute, ForwardCompute, RoleEnds
-from megatron_ext.disaggregation.role_trees import (
-    MESSAGES,
-    RoleTrees,
-    TreeForwardCompute,
-    role_trees,
-)
 from megatron_ext.disaggregation.ship import Layers
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
 from megatron_ext.disaggregation.worlds import Roles, beat
+from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute
-from megatron_ext.runtime.executor import Compute, Executor, Gradients, Parameters
+from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.ordering import TableOrder
 from megatron_ext.runtime.program import Table, make_program, shape_between_stages
 from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.runtime.sync import GradientSync, NoSync, ParameterSync
+from megatron_ext.runtime.tree_compute import agree_trees
+from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.upstream.signatures import default_groups
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.runtime.executor import Observer
-    from megatron_ext.runtime.program import Ends
 
 __all__ = ["RoleRuntime", "forward_backward", "link_of_this_rank", "step_done", "weights_s"]
 
@@ -54,10 +49,6 @@ class RoleRuntime:
     receiver: WeightReceiver | None
     layers: Layers | None
     """Layers of this stage if their inputs are shipped, else None."""
-    trees: RoleTrees | None
-    """For a model that declares trees or routes."""
-    evaluation: RoleLink | None = None
-    """Connects the forward ranks for evaluations of such a model, once there was one."""
     tables: dict[int, Table] = field(default_factory=dict)
     """By number of micro-batches."""
     due: int = 1
@@ -66,8 +57,6 @@ class RoleRuntime:
     def close(self) -> None:
         """Close the links to the other ranks."""
         self.link.close()
-        if self.evaluation is not None:
-            self.evaluation.close()
 
 
 def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
@@ -87,8 +76,6 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     runtime, config = _ready(chunks), get_model_config(chunks[0])
     if call.get("forward_only"):
         beat()
-        if runtime.trees is not None:
-            return _evaluate(runtime, runtime.trees, call, chunks)
         with runtime.link.explaining_failures():
             groups = default_groups()
             shape = _shape(config, groups, call)
@@ -120,13 +107,26 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
 
 def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Module]) -> StageCompute:
     """Run this process's row of the table once."""
-    job, config = runtime.job, get_model_config(chunks[0])
-    table = _table(runtime, call["num_microbatches"])
-    step_call = _step_call(call, chunks, forward_only=job.role == "forward")
-    compute, ends, role = _parts(runtime, table, step_call, _shape(config, default_groups(), call))
+    job, link, layers = runtime.job, runtime.link, runtime.layers
+    config, is_forward = get_model_config(chunks[0]), job.role == "forward"
+    table, given = _table(runtime, call["num_microbatches"]), call["data_iterator"]
+    step = Call(
+        forward_step_func=call["forward_step_func"],
+        data=[MicrobatchData(i) for i in (given if isinstance(given, list) else [given])],
+        chunks=chunks,
+        config=config,
+        num_microbatches=call["num_microbatches"],
+        cp_group_size=default_groups().cp.size(),
+        forward_only=is_forward,
+        collect_non_loss_data=bool(call.get("collect_non_loss_data")),
+        first_val_step=call.get("first_val_step"),
+    )
+    shape = _shape(config, default_groups(), call)
+    compute = StageCompute(step, table, handed_on=[shape])
+    num_layers = None if layers is None else len(layers)
     sync: GradientSync | NoSync = NoSync()
     parameters: ParameterSync | NoSync = NoSync()
-    if job.role == "backward":
+    if not is_forward:
         force = bool(call.get("force_all_reduce"))
         sync = GradientSync(config, chunks, table, compute.splits, force_all_reduce=force)
         parameters = ParameterSync(config, chunks, table)
@@ -134,94 +134,30 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
     for observer in observers:
         observer.begin_step(compute)
     with sync:
-        _executor(runtime.link, table, ends, role, sync, parameters, observers).run()
-    if runtime.trees is not None:
-        runtime.trees.training_done()
+        Executor(
+            table=table,
+            program=make_program(table, RoleEnds(job, shape, config.pipeline_dtype, num_layers)),
+            order=TableOrder(table),
+            compute=ForwardCompute(job, compute, layers)
+            if is_forward
+            else BackwardCompute(compute, layers),
+            gradients=sync,
+            parameters=parameters,
+            transport=link.wire,
+            timeout_s=link.timeout_s,
+            name_of=link.name_of,
+            observers=observers,
+        ).run()
     return compute
-
-
-def _step_call(call: dict[str, Any], chunks: list[torch.nn.Module], *, forward_only: bool) -> Call:
-    """Return the arguments of a step under our names."""
-    given = call["data_iterator"]
-    return Call(
-        forward_step_func=call["forward_step_func"],
-        data=[MicrobatchData(i) for i in (given if isinstance(given, list) else [given])],
-        chunks=chunks,
-        config=get_model_config(chunks[0]),
-        num_microbatches=call["num_microbatches"],
-        cp_group_size=default_groups().cp.size(),
-        forward_only=forward_only,
-        collect_non_loss_data=bool(call.get("collect_non_loss_data")),
-        first_val_step=call.get("first_val_step"),
-    )
-
-
-def _parts(
-    runtime: RoleRuntime, table: Table, step_call: Call, shape: tuple[int, ...] | None
-) -> tuple[StageCompute, Ends, Compute]:
-    """Return the compute of the stage, the ends of its messages, and the compute of the role."""
-    job, layers, forward = runtime.job, runtime.layers, runtime.job.role == "forward"
-    if runtime.trees is not None:
-        trees, tree_ends = runtime.trees.training(step_call, table)
-        role = TreeForwardCompute(job, trees) if forward else BackwardCompute(trees, None)
-        return trees, tree_ends, role
-    compute = StageCompute(step_call, table, handed_on=[shape])
-    num_layers = None if layers is None else len(layers)
-    ends = RoleEnds(job, shape, step_call.config.pipeline_dtype, num_layers)
-    if forward:
-        return compute, ends, ForwardCompute(job, compute, layers)
-    return compute, ends, BackwardCompute(compute, layers)
-
-
-def _evaluate(
-    runtime: RoleRuntime, trees: RoleTrees, call: dict[str, Any], chunks: list[torch.nn.Module]
-) -> list[Any]:
-    """Run an evaluation's forwards by our executor; Megatron's schedule sends one tensor."""
-    compute, ends = trees.evaluation(_step_call(call, chunks, forward_only=True))
-    if runtime.evaluation is None:
-        runtime.evaluation = RoleLink(runtime.job, device_of(chunks), trees, evaluates=True)
-    link, sync = runtime.evaluation, NoSync()
-    try:
-        _executor(link, compute.table, ends, compute, sync, sync).run()
-    except BaseException as error:
-        link.abort(str(error))
-        runtime.link.abort(str(error))
-        raise
-    trees.evaluation_done()
-    return [report for _, report in sorted(compute.reports.items())]
-
-
-def _executor(
-    link: RoleLink,
-    table: Table,
-    ends: Ends,
-    compute: Compute,
-    gradients: Gradients,
-    parameters: Parameters,
-    observers: Sequence[Observer] = (),
-) -> Executor:
-    return Executor(
-        table=table,
-        program=make_program(table, ends),
-        order=TableOrder(table),
-        compute=compute,
-        gradients=gradients,
-        parameters=parameters,
-        transport=link.wire,
-        timeout_s=link.timeout_s,
-        name_of=link.name_of,
-        observers=observers,
-    )
 
 
 def _table(runtime: RoleRuntime, num_microbatches: int) -> Table:
     """Return the table for a number of micro-batches, validated once."""
     if num_microbatches not in runtime.tables:
-        job, trees = runtime.job, runtime.trees
-        routes = () if trees is None else trees.routes
-        schedule = replace(job.schedule(num_microbatches), routes=routes)
+        job = runtime.job
+        schedule = job.schedule(num_microbatches)
         validate(schedule)
-        slots = min(num_microbatches, job.window // 2 + 1) * (1 if trees is None else MESSAGES)
+        slots = min(num_microbatches, job.window // 2 + 1)
         table = Table(schedule, job.position, slots=slots, window=job.window)
         runtime.tables[num_microbatches] = table
     return runtime.tables[num_microbatches]
@@ -265,9 +201,14 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
     assert job is not None
     runtime = roles.runtime
     if runtime is None:
-        travel = get_model_config(chunks[0]).variable_seq_lengths
-        trees = role_trees(job, chunks, default_groups().pp, shapes_travel=travel)
-        link = RoleLink(job, device_of(chunks), trees)
+        # Collective over a pipeline, so that every rank of it raises the error.
+        group = default_groups().pp
+        if agree_trees(chunks, linear(job.ranks.pp), group, shapes_travel=False) is not None:
+            raise ScheduleError(
+                "the model declares routes or boundaries, but forward and backward ranks exchange "
+                "one tensor [s, b, h]; leave --forward-backward-disaggregating out"
+            )
+        link = RoleLink(job, device_of(chunks))
         forward = job.role == "forward"
         layers = Layers(chunks[0]) if job.activations == "ship" else None
         if layers is not None and forward:
@@ -278,7 +219,6 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
             None if forward else WeightSender(job, link, chunks),
             WeightReceiver(job, link, chunks) if forward else None,
             layers,
-            trees,
         )
         if runtime.sender is not None:
             runtime.sender.send(updated=True)

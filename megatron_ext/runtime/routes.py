@@ -220,15 +220,10 @@ class RouteStore:
     Args:
         declared: Declarations by stage. None outside a megatron_ext pipeline, where a published
             tensor stays valid until the name is published again.
-        floating: Whether gradients travel for all floating-point tensors, because those who sent
-            them had no graph that says which need one.
     """
 
-    def __init__(
-        self, declared: dict[int, Declared] | None = None, *, floating: bool = False
-    ) -> None:
+    def __init__(self, declared: dict[int, Declared] | None = None) -> None:
         self._declared = declared
-        self._floating = floating
         self._known: dict[tuple[Batch, str], _Published] = {}
         """By micro-batch and name."""
         self._stage = 0
@@ -320,12 +315,7 @@ class RouteStore:
     def with_gradient(self, batch: Batch, names: Sequence[str]) -> list[str]:
         """Return the names for whose tensors gradients travel."""
         found = ((name, self._known[batch, name].value) for name in names)
-        return [
-            name
-            for name, value in found
-            if value is not None
-            and (value.is_floating_point() if self._floating else value.requires_grad)
-        ]
+        return [name for name, value in found if value is not None and value.requires_grad]
 
     def put_gradients(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> None:
         """Add gradients received from takers in later stages on other ranks, where one is needed.

@@ -20,7 +20,6 @@ from megatron_ext.runtime.compute import StageCompute
 from megatron_ext.runtime.program import Form, PeerEnds
 from megatron_ext.runtime.routes import Declared, RouteStore, declared
 from megatron_ext.runtime.run_ahead import device_of
-from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.trees import Leaf, TreeForm, flatten, joined, pack, unpack
 from megatron_ext.schedules.table.route_plan import connect, plan_routes
 from megatron_ext.transport.torch_dist import Channel
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.compute import Call, Tensors
     from megatron_ext.runtime.program import Peers, Shapes, Table
     from megatron_ext.runtime.routes import Batch
+    from megatron_ext.runtime.split import SplitBackward
     from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.communication import Transfer
     from megatron_ext.schedules.table.placement import Placement
@@ -39,7 +39,6 @@ __all__ = [
     "Forms",
     "TreeCompute",
     "TreeEnds",
-    "TreeMessages",
     "TreeSteps",
     "Trees",
     "agree_trees",
@@ -111,10 +110,13 @@ class Forms:
 
 
 @dataclass(frozen=True)
-class TreeMessages:
-    """The tensors of messages of a model with trees or routes, a part of `program.Ends`."""
+class TreeEnds(PeerEnds):
+    """The ends of a model with trees or routes (`program.Ends`)."""
 
     forms_agreed: bool
+    peers: Peers
+    rank: int
+    """Pipeline rank of this process."""
 
     def forms(self, kind: MessageKind) -> Sequence[Form]:
         """Return the tensors of one message: uint8 bytes, after a header until forms are agreed."""
@@ -127,15 +129,6 @@ class TreeMessages:
     def tensors(self, transfer: Transfer) -> Sequence[Message]:
         """Return the names of the same tensors where they are sent."""
         return [form.named(transfer.message) for form in self.forms(transfer.message.kind)]
-
-
-@dataclass(frozen=True)
-class TreeEnds(TreeMessages, PeerEnds):
-    """The ends of a model with trees or routes (`program.Ends`)."""
-
-    peers: Peers
-    rank: int
-    """Pipeline rank of this process."""
 
 
 class _End(NamedTuple):
@@ -157,9 +150,6 @@ class TreeCompute(StageCompute):
     forms: Forms = field(kw_only=True)
     store: RouteStore = field(kw_only=True)
     trees: Trees = field(kw_only=True)
-    of_roles: bool = field(default=False, kw_only=True)
-    """Whether forwards and backwards have their own ranks. Those that send trees then have no graph
-    and cannot tell which tensors need a gradient, so one comes back for all floating-point ones."""
     _ends: dict[tuple[int, int], _End] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -178,7 +168,7 @@ class TreeCompute(StageCompute):
         if kind == "W":
             self.splits.run(stage, microbatch)
             return []
-        if kind in ("F", "R"):
+        if kind == "F":
             return self._run_forward(action, iter(inputs))
         return self._run_backward(action, iter(inputs))
 
@@ -203,7 +193,7 @@ class TreeCompute(StageCompute):
         if not self.call.forward_only:
             self._keep(stage, microbatch, leaves, made)
         outputs: Tensors = []
-        if stage < self._last_stage and action.kind == "F":
+        if stage < self._last_stage:
             outputs = self._bytes_of(made, ("F", stage, stage + 1), microbatch)
         for hop in self._plan.hops_out(action):
             values = self.store.values(batch, hop.names)
@@ -227,8 +217,6 @@ class TreeCompute(StageCompute):
 
     def _needs_gradient(self, tensor: torch.Tensor) -> bool:
         """Return whether a gradient comes back for a tensor of a sent tree."""
-        if self.of_roles:
-            return tensor.is_floating_point()
         return tensor.requires_grad and not self.call.forward_only
 
     def _root(
@@ -340,25 +328,11 @@ class TreeSteps:
         """Return the tree forms for steps of this kind."""
         return self._forms.setdefault((call.forward_only, str(shapes)), Forms(self.declared.varies))
 
-    def compute(
-        self,
-        call: Call,
-        table: Table,
-        forms: Forms,
-        splits: SplitBackward | None = None,
-        *,
-        of_roles: bool = False,
-    ) -> TreeCompute:
-        """Return the `TreeCompute` of one step; `of_roles`: of a disaggregated training step."""
-        store = RouteStore(dict(self.declared.declared), floating=of_roles)
+    def compute(self, call: Call, table: Table, forms: Forms, splits: SplitBackward) -> TreeCompute:
+        """Return the `TreeCompute` of one step."""
+        store = RouteStore(dict(self.declared.declared))
         return TreeCompute(
-            call,
-            table,
-            splits=splits or SplitBackward(),
-            forms=forms,
-            store=store,
-            trees=self.declared,
-            of_roles=of_roles,
+            call, table, splits=splits, forms=forms, store=store, trees=self.declared
         )
 
 

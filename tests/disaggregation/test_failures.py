@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import start_ranks, train_here
+from tests.ranks import run_ranks, start_ranks, train_here
 from tests.runtime.capture import GPT, PP2
 
 FBD = "--forward-backward-disaggregating --eval-iters 2 --eval-interval 1 "
@@ -63,3 +63,29 @@ def test_a_killed_process_is_named(victim: int, when: str, witnesses: list[int])
             # Before an evaluation, Megatron's loop has a barrier of the forward ranks.
             told += "|^torch: .*Connection closed by peer"
         assert re.search(told, run.values[rank]), (rank, run.values[rank])
+
+
+def declaring(argv: list[str]) -> str:
+    """Train as one rank of a model whose stages hand on trees."""
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_ext import routes
+    from megatron_ext.errors import ScheduleError
+
+    build = GPTModel.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        routes.declare(self, boundary="fixed")
+
+    setattr(GPTModel, "__init__", init)  # noqa: B010
+    try:
+        train_here("gpt", argv)
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def test_trees_are_refused_by_every_rank() -> None:
+    for message in run_ranks(4, declaring, (GPT + PP2 + FBD).split()):
+        assert "one tensor [s, b, h]; leave --forward-backward-disaggregating out" in message

@@ -21,7 +21,7 @@ from megatron_ext.schedules.table.walk import walk
 if TYPE_CHECKING:
     from megatron_ext.message import MessageKind
     from megatron_ext.schedules.table.actions import Action, Row, Schedule
-    from megatron_ext.schedules.table.route_plan import Hop, RoutePlan
+    from megatron_ext.schedules.table.route_plan import RoutePlan
 
 __all__ = [
     "Exchange",
@@ -30,7 +30,6 @@ __all__ = [
     "exchanges",
     "lower",
     "reduction_order",
-    "route_receivers",
     "tensor_of",
 ]
 
@@ -135,33 +134,17 @@ def _routed(
     rank_for = schedule.placement.rank_for
     if verb == "RECV":
         return tuple(
-            Transfer(
-                verb, hop.message(action), rank_for(hop.stage, _SENDERS[hop.kind]), hop.to_twin
-            )
+            Transfer(verb, hop.message(action), rank_for(hop.stage, _ENDS[hop.kind]), hop.to_twin)
             for hop in plan.hops_in(action)
         )
     return tuple(
-        Transfer(verb, hop.message(action), rank_for(hop.taker, kind), hop.to_twin)
+        Transfer(verb, hop.message(action), rank_for(hop.taker, _ENDS[hop.kind]), hop.to_twin)
         for hop in plan.hops_out(action)
-        for kind in route_receivers(schedule, hop)
     )
 
 
-_SENDERS = {"P": "F", "G": "B"}
-"""By kind of a route's message, the kind of action that sends it."""
-
-
-def route_receivers(schedule: Schedule, hop: Hop) -> tuple[str, ...]:
-    """Return the kinds of action that receive a route's message, each on its own rank.
-
-    In a disaggregated table the forward rank and the backward rank of a stage both run the layer
-    that takes the tensor.
-    """
-    if hop.kind == "G":
-        return ("B",)
-    if not schedule.disaggregated:
-        return ("F",)
-    return ("F", "R") if schedule.runs_forward(hop.taker) else ("R",)
+_ENDS = {"P": "F", "G": "B"}
+"""By kind of a route's message, the kind of action at both of its ends."""
 
 
 def lower(schedule: Schedule) -> tuple[tuple[Action | Transfer, ...], ...]:

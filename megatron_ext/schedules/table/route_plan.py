@@ -124,17 +124,15 @@ class RoutePlan:
 
     def hops_out(self, action: Action) -> tuple[Hop, ...]:
         """Return the messages that an action sends."""
-        return self.sent.get((_SENT.get(action.kind, ""), action.stage), ())
+        return self.sent.get((_KIND.get(action.kind, ""), action.stage), ())
 
     def hops_in(self, action: Action) -> tuple[Hop, ...]:
         """Return the messages that an action receives."""
-        return self.received.get((_RECEIVED.get(action.kind, ""), action.stage), ())
+        return self.received.get((_KIND.get(action.kind, ""), action.stage), ())
 
 
-_SENT = {"F": "P", "B": "G", "I": "G"}
-"""By kind of action, the kind of route messages that it sends."""
-_RECEIVED = {"R": "P", **_SENT}
-"""The same for those that it receives. R repeats a forward whose messages F has sent."""
+_KIND = {"F": "P", "B": "G", "I": "G"}
+"""By kind of action, the kind of route messages that it receives and sends."""
 
 _Place = tuple[int, bool]
 """(pipeline rank, whether the twin's micro-batches run there)."""
@@ -190,7 +188,7 @@ def _peak(row: Row, keeps: Mapping[int, int], ends: Mapping[tuple[str, int], int
     trains = any(action.kind != "F" for action in row)
     live = peak = 0
     for stage, kind, _, _ in row:
-        if kind in ("F", "R"):
+        if kind == "F":
             live += keeps.get(stage, 0)
             peak = max(peak, live)
         if kind in ("B", "I") or (kind == "F" and not trains):
