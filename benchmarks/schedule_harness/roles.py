@@ -304,7 +304,7 @@ def _prepare(case: Case) -> tuple[Callable[..., Any], Store, float]:
         return forward_backward, dist.distributed_c10d._get_default_store(), 1.0
 
     from megatron_ext.config.active import Active, activate_configuration
-    from megatron_ext.config.pipeline_config import PipelineConfig
+    from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
     from megatron_ext.disaggregation import job as disaggregation
     from megatron_ext.disaggregation import step, worlds
     from megatron_ext.disaggregation.ranks import RankMap
@@ -312,7 +312,8 @@ def _prepare(case: Case) -> tuple[Callable[..., Any], Store, float]:
     job = disaggregation.Job(
         RankMap(1, case.pp, 1), int(os.environ["RANK"]), case.activations, 60.0
     )
-    activate_configuration(Active(PipelineConfig(), job=job))
+    config = PipelineConfig(disaggregation=Disaggregation(activations=case.activations))
+    activate_configuration(Active(config, job=job))
     worlds.join("gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=case.pp)
 

@@ -15,7 +15,6 @@ from megatron_ext.schedules.generators.catalog import generate
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import Activations
     from megatron_ext.schedules.table.actions import Schedule
-    from megatron_ext.transport.address import Wire
 
 __all__ = ["Job", "current", "has_role"]
 
@@ -34,12 +33,6 @@ class Job:
     """Whether activations are split along the sequence over tensor-parallel ranks."""
     message_bytes: int = 1 << 20
     """Size of the largest message between stages."""
-    wire: Wire = "auto"
-    """Wire of tensors between processes."""
-    node_ips: tuple[str, ...] = ()
-    """Addresses of the nodes; empty: detected."""
-    checksums: bool = False
-    """Whether the bytes of messages carry a checksum."""
     gathers_late: bool = False
     """Whether each replica updates a shard of the weights and gathers in the next forward."""
 

@@ -108,10 +108,12 @@ class RoleLink:
 
 
 def _open(job: Job, device: torch.device) -> Transport:
-    environment = required().environment
+    config, environment = required().config, required().environment
+    wire = config.wire
+    assert wire != "torch", "the configuration refuses it"
     ip = own_address(
-        job.wire,
-        job.node_ips,
+        wire,
+        config.node_ips,
         job.rank,
         job.ranks.num_ranks,
         environment.local_world_size,
@@ -122,14 +124,14 @@ def _open(job: Job, device: torch.device) -> Transport:
         job.rank,
         _neighbours(job),
         run_id="/".join(["roles", *environment.run, str(count_transport("roles"))]),
-        wire=job.wire,
+        wire=wire,
         ip=ip,
         rail=environment.local_rank,
         ranks_per_node=environment.local_world_size,
         slots=job.window + 2,  # a message may stay in its slot while computation uses it
         slot_bytes=job.message_bytes,
         connect_timeout_s=job.timeout_s,
-        checksums=job.checksums,
+        checksums=config.checksums,
         for_device=device.type != "cpu",
     )
     # Through host memory: the configuration refuses `device_path` ipc here.

@@ -32,9 +32,8 @@ def job_of(args: Namespace, config: PipelineConfig) -> Job:
     Raises:
         ArgumentsError: The number of processes is wrong.
     """
-    wanted, wire = config.disaggregation, config.wire
+    wanted = config.disaggregation
     assert wanted is not None
-    assert wire != "torch", "the configuration refuses it"
     return Job(
         rank_map(
             args.world_size,
@@ -48,9 +47,6 @@ def job_of(args: Namespace, config: PipelineConfig) -> Job:
         timeout_s=config.message_timeout_s,
         sequence_parallel=bool(args.sequence_parallel and args.tensor_model_parallel_size > 1),
         message_bytes=_message_bytes(args),
-        wire=wire,
-        node_ips=config.node_ips,
-        checksums=config.checksums,
         gathers_late=_gathers_late(args),
     )
 

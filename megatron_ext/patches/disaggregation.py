@@ -13,7 +13,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from megatron_ext.config import active
+from megatron_ext.disaggregation.job import current, has_role
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
@@ -26,14 +26,11 @@ _UTILS = (
 _PROVIDERS = ("model_provider_func", "build_model_func")
 
 
-def _has_role(role: str) -> bool:
-    found = active.active()
-    return found is not None and found.job is not None and role in ("any", found.job.role)
+def _on_any_rank() -> bool:
+    return current() is not None
 
 
-_on_any_rank, _on_forward_rank, _on_backward_rank = (
-    partial(_has_role, role) for role in ("any", "forward", "backward")
-)
+_on_forward_rank, _on_backward_rank = partial(has_role, "forward"), partial(has_role, "backward")
 
 
 def _given(call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Kwargs:
