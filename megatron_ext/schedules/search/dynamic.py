@@ -1,14 +1,8 @@
 """Actions that may run next on a rank, and a step in dynamic order simulated event by event.
 
-`Progress` is the bookkeeping under every dynamic policy. An action is *ready* when its inputs
-exist: for F its input, for B and I the forward of the same rank and the gradient of the output, for
-W its I. In addition, the backwards of a stage, and what computes its weight gradients, become ready
-only in the order of the micro-batches. That fixes the order in which gradients are summed, so the
-result equals that of the static table bit for bit, whatever arrives first. Forwards of the last
-stage keep the order of the table: some losses are averaged over replicas, which must meet there. On
-every stage the first forward is that of the table (`validation.check_first_gradients` says why).
-
-On a device an action can *follow* its inputs once they are launched: it runs behind them.
+`Progress` is the bookkeeping under every dynamic policy. An action is *ready* when its inputs exist
+(`Schedule.needs`) and everything has run that must run before it for the sake of equal bits. On a
+device an action can *follow* its inputs once they are launched: it runs behind them.
 
 `simulate_dynamic` is the counterpart of `simulate.py`, with the same costs: there the order is
 given and the times follow; here policies choose the order as time advances.
@@ -59,7 +53,7 @@ class Progress:
         self._launched_before: set[Message] = set()
         """Inputs that were launched when the last action was chosen."""
         self.hears_launches = False
-        """Whether `launched` tells of each tensor of another rank before it arrives."""
+        """Whether `launched` announces each tensor of another rank before it arrives."""
         self._awaited: set[Message] = set()
         """Inputs that had not arrived when their action was chosen."""
         self._enables: list[list[int]] = [[] for _ in self.row]
@@ -103,6 +97,9 @@ class Progress:
                     self._sources[index] = rank_of[needed.stage]
                 else:
                     self._order(position[needed], index)
+        # The backwards of a stage, and what computes its weight gradients, become ready in the
+        # order of micro-batches. So gradients are summed in one order, and the result equals that
+        # of the static table bit for bit, whatever arrives first.
         last_stage = schedule.num_stages - 1
         turns: dict[tuple[int, str], list[int]] = defaultdict(list)
         # The slices of a micro-batch run backward in reverse.
@@ -117,9 +114,12 @@ class Progress:
         for index, action in enumerate(self.row):
             if action.kind == "F":
                 forwards[action.stage].append(index)
+        # Forwards of the last stage keep the order of the table: some losses are averaged over
+        # replicas, which must meet there.
         for turn in (*turns.values(), forwards.get(last_stage, [])):
             for before, after in pairwise(turn):
                 self._order(before, after)
+        # On every stage the first forward is the table's: `validation.check_first_gradients`.
         for first, *others in forwards.values():
             for after in others:
                 self._order(first, after)
@@ -206,7 +206,7 @@ class Progress:
             heapq.heappush(self._heap_of[index], index)
 
 
-class _Event(NamedTuple):
+class _Moment(NamedTuple):
     """An event on a rank. At equal times, arrivals come first."""
 
     time: float
@@ -214,7 +214,7 @@ class _Event(NamedTuple):
     """Whether the rank chooses an action; else a message arrives."""
     rank: int
     arrival: Message | None = None
-    """A tensor (F or B, stage that needs it, micro-batch), or the news of its launch."""
+    """A tensor (F or B, stage that needs it, micro-batch), or the notice of its launch."""
 
 
 def simulate_dynamic(
@@ -233,11 +233,11 @@ def simulate_dynamic(
     Raises:
         ScheduleError: The policies stopped before all actions had run.
     """
-    run = _DeviceRun if costs.launch else _Run
+    run = _DeviceRun if costs.launch else _HostRun
     return run(schedule, policies, costs).timeline()
 
 
-class _Run:
+class _HostRun:
     """The state of one simulated step."""
 
     def __init__(self, schedule: Schedule, policies: Callable[[int], Policy], costs: Costs) -> None:
@@ -248,7 +248,7 @@ class _Run:
         self._rows: list[list[Action]] = [[] for _ in schedule.rows]
         self._pairs: list[set[int]] = [set() for _ in schedule.rows]
         self._running: list[Sequence[int]] = [()] * len(schedule.rows)
-        self._events = [_Event(0.0, True, rank) for rank in range(len(schedule.rows))]
+        self._events = [_Moment(0.0, True, rank) for rank in range(len(schedule.rows))]
 
     def timeline(self) -> Timeline:
         """Run everything."""
@@ -269,18 +269,18 @@ class _Run:
         starts, ends = self._clock.starts, self._clock.ends
         return Timeline(done, self._costs, tuple(starts), tuple(ends))
 
-    def _wake(self, event: _Event) -> None:
+    def _wake(self, event: _Moment) -> None:
         """Let an idle rank choose, after all arrivals at this time."""
         rank, ends = event.rank, self._clock.ends[event.rank]
         if ends and ends[-1] > event.time:
             return
         if not event.chooses:
-            heapq.heappush(self._events, _Event(event.time, True, rank))
+            heapq.heappush(self._events, _Moment(event.time, True, rank))
             return
         policy = self._after_last(rank)
         again = (ends[-1] if ends else 0.0) + policy.wait()
         if event.time < again:
-            heapq.heappush(self._events, _Event(again, True, rank))
+            heapq.heappush(self._events, _Moment(again, True, rank))
             return
         index = policy.choose()
         if index is not None:
@@ -300,7 +300,7 @@ class _Run:
         for action in actions:
             for message, arrival in self._outputs(action, end):
                 self._announce(message, arrival)
-        heapq.heappush(self._events, _Event(end, True, rank))
+        heapq.heappush(self._events, _Moment(end, True, rank))
 
     def _take(self, rank: int, actions: Sequence[Action], now: float) -> float:
         """Run an action, or a pair, from `now` on; return when it ends."""
@@ -320,10 +320,10 @@ class _Run:
     def _announce(self, message: Message, arrival: float) -> None:
         """Schedule the arrival of a message on the rank of its stage."""
         target = self._schedule.placement.rank_of[message.stage]
-        heapq.heappush(self._events, _Event(arrival, False, target, message))
+        heapq.heappush(self._events, _Moment(arrival, False, target, message))
 
 
-class _DeviceRun(_Run):
+class _DeviceRun(_HostRun):
     """The state of one simulated step on devices that run behind their hosts.
 
     The rule is that of `runtime/ordering.py`: an action is chosen while the last one runs if the
@@ -340,18 +340,18 @@ class _DeviceRun(_Run):
         for policy in self._policies:
             policy.progress.hears_launches = True
 
-    def _wake(self, event: _Event) -> None:
+    def _wake(self, event: _Moment) -> None:
         """Let a rank choose, after all arrivals at this time, if its host and its policy may."""
         rank, ends = event.rank, self._clock.ends[event.rank]
         idle = ends[-1] if ends else 0.0
         free = max(self._launched[rank], ends[-AHEAD] if len(ends) >= AHEAD else 0.0)
         if not event.chooses or event.time < free:
-            heapq.heappush(self._events, _Event(max(event.time, free), True, rank))
+            heapq.heappush(self._events, _Moment(max(event.time, free), True, rank))
             return
         policy = self._after_last(rank)
         again = idle + policy.wait()
         if event.time < again and not (event.time < idle and policy.looks_ahead()):
-            heapq.heappush(self._events, _Event(again, True, rank))
+            heapq.heappush(self._events, _Moment(again, True, rank))
             return
         index = policy.choose()
         if index is not None:
@@ -371,4 +371,4 @@ class _DeviceRun(_Run):
                 self._arrivals[message] = arrival
                 self._announce(message.notice, launched)
                 self._announce(message, arrival)
-        heapq.heappush(self._events, _Event(launched, True, rank))
+        heapq.heappush(self._events, _Moment(launched, True, rank))

@@ -2,18 +2,11 @@
 
 Running a later action while the head's input is in flight delays the head if the input arrives
 first. Tables made for quiet links, such as zb-v, have only short waits, often of one message
-latency, so jumping ahead immediately makes them slower. Two strategies avoid that loss:
+latency, so jumping ahead immediately makes them slower. Two strategies avoid that loss: W as
+filler, and waiting as long as in the table. Among the strategies that lose nothing, simulation
+picks the one that is faster when durations vary a little.
 
-- W has no fixed place and runs when nothing else can, as in tables whose backwards were split
-  afterwards. For some tables (v-half, bitpipe) that gains more than the jumps lose.
-- A rank waits as long as in the simulated static order, plus a small margin. Then it never jumps
-  ahead while nothing is late, and the step takes the time of the table. The total wait of a rank is
-  its bubble in the table, plus the margin for each action.
-
-The second never loses. Among the strategies that lose nothing, simulation picks the one that is
-faster when durations vary a little.
-
-Tables with pairs take the second. A rank whose head only lacks its partner waits for it, but no
+Tables with pairs wait. A rank whose head only lacks its partner waits for it, but no
 longer than what the pair gains.
 """
 
@@ -109,6 +102,8 @@ def policies(
     def at_once(rank: int) -> Policy:
         return made(rank=rank, weights_fill=weights_fill)
 
+    # W has no fixed place and runs when nothing else can. For some tables (v-half, bitpipe) that
+    # gains more than the jumps lose.
     @_made_once
     def filling(rank: int) -> Policy:
         return made(rank=rank, weights_fill=True)
@@ -119,6 +114,9 @@ def policies(
     static = simulate(schedule, calm)
     if not schedule.pairs and simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
         return at_once
+    # A rank waits as long as in the simulated static order, plus a small margin. Then it never
+    # jumps ahead while nothing is late, and the step takes the time of the table. The total wait of
+    # a rank is its bubble in the table, plus the margin for each action.
     patience = [waits_of(static, rank) for rank in range(len(schedule.rows))]
 
     @_made_once

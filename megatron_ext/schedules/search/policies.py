@@ -5,32 +5,9 @@ whenever the rank is idle, by the messages that have arrived. It performs no I/O
 the executor drive the same object through `Progress.arrived`, `choose` and `finished`.
 
 `hint` follows a static table as long as possible. If the head of the table waits, it runs the first
-later action that is ready and keeps the activation curve of the remaining table below the cap. A
-weight stash that is larger than the activations before it counts as what it is. If
-the W come from our own splitting (`table/split_backwards.py`), a W runs only if nothing
-else can. `patience.py` decides how long a rank waits for the head first. The cap is the same on all
-ranks: the table's peak on its worst rank, plus the user's margin. Two properties follow:
-
-- Memory: no jump lifts any later point of the rank's activation curve above the cap.
-- Termination: take the first unfinished action in an order of all actions that respects data and
-  table. All actions before it are done, so it is the head of its rank, its input exists, and a head
-  is always admissible.
-
-A separate cap for each rank, its own peak in the table, would save no memory that counts: every
-rank needs as much as the worst one. But 1F1B and interleaved tables keep far less on the last ranks
-than on the first, so the last ranks could never run ahead.
-
-On devices, which run behind their hosts, an action may follow its input: it is launched as soon as
-its sender has launched the input, if no other action is ready and no other input is on its way. So
-its launch costs no time where the pipeline fills and drains. This is for the head, and for others
-if the head waits for the same sender, whose device then makes the head's input later anyway. It
-terminates: an action follows only what was launched before it, and each device runs its actions in
-the order of their launches. And a rank launches a ready action other than the head while its last
-one runs, unless an input may come in time.
-
-`breadth-first` and `depth-first` are greedy rules without a table and without a bound on memory:
-forwards and backwards alternate, breadth-first in the order of chunks, depth-first with the deepest
-stage first. They need up to m activations and serve as a baseline.
+later action that is ready and keeps the activation curve of the remaining table below a cap, which
+is the same on all ranks; `patience.py` decides how long a rank waits for the head first.
+`breadth-first` and `depth-first` need neither a table nor a cap, and serve as a baseline.
 
 Idea of dynamic pipelines: MegatronApp's DPP (breadth-first). The table as a hint that bounds memory
 is ours; RRFP (arXiv 2605.18750) has a similar idea.
@@ -70,6 +47,7 @@ PolicyName = Literal["hint", "breadth-first", "depth-first"]
 
 def _changes(stash_ratio: float) -> dict[Kind, float]:
     """Return the change in the activations on the rank, by kind of action."""
+    # I replaces the activations by a weight stash, which may be larger: it counts as what it is.
     if stash_ratio == 1:
         return {"F": 1, "B": -1, "I": 0, "W": -1}
     return {"F": 1, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
@@ -230,6 +208,8 @@ class Hint:
         self._advance()
         if not self.progress.left:
             return False
+        # A device runs behind its host, so a launch costs no time while the last action still runs.
+        # But an input may come in time for a better choice, so only what follows is certain.
         if self._runs_head():
             return not self._lacks_partner()
         if self.patience is not None:
@@ -284,6 +264,11 @@ class Hint:
 
     def _follower(self) -> int | None:
         """Return an admissible action that needs nothing but what is launched."""
+        # An action whose input its sender's device has launched is launched right after it: that
+        # hides its launch where the pipeline fills and drains. Allowed for the head, and for others
+        # if the head waits for the same sender, whose device makes the head's input later anyway.
+        # It ends: an action follows only what was launched before it, and each device runs its
+        # actions in the order of their launches.
         index = self.progress.follower(self._head)
         return index if index is not None and self._is_admissible(index) else None
 
@@ -297,6 +282,7 @@ class Hint:
         best, weights, forwards = progress.backwards, progress.weights, progress.forwards
         if best and not self._is_admissible(best[0]):
             best = []
+        # W that our own splitting made have no place in the table: they run when nothing else can.
         if weights and not self._weights_fill and (not best or weights[0] < best[0]):
             best = weights
         # Last, because forwards always need a query of the curve.
@@ -310,6 +296,9 @@ class Hint:
         Behind its position the curve is unchanged. So if the first ready forward does not fit, no
         later one does.
         """
+        # The head is always admissible, so every step ends: take the first unfinished action in an
+        # order of all actions that respects data and table. All before it are done, so it is the
+        # head of its rank, and its input exists.
         change = self._change(self.progress.row[index])
         if change <= 0 or index == self._head:
             return True
@@ -318,6 +307,8 @@ class Hint:
 
 class Greedy:
     """Alternates forwards and backwards by a fixed preference; runs W when neither can run.
+
+    It may keep up to m activations.
 
     Args:
         schedule: A table; only its actions matter, not their order.
@@ -406,6 +397,9 @@ def activation_cap(
         extra_activations: Micro-batches beyond the table's peak, each on all stages of a rank.
         stash_ratio: What a weight stash counts.
     """
+    # A cap of each rank's own would save no memory that counts: every rank needs as much as the
+    # worst one. And 1F1B and interleaved tables keep far less on the last ranks than on the first,
+    # so the last ranks could never run ahead.
     slices = schedule.slices
     peak = max(max(live_counts(row, stash_ratio, slices), default=0) for row in schedule.rows)
     return peak + extra_activations * max(map(len, schedule.placement.stages_of))
