@@ -27,7 +27,7 @@ _CHECKPOINTING = "megatron.training.checkpointing"
 
 def _place_layers(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Parse a layout string for the active placement, unless it is for another pipeline."""
-    from megatron_ext.runtime.layout import placed_layout
+    from megatron_ext.runtime.folded import placed_layout
 
     parsed = call(*args, **kwargs)
     chosen = active.pipeline()

@@ -17,7 +17,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_ext.config.stages import ends_of_layout, layout_string, parse_layout
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime.layout import PlacedLayout, placed_layout
+from megatron_ext.runtime.folded import PlacedLayout, placed_layout
 from megatron_ext.schedules.table import placement as places
 
 if TYPE_CHECKING:
