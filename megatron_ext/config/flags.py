@@ -112,6 +112,98 @@ _PART_OF = {
 """The flag that a flag says more about."""
 
 
+class _WordParser(ArgumentParser):
+    """A parser of our flags alone, whose mistakes are exceptions."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong with the words."""
+        raise ArgumentsError(message)
+
+
+def requested_flags(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the words of `MEGATRON_EXT_FLAGS`, split as by a shell; none if it is not set.
+
+    Raises:
+        ArgumentsError: A quotation does not end.
+    """
+    text = environ.get(FLAGS, "")
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ArgumentsError(f"{FLAGS} is {text!r}: {error}; close the quotation") from None
+
+
+def parse_words(words: Sequence[str], source: str) -> Namespace:
+    """Return what words say that are flags of this package and nothing else.
+
+    Args:
+        words: As on a command line.
+        source: Where they come from, for error messages.
+
+    Raises:
+        ArgumentsError: One is no flag of ours, or has no such value.
+    """
+    parser = add_arguments(_WordParser(prog=source, add_help=False, allow_abbrev=False))
+    try:
+        return parser.parse_args(list(words))
+    except ArgumentsError as error:
+        raise ArgumentsError(
+            f"{source} is {' '.join(words)!r}: {error}; it takes the flags of megatron_ext alone, "
+            "such as --pipeline-schedule zb-v --pipeline-transport shm"
+        ) from None
+
+
+def read_words(words: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a training command line, read without Megatron's parser.
+
+    A flag without a value is a switch; `--no-` and `--disable-` turn one off. Numbers are numbers.
+
+    Raises:
+        ArgumentsError: A flag of ours has no such value.
+    """
+    own = add_arguments(_WordParser(prog="the command line", add_help=False, allow_abbrev=False))
+    parsed, others = own.parse_known_args(list(words))
+    found: dict[str, Any] = {}
+    values: list[Any] = []
+    for word in others:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            values = [_number(value)] if equals else []
+            dest = flag[2:].replace("-", "_")
+            found[_DEST_OF.get(dest, dest)] = values
+        else:
+            values.append(_number(word))
+    settings = {
+        dest: all_[0] if len(all_) == 1 and dest not in _SEVERAL else all_ or True
+        for dest, all_ in found.items()
+    }
+    for dest in list(settings):
+        positive = dest.removeprefix("no_")
+        if positive != dest and settings[dest] is True:
+            settings[positive] = not settings.pop(dest)
+    if settings.pop("disable_bias_linear", False):
+        settings["add_bias_linear"] = False
+    return {**vars(parsed), **settings}
+
+
+_DEST_OF = {
+    "fp4_format": "fp4",
+    "fp8_format": "fp8",
+    "overlap_p2p_communication": "overlap_p2p_comm",
+}
+"""Destination of flags of Megatron's that are not named after it."""
+
+_SEVERAL = ("rampup_batch_size", "recompute_modules")
+"""Flags of Megatron's that take several values."""
+
+
+def _number(word: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(word)
+    return word
+
+
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add our group of flags to a parser, once.
 
@@ -340,8 +432,9 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
         if given(flag) is not None:
             raise ArgumentsError(f"{flag} was removed; {remedy}")
     for flag, main in _PART_OF.items():
-        if given(flag) not in (None, False) and not given(main):
-            raise ArgumentsError(f"{flag} is for {main}; add it, or leave {flag} out")
+        value = given(flag)
+        if value is not None and value is not False and not given(main):
+            raise ArgumentsError(f"{flag} is for {main}; add {main}, or leave {flag} out")
     name: str | None = given("--pipeline-schedule")
     if given("--enable-bitpipe-schedule"):
         if name not in (None, "bitpipe"):
@@ -418,34 +511,6 @@ def _parsed(args: Namespace, flag: str, parse: Callable[[str], _Parsed]) -> _Par
         raise ArgumentsError(f"{flag}: {error}") from error
 
 
-def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
-    """Return a configuration with what it leaves to the model and the sizes of a job.
-
-    Args:
-        args: Those, with upstream's names.
-        config: As flags or a program gave it.
-
-    Raises:
-        ArgumentsError: What the sizes say about the stages of each rank does not go together.
-    """
-    name, chunks = config.schedule, config.chunks
-    if name is None and config.dynamic is not None:
-        name = base_table(stages.chunks_of_megatron(args))
-    if name is None:
-        return config
-    if chunks is None:
-        chunks = stages.num_chunks(args, name)
-    # Pairs hide the communication of experts, which one rank alone does not have.
-    is_spread = (
-        getattr(args, "num_experts", None)
-        and (getattr(args, "expert_model_parallel_size", None) or 1) > 1
-    )
-    wanted = config.pairs or getattr(args, "overlap_moe_expert_parallel_comm", False)
-    fields = {} if config.stash_ratio > 1 else _stash_fields(args, name, chunks)
-    pairs = bool(is_spread and wanted)
-    return replace(config, schedule=name, chunks=chunks, pairs=pairs, **fields)
-
-
 def _stash_fields(args: Namespace, name: str, chunks: int | None) -> dict[str, Any]:
     """Return the fields of a `PipelineConfig` about what layers hold between I and W."""
     granularity = getattr(args, "recompute_granularity", None)
@@ -479,109 +544,6 @@ def _stash_fields(args: Namespace, name: str, chunks: int | None) -> dict[str, A
     return {"stash_ratio": ratio, "weights_at_once": at_once}
 
 
-def flag_names(args: Namespace) -> dict[str, str]:
-    """Return the flag of each field, for messages; several flags may have chosen the schedule."""
-    chooser = "--use-dpp"
-    if getattr(args, "enable_bitpipe_schedule", False):
-        chooser = "--enable-bitpipe-schedule"
-    chosen, name = chooser, getattr(args, "pipeline_schedule", None)
-    if name is not None:
-        chosen, chooser = f"--pipeline-schedule {name}", "--pipeline-schedule"
-    return {**_FLAG_OF, "chosen": chosen, "chooser": chooser}
-
-
-class _WordParser(ArgumentParser):
-    """A parser of our flags alone, whose mistakes are exceptions."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the words."""
-        raise ArgumentsError(message)
-
-
-def requested_flags(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the words of `MEGATRON_EXT_FLAGS`, split as by a shell; none if it is not set.
-
-    Raises:
-        ArgumentsError: A quotation does not end.
-    """
-    text = environ.get(FLAGS, "")
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise ArgumentsError(f"{FLAGS} is {text!r}: {error}; close the quotation") from None
-
-
-def parse_words(words: Sequence[str], source: str) -> Namespace:
-    """Return what words say that are flags of this package and nothing else.
-
-    Args:
-        words: As on a command line.
-        source: Where they come from, for error messages.
-
-    Raises:
-        ArgumentsError: One is no flag of ours, or has no such value.
-    """
-    parser = add_arguments(_WordParser(prog=source, add_help=False, allow_abbrev=False))
-    try:
-        return parser.parse_args(list(words))
-    except ArgumentsError as error:
-        raise ArgumentsError(
-            f"{source} is {' '.join(words)!r}: {error}; it takes the flags of megatron_ext alone, "
-            "such as --pipeline-schedule zb-v --pipeline-transport shm"
-        ) from None
-
-
-def read_words(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a training command line, read without Megatron's parser.
-
-    A flag without a value is a switch; `--no-` and `--disable-` turn one off. Numbers are numbers.
-
-    Raises:
-        ArgumentsError: A flag of ours has no such value.
-    """
-    own = add_arguments(_WordParser(prog="the command line", add_help=False, allow_abbrev=False))
-    parsed, others = own.parse_known_args(list(words))
-    found: dict[str, Any] = {}
-    values: list[Any] = []
-    for word in others:
-        flag, equals, value = word.partition("=")
-        if flag.startswith("--"):
-            values = [_number(value)] if equals else []
-            dest = flag[2:].replace("-", "_")
-            found[_DEST_OF.get(dest, dest)] = values
-        else:
-            values.append(_number(word))
-    settings = {
-        dest: all_[0] if len(all_) == 1 and dest not in _SEVERAL else all_ or True
-        for dest, all_ in found.items()
-    }
-    for dest in list(settings):
-        positive = dest.removeprefix("no_")
-        if positive != dest and settings[dest] is True:
-            settings[positive] = not settings.pop(dest)
-    if settings.pop("disable_bias_linear", False):
-        settings["add_bias_linear"] = False
-    return {**vars(parsed), **settings}
-
-
-_DEST_OF = {
-    "fp4_format": "fp4",
-    "fp8_format": "fp8",
-    "overlap_p2p_communication": "overlap_p2p_comm",
-}
-"""Destination of flags of Megatron's that are not named after it."""
-
-_SEVERAL = ("rampup_batch_size", "recompute_modules")
-"""Flags of Megatron's that take several values."""
-
-
-def _number(word: str) -> int | float | str:
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(word)
-    return word
-
-
 def said_by(words: Sequence[str], source: str) -> dict[str, object]:
     """Return the settings that words change, by the names of their arguments.
 
@@ -595,3 +557,42 @@ def said_by(words: Sequence[str], source: str) -> dict[str, object]:
     usual = vars(parse_words([], source))
     given = vars(parse_words(words, source))
     return {dest: value for dest, value in given.items() if value != usual[dest]}
+
+
+def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
+    """Return a configuration with what it leaves to the model and the sizes of a job.
+
+    Args:
+        args: Those, with upstream's names.
+        config: As flags or a program gave it.
+
+    Raises:
+        ArgumentsError: What the sizes say about the stages of each rank does not go together.
+    """
+    name, chunks = config.schedule, config.chunks
+    if name is None and config.dynamic is not None:
+        name = base_table(stages.chunks_of_megatron(args))
+    if name is None:
+        return config
+    if chunks is None:
+        chunks = stages.num_chunks(args, name)
+    # Pairs hide the communication of experts, which one rank alone does not have.
+    is_spread = (
+        getattr(args, "num_experts", None)
+        and (getattr(args, "expert_model_parallel_size", None) or 1) > 1
+    )
+    wanted = config.pairs or getattr(args, "overlap_moe_expert_parallel_comm", False)
+    fields = {} if config.stash_ratio > 1 else _stash_fields(args, name, chunks)
+    pairs = bool(is_spread and wanted)
+    return replace(config, schedule=name, chunks=chunks, pairs=pairs, **fields)
+
+
+def flag_names(args: Namespace) -> dict[str, str]:
+    """Return the flag of each field, for messages; several flags may have chosen the schedule."""
+    chooser = "--use-dpp"
+    if getattr(args, "enable_bitpipe_schedule", False):
+        chooser = "--enable-bitpipe-schedule"
+    chosen, name = chooser, getattr(args, "pipeline_schedule", None)
+    if name is not None:
+        chosen, chooser = f"--pipeline-schedule {name}", "--pipeline-schedule"
+    return {**_FLAG_OF, "chosen": chosen, "chooser": chooser}

@@ -35,8 +35,8 @@ CHOSEN = {
     ),
 }  # fmt: skip
 REFUSED = {
-    "policy alone": (PP4 + "--dpp-policy hint", 4, ["--dpp-policy is for --use-dpp; add it"]),
-    "extra alone": (PP4 + "--dpp-extra-activations 2", 4, ["for --use-dpp; add it, or leave"]),
+    "policy alone": (PP4 + "--dpp-policy hint", 4, ["--dpp-policy is for --use-dpp; add --use"]),
+    "extra alone": (PP4 + "--dpp-extra-activations 0", 4, ["for --use-dpp; add --use-dpp, or le"]),
     "extra": (PP4 + "--use-dpp --dpp-extra-activations -1", 4, ["cannot keep less", "v-half"]),
     "extra without a bound": (
         PP4 + "--use-dpp --dpp-policy depth-first --dpp-extra-activations 2", 4,
