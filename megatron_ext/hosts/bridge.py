@@ -145,7 +145,7 @@ def _prepare(settings: Settings, asked: PipelineConfig | None, words: Namespace 
     settings.keep(_COMPLETED)
     settings.write({**entrances.rewritten(arguments), **_stages()})
     settings.container.set_data_parallel_size()
-    _add_hook(model)
+    _add_hook(settings.container.model)
 
 
 _COMPLETED = (
