@@ -206,7 +206,7 @@ class Progress:
             heapq.heappush(self._heap_of[index], index)
 
 
-class _Moment(NamedTuple):
+class _RankEvent(NamedTuple):
     """An event on a rank. At equal times, arrivals come first."""
 
     time: float
@@ -248,7 +248,7 @@ class _HostRun:
         self._rows: list[list[Action]] = [[] for _ in schedule.rows]
         self._pairs: list[set[int]] = [set() for _ in schedule.rows]
         self._running: list[Sequence[int]] = [()] * len(schedule.rows)
-        self._events = [_Moment(0.0, True, rank) for rank in range(len(schedule.rows))]
+        self._events = [_RankEvent(0.0, True, rank) for rank in range(len(schedule.rows))]
 
     def timeline(self) -> Timeline:
         """Run everything."""
@@ -269,18 +269,18 @@ class _HostRun:
         starts, ends = self._clock.starts, self._clock.ends
         return Timeline(done, self._costs, tuple(starts), tuple(ends))
 
-    def _wake(self, event: _Moment) -> None:
+    def _wake(self, event: _RankEvent) -> None:
         """Let an idle rank choose, after all arrivals at this time."""
         rank, ends = event.rank, self._clock.ends[event.rank]
         if ends and ends[-1] > event.time:
             return
         if not event.chooses:
-            heapq.heappush(self._events, _Moment(event.time, True, rank))
+            heapq.heappush(self._events, _RankEvent(event.time, True, rank))
             return
         policy = self._after_last(rank)
         again = (ends[-1] if ends else 0.0) + policy.wait()
         if event.time < again:
-            heapq.heappush(self._events, _Moment(again, True, rank))
+            heapq.heappush(self._events, _RankEvent(again, True, rank))
             return
         index = policy.choose()
         if index is not None:
@@ -300,7 +300,7 @@ class _HostRun:
         for action in actions:
             for message, arrival in self._outputs(action, end):
                 self._announce(message, arrival)
-        heapq.heappush(self._events, _Moment(end, True, rank))
+        heapq.heappush(self._events, _RankEvent(end, True, rank))
 
     def _take(self, rank: int, actions: Sequence[Action], now: float) -> float:
         """Run an action, or a pair, from `now` on; return when it ends."""
@@ -320,7 +320,7 @@ class _HostRun:
     def _announce(self, message: Message, arrival: float) -> None:
         """Schedule the arrival of a message on the rank of its stage."""
         target = self._schedule.placement.rank_of[message.stage]
-        heapq.heappush(self._events, _Moment(arrival, False, target, message))
+        heapq.heappush(self._events, _RankEvent(arrival, False, target, message))
 
 
 class _DeviceRun(_HostRun):
@@ -340,18 +340,18 @@ class _DeviceRun(_HostRun):
         for policy in self._policies:
             policy.progress.hears_launches = True
 
-    def _wake(self, event: _Moment) -> None:
+    def _wake(self, event: _RankEvent) -> None:
         """Let a rank choose, after all arrivals at this time, if its host and its policy may."""
         rank, ends = event.rank, self._clock.ends[event.rank]
         idle = ends[-1] if ends else 0.0
         free = max(self._launched[rank], ends[-AHEAD] if len(ends) >= AHEAD else 0.0)
         if not event.chooses or event.time < free:
-            heapq.heappush(self._events, _Moment(max(event.time, free), True, rank))
+            heapq.heappush(self._events, _RankEvent(max(event.time, free), True, rank))
             return
         policy = self._after_last(rank)
         again = idle + policy.wait()
         if event.time < again and not (event.time < idle and policy.looks_ahead()):
-            heapq.heappush(self._events, _Moment(again, True, rank))
+            heapq.heappush(self._events, _RankEvent(again, True, rank))
             return
         index = policy.choose()
         if index is not None:
@@ -371,4 +371,4 @@ class _DeviceRun(_HostRun):
                 self._arrivals[message] = arrival
                 self._announce(message.notice, launched)
                 self._announce(message, arrival)
-        heapq.heappush(self._events, _Moment(launched, True, rank))
+        heapq.heappush(self._events, _RankEvent(launched, True, rank))
