@@ -180,7 +180,7 @@ def search(
         ArgumentsError: The fixed values, or the devices and the batch, allow no sizes.
     """
     space = list(_space(job))
-    bounds = ((_bound(job, sizes), index, sizes) for index, sizes in enumerate(space))
+    bounds = ((_least_step(job, sizes), index, sizes) for index, sizes in enumerate(space))
     todo = sorted(each for each in bounds if each[0] < math.inf)
     if not space:
         raise ArgumentsError(
@@ -203,7 +203,7 @@ def search(
                 if plan is not None:
                     fitting.append(plan)
             if fitting:
-                possible.append(bound)
+                possible.append(min(plan.bound_s for plan in fitting))
                 distinct: dict[Any, Layout] = {}
                 for plan in sorted([*found.plans, *fitting], key=lambda plan: plan.step_s):
                     distinct.setdefault((plan.sizes, plan.schedule), plan)
@@ -317,12 +317,8 @@ def _total(parts: list[Part]) -> Part:
     return Part._make([*map(sum, sums), max(transients), sum(set(dummies))])
 
 
-def _bound(job: Question, sizes: ParallelSizes) -> float:
-    """Return a time that no order and no cut of these sizes beats; infinite if none fits.
-
-    The busiest rank has at least the mean of the work, and its share of whole layers; and one
-    micro-batch has to pass all stages forwards and backwards.
-    """
+def _least_step(job: Question, sizes: ParallelSizes) -> float:
+    """Return a time that no order and no cut of these sizes beats; infinite if none fits."""
     layers, first, last = _parts(_key(job), sizes)
     whole = _total([*layers, first, last])
     d, experts = sizes.replicas * sizes.cp, _expert_replicas(job, sizes)
@@ -333,12 +329,37 @@ def _bound(job: Question, sizes: ParallelSizes) -> float:
         static += min(sizes.num_microbatches, sizes.pp // 2 + 1) * whole.saved
     if static / sizes.pp > (job.device.memory_gib - job.device.reserve_gib) * _GIB:
         return math.inf
+    return min(_bound(job, sizes, twins) for twins in ((1, 2) if sizes.pp > 1 else (1,)))
+
+
+def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
+    """Return a time that no order and no cut of these sizes beats, with one pipeline or twins.
+
+    The busiest rank has at least the mean of the work, and its share of whole layers; one
+    micro-batch has to pass all stages forwards and backwards; and what some rank reduces, gathers
+    and updates around that is at least the mean of all ranks, as it is convex in their weights.
+    """
+    layers, first, last = _parts(_key(job), sizes)
+    whole, pp = _total([*layers, first, last]), sizes.pp
     # Some rank has as many layers of one kind as if these were dealt out evenly, rounded up. Twins
     # deal them out to half of the ranks, which run half of the micro-batches.
     kinds = Counter(layer.work for layer in layers)
-    halves = max(-(-2 * count // sizes.pp) * work for work, count in kinds.items()) / 2
-    busiest = max(whole.work / sizes.pp, halves)
-    return max(sizes.num_microbatches * busiest, whole.forward + whole.input)
+    whole_layers = max(-(-twins * count // pp) * work for work, count in kinds.items()) / twins
+    busiest = max(whole.work / pp, whole_layers)
+    mean = whole._replace(
+        forward=whole.forward * twins / pp,
+        input=whole.input * twins / pp,
+        weight=whole.weight * twins / pp,
+        params=whole.params * twins / pp,
+        expert_params=whole.expert_params * twins / pp,
+    )
+    d, experts = sizes.replicas * sizes.cp, _expert_replicas(job, sizes)
+    around = _around_step(job, sizes, mean, d * twins, experts * twins)
+    # Before rank r starts, r stages have run forwards, of which all but the first have a layer.
+    # Twins start at both ends.
+    started = (pp - 1) * (pp - 2) / (2 * pp) * min(layer.forward for layer in layers) * (twins == 1)
+    filled = max(busiest, whole.work / pp + started / sizes.num_microbatches)
+    return max(sizes.num_microbatches * filled, whole.forward + whole.input) + around
 
 
 def _expert_replicas(job: Question, sizes: ParallelSizes) -> int:
@@ -446,7 +467,7 @@ def forecast(
         counts=tuple(counts),
         shares=tuple(rank.work / whole.work / twins for rank in by_rank),
         step_s=span + around,
-        bound_s=_bound(job, sizes),
+        bound_s=_bound(job, sizes, twins),
         pipeline_s=span,
         memory_gib=tuple(size / _GIB for size in memory),
     )

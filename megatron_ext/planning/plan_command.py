@@ -16,7 +16,7 @@ from typing import Any
 from megatron_ext.config.stages import parse_layout
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.planning import layer_costs
-from megatron_ext.planning.hardware import DEVICES, parse_devices
+from megatron_ext.planning.hardware import DEVICES, DeviceKind, parse_devices
 from megatron_ext.planning.layout_search import FIXABLE, Found, Layout, Question, search
 from megatron_ext.planning.model_sizes import read_model
 from megatron_ext.planning.techniques import PRECISIONS, techniques_of_flags
@@ -122,7 +122,18 @@ def _run_plan(args: argparse.Namespace) -> int:
     if not found.plans:
         if not found.is_complete:
             raise ArgumentsError("interrupted before any layout fitted; let it run longer")
-        raise ArgumentsError(_what_would_fit(job))
+        if not job.fixed.keys() >= {"tp", "pp", "micro_batch"}:
+            raise ArgumentsError(_what_would_fit(job))
+        # A forecast of given sizes, which recipes make fit by what the planner does not search.
+        found = search(dataclasses.replace(job, device=_without_limit(job.device)), keep=1)
+        if not found.plans:
+            raise ArgumentsError(_what_would_fit(job))
+        most = max(found.plans[0].memory_gib)
+        print(
+            f"does not fit: {most:.0f} GiB on the worst rank of {job.device.memory_gib:g}; shard "
+            "the weights (--use-megatron-fsdp) or keep activations on the host (--cpu-offloading)",
+            file=sys.stderr,
+        )
     if args.json:
         print(json.dumps(_as_json(found), indent=1))
     else:
@@ -181,10 +192,14 @@ def _progress(found: Found, left: int) -> None:
     print(line, end="", flush=True, file=sys.stderr)
 
 
+def _without_limit(device: DeviceKind) -> DeviceKind:
+    return dataclasses.replace(device, memory_gib=1e9)
+
+
 def _what_would_fit(job: Question) -> str:
     """Return the error for sizes that nothing fits, with the number of devices that would."""
-    without_limit = dataclasses.replace(job.device, memory_gib=1e9)
-    if not search(dataclasses.replace(job, device=without_limit), keep=1).plans:
+    unlimited = dataclasses.replace(job, device=_without_limit(job.device))
+    if not search(unlimited, keep=1).plans:
         values = ", ".join(f"{key}={value}" for key, value in job.fixed.items())
         return f"--fix allows no layout, whatever fits into memory ({values}); fix less"
     for doublings in range(1, _MOST_DOUBLINGS + 1):
@@ -286,6 +301,7 @@ def as_dict(plan: Layout) -> dict[str, Any]:
         "tflops_per_gpu": plan.tflops,
         "mfu": plan.mfu,
         "memory_gib": list(plan.memory_gib),
+        "fits": plan.job.device.memory_gib < 1e9,
         "tp": sizes.tp,
         "pp": sizes.pp,
         "vp": plan.chunks,

@@ -99,6 +99,22 @@ def test_fixed_values_stay(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["tokens_per_s_per_gpu"] == pytest.approx(64 * 8192 / plan["step_s"] / 8)
 
 
+def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        cli.main(
+            ["plan", *LLAMA, "--devices", "1xh100", "--global-batch-size", "8", "--json"]
+            + ["--precision", "MXFP8", "--fix", "tp=1,pp=1,micro_batch=8"]
+        )
+        == 0
+    )
+    shown = capsys.readouterr()
+    [plan] = json.loads(shown.out)["plans"]
+    assert not plan["fits"]
+    assert re.match(r"does not fit: \d+ GiB on the worst rank of 79.1; shard", shown.err)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
