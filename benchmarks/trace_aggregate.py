@@ -119,7 +119,7 @@ def main() -> int:
         print(f"{args.ranks} ranks x {args.iterations} iterations x {args.events} events: "
               f"{size / 2**20:.0f} MiB, {size / count:.0f} bytes for an event")  # fmt: skip
         for command in (
-            ["aggregate", "--benchmark_dir", str(directory)],
+            ["aggregate", "--trace-dir", str(directory)],
             ["report", str(directory)],
         ):
             print(f"{command[0]}: {measure(*command)}", flush=True)

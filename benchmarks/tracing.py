@@ -1,4 +1,4 @@
-"""The cost of tracing, and the accuracy of `plan --from-trace` on stages of known durations.
+"""The cost of tracing, and the accuracy of `plan --trace-dir` on stages of known durations.
 
     python benchmarks/tracing.py                                 # about five minutes
     python benchmarks/tracing.py --pp 2 --microbatches 4 --steps 2 --only 1f1b zb-h1

@@ -206,19 +206,27 @@ def _refuse_removed(arguments: Sequence[str]) -> None:
 
 
 def _add_patches(subparsers: _Subparsers) -> None:
-    parser = subparsers.add_parser("patches", help="show or check the patches on Megatron")
+    parser = subparsers.add_parser(
+        "patches",
+        help="show or check the patches on Megatron",
+        description="Show what is changed in Megatron, or check that it still fits.",
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = actions.add_parser("list", help="show every patch, its state and its reason")
-    show.add_argument("--all", action="store_true", help="also each name redirected in torch")
-    show.add_argument("--json", action="store_true", help="as JSON")
-    show.add_argument("--markdown", action="store_true", help="as the table of the documentation")
+    show.add_argument("--all", action="store_true", help="also show each name redirected in torch")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    show.add_argument("--markdown", action="store_true", help="print the table of the documentation")
     show.set_defaults(run=_run_patches_list)
     check = actions.add_parser("check", help="compare every target with the installed release's")
     check.set_defaults(run=_run_patches_check)
 
 
 def _add_upstream(subparsers: _Subparsers) -> None:
-    parser = subparsers.add_parser("upstream", help="get, find or check the Megatron-LM tree")
+    parser = subparsers.add_parser(
+        "upstream",
+        help="get, find or check the Megatron-LM tree",
+        description="Get, find or check the Megatron-LM tree whose scripts train.",
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     fetch = actions.add_parser("fetch", help="clone Megatron-LM at the wheel's release, verified")
     fetch.add_argument("--path", type=Path, help="destination (default: below ~/.cache)")

@@ -27,10 +27,10 @@ JOB = {
 COMMANDS: dict[str, tuple[list[str], dict[str, str], list[str]]] = {
     "plan": (["plan", "--schedule", "interleaved"], SIZES, []),
     "plan all": (["plan", "--use-dpp"], {k: v for k, v in SIZES.items() if k != "--chunks"}, []),
-    "plan --from-trace": (["plan", "--from-trace", "RUN"], {"--memory-gb": "1"}, []),
+    "plan --trace-dir": (["plan", "--trace-dir", "RUN"], {"--memory-gb": "1"}, []),
     "plot": (["plot", "interleaved", "zb-v"], {**SIZES, "--chunks": "2"}, []),
     "aggregate": (
-        ["aggregate", "--benchmark_dir", "RUN"], {}, []
+        ["aggregate", "--trace-dir", "RUN"], {}, []
     ),
     "doctor": (["doctor"], ARENAS, []),
     "launch": (
@@ -160,7 +160,7 @@ def test_tables(
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("file", ["schedule", "traces"])
-@pytest.mark.parametrize("command", ["plan --from-trace", "aggregate --benchmark_dir", "report"])
+@pytest.mark.parametrize("command", ["plan --trace-dir", "aggregate --trace-dir", "report"])
 def test_traces(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -176,7 +176,7 @@ def test_traces(
     for path in paths:
         damage(path)
     code = outcome([*command.split(), str(directory)])
-    if file == "schedule" and command != "plan --from-trace" and code == 0:
+    if file == "schedule" and command != "plan --trace-dir" and code == 0:
         return
     assert_refused(code, capsys)
 

@@ -139,7 +139,10 @@ def test_help_shows_every_command_with_an_example(capsys: pytest.CaptureFixture[
     for name in subcommands():
         with pytest.raises(SystemExit):
             cli.main([name, "--help"])
-        assert "example: megatron-ext" in " ".join(capsys.readouterr().out.split())
+        text = " ".join(capsys.readouterr().out.split())
+        assert "example: megatron-ext" in text
+        for older in ("--from-trace", "--benchmark", "[--trace-dir", "[--pp"):
+            assert older not in text
 
 
 def on_the_standard_library(*words: str) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def _aggregate(run: Path, output: Path) -> list[str]:
-    return ["aggregate", "--benchmark_dir", str(run), "-o", str(output)]
+    return ["aggregate", "--trace-dir", str(run), "-o", str(output)]
 
 
 def _report(run: Path, output: Path) -> list[str]:

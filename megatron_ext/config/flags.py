@@ -315,7 +315,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--pipeline-length-costs",
         metavar="A,B",
         help="With --pipeline-balance or --pipeline-slices: a sample of L tokens costs "
-        "A*L + B*L^2, in any unit, for example as `megatron-ext plan --lengths FILE --from-trace "
+        "A*L + B*L^2, in any unit, for example as `megatron-ext plan --lengths FILE --trace-dir "
         "DIR` measures it (default: what follows from the shape of the model).",
     )
     group.add_argument(

@@ -45,11 +45,11 @@ def add_to_plan(subparsers: Any) -> None:
         metavar="PATH",
         help="a folder with model.env, such as examples/deepseek-v3, or a Hugging Face config.json",
     )
-    group.add_argument("--size", metavar="NAME", help="of an example (default: the example's own)")
+    group.add_argument("--size", metavar="NAME", help="size of an example (default: its own)")
     group.add_argument(
         "--devices",
         metavar="NxKIND",
-        help=f"their number and kind: {', '.join(DEVICES)}, or a file, such as 64xmine.json",
+        help=f"number and kind of the devices: {', '.join(DEVICES)}, or a file, such as 64xmine.json",
     )
     group.add_argument("--global-batch-size", type=int, metavar="B", help="sequences of a step")
     group.add_argument(
@@ -62,27 +62,27 @@ def add_to_plan(subparsers: Any) -> None:
         "joined by +, layout as Megatron takes it",
     )
     group.add_argument(
-        "--memory-gib", type=float, metavar="G", help="what a device may hold (default: its own)"
+        "--memory-gib", type=float, metavar="G", help="memory of a device (default: its own)"
     )
     group.add_argument(
         "--precision",
         type=str.lower,
         choices=PRECISIONS,
-        help="of the layers' products (default: bf16); fp8 scales by tensor",
+        help="precision of the layers' products (default: bf16); fp8 scales by tensor",
     )
     group.add_argument("--fp8", action="store_true", help="the same as --precision fp8")
     group.add_argument(
-        "--cross-entropy-loss-fusion", action="store_true", help="the loss in one kernel"
+        "--cross-entropy-loss-fusion", action="store_true", help="compute the loss in one kernel"
     )
     group.add_argument(
         "--no-overlap",
         action="store_true",
-        help="gradients are reduced and parameters gathered while nothing computes",
+        help="reduce gradients and gather parameters while nothing computes",
     )
     group.add_argument(
         "--explain",
         action="store_true",
-        help="also the assumptions with their sources, and why the second lost",
+        help="also show the assumptions with their sources, and why the second layout lost",
     )
     parser.add_argument(
         "model_flags", nargs="*", metavar="-- FLAGS", help="Megatron's flags of the model"

@@ -75,6 +75,9 @@ def add_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     """Register `plan`."""
     parser = subparsers.add_parser(
         "plan",
+        usage="%(prog)s --pp P --microbatches M [options]\n"
+        "       %(prog)s --trace-dir DIR [options]\n"
+        "       %(prog)s --model PATH --devices NxKIND --global-batch-size B [options] [-- FLAGS]",
         help="compare pipeline schedules by simulation",
         description="Simulate pipeline schedules and rank them by the time of one step.",
     )
@@ -105,7 +108,7 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
         "by cost gains",
     )
     parser.add_argument(
-        "--max-tokens", type=int, metavar="T", help="of a micro-batch, with --lengths"
+        "--max-tokens", type=int, metavar="T", help="most tokens of a micro-batch, with --lengths"
     )
     parser.add_argument(
         "--replicas", type=int, metavar="D", help="data-parallel replicas, with --lengths"
@@ -127,6 +130,7 @@ def add_plot(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     """Register `plot`."""
     parser = subparsers.add_parser(
         "plot",
+        usage="%(prog)s NAME [NAME ...] --pp P --microbatches M [-o FILE] [options]",
         help="draw pipeline schedules",
         description="Draw one pipeline schedule, or several below each other, in the terminal or "
         "into a file.",
@@ -166,7 +170,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
                 generator.flag(key),
                 dest=f"{generator.name} {key}",
                 choices=values,
-                help=f"of {generator.name} (default: {values[0]})",
+                help=f"{key} of {generator.name} (default: {values[0]})",
             )
     parser.add_argument(
         "--costs",
@@ -193,7 +197,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pairs",
         action="store_true",
-        help="forwards and backwards of different micro-batches as pairs, each with its expert "
+        help="run forwards and backwards of different micro-batches as pairs, each with its expert "
         "communication behind the computation of the other",
     )
     parser.add_argument(

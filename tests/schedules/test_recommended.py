@@ -97,7 +97,7 @@ def test_training_takes_everything_that_a_forecast_recommends(
             tmp_path / str(pp), schedule=traced, pp=pp, microbatches=m,
             settings={"num_layers": layers},
         )  # fmt: skip
-        for flags in planned(capsys, "--from-trace", str(directory)):
+        for flags in planned(capsys, "--trace-dir", str(directory)):
             model = f"--num-layers {layers} --global-batch-size {m}"
             cases.append((f"{flags} {model}", world_of(flags)))
     assert not refused(cases)

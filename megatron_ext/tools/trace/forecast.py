@@ -77,7 +77,7 @@ class Prediction:
     """Part of the experts' exchanges that runs behind computation; None: the trace has none."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the prediction under the keys of `plan --from-trace --json`."""
+        """Return the prediction under the keys of `plan --trace-dir --json`."""
         return {
             "schedule": self.label,
             "flags": self.flags,

@@ -1,4 +1,4 @@
-"""The subcommands `aggregate` and `report`, and `plan --from-trace`, with light imports only."""
+"""The subcommands `aggregate` and `report`, and `plan --trace-dir`, with light imports only."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -23,19 +23,12 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     """Register `aggregate` and `report`."""
     parser = subparsers.add_parser(
         "aggregate",
+        usage="%(prog)s --trace-dir DIR [-o FILE] [--detect]",
         help="merge the traces of all ranks into one Chrome trace",
         description="Merge the traces of a run, with a row for each rank and arrows from "
         "sends to receives, for ui.perfetto.dev or chrome://tracing.",
     )
-    parser.add_argument(
-        "--trace-dir",
-        "--benchmark_dir",  # its name in the release before
-        "--benchmark-dir",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder of the run, such as benchmark/data-1-pipeline-4-tensor-1-pp",
-    )
+    _add_folder(parser, "--benchmark_dir")
     parser.add_argument(
         "-o",
         "--output",
@@ -49,13 +42,12 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=_run_aggregate)
     parser = subparsers.add_parser(
         "report",
+        usage="%(prog)s --trace-dir DIR [-o FILE]",
         help="make a page that explains a traced run",
         description="Write one HTML file without any reference to the network: the timeline "
         "beside the planned one, what each rank waited for, memory, links and settings.",
     )
-    parser.add_argument("--trace-dir", type=Path, metavar="DIR", help="folder of the run")
-    # Its form in the release before.
-    parser.add_argument("directory", type=Path, nargs="?", help=argparse.SUPPRESS)
+    _add_folder(parser, "directory")
     parser.add_argument(
         "-o",
         "--output",
@@ -66,13 +58,25 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=_run_report)
 
 
+def _add_folder(parser: argparse.ArgumentParser, older: str) -> None:
+    """Add the folder of a run under its one name, and unseen under the one that it had before."""
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument(
+        "--trace-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of the run, such as benchmark/data-1-pipeline-4-tensor-1-pp",
+    )
+    hidden = {"dest": "directory"} if older.startswith("-") else {"nargs": "?"}
+    group.add_argument(older, type=Path, help=argparse.SUPPRESS, **hidden)  # type: ignore[arg-type]
+
+
 def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     """Add the flags for measured costs to the existing subcommand `plan`."""
     parser = subparsers.choices["plan"]
+    parser.add_argument("--from-trace", dest="trace_dir", type=Path, help=argparse.SUPPRESS)  # older
     parser.add_argument(
         "--trace-dir",
-        "--from-trace",  # its name in the release before
-        dest="from_trace",
         type=Path,
         metavar="DIR",
         help="predict the step of every schedule and policy from the folder of a traced run, which "
@@ -82,17 +86,17 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "--memory-gb",
         type=_gigabytes,
         metavar="G",
-        help="with --from-trace: leave out schedules that need more memory on a rank, in GiB",
+        help="with --trace-dir: leave out schedules that need more memory on a rank, in GiB",
     )
     parser.set_defaults(run=_run_plan, run_simulated=parser.get_default("run"))
 
 
 def _run_plan(args: argparse.Namespace) -> int:
     simulated: Callable[[argparse.Namespace], int] = args.run_simulated
-    if args.from_trace is None:
+    if args.trace_dir is None:
         if args.memory_gb is not None:
             raise ArgumentsError(
-                "--memory-gb needs the memory of a traced run; add --from-trace DIR"
+                "--memory-gb needs the memory of a traced run; add --trace-dir DIR"
             )
         return simulated(args)
     if args.lengths is not None:  # simulated with what a length costs in the traced run
@@ -105,9 +109,9 @@ def _run_plan(args: argparse.Namespace) -> int:
         ):
             if value is not None:
                 raise ArgumentsError(
-                    f"--from-trace tells --lengths what a length costs; leave {flag} out"
+                    f"--trace-dir gives --lengths the cost of a length; leave {flag} out"
                 )
-        measured = measured_length_cost(args.from_trace)
+        measured = measured_length_cost(args.trace_dir)
         args.length_costs = f"{measured.cost.linear:.6g},{measured.cost.quadratic:.6g}"
         print(
             f"--length-costs {args.length_costs}: seconds of all stages for a token, and for a "
@@ -118,7 +122,7 @@ def _run_plan(args: argparse.Namespace) -> int:
         return simulated(args)
     from megatron_ext.tools.trace import forecast
 
-    found = forecast.forecast(args.from_trace, args.memory_gb)
+    found = forecast.forecast(args.trace_dir, args.memory_gb)
     if args.json:
         print(json.dumps([prediction.as_dict() for prediction in found.predictions], indent=1))
     else:
@@ -138,8 +142,9 @@ def _gigabytes(text: str) -> float:
 def _run_aggregate(args: argparse.Namespace) -> int:
     from megatron_ext.tools.trace import aggregate, detect, survey
 
-    run = aggregate.read_run(args.trace_dir)
-    output = args.output or aggregate.aggregated_name(args.trace_dir)
+    directory = args.trace_dir or args.directory
+    run = aggregate.read_run(directory)
+    output = args.output or aggregate.aggregated_name(directory)
     size = aggregate.write_chrome_trace(run, output)
     _print_notes(run.notes)
     print(survey.text(run.surveys))
@@ -162,8 +167,6 @@ def _run_report(args: argparse.Namespace) -> int:
     from megatron_ext.tools.trace.report import page
 
     directory = args.trace_dir or args.directory
-    if directory is None:
-        raise ArgumentsError("--trace-dir is missing; give the folder of a traced run")
     run = aggregate.read_run(directory)
     _print_notes(run.notes)
     output = args.output or directory / "report.html"

@@ -100,7 +100,7 @@ def test_missing_ranks_other_lengths_and_a_trailing_slash(tmp_path: Path) -> Non
     trace_of(directory, 1).unlink()
     text = trace_of(directory, 2).read_bytes()
     trace_of(directory, 2).write_bytes(text[: len(text) // 2])
-    done = run_package("aggregate", "--benchmark_dir", f"{directory}/")
+    done = run_package("aggregate", "--trace-dir", f"{directory}/")
     assert done.returncode == 0, done.stderr
     assert "1 of 4 ranks left no trace" in done.stderr
     assert "ranks recorded between" in done.stderr
@@ -125,7 +125,8 @@ def test_slow_ranks_and_links_are_named(tmp_path: Path) -> None:
 
 
 def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
-    for command in (["aggregate", "--benchmark_dir", str(tmp_path)], ["report", str(tmp_path)]):
+    older = ("aggregate --benchmark_dir", "report", "plan --from-trace")
+    for command in ([*words.split(), str(tmp_path)] for words in ("aggregate --trace-dir", *older)):
         done = run_package(*command)
         assert done.returncode == 2
         assert "holds no trace of a rank" in done.stderr

@@ -164,7 +164,7 @@ def test_orders_that_bound_no_memory_are_marked(tmp_path: Path) -> None:
 
 def test_the_command_prints_flags_to_paste(tmp_path: Path) -> None:
     directory = write_run(tmp_path)
-    done = run_package("plan", "--from-trace", str(directory))
+    done = run_package("plan", "--trace-dir", str(directory))
     assert done.returncode == 0, done.stderr
     assert "traced: 1f1b, step " in done.stdout
     advice = next(line for line in done.stdout.splitlines() if line.startswith("recommended: "))
@@ -173,7 +173,7 @@ def test_the_command_prints_flags_to_paste(tmp_path: Path) -> None:
     assert 3 <= len(listed) <= 5
     assert not any("first" in line for line in listed), "those that bound memory"
     assert "memory is not predicted" in done.stderr
-    rows = json.loads(run_package("plan", "--from-trace", str(directory), "--json").stdout)
+    rows = json.loads(run_package("plan", "--trace-dir", str(directory), "--json").stdout)
     [row] = [row for row in rows if row["schedule"] == "1f1b dpp hint"]
     assert row["flags"] == (
         "--pipeline-model-parallel-size 4 --pipeline-schedule 1f1b --use-dpp --dpp-policy hint"
@@ -192,7 +192,7 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
         forecast.forecast(directory)
     done = run_package("plan", "--memory-gb", "3", "--pp", "4", "--microbatches", "8")
     assert done.returncode == 2
-    assert "add --from-trace DIR" in done.stderr
+    assert "add --trace-dir DIR" in done.stderr
 
 
 @given(st.lists(st.floats(0.1, 9), min_size=1, max_size=8), st.integers(1, 24))

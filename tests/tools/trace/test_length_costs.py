@@ -133,12 +133,12 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lengths = tmp_path / "lengths"
     lengths.write_text("\n".join(map(str, 40 * LENGTHS)))
     words = f"plan --pp 4 --microbatches 8 --max-tokens 4000 --lengths {lengths}".split()
-    assert cli.main([*words, "--from-trace", str(folder)]) == 0
+    assert cli.main([*words, "--trace-dir", str(folder)]) == 0
     printed = capsys.readouterr()
     [told] = [line for line in printed.err.splitlines() if line.startswith("--length-costs ")]
     given = told.split()[1].rstrip(":")
     assert LengthCost.parse(given).quadratic == pytest.approx(TRUE.quadratic, rel=1e-2)
     assert cli.main([*words, "--length-costs", given]) == 0
     assert capsys.readouterr().out == printed.out
-    assert cli.main([*words, "--from-trace", str(folder), "--hidden-size", "8"]) == 2
+    assert cli.main([*words, "--trace-dir", str(folder), "--hidden-size", "8"]) == 2
     assert "leave --hidden-size out" in capsys.readouterr().err
