@@ -215,7 +215,9 @@ def _add_patches(subparsers: _Subparsers) -> None:
     show = actions.add_parser("list", help="show every patch, its state and its reason")
     show.add_argument("--all", action="store_true", help="also show each name redirected in torch")
     show.add_argument("--json", action="store_true", help="print JSON")
-    show.add_argument("--markdown", action="store_true", help="print the table of the documentation")
+    show.add_argument(
+        "--markdown", action="store_true", help="print the table of the documentation"
+    )
     show.set_defaults(run=_run_patches_list)
     check = actions.add_parser("check", help="compare every target with the installed release's")
     check.set_defaults(run=_run_patches_check)

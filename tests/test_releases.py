@@ -1,4 +1,4 @@
-"""Which Megatron is here and whether it can be used, on folders made for it."""
+"""The Megatron that is here and whether it can be used, on folders made for it."""
 
 from __future__ import annotations
 

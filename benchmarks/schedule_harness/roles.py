@@ -336,7 +336,7 @@ class Trained:
     peak_mib: float
     """Resident memory above that before the first step."""
     weights_ms: float
-    """For each step, what new weights cost: a forward rank from the news of them until they are
+    """For each step, what new weights cost: a forward rank from their announcement until they are
     here, a backward rank until it goes on."""
     step_ms: float
 

@@ -95,7 +95,7 @@ class DynamicOrder:
     """
 
     policy: PolicyName = "hint"
-    """Which action runs first if several are ready (`schedules/search/policies.py`)."""
+    """The rule that picks one of several ready actions (`schedules/search/policies.py`)."""
     extra_activations: int | None = None
     """Micro-batches that a rank may keep beyond the table's peak, with `hint`; None: 1."""
 
@@ -144,7 +144,7 @@ class Disaggregation:
 
 @dataclass(frozen=True, kw_only=True)
 class Tracing:
-    """Which iterations to record: the first few of each interval.
+    """The iterations to record: the first few of each interval.
 
     Raises:
         ConfigurationError: The numbers are impossible.

@@ -35,7 +35,7 @@ _PAUSE_S = 0.5
 
 @dataclass
 class Roles:
-    """All that a process of a role keeps under a configuration."""
+    """State that a process of a role keeps under a configuration."""
 
     store: Store | None = None
     """Shared by the processes of both roles."""

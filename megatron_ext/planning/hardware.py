@@ -24,7 +24,7 @@ class DeviceKind:
 
     name: str
     memory_gib: float
-    """What a program can allocate."""
+    """Memory that a program can allocate."""
     reserve_gib: float = 5.0
     """Left free: the context, communicators, workspaces, and what the allocator fragments."""
     processors: int = 1

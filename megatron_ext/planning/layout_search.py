@@ -60,7 +60,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """Everything but cut and schedule."""
+    """Sizes of a layout, without its cut and its schedule."""
 
     tp: int
     pp: int

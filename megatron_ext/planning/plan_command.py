@@ -49,7 +49,7 @@ def add_to_plan(subparsers: Any) -> None:
     group.add_argument(
         "--devices",
         metavar="NxKIND",
-        help=f"number and kind of the devices: {', '.join(DEVICES)}, or a file, such as 64xmine.json",
+        help=f"number and kind of devices: {', '.join(DEVICES)}, or a file, such as 64xmine.json",
     )
     group.add_argument("--global-batch-size", type=int, metavar="B", help="sequences of a step")
     group.add_argument(

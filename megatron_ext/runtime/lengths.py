@@ -333,7 +333,7 @@ class ReplicaExchange:
 
     @property
     def rank(self) -> int:
-        """Which replica this is."""
+        """Rank of this replica among all."""
         return self.group.rank()
 
     @property
@@ -412,7 +412,7 @@ class ReplicaExchange:
         except RuntimeError as error:
             ranks = ", ".join(map(str, dist.get_process_group_ranks(self.group)))
             raise TransportError(
-                f"--pipeline-balance pack: ranks {ranks} could not tell each other {what}: "
+                f"--pipeline-balance pack: ranks {ranks} could not exchange {what}: "
                 f"{str(error).splitlines()[0]}"
             ) from error
 

@@ -38,7 +38,7 @@ class Agreement:
     """The leader and the followers of this rank, as global ranks."""
 
     rank: int
-    """This process."""
+    """Global rank of this process."""
     leader: int
     followers: tuple[int, ...] = ()
     """Ranks that follow this one; empty unless it leads."""

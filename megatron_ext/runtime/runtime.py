@@ -359,7 +359,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class Runtimes:
-    """All that runs under one configuration, and is closed with it."""
+    """The runtimes of one configuration, closed with it."""
 
     by_group: dict[int, Runtime] = field(default_factory=dict)
     """By id of the pipeline group. The runtime holds the group, so its id stays unique."""

@@ -48,7 +48,7 @@ class GradientSync:
         self._placement = table.schedule.placement
         self._by_hooks = not table.split_stages
         self._order = table.reduction_order
-        """This rank's stages; the first `_started` of them have been started."""
+        """Stages of this rank; the first `_started` of them have been started."""
         self._started = 0
         self._complete: set[int] = set()
         self._buckets: dict[int, list[_BucketGroup]] = {}

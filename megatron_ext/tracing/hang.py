@@ -234,7 +234,7 @@ class Watchdog:
                     continue
                 state = self._state(rank)
                 reason = str(error).partition("\n")[0]
-                self._verdict = Verdict(f"{state}; the others cannot be asked: {reason}", (rank,))
+                self._verdict = Verdict(f"{state}; the others cannot be reached: {reason}", (rank,))
             if not self._stop.is_set():
                 self._end(rank)
             return

@@ -38,7 +38,7 @@ _Stamp = Any
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which iterations are traced: the first few of each interval."""
+    """The iterations that are traced: the first few of each interval."""
 
     interval: int = 100
     iterations: int = 10

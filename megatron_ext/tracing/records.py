@@ -163,7 +163,7 @@ def size_fields(microbatch: int, tokens: int, pairs: int) -> dict[str, int]:
 
 
 def sizes_in(fields: Mapping[str, int]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield (micro-batch, (tokens, pairs)) for all that a closing record tells."""
+    """Yield (micro-batch, (tokens, pairs)) for all that a closing record has."""
     for key, tokens in fields.items():
         what, _, microbatch = key.partition(" ")
         pairs = fields.get(f"pairs {microbatch}")

@@ -219,7 +219,7 @@ class EndpointCounts:
 
     @property
     def waited_s(self) -> float:
-        """Time asleep, or looking for news, in waits."""
+        """Time asleep, or spinning, in waits."""
 
     @property
     def last_wait_s(self) -> float:
@@ -337,7 +337,7 @@ class Endpoint:
         """Say farewell to all peers and let go of them. Messages that were taken stay valid."""
 
     def set_spin(self, seconds: float) -> None:
-        """Let a wait look for news for so long before it sleeps, if they may come from another CPU.
+        """Let a wait spin for so long before it sleeps, if messages may come from another CPU.
 
         At first it sleeps at once. For hosts with a CPU for each of their processes.
 

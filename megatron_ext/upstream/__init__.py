@@ -1,1 +1,1 @@
-"""Which Megatron runs: its tree, its release, its signatures, and the runner of its scripts."""
+"""The Megatron that runs: its tree, its release, its signatures, and the runner of its scripts."""

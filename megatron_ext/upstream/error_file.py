@@ -1,4 +1,4 @@
-"""The file in which a rank tells torchrun why it failed."""
+"""The file from which torchrun reads why a rank failed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Reports an error in one line, once on each host, however many of its ranks have it.
 
 Before the ranks are connected an error may be one rank's (a package that only the last rank
-imports) or one host's (a file that is not there), and no rank can ask the others. So a rank reports
-unless it knows that another one on its host did, and hosts that fail leave a notice in the store
-of torchrun, because the others would wait for them in `init_process_group` for minutes.
+imports) or one host's (a file that is not there), and no rank can consult the others. So a rank
+reports unless it knows that another one on its host did, and hosts that fail leave a notice in the
+store of torchrun, because the others would wait for them in `init_process_group` for minutes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which releases of Megatron this package runs on, and which one is installed.
+"""The releases of Megatron that this package runs on, and the one that is installed.
 
 Reads files, imports nothing of Megatron. Later code asks for signatures, not for versions
 (`megatron_ext/upstream/signatures.py`); versions decide which rows of the patch tables apply, which

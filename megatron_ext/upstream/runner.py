@@ -130,7 +130,7 @@ def _address_of_one() -> None:
 
 
 def _is_upstreams_need(error: ModuleNotFoundError) -> bool:
-    """Whether the import that failed stands in Megatron, and asks for another package."""
+    """Return whether Megatron's own code failed to import a package that is not ours."""
     importers = [
         frame.f_globals.get("__name__", "")
         for frame, _ in traceback.walk_tb(error.__traceback__)

@@ -39,7 +39,7 @@ _FLAGS = GPT + UNCLIPPED + "--num-layers 8 --global-batch-size 16 --train-iters 
     ],
 )
 def test_pairs_have_a_stream_for_communication(schedule: str, connections: int) -> None:
-    """What a plan frees behind its forward is none of what the backward or W reads."""
+    """A plan frees nothing behind its forward that the backward or W reads."""
     flags = f"{GPT}{UNCLIPPED}{LLAMA}{MOE}{EP2}--bf16 --train-iters 2 {PP2}"
     env = queued(connections=connections, jitter_us=100, seed=connections)
     found = train(4, f"{flags}--pipeline-schedule {schedule} {PAIRS}", device="musa", env=env)

@@ -1,4 +1,4 @@
-"""Which device a process uses, and what is said where it cannot."""
+"""The device of a process, and the error if it cannot use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process does what, for all sizes."""
+"""The role of each process, for all sizes."""
 
 from __future__ import annotations
 

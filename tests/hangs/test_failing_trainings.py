@@ -53,9 +53,9 @@ class Training:
     flags: str
     place: str
     rank: int | None
-    """Which rank fails; None: all of them."""
+    """The rank that fails; None: all of them."""
     call: int
-    """Which call of the place fails, from 1."""
+    """The call of the place that fails, from 1."""
 
     @classmethod
     def drawn(cls, seed: int) -> Training:

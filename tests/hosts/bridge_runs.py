@@ -36,7 +36,7 @@ class Trained:
     transport: str | None = None
     reordered: int = 0
     steps: int = 0
-    """That our runtime ran."""
+    """Steps that our runtime ran."""
 
 
 def example() -> ModuleType:

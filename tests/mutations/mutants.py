@@ -20,7 +20,7 @@ class Mutant(NamedTuple):
 
     name: str
     module: str
-    """Whose text is changed."""
+    """The module whose text is changed."""
     text: str
     instead: str
     tests: tuple[str, ...] = (_EXECUTOR_TESTS,)

@@ -1,4 +1,4 @@
-"""Everything that torch and Megatron hold in this process, to be compared before and after."""
+"""The attributes of torch and Megatron in this process, to be compared before and after."""
 
 from __future__ import annotations
 

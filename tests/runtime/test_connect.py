@@ -1,4 +1,4 @@
-"""Which transport each pair of ranks takes between emulated devices, and what training yields."""
+"""The transport of each pair of ranks between emulated devices, and what training yields."""
 
 from __future__ import annotations
 

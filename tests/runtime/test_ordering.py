@@ -190,7 +190,7 @@ def test_what_arrives_behind_a_chosen_head_is_not_chosen_again() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "looks_ahead"),
     [((), (), True), ((), (FIRST_GRADIENT,), True), ((FIRST_GRADIENT,), (), False)],
-    ids=["no news", "launched after the last choice", "launched before it"],
+    ids=["nothing arrives", "launched after the last choice", "launched before it"],
 )
 def test_a_jump_is_chosen_ahead_unless_an_input_may_come_in_time(
     before: Sequence[Message], after: Sequence[Message], looks_ahead: bool

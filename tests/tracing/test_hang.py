@@ -1,4 +1,4 @@
-"""Who is found to hold a job up, from what ranks say that they do."""
+"""The rank that holds a job up, found from what each reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which wire a pair of ranks has, and which address of a host is used."""
+"""The wire of a pair of ranks, and the address of a host that is used."""
 
 from __future__ import annotations
 

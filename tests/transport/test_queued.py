@@ -166,7 +166,7 @@ def test_one_queue_for_everything(way: str) -> None:
 
 
 def _told() -> tuple[list[list[Message]], str, bool]:
-    """Take one tensor on the news of its launch, and another when it is there."""
+    """Take one tensor when its launch is announced, and another when it is there."""
     me = int(os.environ["RANK"])
     os.environ["FAKE_MUSA_COST"] = "kernel_us=300000" if me == 0 else "kernel_us=1"
     transport = _open("ipc, telling", me)
@@ -206,7 +206,7 @@ def test_launches_are_told_before_tensors_are_there() -> None:
 
 
 def _flushed() -> list[int]:
-    """Take two tensors on the news of their launches; flush until both are there."""
+    """Take two tensors when their launches are announced; flush until both are there."""
     me = int(os.environ["RANK"])
     os.environ["FAKE_MUSA_COST"] = "kernel_us=300000" if me == 0 else "kernel_us=1"
     transport = _open("ipc, telling", me)

@@ -1,4 +1,4 @@
-"""Which of upstream's unit tests do not run on CPU ranks, and all reasons why tests do not."""
+"""The unit tests of upstream that do not run on CPU ranks, and all reasons why tests do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of upstream's unit tests run on CPU ranks, on how many, and how they end.
+"""The unit tests of upstream that run on CPU ranks, on how many, and how they end.
 
 Measured with the pinned tag. When a count changes, find out why before changing it here.
 """

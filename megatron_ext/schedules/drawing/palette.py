@@ -18,7 +18,7 @@ KINDS = {
 """By kind of action: the colour of even chunks and that of odd ones."""
 
 SPANS = {"move": "#dd5c20", "after": "#9bbbe0"}
-"""What a trace shows beside actions: messages, and what follows the pipeline."""
+"""Spans of a trace beside actions: messages, and the work after the pipeline."""
 
 NAMES = {
     "F": "forward",

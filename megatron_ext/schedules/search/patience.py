@@ -180,7 +180,7 @@ class Gains(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """Which of the two orders to use."""
+        """The better of the two orders, as advice."""
         if self.quiet < 1 + NOTABLE:
             return "keep the table's order, unless messages are late"
         return "--use-dpp"

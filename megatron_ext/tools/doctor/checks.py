@@ -92,7 +92,7 @@ def check_versions() -> Iterator[Finding]:
         yield Finding("FAIL", name, f"{core}, which needs Python {needed} or later", remedy)
     elif releases.is_newer_than_known(release):
         shown = f"{core} is newer than this package knows ({supported})"
-        yield Finding("WARN", name, shown, "`megatron-ext patches check` tells whether it fits")
+        yield Finding("WARN", name, shown, "`megatron-ext patches check` shows whether it fits")
     else:
         tested = releases.reference().version
         yield Finding("OK", name, f"{core} (tested with {tested}; {supported})")
@@ -128,7 +128,7 @@ def check_requirements() -> Iterator[Finding]:
                 yield Finding("FAIL", requirement.name, shown, remedy)
             # A vendor's build of a release, like 2.7.0a0+git, counts as that release.
             elif found and not requirement.specifier.contains(Version(found).base_version):
-                shown = f"{found}, {package} asks for {requirement.specifier}"
+                shown = f"{found}, {package} requires {requirement.specifier}"
                 yield Finding("WARN", requirement.name, shown, remedy)
 
 

@@ -102,7 +102,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a job before it starts."""
+    """A job as it is known before it starts."""
 
     run_id: str
     nodes: tuple[Node, ...]

@@ -1,4 +1,4 @@
-"""Runs a planned job: asks its hosts, starts it, watches it, and ends it everywhere as one.
+"""Runs a planned job: checks its hosts, starts it, watches it, and ends it everywhere as one.
 
 It reports the first failure with host, rank, exit code and last lines, and stops all other hosts.
 One signal stops the job in order, a second one at once. `Outcome.code` is the exit code of the

@@ -267,7 +267,7 @@ class Traffic:
     """On routes, which depends on the placement."""
 
     def under(self, placement: Placement) -> int | None:
-        """Return the bytes under a placement; None: the trace does not tell them."""
+        """Return the bytes under a placement; None: the trace does not have them."""
         if placement.rank_of == self.placement.rank_of and placement.hops == self.placement.hops:
             return round(sum(self.boundaries.values()) + self.routes)
         if self.routes:
@@ -364,7 +364,7 @@ def predict(run: Run, memory_gb: float | None = None) -> Forecast:
     if memory_gb is not None:
         if measured.fixed_bytes is None:
             raise DataError(
-                f"{directory}: no rank tells what a forward keeps, so --memory-gb cannot be held; "
+                f"{directory}: no rank recorded what a forward keeps, which --memory-gb needs; "
                 f"trace the run with this version, or leave --memory-gb out"
             )
         fitting = [p for p in found if (p.memory_bytes or 0) <= memory_gb * 2**30]
@@ -519,7 +519,7 @@ def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
             fixed.append(max(0, mine.memory_bytes - kept * mine.peak_kept))
             activations.append(kept * schedule.num_stages / schedule.pp)
     if not fixed:
-        notes.append("no rank tells what a forward keeps: memory is not predicted")
+        notes.append("no rank recorded what a forward keeps: memory is not predicted")
     step_s = statistics.median(map(max, durations.values())) / 1e9
     # From the first action of any rank to the last.
     pipeline_s = statistics.median(max(ends[step]) - min(begins[step]) for step in ends) / 1e9

@@ -53,7 +53,7 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
     """Return what a length costs, from the folder of a traced run.
 
     Raises:
-        DataError: There is no trace, or it does not tell lengths, or all are the same.
+        DataError: There is no trace, it has no lengths, or all are the same.
     """
     run = read_run(directory)
     schedule = load_schedule(directory)
@@ -91,13 +91,13 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
     by_stage = [points for points in by_stage if points]
     if not by_stage:
         raise DataError(
-            f"{directory} does not tell how long its micro-batches are; trace a schedule of this "
+            f"{directory} has no lengths of micro-batches; trace a schedule of this "
             "package, and data with tokens or cu_seqlens"
         )
     costs = [cost for cost in map(fit, by_stage) if cost is not None]
     if len(costs) < len(by_stage):
         raise DataError(
-            f"{directory}: micro-batches of one length do not tell what a length costs; trace more "
+            f"{directory}: micro-batches of one length do not show what a length costs; trace more "
             "steps, or data of several lengths"
         )
     errors = [

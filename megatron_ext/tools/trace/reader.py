@@ -40,7 +40,7 @@ class Iteration:
     end: dict[str, int] = field(default_factory=dict)
     """Figures of the whole iteration."""
     text: str = field(default="", compare=False)
-    """Its events as they are in the file, with a comma between two."""
+    """Events as they are in the file, with a comma between two."""
 
 
 @dataclass

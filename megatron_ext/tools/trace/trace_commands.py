@@ -74,7 +74,7 @@ def _add_folder(parser: argparse.ArgumentParser, older: str) -> None:
 def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     """Add the flags for measured costs to the existing subcommand `plan`."""
     parser = subparsers.choices["plan"]
-    parser.add_argument("--from-trace", dest="trace_dir", type=Path, help=argparse.SUPPRESS)  # older
+    parser.add_argument("--from-trace", dest="trace_dir", type=Path, help=argparse.SUPPRESS)
     parser.add_argument(
         "--trace-dir",
         type=Path,

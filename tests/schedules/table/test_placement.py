@@ -1,4 +1,4 @@
-"""Which rank holds which stage."""
+"""The rank of each stage."""
 
 from __future__ import annotations
 

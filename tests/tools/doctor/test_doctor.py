@@ -96,9 +96,9 @@ def test_packages_that_do_not_go_together(tmp_path: Path, monkeypatch: pytest.Mo
     found = {finding.check: finding for finding in checks.check_requirements()}
     assert sorted(found) == ["rich", "transformers"]
     assert str(found["rich"]) == (
-        "WARN rich: 12.0, megatron-ext asks for >=13; pip install 'rich>=13'"
+        "WARN rich: 12.0, megatron-ext requires >=13; pip install 'rich>=13'"
     )
-    assert "5.0.1, megatron-ext asks for <5,>=4.51" in found["transformers"].found
+    assert "5.0.1, megatron-ext requires <5,>=4.51" in found["transformers"].found
 
 
 def test_a_package_that_is_needed_and_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_llama3_trains_on_two_hosts(hosts: Cluster) -> None:
     assert "2 hosts, 4 ranks: TP 1, PP 2, CP 1, DP 2; 8 samples in a step" in done.stderr
     found = losses(done.stdout)
     assert len(found) == 3
-    assert f"[{ADDRESSES[1]}:3]" in done.stdout  # the last rank tells the loss
+    assert f"[{ADDRESSES[1]}:3]" in done.stdout  # the last rank logs the loss
     [run_id] = re.findall(r"run ([\w-]+):", done.stderr)
     status = hosts.run("status", run_id, "--ssh-cmd", hosts.ssh)
     assert status.stdout.startswith("succeeded (exit code 0)\n")

@@ -76,7 +76,7 @@ def test_llama3_trains_in_an_allocation_that_says_all_about_its_hosts(cluster: S
     assert code == 0, output
     assert "2 hosts, 4 ranks: TP 1, PP 2, CP 1, DP 2; 8 samples in a step" in output
     assert len(losses(output)) == 3
-    assert "[n2:3]" in output  # the last rank tells the loss
+    assert "[n2:3]" in output  # the last rank logs the loss
     assert f"--node-ips {' '.join(ADDRESSES)}" in allocated(
         cluster, "--nodes 2 --ntasks-per-node 2", *launch[:1], "--dry-run", *launch[1:]
     )[1].replace("'", "")

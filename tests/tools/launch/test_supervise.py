@@ -1,4 +1,4 @@
-"""Which of several failures is the first one, and how what ssh says is told."""
+"""The first of several failures, and ssh's own words in the report."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.tools.trace.runs import COSTS, trace_of, write_run
 
 OUTSIDE_S = 0.019
 EVEN = Costs(COSTS.forward, 0.010, 0.010, latency=COSTS.latency)
-"""A trace of whole backwards does not tell how they split: they are halved."""
+"""A trace of whole backwards does not show how they split: they are halved."""
 
 
 def predicted(directory: Path, memory_gb: float | None = None) -> dict[str, forecast.Prediction]:
@@ -182,7 +182,7 @@ def test_the_command_prints_flags_to_paste(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
     directory = write_run(tmp_path)
-    with pytest.raises(DataError, match="--memory-gb cannot be held"):
+    with pytest.raises(DataError, match="which --memory-gb needs"):
         forecast.forecast(directory, 16)
     trace_of(directory, 2).unlink()
     with pytest.raises(DataError, match="no forward and backward of stage 2"):

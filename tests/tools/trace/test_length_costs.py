@@ -110,7 +110,7 @@ def test_tensor_parallel_ranks_count_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"sizes": ()}, "does not tell how long its micro-batches are; trace a schedule of this"),
+        ({"sizes": ()}, "has no lengths of micro-batches; trace a schedule of this"),
         ({"lengths": (70,) * 8}, "micro-batches of one length do not tell what a length costs"),
     ],
 )

@@ -32,7 +32,7 @@ class Operation:
     start: Callable
     """Begins it, on the bytes; returns works of gloo."""
     tensors: list
-    """Which it reads and writes."""
+    """Tensors that it reads and writes."""
     finish: Callable | None = None
     meet: Callable | None = None
     """Tells the other rank when this one came to the operation; returns works and their stamp."""
