@@ -21,6 +21,23 @@ fail() {
     exit 2
 }
 
+# Ctrl-C before the training, which `run_command` looks after: one line.
+interrupted() {
+    [[ -z ${pid:-} ]] || kill "$pid" 2>/dev/null || true
+    say "interrupted; run again to go on" >&2
+    exit 130
+}
+trap interrupted INT
+
+# Runs a command in the background, where Ctrl-C is ignored, so that Python ends without a traceback.
+apart() {
+    local pid status=0
+    "$@" &
+    pid=$!
+    wait "$pid" || status=$?
+    return "$status"
+}
+
 # --- Python environment ---------------------------------------------------------------------------
 
 # An activated environment (VIRTUAL_ENV) is used as it is: its torch is the one that its owner wants.
@@ -249,7 +266,10 @@ detect_device() {
         return
     fi
     found=$("$PYTHON" - "$@" <<'PYTHON'
+import signal
 import sys
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the script, without a traceback from here
 
 import torch
 
@@ -277,18 +297,18 @@ word_pieces() {
     local prefix=$1
     [[ ! -f ${prefix}_text_sentence.idx ]] || return 0
     corpus "$prefix"
-    "$PYTHON" "$REPO/examples/data/word_pieces.py" "$prefix.jsonl" "$prefix"
+    apart "$PYTHON" "$REPO/examples/data/word_pieces.py" "$prefix.jsonl" "$prefix"
     tokenize "$prefix" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$prefix" --split-sentences
 }
 
 tokenize() {
-    PYTHONWARNINGS=ignore "$PYTHON" "$REPO/examples/data/tokenize_text.py" "$1.jsonl" --output-prefix "$1" "${@:2}"
+    PYTHONWARNINGS=ignore apart "$PYTHON" "$REPO/examples/data/tokenize_text.py" "$1.jsonl" --output-prefix "$1" "${@:2}"
 }
 
 corpus() {
     mkdir -p "$(dirname "$1")"
     say "makes training data from Python's language reference"
-    "$PYTHON" "$REPO/examples/data/python_reference.py" "$1.jsonl"
+    apart "$PYTHON" "$REPO/examples/data/python_reference.py" "$1.jsonl"
 }
 
 flag_value() {
@@ -338,7 +358,8 @@ run_command() {
         interrupted=0 status=0
         wait "$pid" || status=$?
     done
-    trap - INT TERM HUP
+    trap - TERM HUP
+    trap interrupted INT
     wait "$view_pid" || true
     if $stopped; then
         return 130

@@ -398,10 +398,11 @@ summary() {
 
 # torchrun ends with a report on every rank; what the user can mend was said in one line before it.
 explain_failure() {
-    local reason latest
+    local reason reached latest
     if (($1 == 130)); then
+        reached=$(grep -oE 'iteration +[0-9]+/' "$OUT/log.txt" | tail -n 1 | tr -dc 0-9 || true)
         latest=$(cat "$OUT/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none)
-        say "interrupted at iteration $(grep -oE 'iteration +[0-9]+/' "$OUT/log.txt" | tail -n 1 | tr -dc 0-9); checkpoint $latest; run again to resume"
+        say "interrupted ${reached:+at iteration }${reached:-before the first logged iteration}; checkpoint $latest; run again to resume"
         exit 130
     fi
     reason=$(grep -m 1 -oE '(megatron[_-]ext|pretrain_[a-z]+\.py): error: .*' "$OUT/log.txt" || true)

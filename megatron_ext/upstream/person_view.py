@@ -129,8 +129,12 @@ class PersonView:
         self._after_error.add(source)
         return lines
 
+    def has_shown(self, line: str) -> bool:
+        """Return whether a line, or one that differs in numbers alone, has been shown."""
+        return line in self._shown or _without_numbers(line) in self._shown
+
     def _is_new(self, line: str) -> bool:
-        key = re.sub(r"\d+", "#", line)  # ranks, process ids and ports differ between equal lines
+        key = _without_numbers(line)
         new = key not in self._shown
         self._shown.add(key)
         return new
@@ -206,6 +210,11 @@ class PersonView:
             parts.append(f"bubble {self._bubble} %")
             self._bubble = None
         return "  ".join(parts)
+
+
+def _without_numbers(line: str) -> str:
+    # Ranks, process ids and ports differ between equal lines.
+    return re.sub(r"\d+", "#", line)
 
 
 def _reason(line: str) -> str:

@@ -155,10 +155,10 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     open_hosts = [node.host.name for node in plan.nodes if node.nproc == 0]
     if args.dry_run and open_hosts:
         raise LaunchError(
-            f"--dry-run asks no host, so it cannot count the devices of {', '.join(open_hosts)}; "
+            f"--dry-run contacts no host, so it cannot count devices of {', '.join(open_hosts)}; "
             f"give slots=N in the hostfile, or --nproc N"
         )
-    if not open_hosts:  # what is wrong here is reported before any host is asked
+    if not open_hosts:  # what is wrong here is reported before any host is contacted
         complete = plan.completed(args.num_microbatches, allow_uneven=args.allow_uneven)
         _shown_ranks(args.show, complete.world_size)
     if args.dry_run:
@@ -285,7 +285,8 @@ def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
             show = list(range(plan.world_size)) if len(plan.nodes) == 1 else show
             _say(f"everything the ranks print: {log.name}")
         with log:
-            display = Display(sys.stdout.buffer, log, None if raw else PersonView())
+            view = None if raw else PersonView()
+            display = Display(sys.stdout.buffer, log, view)
             try:
                 outcome = supervise(agents, plan, findings, display, show)
             finally:
@@ -301,8 +302,9 @@ def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
     logs = f"logs: megatron-ext logs {plan.run_id}" if raw else f"everything: {log.name}"
     if outcome.failure is not None:
         lines = [line for line in outcome.failure.tail if line.strip()]
-        for line in lines if raw else lines[-1:]:
-            _say(f"| {line}")
+        for line in lines if view is None else lines[-1:]:
+            if view is None or not view.has_shown(line):
+                _say(f"| {line}")
         _say(f"failed first: {reason}; the job was stopped on all hosts; {logs}")
     elif outcome.stopped_by == "SIGINT" and display.iteration:
         saved = [flag_value(plan.command, flag) for flag in ("--save", "--load")]
