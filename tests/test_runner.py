@@ -194,12 +194,13 @@ def test_a_package_that_only_upstream_needs_is_named_with_the_remedy(
     assert "Traceback" in run_package("mine.py").stderr
 
 
-def test_errors_of_the_script_keep_their_traceback() -> None:
-    Path("mine.py").write_text("raise RuntimeError('a bug of mine')\n")
+@pytest.mark.parametrize("reason", ["a bug of mine", "S3: Connection reset by peer"])
+def test_errors_of_the_script_keep_their_traceback(reason: str) -> None:
+    Path("mine.py").write_text(f"raise RuntimeError({reason!r})\n")
     done = run_package("mine.py")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
-    assert "a bug of mine" in done.stderr
+    assert f"RuntimeError: {reason}" in done.stderr
 
 
 def test_a_script_configures_logging_itself() -> None:

@@ -164,7 +164,9 @@ def _explained(error: BaseException) -> MegatronExtError | None:
         module = frame.f_globals.get("__name__", "")
         if frame.f_code.co_name == "__post_init__" and module.startswith("megatron."):
             return ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}")
-    if isinstance(error, RuntimeError) and (lost := _LOST.search(str(error))):
+    # An error of the script's own may say the same, of a connection to something else.
+    is_torchs = type(error).__module__ == "torch.distributed" or "gloo/" in str(error)
+    if isinstance(error, RuntimeError) and is_torchs and (lost := _LOST.search(str(error))):
         caller = next(
             frame
             for frame in reversed(traceback.extract_tb(error.__traceback__))
