@@ -10,16 +10,20 @@ import argparse
 import errno
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_ext.errors import ArgumentsError, MegatronExtError, UserError, line_of
+from megatron_ext.errors import (
+    ArgumentsError,
+    MegatronExtError,
+    UserError,
+    line_of,
+    parser_line,
+)
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
 from megatron_ext.version import __version__
@@ -95,32 +99,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line in our own words."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"megatron-ext: error: {line_of(self._reworded(message))}", file=sys.stderr)
+        print(f"megatron-ext: error: {line_of(parser_line(self, message))}", file=sys.stderr)
         raise SystemExit(2)
-
-    def _reworded(self, message: str) -> str:
-        see = f"see {self.prog} --help"
-        if found := re.fullmatch(r"argument (.*?): invalid (int|float) value: (.*)", message):
-            kind = "a whole number" if found[2] == "int" else "a number"
-            return f"{found[1]} is {found[3]}; it must be {kind}"
-        if found := re.fullmatch(r"argument (.*?): invalid choice: '?(.*?)'? \(choose .*", message):
-            action = next(one for one in self._actions if found[1] in _names_of(one))
-            known = list(action.choices or ())
-            like = get_close_matches(found[2], known, 1)
-            hint = f"did you mean {like[0]}?" if like else f"use one of {', '.join(known)}"
-            what = "command" if found[1] in ("COMMAND", "ACTION") else f"value of {found[1]}"
-            return f"{found[2]!r} is not a {what}; {hint}"
-        if found := re.fullmatch(
-            r"(?:the following arguments are required:|one of the arguments) (.*?)( is required)?",
-            message,
-        ):
-            names = [name.partition("/")[0] for name in found[1].split(", ")]
-            return f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} missing; {see}"
-        if found := re.fullmatch(r"unrecognized arguments: (\S+).*", message, re.DOTALL):
-            flags = [flag for one in self._actions for flag in one.option_strings]
-            like = get_close_matches(found[1].partition("=")[0], flags, 1)
-            return f"unknown argument {found[1]}; " + (f"did you mean {like[0]}?" if like else see)
-        return f"{message.removeprefix('argument ')}; {see}"
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; the command's own parser names arguments that are left over."""
@@ -129,12 +109,6 @@ class _Parser(argparse.ArgumentParser):
             command = getattr(found, "parser", self)
             command.error(f"unrecognized arguments: {' '.join(left)}")
         return found
-
-
-def _names_of(action: argparse.Action) -> tuple[str, ...]:
-    """Return the names that argparse may give an argument in an error."""
-    shown = action.metavar if isinstance(action.metavar, str) else action.dest
-    return (*action.option_strings, "/".join(action.option_strings), shown)
 
 
 def _overview(commands: dict[str, str]) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 import traceback
+from argparse import Action, ArgumentParser
+from difflib import get_close_matches
 from pathlib import Path
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "UserError",
     "line_of",
     "message_of",
+    "parser_line",
     "reason_of",
     "shortened",
 ]
@@ -143,6 +146,45 @@ def line_of(message: object) -> str:
     words = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda match: shortened(match[0]), str(message))
     text = shortened(words, _MAX_LINE)
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
+def parser_line(parser: ArgumentParser, message: str) -> str:
+    """Return an error of argparse in our own words, with a known name that is close."""
+    see = f"see {parser.prog} --help"
+    if found := re.fullmatch(r"argument (.*?): invalid (int|float) value: (.*)", message):
+        kind = "a whole number" if found[2] == "int" else "a number"
+        return f"{found[1]} is {found[3]}; it must be {kind}"
+    if found := re.fullmatch(r"argument (.*?): invalid choice: '?(.*?)'? \(choose .*", message):
+        action = next(one for one in parser._actions if found[1] in _names_of(one))
+        known = [str(choice) for choice in action.choices or ()]
+        like = get_close_matches(found[2], known, 1)
+        hint = f"did you mean {like[0]}?" if like else f"use one of {', '.join(known)}"
+        what = "command" if found[1] in ("COMMAND", "ACTION") else f"value of {found[1]}"
+        return f"{found[2]!r} is not a {what}; {hint}"
+    if found := re.fullmatch(
+        r"(?:the following arguments are required:|one of the arguments) (.*?)( is required)?",
+        message,
+    ):
+        names = [name.partition("/")[0] for name in found[1].split(", ")]
+        return f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} missing; {see}"
+    if message.startswith("unrecognized arguments: "):
+        words = message.removeprefix("unrecognized arguments: ").split()
+        flags = [flag for one in parser._actions for flag in one.option_strings]
+        unknown = [word.partition("=")[0] for word in words if word.startswith("--")] or words[:1]
+        lines = []
+        for word in unknown:
+            like = get_close_matches(word, flags, 1)
+            lines.append(
+                f"unknown argument {word}; " + (f"did you mean {like[0]}?" if like else see)
+            )
+        return " ".join(dict.fromkeys(lines))
+    return f"{message.removeprefix('argument ')}; {see}"
+
+
+def _names_of(action: Action) -> tuple[str, ...]:
+    """Return the names that argparse may give an argument in an error."""
+    shown = action.metavar if isinstance(action.metavar, str) else action.dest
+    return (*action.option_strings, "/".join(action.option_strings), shown)
 
 
 def message_of(error: BaseException) -> str:

@@ -52,8 +52,13 @@ def test_a_package_that_only_the_last_rank_imports() -> None:
             GPT + "--tensor-model-parallel-size 2 --num-attention-heads 5 --hidden-size 40",
             "Megatron-LM refused the arguments: num_attention_heads (5) must be a multiple of",
         ),
+        (
+            PP2 + "--pipeline-shedule zb-v --use-dp 3",
+            "--pipeline-shedule; did you mean --pipeline-schedule? unknown argument --use-dp; did",
+        ),
+        (PP2 + "--seq-length long", "error: --seq-length is 'long'; it must be a whole number"),
     ],
-    ids=["arguments", "TransformerConfig"],
+    ids=["arguments", "TransformerConfig", "unknown flags", "no number"],
 )
 def test_an_error_of_all_ranks_is_one_line(flags: str, reason: str) -> None:
     ended = start(flags)

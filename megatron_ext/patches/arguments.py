@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from argparse import ArgumentParser, Namespace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
-from megatron_ext.errors import ArgumentsError, message_of
+from megatron_ext.errors import ArgumentsError, message_of, parser_line
 from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Patch
 from megatron_ext.upstream.signatures import flag_destination
 
@@ -33,6 +34,7 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     from megatron_ext.config.flags import FLAGS, add_arguments, requested_flags, said_by
 
     add_arguments(parser)
+    parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     parser.set_defaults(**said_by(requested_flags(), FLAGS))
     device = devices.current()
     known = {action.dest: action for action in parser._actions}
@@ -48,6 +50,14 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         if action.help and not _is_format(action.help, {**vars(action), "prog": parser.prog}):
             action.help = action.help.replace("%", "%%")
     return parser
+
+
+def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
+    """End with one line on one rank, where argparse prints hundreds of lines of usage on each."""
+    from megatron_ext.upstream import failure
+
+    failure.report(ArgumentsError(parser_line(parser, message)))
+    raise SystemExit(2)
 
 
 def _is_format(text: str, values: dict[str, Any]) -> bool:
