@@ -353,7 +353,7 @@ run_command() {
     pid=$!
     exec 8>&-
     trap 'interrupted=1; kill -TERM "$pid" 2>/dev/null || true' TERM HUP
-    trap 'interrupted=1 stopped=true; kill -TERM "$pid" 2>/dev/null || true' INT
+    trap 'interrupted=1 stopped=true; kill -INT "$view_pid" 2>/dev/null || true; kill -TERM "$pid" 2>/dev/null || true' INT
     while ((interrupted)); do # by a signal, and not by the end of the command
         interrupted=0 status=0
         wait "$pid" || status=$?

@@ -114,7 +114,7 @@ class Pipeline:
 
     @cached_property
     def placement(self) -> Placement:
-        """Which rank holds which stage; the same for every number of micro-batches."""
+        """The rank of each stage, the same for every number of micro-batches."""
         return self.schedule(self.num_microbatches).placement
 
     @property

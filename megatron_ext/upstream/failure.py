@@ -77,8 +77,9 @@ def report_interrupt() -> None:
     line = "interrupted before the training began"
     variables = sys.modules.get("megatron.training.global_vars")
     args = getattr(variables, "_GLOBAL_ARGS", None)
-    iteration = getattr(args, "curr_iteration", None)
-    if args is not None and iteration:
+    if args is not None and getattr(args, "curr_iteration", None):
+        # Megatron counts a step when the next one begins, and saves before that.
+        iteration = max(args.curr_iteration, last_saved(args.save) or 0)
         line = f"interrupted at iteration {iteration}; {to_resume(args.save, args.load)}"
     sys.stderr.write(f"megatron_ext: {line}\n")
     sys.stderr.flush()
@@ -88,13 +89,20 @@ def to_resume(save: str | None, load: str | None) -> str:
     """Describe the last checkpoint of a training, and how to go on from it."""
     if save is None:
         return "nothing was saved (--save DIR --load DIR)"
-    try:
-        last = (Path(save) / "latest_checkpointed_iteration.txt").read_text().strip()
-    except OSError:
+    last = last_saved(save)
+    if last is None:
         return f"no checkpoint yet in {save}"
     return f"checkpoint {last}; " + (
         "run again to resume" if load else f"resume with --load {save}"
     )
+
+
+def last_saved(save: str | None) -> int | None:
+    """Return the iteration of the last whole checkpoint in a folder, if there is one."""
+    try:
+        return int((Path(save or "") / "latest_checkpointed_iteration.txt").read_text())
+    except (OSError, ValueError):  # or that of a release, which has no number
+        return None
 
 
 class interrupts:  # noqa: N801 - a context manager, named as those of contextlib

@@ -33,6 +33,9 @@ _WARNING = re.compile(r"WARNING[: ]|.*?:\d+: \w*Warning: |\S*: ?warning: ", re.I
 _ERROR = re.compile(r"\w[\w.]*(?:Error|Exception|Interrupt|Exit|Mismatch|Died|Timeout)\b(?:: |$)")
 _TORCHRUN = re.compile(r"[EWI]\d{4} [\d:.]+ \d+ torch/distributed/(?:elastic|run)")
 
+_RANK = re.compile(r"\[rank\d+\]: ")
+"""torch's mark before each line of a traceback, once ranks are connected."""
+
 _LAUNCHER = ("ChildFailedError", "SignalException")
 """How torchrun ends if a rank fails, or at Ctrl-C."""
 
@@ -96,7 +99,7 @@ class PersonView:
 
     def feed(self, line: str, source: str = "") -> list[str]:
         """Return the lines to show for a line of the log: mostly none."""
-        line = line.rstrip()
+        line = _RANK.sub("", line.rstrip())
         if line.startswith("Traceback (most recent call last)"):
             self._tracebacks[source] = [line]
             self._after_error.discard(source)
@@ -131,6 +134,7 @@ class PersonView:
 
     def has_shown(self, line: str) -> bool:
         """Return whether a line, or one that differs in numbers alone, has been shown."""
+        line = _RANK.sub("", line)
         return line in self._shown or _without_numbers(line) in self._shown
 
     def _is_new(self, line: str) -> bool:
@@ -243,8 +247,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--log", type=Path, metavar="FILE", help="write every line to FILE")
     parser.add_argument("--raw", action="store_true", help="show every line as it is")
     options = parser.parse_args(argv)
-    # Ctrl-C goes to the whole process group; the last lines of the training still come.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+
+    # Ctrl-C goes to the whole process group. The last lines of the training are kept, and not
+    # shown: how a launcher and its ranks end then is of no interest.
+    signal.signal(signal.SIGINT, stop)
     view = PersonView()
     kept = options.log.open("w", encoding="utf-8") if options.log else nullcontext()
     with kept as log:
@@ -254,8 +265,9 @@ def main(argv: list[str] | None = None) -> int:
                 log.write(line)
                 log.flush()
             for one in [line.rstrip("\n")] if options.raw else view.feed(line):
-                print(one, flush=True)
-        for one in view.flush():
+                if options.raw or not stopped:
+                    print(one, flush=True)
+        for one in () if stopped else view.flush():
             print(one, flush=True)
     return 0
 

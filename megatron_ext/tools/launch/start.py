@@ -306,9 +306,12 @@ def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
             if view is None or not view.has_shown(line):
                 _say(f"| {line}")
         _say(f"failed first: {reason}; the job was stopped on all hosts; {logs}")
-    elif outcome.stopped_by == "SIGINT" and display.iteration:
+    elif outcome.stopped_by == "SIGINT":
         saved = [flag_value(plan.command, flag) for flag in ("--save", "--load")]
-        _say(f"interrupted at iteration {display.iteration}; {failure.to_resume(*saved)}; {logs}")
+        when = f"at iteration {display.iteration}; {failure.to_resume(*saved)}"
+        if not display.iteration:
+            when = "before the first logged iteration"
+        _say(f"interrupted {when}; {logs}")
     elif outcome.stopped_by is not None:
         _say(f"stopped by {outcome.stopped_by}; {logs}")
     else:
