@@ -200,8 +200,8 @@ choose_processes() {
             fi
         fi
     fi
-    [[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC=$NPROC is no number of processes; give 1 or more"
-    [[ ${NNODES:-1} =~ ^[1-9][0-9]*$ ]] || fail "NNODES=$NNODES is no number of nodes; give 1 or more"
+    [[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC=$NPROC is not a number of processes; give 1 or more"
+    [[ ${NNODES:-1} =~ ^[1-9][0-9]*$ ]] || fail "NNODES=$NNODES is not a number of nodes; give 1 or more"
     WORLD=$((NPROC * ${NNODES:-1}))
 }
 

@@ -78,7 +78,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 def activate() -> None:

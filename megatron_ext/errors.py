@@ -38,9 +38,6 @@ __all__ = [
     "shortened",
 ]
 
-TELLING_S = 2.0
-"""How long a process stays that fails for a reason that another one tells."""
-
 _MAX_WORD = 200
 _MAX_LINE = 2000
 

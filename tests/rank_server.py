@@ -108,16 +108,8 @@ def preload() -> None:
     for name in (*_LATER, *wheel):
         importlib.import_module(name)
     _shrink_mock_data()
-    _tell_quickly()
     for name in filter(None, os.environ.get(PRELOAD, "").split(",")):
         importlib.import_module(name)
-
-
-def _tell_quickly() -> None:
-    """Let ranks whose reason another one tells end soon: here no launcher kills that one."""
-    from megatron_ext import errors
-
-    errors.TELLING_S = 0.05
 
 
 def _shrink_mock_data() -> None:

@@ -141,7 +141,7 @@ def copy_of_the_scripts(tmp_path: Path) -> Path:
         (["--tiny", "--out", "/proc/x"], {}, "--out /proc/x cannot be made; name a folder"),
         (["--size", "9b"], {}, "--size 9b: there is none of this name; take one of: 70b 8b tiny"),
         (["--hostfile", "/absent"], {}, "--hostfile /absent: there is no such file"),
-        (["--tiny"], {"NPROC": "none"}, "NPROC=none is no number of processes"),
+        (["--tiny"], {"NPROC": "none"}, "NPROC=none is not a number of processes"),
         (["--dry-run", "--size", "70b"], {}, "one copy of the model takes tensor 8 x pipeline 4"),
         (["--tiny"], {"VIRTUAL_ENV": "/absent"}, "/absent has no bin/python"),
         (["--tiny"], {"MEGATRON_EXT_DEVICE": "abacus"}, "MEGATRON_EXT_DEVICE is 'abacus'"),

@@ -314,7 +314,7 @@ def parse_devices(text: str) -> tuple[int, DeviceKind]:
     """
     found = re.fullmatch(r"(\d+)x(.+)", text)
     if found is None or not 0 < int(found[1]) <= 1_000_000:
-        raise ArgumentsError(f"--devices {text!r} is no number and kind; use, say, 64xh100")
+        raise ArgumentsError(f"--devices {text!r} is not a number and a kind; use, say, 64xh100")
     name = found[2]
     if name.lower() in DEVICES:
         return int(found[1]), DEVICES[name.lower()]

@@ -626,7 +626,7 @@ def read_lengths(path: Path) -> list[int]:
             value = len(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ScheduleError(
-                f"--lengths {path}, line {number}: {line.strip()[:40]!r} is no length; write a "
+                f"--lengths {path}, line {number}: {line.strip()[:40]!r} is not a length; write a "
                 f"whole number of 1 or more, or JSON with {', '.join(_LENGTH_FIELDS)}"
             )
         found.append(value)

@@ -106,8 +106,8 @@ def test_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mine.sources["memory_gib"] == "given by mine.json"
     Path("bad.json").write_text('{"base": "h100", "speed": 1}')
     for text, message in (
-        ("h100", "is no number and kind"),
-        ("0xh100", "is no number and kind"),
+        ("h100", "is not a number and a kind"),
+        ("0xh100", "is not a number and a kind"),
         ("8xh900", "h900 is unknown; use h100"),
         ("8xbad.json", "describes no device"),
         ("8xnone.json", "describes no device"),

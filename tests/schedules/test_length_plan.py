@@ -42,7 +42,7 @@ def test_lengths_are_read(tmp_path: Path, lines: list[str]) -> None:
 @pytest.mark.parametrize("line", ["x", "1.5", "0", "-3", "true", "null", '{"text": "a"}', "[]"])
 def test_a_line_without_a_length_is_named(tmp_path: Path, line: str) -> None:
     path = _written(tmp_path / "lengths", ["7", line])
-    with pytest.raises(ScheduleError, match=r"line 2: .* is no length; write a whole number of 1"):
+    with pytest.raises(ScheduleError, match=r"line 2: .* is not a length; write a whole number"):
         read_lengths(path)
 
 
