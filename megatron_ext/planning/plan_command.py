@@ -97,22 +97,28 @@ def _run_plan(args: argparse.Namespace) -> int:
         ]
         given += [f"--{name.replace('_', '-')}" for name in _SWITCHES if getattr(args, name)]
         if given:
-            raise ArgumentsError(f"{given[0]} needs --devices; add it, say --devices 64xh100")
+            example = "--devices 64xh100"
+            if args.global_batch_size is None:
+                example += " --global-batch-size 1024"
+            raise ArgumentsError(f"{given[0]} needs --devices; add, say, {example}")
         if args.model_flags:
             raise ArgumentsError(
                 f"unknown argument {args.model_flags[0]}; see megatron-ext plan --help"
             )
         return int(args.run_compared(args))
-    for name in ("pp", "microbatches", "chunks", "from_trace", "lengths"):
+    for name in ("pp", "microbatches", "chunks", "trace_dir", "lengths"):
         if getattr(args, name) is not None:
             raise ArgumentsError(
                 f"--{name.replace('_', '-')} compares schedules for sizes, --devices finds the "
                 "sizes; leave one of them out (--fix pp=8 keeps a size)"
             )
     if args.global_batch_size is None or args.global_batch_size < 1:
+        example = "--global-batch-size 1024"
+        if args.model is None and not args.model_flags:
+            example = f"--model examples/llama3 {example}"
         raise ArgumentsError(
             f"--global-batch-size is {args.global_batch_size or 'missing'}; give the sequences of "
-            "a step, say --global-batch-size 1024"
+            f"a step, say {example}"
         )
     job = _job(args)
     begun = time.monotonic()

@@ -119,6 +119,7 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
     ("arguments", "message"),
     [
         ([*LLAMA, "--devices", "8xh100"], "--global-batch-size is missing"),
+        ([*LLAMA, "--devices", "8xh100", "--trace-dir", "."], "--trace-dir compares schedules for"),
         ([*LLAMA], "--model needs --devices"),
         (["--fp8"], "--fp8 needs --devices"),
         (["--no-overlap"], "--no-overlap needs --devices"),
