@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext import files
-from megatron_ext.errors import line_of
+from megatron_ext.errors import TransportError, line_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -36,6 +36,9 @@ _HELD_S = 0.3
 """For how long a rank that has reported stays at least, which keeps the others on its host from it.
 It ends before they do, so that a launcher shows the log of a rank with a reason."""
 _OTHERS_S = 1.0
+_CAUSE_S = 5.0
+"""For how long a rank that lost another one stays at most. torchrun takes the rank that ends first
+for the one that failed, and the interpreter's exit of the one with the reason takes seconds."""
 _CONNECT_S = 5.0
 _LOOK_S = 1.0
 _KEY = "megatron_ext/failed"
@@ -50,21 +53,32 @@ def report(error: BaseException) -> None:
         prefix = f"[rank {rank}] " if connected else ""
         sys.stderr.write(f"{prefix}megatron_ext: error: {line}\n")
         sys.stderr.flush()
-        _tell_torchrun(line)
+        _tell_torchrun(line, is_effect=isinstance(error, TransportError))
         if not connected and _has_other_hosts():
             with suppress(RuntimeError):  # the host of the store has ended: so do its ranks
                 _store().set(_key(), f"rank {rank} on {socket.gethostname()}: {line}")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if isinstance(error, TransportError) and "TORCHELASTIC_RUN_ID" in os.environ:
+        _wait_for_the_cause()
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(_HELD_S if is_first else _OTHERS_S)
 
 
-def _tell_torchrun(line: str) -> None:
-    """Let torchrun's report of failures end with this rank's line."""
+def _wait_for_the_cause() -> None:
+    """Wait until torchrun has seen the end of another rank, and ends this one."""
+    ended = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    ended.wait(_CAUSE_S)
+    signal.signal(signal.SIGTERM, before)
+
+
+def _tell_torchrun(line: str, *, is_effect: bool) -> None:
+    """Let torchrun's report of failures end with this rank's line, unless another has the cause."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    # A second ago: of the failures of one second torchrun takes the lowest rank for the first.
-    extra = {"py_callstack": line, "timestamp": str(int(time.time()) - 1)}
+    # Of the failures of one second torchrun takes the lowest rank for the first.
+    at = int(time.time()) + (1 if is_effect else -1)
+    extra = {"py_callstack": line, "timestamp": str(at)}
     text = json.dumps({"message": {"message": line, "extraInfo": extra}})
     with suppress(OSError):  # a full disk, which may be why the rank failed
         files.write_text(Path(path), text)

@@ -66,6 +66,25 @@ def test_a_failure_ends_in_its_reason_and_the_path_of_the_log() -> None:
     assert "[localhost:1]  iteration 3/ 1000 | lm loss: 4.855E+00" in raw.stdout
 
 
+CAUSE = """\
+import atexit, os, time
+from megatron_ext.errors import PeerDied
+if os.environ["RANK"] == "0":
+    raise PeerDied("rank 1 died")
+atexit.register(time.sleep, 2)
+raise KeyError("the cause")
+"""
+
+
+def test_the_rank_with_the_cause_failed_first_though_it_ends_later() -> None:
+    Path("pretrain_cause.py").write_text(CAUSE)
+    done = run_package("launch", "--nproc", "2", "--", "pretrain_cause.py")
+    assert done.returncode == 1
+    assert "megatron_ext: error: rank 1 died" in done.stdout
+    assert "KeyError: 'the cause'" in done.stdout
+    assert "failed first: localhost: rank 1 ended with exit code 1" in done.stderr
+
+
 def test_ctrl_c_names_the_iteration_and_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
