@@ -113,8 +113,10 @@ def test_an_interrupted_training_says_how_to_go_on(tmp_path: Path) -> None:
             rank.wait()
     text = log.read_text()
     [line] = re.findall(r"^megatron_ext: interrupted .*", text, re.MULTILINE)
-    assert re.fullmatch(
-        r"megatron_ext: interrupted at iteration \d+; checkpoint \d+; run again to resume", line
+    numbers = re.fullmatch(
+        r"megatron_ext: interrupted at iteration (\d+); checkpoint (\d+); run again to resume", line
     )
+    assert numbers is not None, line
+    assert int(numbers[1]) >= int(numbers[2]), line
     assert "Traceback" not in text
     assert "error:" not in text
