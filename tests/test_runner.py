@@ -203,6 +203,25 @@ def test_errors_of_the_script_keep_their_traceback(reason: str) -> None:
     assert f"RuntimeError: {reason}" in done.stderr
 
 
+WRAPPED = """
+try:
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2")
+except RuntimeError as error:
+    raise Exception("failed to build the data") from error
+"""
+
+
+def test_a_rank_that_ended_is_named_though_megatron_hides_it(tree: Path) -> None:
+    (tree / "megatron" / "training" / "__init__.py").write_text(WRAPPED)
+    (tree / "pretrain_gpt.py").write_text("import megatron.training\n")
+    done = run_package("pretrain_gpt.py")
+    assert done.returncode == 1
+    assert "lost the connection to another rank" in done.stderr
+    assert "Traceback" not in done.stderr
+    Path("mine.py").write_text(WRAPPED)
+    assert "Traceback" in run_package("mine.py").stderr
+
+
 def test_a_script_configures_logging_itself() -> None:
     Path("script.py").write_text(
         "import logging, sys\n"

@@ -158,12 +158,12 @@ def _explained(error: BaseException) -> MegatronExtError | None:
             f"Megatron-LM's own code imports {error.name}, which is not installed; "
             f"{_remedy((error.name or '').partition('.')[0])}"
         )
-    if isinstance(error, (AssertionError, ValueError)):
-        # Rules that Megatron checks when it makes its configuration, instead of in validate_args.
-        *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == "__post_init__" and module.startswith("megatron."):
-            return ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}")
+    *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+    is_megatrons = frame.f_globals.get("__name__", "").startswith("megatron.")
+    # Rules that Megatron checks when it makes its configuration, instead of in validate_args.
+    is_rule = is_megatrons and frame.f_code.co_name == "__post_init__"
+    if is_rule and isinstance(error, (AssertionError, ValueError)):
+        return ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}")
     # An error of the script's own may say the same, of a connection to something else.
     is_torchs = type(error).__module__ == "torch.distributed" or "gloo/" in str(error)
     if isinstance(error, RuntimeError) and is_torchs and (lost := _LOST.search(str(error))):
@@ -176,6 +176,9 @@ def _explained(error: BaseException) -> MegatronExtError | None:
             f"{caller.name} ({Path(caller.filename).name}:{caller.lineno}) lost the connection to "
             f"another rank, whose own line or traceback gives the reason: {lost[0]}"
         )
+    cause = error.__cause__  # of, for example, "MockGPTDataset failed to build"
+    if is_megatrons and cause is not None and cause.__traceback__ is not None:
+        return _explained(cause)
     return None
 
 

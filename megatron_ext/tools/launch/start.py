@@ -306,7 +306,7 @@ def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
             if view is None or not view.has_shown(line):
                 _say(f"| {line}")
         _say(f"failed first: {reason}; the job was stopped on all hosts; {logs}")
-    elif outcome.stopped_by == "SIGINT":
+    elif outcome.stopped_by == "SIGINT" and (display.iteration or not raw):
         saved = [flag_value(plan.command, flag) for flag in ("--save", "--load")]
         when = f"at iteration {display.iteration}; {failure.to_resume(*saved)}"
         if not display.iteration:

@@ -111,7 +111,7 @@ def test_tensor_parallel_ranks_count_once(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"sizes": ()}, "has no lengths of micro-batches; trace a schedule of this"),
-        ({"lengths": (70,) * 8}, "micro-batches of one length do not tell what a length costs"),
+        ({"lengths": (70,) * 8}, "micro-batches of one length do not show what a length costs"),
     ],
 )
 def test_traces_that_do_not_tell_it_are_refused(
