@@ -113,6 +113,14 @@ def test_equal_tracebacks_of_several_ranks_are_shown_once_and_whole() -> None:
     assert [text for line in _TORCHRUN.splitlines() for text in view.feed(line)] == []
 
 
+def test_torchs_mark_of_a_rank_does_not_hide_a_traceback() -> None:
+    first, *_, last = marked = [f"[rank1]: {line}" for line in _TRACEBACK.splitlines()[:4]]
+    view = PersonView()
+    assert [view.feed(line) for line in marked][-1] == _TRACEBACK.splitlines()[:4]
+    assert view.has_shown(last)
+    assert not view.has_shown(first)
+
+
 def test_a_killed_rank_is_shown_by_the_report_of_torchrun() -> None:
     assert short(_TORCHRUN) == _TORCHRUN.splitlines()[1:]
 
