@@ -119,6 +119,10 @@ def test_torchs_mark_of_a_rank_does_not_hide_a_traceback() -> None:
     assert [view.feed(line) for line in marked][-1] == _TRACEBACK.splitlines()[:4]
     assert view.has_shown(last)
     assert not view.has_shown(first)
+    assert view.feed("[rank1]: weights") == ["weights"]
+    assert view.feed("\tdecoder.final_layernorm.bias") == [], (
+        "what was printed before it comes late"
+    )
 
 
 def test_a_killed_rank_is_shown_by_the_report_of_torchrun() -> None:

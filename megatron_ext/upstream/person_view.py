@@ -95,22 +95,25 @@ class PersonView:
     _parameters: dict[str, int] = field(default_factory=dict)
     _shown: set[str] = field(default_factory=set)
     _tracebacks: dict[str, list[str]] = field(default_factory=dict)
-    _after_error: set[str] = field(default_factory=set)
+    _after_error: dict[str, bool] = field(default_factory=dict)
+    """By source: whether torch marks the error that was shown last, and may have further lines."""
 
     def feed(self, line: str, source: str = "") -> list[str]:
         """Return the lines to show for a line of the log: mostly none."""
+        is_marked = _RANK.match(line) is not None
         line = _RANK.sub("", line.rstrip())
         if line.startswith("Traceback (most recent call last)"):
             self._tracebacks[source] = [line]
-            self._after_error.discard(source)
+            self._after_error[source] = is_marked
             return []
         if source in self._tracebacks:
             return self._traceback(line, source)
         if shown := self._recognized(line):
-            self._after_error.discard(source)
+            self._after_error.pop(source, None)
             return shown
-        if source in self._after_error and line and not _TORCHRUN.match(line):
-            return [line]  # the rest of a message of several lines
+        # The rest of a message of several lines; lines of the log may arrive after it.
+        if self._after_error.get(source) == is_marked and line and not _TORCHRUN.match(line):
+            return [line]
         return []
 
     def flush(self) -> list[str]:
@@ -127,9 +130,9 @@ class PersonView:
         del self._tracebacks[source]
         # torchrun's own report adds nothing to an error of a rank, but is all there is on a kill.
         if (any(name in line for name in _LAUNCHER) and self.failed) or not self._is_new(line):
+            self._after_error.pop(source, None)
             return []
         self.failed = True
-        self._after_error.add(source)
         return lines
 
     def has_shown(self, line: str) -> bool:
