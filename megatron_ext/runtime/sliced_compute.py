@@ -69,7 +69,7 @@ class _Kept:
     def __init__(self) -> None:
         self.made: dict[int, torch.Tensor] = {}
         self.gradients: dict[int, torch.Tensor] = {}
-        """What later slices add to the gradient of a slice."""
+        """Sums that later slices add to the gradient of a slice."""
 
 
 class _Joined(torch.autograd.Function):
