@@ -16,9 +16,15 @@ from benchmarks.schedule_harness.device import (
     device_table,
     speeds,
 )
+from benchmarks.schedule_harness.expert_steps import (
+    OwnExperts,
+    expert_figures,
+    expert_systems,
+)
 from benchmarks.schedule_harness.ops import Op, Sizes, Step
 from benchmarks.schedule_harness.systems import Own, Peer, device_systems
-from megatron_ext.schedules import registered, simulate
+from megatron_ext.schedules import Costs, registered, simulate
+from megatron_ext.upstream import releases
 
 ROOT = Path(__file__).parents[1]
 SYSTEMS = {system.name: system for system in device_systems()}
@@ -103,3 +109,61 @@ def test_command(tmp_path: Path) -> None:
     peer, *own = content["measured"]
     assert peer["host_waits"], "Megatron's own batched P2P synchronises with the device"
     assert [row["host_waits"] for row in own] == [{}, {}]
+
+
+@pytest.mark.parametrize("hides", [1.0, 0.5])
+def test_what_pairs_hide_is_a_part_of_what_they_could(hides: float) -> None:
+    systems = {system.name: system for system in expert_systems(2)}
+    system, share = systems["zb-v, pairs"], 0.6
+    assert isinstance(system, OwnExperts)
+    costs = Costs(1 + share, 1 + share, 1, all_to_all=share / (1 + share), hides=hides)
+    timeline = simulate(system.pipeline(4, 8).full, costs)
+    steps = []
+    for row, starts, ends in zip(
+        timeline.schedule.rows, timeline.starts, timeline.ends, strict=True
+    ):
+        ops = [Op(*a[:3], *times) for a, *times in zip(row, starts, ends, strict=True)]
+        steps.append([DeviceStep(Step(0.0, timeline.makespan, ops, 0, 0.0), {})])
+    found = expert_figures(steps, system, Sizes(4, 8, 1.0, 0, 1, 60), [share])[share]
+    assert found.hidden == pytest.approx(hides)
+    assert found.of_all == pytest.approx(timeline.hidden)
+    assert found.activations == timeline.peak_activations
+    assert (found.step_s == pytest.approx(found.bound_s)) is (hides == 1)
+    assert found.work_s == 3 * 8
+
+
+def test_pairs_are_measured_under_every_schedule_beside_upstream() -> None:
+    own = [system for system in expert_systems(2) if isinstance(system, OwnExperts)]
+    for pairs in (True, False):
+        names = {system.schedule for system in own if system.pairs is pairs}
+        assert names == set(registered()) - {"gpipe"}
+    assert sum(not isinstance(system, OwnExperts) for system in expert_systems(2)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    (releases.installed_release() or (0, 19)) < (0, 19),
+    reason="Megatron makes plans of other models than its own from 0.19 on",
+)
+@pytest.mark.usefixtures("emulated_musa")
+def test_command_of_pairs(tmp_path: Path) -> None:
+    script, path = ROOT / "benchmarks" / "expert_overlap.py", tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, str(script), "--quick", "--json", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads(path.read_text())
+    assert content["failures"] == []
+    stock, paired, plain = content["measured"]
+    assert stock["system"] == "megatron-core interleaved, overlap"
+    assert (plain["hidden"], plain["of_all"]) == (None, 0)
+    assert paired["hidden"] is not None
+    table = simulate(
+        next(s for s in expert_systems(2) if s.name == "zb-v, pairs").pipeline(2, 4).full
+    )
+    assert paired["activations"] == table.peak_activations
+    assert "| zb-v, pairs |" in done.stdout

@@ -10,6 +10,7 @@ laptop can distinguish schedules and runtimes. `benchmarks/schedules.py` is the 
     megatron_core.py, torch_pipelining.py, own.py    one step of each system, on one rank
     noise.py, late.py    random durations of ops and messages
     device_probe.py, device.py    the same on a device behind its host
+    expert_steps.py, experts.py    stages with experts, whose exchanges pairs hide
     lengths.py    micro-batches of unequal lengths, and the ways to run them
     scenarios.py  comparison of systems in disturbed steps
     launch.py     starts the ranks

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .metrics import overhead, replay
 from .noise import SCENARIOS, NoisyTimes
-from .ops import OpTimes, Step
+from .ops import Step
 
 if TYPE_CHECKING:
-    from .ops import Sizes
+    from .device_probe import DeviceProbe
+    from .ops import OpTimes, Sizes
     from .systems import System
 
 __all__ = ["DeviceFigures", "DeviceStep", "Row", "device_figures", "device_table",
-           "measure_on_device", "speeds"]  # fmt: skip
+           "measure_on_device", "measured", "speeds"]  # fmt: skip
 
 
 class DeviceStep(NamedTuple):
@@ -43,12 +44,28 @@ def measure_on_device(
         scenario: Name of the disturbance.
         repetitions: How often these steps run, with the same draws.
     """
-    import torch  # not by the parent of the ranks, which imports this module for its name
+    from .device_probe import DeviceProbe  # torch: not by the parent, which imports this module
+
+    share, rank_of = system.share(sizes.pp), system.placement(sizes.pp).rank_of
+    draws = [
+        NoisyTimes(sizes.forward_s, share, SCENARIOS[scenario], rank_of, 0, number)
+        for number in range(sizes.steps)
+    ]
+    return measured(system, sizes, DeviceProbe, draws, repetitions)
+
+
+def measured(
+    system: System,
+    sizes: Sizes,
+    kind: type[DeviceProbe],
+    draws: Sequence[OpTimes],
+    repetitions: int,
+) -> list[DeviceStep]:
+    """Return what this rank recorded in a step of each draw, and again for each repetition."""
+    import torch
     from torch_musa import host_waits
 
     from megatron_ext import devices
-
-    from .device_probe import DeviceProbe
 
     device = devices.current()
     rank = int(os.environ["RANK"])
@@ -57,18 +74,14 @@ def measure_on_device(
     torch.distributed.init_process_group(
         device.distributed_backend, timeout=timedelta(seconds=sizes.timeout_s)
     )
-    share, rank_of = system.share(sizes.pp), system.placement(sizes.pp).rank_of
-    probe = DeviceProbe(OpTimes(sizes.forward_s, share), device.torch_device(rank))
+    probe = kind(draws[0], device.torch_device(rank))
     step = system.prepare(sizes.pp, sizes.num_microbatches, probe, sizes.timeout_s)
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection would delay launches
     found = []
-    warmup = range(-sizes.warmup, 0)
-    for number in (*warmup, *list(range(sizes.steps)) * repetitions):
-        probe.times = NoisyTimes(
-            sizes.forward_s, share, SCENARIOS[scenario], rank_of, 0, max(0, number)
-        )
+    for times in (*draws[:1] * sizes.warmup, *list(draws) * repetitions):
+        probe.times = times
         gc.collect()
         probe.set_clock()
         torch.distributed.barrier()

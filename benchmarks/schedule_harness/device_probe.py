@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .ops import OpTimes
 
-__all__ = ["DeviceProbe"]
+__all__ = ["DeviceProbe", "TimedOp"]
 
 _CLOCK_SAMPLES = 10
 
@@ -53,7 +53,7 @@ class DeviceProbe(Probe):
 
     def op(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Enqueue the time of an op, and record what the device does inside as that op."""
-        return _TimedOp(self, kind, stage, microbatch)
+        return TimedOp(self, (stage, kind, microbatch))
 
     def spend(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Do nothing: the op that runs has enqueued its time."""
@@ -77,22 +77,23 @@ class DeviceProbe(Probe):
         return self._zero_s + 1e-3 * self._zero.elapsed_time(event)
 
 
-class _TimedOp:
-    """Puts an event before and after what is launched inside `with`."""
+class TimedOp:
+    """Puts an event before and after what is launched inside `with`: an op, or two of a pair."""
 
-    def __init__(self, probe: DeviceProbe, kind: Kind, stage: int, microbatch: int) -> None:
-        self._probe, self._name = probe, (stage, kind, microbatch)
+    def __init__(self, probe: DeviceProbe, *names: tuple[int, Kind, int]) -> None:
+        self._probe, self._names = probe, names
         self._begin, self._end = _event(), _event()
 
     def __enter__(self) -> None:
-        stage, kind, microbatch = self._name
-        self._probe.current = stage, microbatch
         self._begin.record()
-        self._probe.enqueue(kind, stage, microbatch)
+        for stage, kind, microbatch in self._names:
+            self._probe.current = stage, microbatch
+            self._probe.enqueue(kind, stage, microbatch)
 
     def __exit__(self, *_: object) -> None:
         self._end.record()
-        self._probe.add(self._name, self._begin, self._end)
+        for name in self._names:
+            self._probe.add(name, self._begin, self._end)
 
 
 def _event() -> TimingEvent:

@@ -24,6 +24,7 @@ def run(
     sizes: Sizes,
     *args: object,
     repeats: int = 1,
+    replicas: int = 1,
     device: str = "cpu",
     env: Mapping[str, str] | None = None,
 ) -> list[_T]:
@@ -35,6 +36,7 @@ def run(
         sizes: How much is run.
         args: More for `measure`.
         repeats: How often it runs the steps of `sizes`.
+        replicas: Data-parallel replicas of the pipeline.
         device: The device backend of the ranks.
         env: What to add to their environment.
 
@@ -47,8 +49,9 @@ def run(
     work_s = 3 * sizes.forward_s * sizes.num_microbatches * (sizes.warmup + sizes.steps) * repeats
     limit_s = sizes.timeout_s + 4 * work_s
     return run_ranks(
-        sizes.pp, measure, system, sizes, *args, timeout_s=limit_s, env=env, device=device
-    )
+        sizes.pp * replicas, measure, system, sizes, *args,
+        timeout_s=limit_s, env=env, device=device,
+    )  # fmt: skip
 
 
 def clean_up_when_terminated() -> None:

@@ -30,9 +30,15 @@ class Chunk(torch.nn.Module):
     """A stage as Megatron's schedules expect a model chunk to be."""
 
     runs_in_slices = True
+    build_schedule_plan: Callable[[Iterator[Any]], Any]
+    """Of chunks with experts only."""
 
-    def __init__(self, probe: Probe, config: TransformerConfig, vp_stage: int | None) -> None:
+    def __init__(
+        self, probe: Probe, config: TransformerConfig, vp_stage: int | None, number: int
+    ) -> None:
         super().__init__()
+        self.number = number
+        """Global index of the stage."""
         self.stage = EmulatedStage(probe)
         self.config = config
         self.vp_stage = vp_stage
@@ -51,7 +57,7 @@ class Chunk(torch.nn.Module):
         return self.stage(tokens.T[..., None].expand(-1, -1, MESSAGE_SHAPE[-1]))
 
 
-def initialize(pp: int, virtual_pp: int | None) -> None:
+def initialize(pp: int, virtual_pp: int | None, experts: int = 1) -> None:
     """Initialise Megatron's groups, with one communicator for all groups of the same ranks.
 
     Each gloo communicator has a thread that wakes up every few milliseconds. Megatron's two dozen
@@ -69,7 +75,9 @@ def initialize(pp: int, virtual_pp: int | None) -> None:
 
     with mock.patch.object(torch.distributed, "new_group", shared_group):
         parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=virtual_pp
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=virtual_pp,
+            expert_model_parallel_size=experts,
         )
 
 
@@ -87,12 +95,14 @@ def make_config(pp: int, **options: Any) -> TransformerConfig:
     )
 
 
-def _forward_step(data: Iterator[Any], chunk: Chunk) -> tuple[torch.Tensor, Any]:
+def _forward_step(
+    data: Iterator[Any], chunk: Chunk, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         count = torch.full((), output.numel(), device=output.device)  # no copy to it
         return output.sum(), count, {"loss": torch.stack([output.detach().sum(), count])}
 
-    return chunk(data), loss
+    return chunk.build_schedule_plan(data) if return_schedule_plan else chunk(data), loss
 
 
 def step_keywords(chunks: list[Chunk], num_microbatches: int) -> dict[str, Any]:
@@ -161,7 +171,9 @@ def prepare(
         batch_p2p_comm=not overlap,
     )
     stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
-    chunks = [Chunk(probe, config, c if interleaved else None) for c in range(chunks_per_rank)]
+    chunks = [
+        Chunk(probe, config, c if interleaved else None, stage) for c, stage in enumerate(stages)
+    ]
     record_steps(probe, stages, lambda: "B")
     keywords = step_keywords(chunks, num_microbatches)
     function = schedules.get_forward_backward_func()

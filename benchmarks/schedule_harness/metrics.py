@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .ops import Op, OpTimes, Step
 
-__all__ = ["Figures", "evaluate", "overhead", "replay"]
+__all__ = ["Figures", "evaluate", "overhead", "peak", "replay"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def evaluate(steps: Sequence[Sequence[Step]], placement: Placement, times: OpTim
         min_replay_overhead=min(overheads),
         op_inflation=sum(op.duration_s for op in ops) / sum(map(nominal, ops)) - 1,
         peak_live=times.share * max(step.peak_live for ranks in by_step for step in ranks),
-        peak_of_order=times.share * max(_peak(row) for ranks in rows for row in ranks),
+        peak_of_order=times.share * max(peak(row) for ranks in rows for row in ranks),
         cpu_s=statistics.median(statistics.mean(s.cpu_s for s in ranks) for ranks in by_step),
         num_ops=max(len(row) for row in rows[0]),
         hops=round((later_s - optimum_s) / little_s) if little_s else 0,
@@ -152,15 +152,16 @@ def _ends(ops: Iterable[tuple[int, Op]]) -> dict[tuple[str, int, int, int], floa
     }
 
 
-def _peak(row: Sequence[Op]) -> int:
-    live = peak = 0
+def peak(row: Sequence[Op]) -> int:
+    """Return the most activations that an order of ops keeps: from F to B or W."""
+    live = most = 0
     for op in row:
         if op.kind == "F":
             live += 1
-            peak = max(peak, live)
+            most = max(most, live)
         elif op.kind in ("B", "W"):
             live -= 1
-    return peak
+    return most
 
 
 def replay(

@@ -25,10 +25,18 @@ if TYPE_CHECKING:
 __all__ = ["prepare"]
 
 
-def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], None]:
+def prepare(
+    pipeline: Pipeline, probe: Probe, kind: type[Chunk] = Chunk, experts: int = 1
+) -> Callable[[], None]:
     """Return a function that runs one step of a chosen schedule.
 
     A schedule with twins is hosted as in training: as half as many pipeline ranks, each twice.
+
+    Args:
+        pipeline: What training would be told.
+        probe: Records the ops.
+        kind: What a rank's stages are.
+        experts: Ranks that exchange tokens.
     """
     activate_configuration(Active(pipeline.config, pipeline))
     split = required().state(runtime.Runtimes).splits
@@ -36,10 +44,17 @@ def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], None]:
     placement = pipeline.placement
     num_chunks = placement.num_stages // placement.num_ranks
     virtual = num_chunks if num_chunks > 1 else None
-    initialize(placement.num_ranks, virtual)
-    config = make_config(placement.num_ranks, virtual_pipeline_model_parallel_size=virtual)
+    initialize(placement.num_ranks, virtual, experts)
+    config = make_config(
+        placement.num_ranks,
+        virtual_pipeline_model_parallel_size=virtual,
+        overlap_moe_expert_parallel_comm=pipeline.config.pairs,
+        num_moe_experts=2 * experts if experts > 1 else None,
+        expert_model_parallel_size=experts,
+        moe_token_dispatcher_type="alltoall",  # pairs ask for it
+    )
     stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
-    chunks = [Chunk(probe, config, virtual and c) for c in range(num_chunks)]
+    chunks = [kind(probe, config, virtual and c, stage) for c, stage in enumerate(stages)]
     if probe.waits:
         probe.waits = False  # the transport does
         _delay_messages(probe)

@@ -104,6 +104,8 @@ class Own(System):
     """As training is told by --pipeline-slices."""
     attention: float = 0.0
     """Share of attention in a forward, by which slices are cut."""
+    pairs: bool = False
+    """Whether forwards run with the backwards of other micro-batches."""
 
     @property
     def weight_copies(self) -> int:
@@ -125,6 +127,7 @@ class Own(System):
             device_path=self.device_path,
             dynamic=self.dynamic,
             slices=self.slices,
+            pairs=self.pairs,
             length_costs=self._length_cost(),
         )
         made = _SplitPipeline if self.splits else Pipeline

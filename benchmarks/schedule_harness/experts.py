@@ -1,0 +1,284 @@
+"""Stages with experts: layers that exchange tokens with another rank, alone and in pairs.
+
+A layer computes attention, sends its tokens to their experts, computes the experts and sends the
+results back. Computation takes half of the layer's time in each of the two; the ranks of a group of
+experts meet in both exchanges, which then take the time of an all-to-all. Alone, all four follow
+each other in one stream. In a pair Megatron's `combined_forward_backward_step` runs them, by its
+own plan of a layer, and exchanges have a stream of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common import model_chunk_schedule_plan as plans
+from megatron.core.pipeline_parallel import combined_1f1b, schedules
+from megatron.core.pipeline_parallel import utils as pipeline_utils
+
+from megatron_ext.config.active import required
+from megatron_ext.runtime.runtime import Runtimes
+
+from . import own
+from .device_probe import DeviceProbe, TimedOp
+from .expert_steps import LAYERS, ExpertTimes, Part
+from .megatron_core import Chunk, initialize, make_config, record_steps, step_keywords
+from .stage import MESSAGE_SHAPE
+
+if TYPE_CHECKING:
+    from megatron_ext.config.sized_pipeline import Pipeline
+
+    from megatron_ext.schedules import Kind, Placement
+
+
+__all__ = ["ExpertChunk", "ExpertProbe", "prepare", "prepare_own"]
+
+_PARTS: tuple[Part, ...] = ("attention", "dispatch", "experts", "combine")
+
+
+class ExpertProbe(DeviceProbe):
+    """Lets the parts of a layer take their time, each in the stream that it runs in."""
+
+    def is_split(self) -> bool:
+        """Return whether the backward that runs leaves its weight gradients to W."""
+        return False
+
+    def enqueue(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Enqueue the time of a W; the parts of other ops enqueue theirs."""
+        if kind == "W":
+            super().enqueue(kind, stage, microbatch)
+
+    def part(self, part: Part, kind: Kind, place: tuple[int, int]) -> None:
+        """Enqueue the time of a part of a layer, after a meeting if it exchanges tokens."""
+        assert isinstance(self.times, ExpertTimes)
+        if part in ("dispatch", "combine"):
+            if not self.times.all_to_all:
+                return
+            _meet(self.device)
+        lasts_us = 1e6 * self.times.part_s(part, kind, *place)
+        torch.ops.fake_musa.spend(self.device.index, lasts_us)
+
+
+def _meet(device: torch.device) -> None:
+    """Make the current stream wait until the others of the group of experts have come."""
+    group = parallel_state.get_expert_model_parallel_group()
+    me = torch.distributed.get_rank()
+    sent = torch.empty(1, device=device)
+    operations = []
+    for other in torch.distributed.get_process_group_ranks(group):
+        if other != me:
+            got = torch.empty(1, device=device)
+            for do, tensor in ((torch.distributed.isend, sent), (torch.distributed.irecv, got)):
+                operations.append(torch.distributed.P2POp(do, tensor, other, group))
+    for work in torch.distributed.batch_isend_irecv(operations):
+        work.wait()
+
+
+class _Timed(torch.autograd.Function):
+    """The identity, with the time of a part of a layer, and of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: _Layer, part: Part) -> torch.Tensor:
+        ctx.layer, ctx.part, ctx.place = layer, part, layer.place
+        ctx.save_for_backward(x)
+        layer.probe.part(part, "F", ctx.place)
+        return x.clone()  # no view, which Megatron would replace
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.layer.probe.part(ctx.part, "I", ctx.place)
+        return gradient.clone(), None, None
+
+
+class _Weights(torch.autograd.Function):
+    """The identity behind a linear: takes the time of its weight gradient, unless W does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: _Layer, part: Part) -> torch.Tensor:
+        ctx.layer, ctx.part, ctx.place = layer, part, layer.place
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if not ctx.layer.probe.is_split():
+            ctx.layer.probe.part(ctx.part, "W", ctx.place)
+        return gradient, None, None
+
+
+class _Layer(torch.nn.Module):
+    """A layer with experts, in four parts that are functions of `[s, b, h]`."""
+
+    def __init__(self, probe: ExpertProbe) -> None:
+        super().__init__()
+        self.probe = probe
+        self.place = (0, 0)
+        """(stage, micro-batch) of the forward that runs."""
+        weight = torch.zeros(MESSAGE_SHAPE[-1], 1, device=probe.device)
+        self.weights = torch.nn.ParameterList([weight, weight.clone()])
+
+    def run(self, part: Part, x: torch.Tensor) -> torch.Tensor:
+        """Run one part."""
+        made = _Timed.apply(x, self, part)
+        if part in ("dispatch", "combine"):
+            return made
+        from_weights = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
+            input=x.detach()[..., :1],  # one feature: the product costs microseconds
+            weight=self.weights[part == "experts"],
+            bias=None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
+            tp_group=torch.distributed.group.WORLD,
+        )
+        return made + _Weights.apply(from_weights, self, part)
+
+
+class ExpertChunk(Chunk):
+    """A chunk of layers with experts, which runs in one stream, or by a plan."""
+
+    def __init__(self, probe: ExpertProbe, config: Any, vp_stage: int | None, number: int) -> None:
+        super().__init__(probe, config, vp_stage, number)
+        assert isinstance(probe.times, ExpertTimes)
+        num_layers = round(LAYERS * probe.times.share)
+        self.layers = torch.nn.ModuleList(_Layer(probe) for _ in range(num_layers))
+
+    def begin(self, data: Iterator[dict[str, torch.Tensor]], microbatch: int) -> torch.Tensor:
+        """Return what the first layer takes."""
+        for layer in self.layers:
+            layer.place = (self.number, microbatch)
+        x = self._input
+        if x is None:
+            tokens = next(data)["tokens"]
+            x = tokens.T[..., None].expand(-1, -1, MESSAGE_SHAPE[-1])
+        activation = x + self.stage.z
+        self.stage.probe.keep(activation)
+        return activation
+
+    def forward(self, data: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """Run everything in one stream."""
+        x = self.begin(data, self.stage.probe.current[1])
+        for layer in self.layers:
+            for part in _PARTS:
+                x = layer.run(part, x)
+        return x
+
+    def build_schedule_plan(self, data: Iterator[dict[str, torch.Tensor]]) -> _ChunkPlan:
+        """Return what Megatron runs in a pair, or alone."""
+        return _ChunkPlan(self, data)
+
+
+class _Node(pipeline_utils.ScheduleNode):
+    """A part of a layer."""
+
+    delay_wgrad_compute = False
+
+    def backward_dw(self) -> None:
+        """Do nothing: weight gradients are computed with the others, or by W."""
+
+
+class _LayerPlan(plans.TransformerLayerSchedulePlan):
+    """The parts of one layer, by Megatron's names."""
+
+    get_fp8_context = get_low_precision_context = staticmethod(nullcontext)  # by patch release
+
+    def __init__(self, layer: _Layer, event: Any) -> None:
+        streams = (pipeline_utils.get_comp_stream, pipeline_utils.get_comm_stream)
+        nodes = {
+            part: _Node(partial(layer.run, part), streams[index % 2], event, name=part)
+            for index, part in enumerate(_PARTS)
+        }
+        self.config = SimpleNamespace(ep_overlap_early_attn_memory_release=False)
+        self.pre_dispatch_computation = nodes["attention"]
+        self.moe_dispatch, self.mlp = nodes["dispatch"], nodes["experts"]
+        self.moe_combine = nodes["combine"]
+        self.mtp_post_process = pipeline_utils.NoopScheduleNode()
+
+
+class _ChunkPlan(plans.TransformerModelChunkSchedulePlan):
+    """The layers of one chunk."""
+
+    def __init__(self, chunk: ExpertChunk, data: Iterator[dict[str, torch.Tensor]]) -> None:
+        self._model_chunk_state = SimpleNamespace()
+        self._event = torch.cuda.Event()
+        begin = partial(chunk.begin, data, chunk.stage.probe.current[1])
+        self.pre_process = _Node(begin, pipeline_utils.get_comp_stream, self._event, name="begin")
+        self.post_process = None
+        self.vp_stage = chunk.vp_stage
+        self._transformer_layers = [_LayerPlan(layer, self._event) for layer in chunk.layers]
+
+
+def _record_plans(probe: ExpertProbe, is_split: Callable[[tuple[int, int]], bool]) -> None:
+    """Record what plans run, for the rest of this process's life; both of a pair at one time."""
+    step = combined_1f1b.combined_forward_backward_step
+    parameters = inspect.signature(step)
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(*args, **kwargs).arguments
+        model = given["f_model"]
+        names: list[tuple[int, Kind, int]] = []
+        if model is not None:
+            key = model.number, given["current_microbatch"]
+            names.append((key[0], "F", key[1]))
+        if given["b_model"] is not None:
+            stage, microbatch = _first(given["b_output_tensor"]).benchmark_key
+            kind: Kind = "I" if is_split((stage, microbatch)) else "B"
+            names.append((stage, kind, microbatch))
+        with TimedOp(probe, *names):
+            if model is not None:
+                probe.current = key
+            outputs, num_tokens, found = step(*args, **kwargs)
+            if model is not None:
+                _first(outputs).benchmark_key = key
+        return outputs, num_tokens, found
+
+    combined_1f1b.combined_forward_backward_step = recorded
+
+
+def _first(tensors: Any) -> Any:
+    return tensors[0] if isinstance(tensors, list) else tensors
+
+
+def prepare_own(pipeline: Pipeline, probe: ExpertProbe, experts: int) -> Callable[[], None]:
+    """Return a function that runs one step of a table, in pairs if it has any."""
+    made = own.prepare(pipeline, probe, ExpertChunk, experts)
+    split = required().state(Runtimes).splits
+    probe.is_split = lambda: split.record is not None  # type: ignore[method-assign]
+    split_backwards = {a[:3:2] for row in pipeline.full.rows for a in row if a.kind == "W"}
+    _record_plans(probe, split_backwards.__contains__)
+    return made
+
+
+def prepare(
+    placement: Placement, num_microbatches: int, probe: ExpertProbe, experts: int, *, overlaps: bool
+) -> Callable[[], None]:
+    """Return a function that runs one step of Megatron's own interleaved schedule.
+
+    Args:
+        placement: Where the stages are.
+        num_microbatches: In one step.
+        probe: Records the ops.
+        experts: Ranks that exchange tokens.
+        overlaps: Whether with Megatron's own overlap of that.
+    """
+    pp, chunks_per_rank = placement.num_ranks, placement.num_stages // placement.num_ranks
+    initialize(pp, chunks_per_rank, experts)
+    config = make_config(
+        pp,
+        virtual_pipeline_model_parallel_size=chunks_per_rank,
+        overlap_p2p_comm=True,
+        batch_p2p_comm=False,
+    )
+    config.overlap_moe_expert_parallel_comm = overlaps
+    stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
+    chunks = [ExpertChunk(probe, config, c, stage) for c, stage in enumerate(stages)]
+    record_steps(probe, stages, lambda: "B")
+    _record_plans(probe, lambda _key: False)
+    keywords = step_keywords(chunks, num_microbatches)
+    function = schedules.get_forward_backward_func()
+    return lambda: function(**keywords)
