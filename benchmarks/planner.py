@@ -1,6 +1,6 @@
 """Forecasts of `megatron-ext plan` against steps and memory that others measured and published.
 
-    python benchmarks/planner.py [--rows] [--ranks]
+    python benchmarks/planner.py [--rows] [--layouts] [--ranks]
 
 `planner_rows.json` holds the rows: 43 of SimuMax v1.2 (docs/b200: time and allocated memory), and
 144 of the performance summary of Megatron-Bridge, 26.02 to 26.08 (throughput), with the flags and
@@ -9,8 +9,9 @@ the recomputation of the recipes of that release. Half of the configurations of 
 of `hardware.py` and `layer_costs.py`. SimuMax's rows chose one, and those of Llama with one stage
 the bytes of a logit. Nothing else was fitted; the other half was only read.
 
-`--rows` prints each row of Megatron-Bridge. `--ranks` lets the planner search for each
-configuration, and prints where the published layout ranks: minutes.
+`--rows` prints each row of Megatron-Bridge, `--layouts` how evenly layouts that people wrote share
+the work, in recipes of Megatron-Bridge and Primus, beside the planner's cut. `--ranks` lets the
+planner search for each configuration, and prints where the published layout ranks: minutes.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron_ext.config.stages import parse_layout
+from megatron_ext.planning.cuts import cut, loads
 from megatron_ext.planning.hardware import parse_devices
+from megatron_ext.planning.layer_costs import Sharding, part_of
 from megatron_ext.planning.layout_search import Layout, Question, search
 from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import Techniques, techniques_of_flags
+from megatron_ext.schedules.table import placement as place
 
 ROWS = Path(__file__).with_suffix("").with_name("planner_rows.json")
 
@@ -96,6 +101,33 @@ def summary(errors: Sequence[float]) -> str:
     return f"{100 * statistics.mean(sizes):.1f} | {100 * max(sizes):.1f}"
 
 
+def by_hand() -> list[tuple[str, int, str, float, float]]:
+    """Return model, ranks and layout that people wrote, its worst share of the work, and ours.
+
+    Shares are of the planner's costs on an H100, and times the ranks: 1 is even.
+    """
+    data = json.loads(ROWS.read_text(encoding="utf-8"))
+    device, found = parse_devices("1xh100")[1], []
+    for model, ranks, layout in data["layouts"]:
+        sizes = sizes_of_flags(data["models"][model].split(), model)
+        experts = 8 if sizes.num_experts else 1
+        by = Sharding(sequence=4096, expert=experts, techniques=techniques_of_flags(()))
+        kinds = {kind: part_of(sizes, kind, by, device).work for kind in set(sizes.kinds)}
+        layers = [kinds[kind] for kind in sizes.kinds]
+        first, last = (part_of(sizes, kind, by, device).work for kind in ("embedding", "loss"))
+        if sizes.mtp_layers:
+            last += part_of(sizes, "mtp", by, device).work
+        theirs = [stage.count("t") for stage in parse_layout(layout)]
+        placement = place.linear(ranks)
+        if len(theirs) > ranks:
+            placement = place.loop(ranks, len(theirs) // ranks)
+        ours = cut(layers, first, last, placement, least_last=min(1, theirs[-1]))
+        mean = (sum(layers) + first + last) / ranks
+        shares = [max(loads(c, layers, first, last, placement)) / mean for c in (theirs, ours)]
+        found.append((model, ranks, layout, shares[0], shares[1]))
+    return found
+
+
 def ranks() -> list[tuple[dict[str, Any], int | None]]:
     """Return each configuration of Megatron-Bridge with the rank of its layout among all.
 
@@ -156,6 +188,7 @@ def main(words: Sequence[str] = ()) -> None:
     """Print the tables of docs/planning.md."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", action="store_true", help="also each row of Megatron-Bridge")
+    parser.add_argument("--layouts", action="store_true", help="also layouts made by hand")
     parser.add_argument("--ranks", action="store_true", help="where the published layouts rank")
     args = parser.parse_args(words)
     rows = measured()
@@ -169,6 +202,11 @@ def main(words: Sequence[str] = ()) -> None:
                 cells = [*(row[name] for name in names), row["precision"], row["release"]]
                 cells += [row["tokens_per_s"], f"{plan.tokens_per_s:.0f}", f"{100 * error:+.0f} %"]
                 print(f"| {' | '.join(map(str, cells))} |")
+    if args.layouts:
+        print("\n| model | ranks | by hand | busiest rank, mean 1 | ours |\n|---|---|---|---|---|")
+        for model, count, layout, theirs, ours in by_hand():
+            text = layout.replace("|", "\\|")
+            print(f"| {model} | {count} | `{text}` | {theirs:.3f} | {ours:.3f} |")
     if args.ranks:
         found = [rank for _, rank in ranks()]
         first = sum(rank is not None and rank <= 5 for rank in found)

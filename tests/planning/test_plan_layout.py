@@ -102,13 +102,9 @@ def test_fixed_values_stay(capsys: pytest.CaptureFixture[str]) -> None:
 def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert (
-        cli.main(
-            ["plan", *LLAMA, "--devices", "1xh100", "--global-batch-size", "8", "--json"]
-            + ["--precision", "MXFP8", "--fix", "tp=1,pp=1,micro_batch=8"]
-        )
-        == 0
-    )
+    sizes = ["--global-batch-size", "8", "--fix", "tp=1,pp=1,micro_batch=8"]
+    words = ["plan", *LLAMA, "--devices", "1xh100", "--precision", "MXFP8", *sizes, "--json"]
+    assert cli.main(words) == 0
     shown = capsys.readouterr()
     [plan] = json.loads(shown.out)["plans"]
     assert not plan["fits"]
