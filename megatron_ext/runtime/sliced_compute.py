@@ -549,8 +549,8 @@ def _cut(item: Any, bounds: Sequence[int]) -> list[dict[str, Any]]:
 
     Args:
         item: What the data iterator gives: tensors `[b, s]` by name, the attention mask
-            `[b, 1, s, s]`, True where a token must not attend, and bounds of packed sequences,
-            `[1, sequences + 1]`, which each slice gets whole.
+            `[b, 1, s, s]`, True where a token must not attend, and what each slice gets whole:
+            bounds of packed sequences, `[1, sequences + 1]`, and figures of samples, `[b]`.
         bounds: As `SlicedData` takes them.
 
     Raises:
@@ -567,6 +567,8 @@ def _cut(item: Any, bounds: Sequence[int]) -> list[dict[str, Any]]:
             cut = [None for _ in parts]
         elif name in _OF_PACKED and len(tensor) == 1:
             cut = [tensor for _ in parts]
+        elif name not in (*_ALONG_SEQUENCE, *_OF_PACKED) and getattr(tensor, "ndim", 0) < 2:
+            cut = [tensor for _ in parts]  # of samples, such as the data set that each is from
         elif name in _ALONG_SEQUENCE and tensor.shape[1:] == (bounds[-1],):
             cut = [tensor[:, begin:end].contiguous() for begin, end in pairwise(bounds)]
         elif name == "attention_mask" and tensor.shape[2:] == (bounds[-1], bounds[-1]):

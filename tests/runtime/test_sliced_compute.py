@@ -431,7 +431,8 @@ def cut_batches() -> None:
     def item(number: int) -> dict[str, Any]:
         tokens = torch.arange(SEQUENCE).expand(2, -1) + 100 * number
         mask = torch.ones(2, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-        return {"tokens": tokens, "loss_mask": tokens * 1.0, "attention_mask": mask, "max": None}
+        given = {"tokens": tokens, "loss_mask": tokens * 1.0, "attention_mask": mask, "max": None}
+        return {**given, "dataset_id": torch.tensor([1, 2])}
 
     data = SlicedData(MicrobatchData(map(item, range(2))), BOUNDS)
     for number in (0, 3, 1, 4, 2, 5):  # slices of both micro-batches, each in order
@@ -444,6 +445,7 @@ def cut_batches() -> None:
         assert found["loss_mask"].is_contiguous()
         assert found["attention_mask"].shape == (2, 1, end - begin, end)
         assert found["max"] is None
+        assert found["dataset_id"].tolist() == [1, 2]
     assert SlicedData(MicrobatchData(None), BOUNDS).view(0) is None
     for wrong, reason in [
         ({"tokens": torch.zeros(2, 7)}, r"tokens \[2, 7\] of a micro-batch cannot be cut"),
