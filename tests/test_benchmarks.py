@@ -16,11 +16,12 @@ import pytest
 
 from benchmarks.schedule_harness import launch, rank
 from benchmarks.schedule_harness.metrics import evaluate, replay
-from benchmarks.schedule_harness.ops import Op, OpTimes, Sizes, Step
+from benchmarks.schedule_harness.ops import HIDDEN, Op, OpTimes, Sizes, Step
 from benchmarks.schedule_harness.systems import Own, System, all_systems
 from benchmarks.schedule_harness.wakeup import wakeup_s
 from megatron_ext.schedules import Costs, Schedule, generate, simulate
 from tests.commands import run_python
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 PP, MICROBATCHES = 4, 8
@@ -67,6 +68,16 @@ def test_slices_run_their_table_and_keep_what_the_simulator_says(name: str) -> N
     assert figures.optimum_s == pytest.approx(FORWARD_S * timeline.makespan)
     assert figures.ideal_s == pytest.approx(FORWARD_S * timeline.ideal)
     assert figures.peak_live == pytest.approx(timeline.peak_activations, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", pytest.param("1f1b", marks=pytest.mark.slow)])
+def test_a_real_model_in_slices_keeps_what_its_table_says(name: str) -> None:
+    [one, _] = run_ranks(2, rank.measure_memory, "1f1b", 2, 1, 1, 256)
+    [first, _] = run_ranks(2, rank.measure_memory, name, 2, 4, 4, 256)
+    assert 1 < first.planned < 1.5
+    assert first.saved_bytes / one.saved_bytes == pytest.approx(first.planned, rel=0.05)
+    width = 2 * 4 * 256 * HIDDEN
+    assert 1 < first.keys_bytes / width <= first.planned_keys
 
 
 @pytest.mark.parametrize("name", PEERS)
