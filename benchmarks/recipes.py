@@ -143,6 +143,7 @@ _SCOPES = {
     "dropped": "none: dropped",
     "dropped_by_split": "none: dropped where backwards are split",
     "dropped_by_line": "none: dropped where each rank has one stage",
+    "dropped_by_roles": "none: dropped by disaggregation",
     "split": "schedules that split backwards (`--use-dpp` leaves them whole)",
     "folded": "V and W placements",
     "placed": "V and W placements, in programs that build their model",
@@ -203,7 +204,9 @@ def features() -> str:
     lines += ["", "| setting | with | why not | instead |", "|---|---|---|---|"]
     for group, rules in RULES.items():
         lines += [
-            f"| {one.flag} | {_SCOPES[group]} | {one.reason} | {one.remedy} |" for one in rules
+            f"| {one.flag} | {_SCOPES[group]} | {one.reason} | "
+            f"{one.remedy.replace('{subject}', 'the schedule')} |"
+            for one in rules
         ]
     return "\n".join(lines)
 

@@ -125,11 +125,10 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
             getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
             placement.num_stages // placement.num_ranks,
         ),
-        "micro-batches": (
-            args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
-            pipeline.num_microbatches,
-        ),
     }
+    if getattr(args, "step_batch_size_schedule", None) is None:
+        size = args.micro_batch_size * args.data_parallel_size
+        found["micro-batches"] = (args.global_batch_size // size, pipeline.num_microbatches)
     for what, (megatrons, ours) in found.items():
         if megatrons != ours:
             raise ArgumentsError(
@@ -143,7 +142,8 @@ def _tell_what_runs(args: Namespace) -> None:
     job = found.job
     if job is not None:
         if job.rank == 0:
-            _tell(args, "%s", roles_in_words(args, job))
+            count = hosting.batches_of(args, job.ranks.pp, 1).num_microbatches
+            _tell(args, "%s", roles_in_words(args, job, count))
         return
     if getattr(args, "rank", 0) != 0:
         return

@@ -189,6 +189,8 @@ def read_words(words: Sequence[str]) -> dict[str, Any]:
 _DEST_OF = {
     "fp4_format": "fp4",
     "fp8_format": "fp8",
+    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
+    "no_rope_fusion": "no_apply_rope_fusion",
     "overlap_p2p_communication": "overlap_p2p_comm",
 }
 """Destination of flags of Megatron's that are not named after it."""

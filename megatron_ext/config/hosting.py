@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +59,7 @@ from megatron_ext.upstream.tree import setting_names
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
 
-__all__ = ["Preflight", "inspect", "preflight", "torch_is_best"]
+__all__ = ["Preflight", "batches_of", "inspect", "preflight", "torch_is_best"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -130,7 +132,8 @@ class Preflight:
         """Switch settings off, and say so."""
         for rule in rules:
             if rule.refuses(args):
-                self.arguments[rule.reads[0]] = False
+                set_ = (dest for dest in rule.reads if getattr(args, dest, None))
+                self.arguments |= dict.fromkeys(set_, False)
                 self.changes.append(f"{rule.flag} is dropped: {rule.reason}")
 
     def collecting(self, rule: str, args: Namespace | None = None) -> _Collecting:
@@ -245,21 +248,29 @@ def inspect(
     if config.disaggregation is not None and has_dropout(args):
         config = replace(config, microbatch_rng=True)  # both roles must draw the same masks
     found.config = config
-    if config.draws_by_microbatch:
-        stock = RULES["stock_microbatch_rng"] if config.schedule is None else ()
-        found.refuse("--microbatch-rng", args, (*RULES["microbatch_rng"], *stock))
-    if config.balance == "pack":
-        found.refuse("--pipeline-balance pack", args, RULES["pack"])
+    # What the job does without leaves nothing for the rules to refuse.
+    if config.disaggregation is not None:
+        found.drop(args, RULES["dropped_by_roles"])
+        args = copy(args)
+        vars(args).update(found.arguments)
+    implies = {"--use-dpp": config.dynamic, FLAG: config.disaggregation}
+    draws = next((flag for flag, one in implies.items() if one), "--microbatch-rng")
+    for subject, group, is_on in (
+        (draws, "microbatch_rng", config.draws_by_microbatch),
+        (draws, "stock_microbatch_rng", config.draws_by_microbatch and config.schedule is None),
+        ("--pipeline-balance pack", "pack", config.balance == "pack"),
+        (f"--pipeline-slices {config.slices}", "slices", config.slices > 1),
+        ("--variable-seq-lengths", "lengths", config.variable_seq_lengths),
+    ):
+        if is_on:
+            found.refuse(subject, args, RULES[group])
     if config.slices > 1:
-        found.refuse(f"--pipeline-slices {config.slices}", args, RULES["slices"])
         if not getattr(args, "reset_attention_mask", False):
             # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
             found.arguments |= {"create_attention_mask_in_dataloader": False}
-    if config.variable_seq_lengths:
-        found.refuse("--variable-seq-lengths", args, RULES["lengths"])
-        if not getattr(args, "num_experts", None):
-            # Megatron refuses them with allgather, its default, in models without experts too.
-            found.arguments |= {"moe_token_dispatcher_type": "alltoall"}
+    if config.variable_seq_lengths and not getattr(args, "num_experts", None):
+        # Megatron refuses them with allgather, its default, in models without experts too.
+        found.arguments |= {"moe_token_dispatcher_type": "alltoall"}
     # What ends one of these checks leaves the rest of it without a subject.
     if config.disaggregation is not None:
         with found.collecting("disaggregation"):
@@ -330,7 +341,8 @@ def _inspect_schedule(
     twins, pp = twins_of(name), args.pipeline_model_parallel_size
     check_ranks(name, pp, twins)
     batches = None
-    if here or all(getattr(args, size, None) for size in ("micro_batch_size", "global_batch_size")):
+    batch = (getattr(args, size, None) for size in ("global_batch_size", _STEPS))
+    if here or (getattr(args, "micro_batch_size", None) and any(batch)):
         with found.collecting("global_batch_size"):
             batches = batches_of(args, pp, twins)
     else:
@@ -434,11 +446,13 @@ def _inspect_own(found: Preflight, config: PipelineConfig, args: Namespace) -> N
         if chunks > 1 and count % pp:
             # The groups in which Megatron sends micro-batches around must be full.
             lower = count // pp * pp
-            fitting = f"{lower} or {lower + pp}" if lower else f"{pp}"
+            fitting = " or ".join(
+                str(batches.global_batch(some)) for some in (lower, lower + pp) if some
+            )
             raise ArgumentsError(
                 f"{flag} with {batches.explained(global_batch)}: Megatron's interleaved schedule "
                 f"sends micro-batches in groups of pp = {pp}, so their number must be a multiple "
-                f"of it; use {fitting} micro-batches, or add --pipeline-schedule interleaved, "
+                f"of it; use --global-batch-size {fitting}, or --pipeline-schedule interleaved, "
                 "which takes any number"
             )
         try:
@@ -479,15 +493,15 @@ def _check_file(pipeline: Pipeline, batches: Batches) -> None:
     table = generate(pipeline.name)
     if table.pp != pipeline.pp:
         raise ScheduleError(
-            f"--pipeline-schedule {pipeline.name} has {table.pp} rows, one for each rank; use "
-            f"--pipeline-model-parallel-size {table.pp} (it is {pipeline.pp}), or another file"
+            f"--pipeline-schedule {pipeline.name} has {table.pp} rows, one for each rank, not "
+            f"{pipeline.pp}; use --pipeline-model-parallel-size {table.pp}"
         )
     for global_batch, count in batches.counts.items():
         if count != table.num_microbatches:
             raise ScheduleError(
                 f"--pipeline-schedule {pipeline.name} runs {table.num_microbatches} micro-batches, "
                 f"not {batches.explained(global_batch)}; use --global-batch-size "
-                f"{batches.global_batch(table.num_microbatches)}, or another file"
+                f"{batches.global_batch(table.num_microbatches)}"
             )
 
 
@@ -541,17 +555,15 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
     if not micro_batch or micro_batch < 1:
         raise ArgumentsError("--micro-batch-size is missing: give it a value of at least 1")
     step = micro_batch * replicas
-    full = step if args.global_batch_size is None else args.global_batch_size
     rounds = getattr(args, "decrease_batch_size_if_needed", False)
     counts = {}
-    for batch in _global_batches(args, full):
+    batches, nearest = _global_batches(args, step)
+    for batch in batches:
         if batch < step or (batch % step and not rounds):
-            lower, upper = batch // step * step, (batch // step + 1) * step
-            near = f"{lower} or {upper}" if lower else f"{upper}"
             mirrored = " (two for each mirrored pipeline)" if twins == 2 else ""
             raise ArgumentsError(
                 f"a global batch of {batch} is not a multiple of --micro-batch-size {micro_batch} "
-                f"x {replicas} replicas{mirrored}; use --global-batch-size {near}"
+                f"x {replicas} replicas{mirrored}; use {nearest}"
             )
         counts[batch] = batch // step
     return Batches(micro_batch, replicas, twins, counts)
@@ -571,24 +583,56 @@ def _worlds(args: Namespace, pp: int) -> int:
     return int(world_size // ranks)
 
 
-def _global_batches(args: Namespace, full: int) -> list[int]:
-    """Return every global batch size of the run, the full one last."""
-    ramp = getattr(args, "rampup_batch_size", None)
+_STEPS = "step_batch_size_schedule"
+_SUFFIXES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def _global_batches(args: Namespace, step: int) -> tuple[list[int], str]:
+    """Return every global batch size of the run, the full one last, and flags of sizes that divide.
+
+    Args:
+        args: Parsed arguments.
+        step: Samples of one micro-batch of every replica.
+    """
+    full = getattr(args, "global_batch_size", None) or step
+    steps, ramp = getattr(args, _STEPS, None), getattr(args, "rampup_batch_size", None)
+    if steps is not None:
+        given = re.findall(r"([\d.]+)([KMBT]?):(\d+)", steps.upper())
+        if not given:
+            raise ArgumentsError(
+                f"--step-batch-size-schedule {steps} has no THRESHOLD:SIZE, such as 0:768 or "
+                "250B:1536; leave it out"
+            )
+        by_threshold = sorted(
+            (float(number) * _SUFFIXES[suffix], int(size)) for number, suffix, size in given
+        )
+        # Smaller ones are of a run on fewer processes that goes on here; Megatron checks it.
+        batches = [size for _, size in by_threshold if size >= step]
+        near = " ".join(f"{at:.0f}:{-(-size // step) * step}" for at, size in by_threshold)
+        return batches or [by_threshold[-1][1]], f"--step-batch-size-schedule '{near}'"
     if ramp is None:
-        return [full]
+        lower, upper = full // step * step, (full // step + 1) * step
+        return [full], f"--global-batch-size {f'{lower} or {upper}' if lower else upper}"
     said = " ".join(map(str, ramp))
     try:
-        start, increment, _samples = map(int, ramp)
+        start, increment, samples = map(int, ramp)
     except ValueError:
         raise ArgumentsError(
             f"--rampup-batch-size {said}: must be start, increment and samples; give three integers"
         ) from None
     if start < 1 or increment < 1 or start > full or (full - start) % increment:
+        lower = start + max(0, full - start) // max(1, increment) * increment
         raise ArgumentsError(
             f"--rampup-batch-size {said} does not lead from {start} to the --global-batch-size "
-            f"{full} in steps of {increment}; change one of them"
+            f"{full} in steps of {increment}; use --global-batch-size {lower} or "
+            f"{lower + increment}, or leave --rampup-batch-size out"
         )
-    return [*range(start, full, increment), full]
+    first, more = (-(-size // step) * step for size in (start, increment))
+    last = first + -(-max(0, full - first) // more) * more
+    return (
+        [*range(start, full, increment), full],
+        f"--rampup-batch-size {first} {more} {samples} --global-batch-size {last}",
+    )
 
 
 def torch_is_best(config: PipelineConfig, world_size: int, *, here: bool = True) -> bool:

@@ -57,6 +57,7 @@ class Rule(NamedTuple):
     flag: str
     reason: str
     remedy: str
+    """Flags to leave out, use or add in place of those; `{subject}` is the feature's own flag."""
     when: Callable[..., Any] = _any
     """Whether their values, None for missing ones, are refused; by default if any is set."""
 
@@ -108,7 +109,7 @@ def _global_aux_loss(types: Any) -> bool:
 
 
 _GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
-_GRAPH_FLAGS = "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph)"
+_GRAPH_FLAGS = "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph)"
 
 
 def _records_graphs(implementation: Any, *older: Any) -> bool:
@@ -133,19 +134,19 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ("fine_grained_activation_offloading", "cpu_offloading", "cpu_offloading_num_layers"),
             "--fine-grained-activation-offloading or --cpu-offloading-num-layers",
             "it follows the order of Megatron's own schedules",
-            "use --recompute-granularity instead, or v-half, which keeps half of the activations",
+            "use --recompute-granularity selective instead",
         ),
         Rule(
             ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"),
             "--use-megatron-fsdp or --use-torch-fsdp2",
             "they gather and free weights by the order of Megatron's own schedules",
-            "use --use-distributed-optimizer to shard optimizer state",
+            "use --use-distributed-optimizer instead",
         ),
         Rule(
             ("decoder_num_layers", "decoder_seq_length"),
             "encoder-decoder models (--decoder-num-layers, --decoder-seq-length)",
             "Megatron has no pipeline for them either",
-            "use --tensor-model-parallel-size instead of stages",
+            "leave {subject} and --pipeline-model-parallel-size out",
         ),
         Rule(
             ("use_legacy_models",),
@@ -175,12 +176,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
             lambda shards, expert_shards, tp, experts_tp: (
                 (shards or 0) > (tp or 1) or (expert_shards or 0) > (experts_tp or tp or 1)
             ),
-        ),
-        Rule(
-            ("step_batch_size_schedule",),
-            "--step-batch-size-schedule",
-            "the proof of the schedule needs all batch sizes in advance",
-            "use --global-batch-size",
         ),
     ),
     # What a schedule of ours does itself, or does without: dropped where flags are read, refused
@@ -218,13 +213,33 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "leave it out",
         ),
     ),
+    # The same of forward and backward ranks.
+    "dropped_by_roles": (
+        Rule(
+            ("overlap_moe_expert_parallel_comm",),
+            "--overlap-moe-expert-parallel-comm",
+            "forwards and backwards are on different ranks",
+            "leave it out",
+        ),
+        Rule(
+            (
+                "fp8_param_gather",
+                "fp4_param_gather",
+                "fp4_param",  # 0.16's name of the same
+                "reuse_grad_buf_for_mxfp8_param_ag",
+            ),
+            "--fp8-param-gather or --fp4-param-gather",
+            "new weights travel to forward ranks, which cast them, in the precision of the model",
+            "leave it out",
+        ),
+    ),
     # For schedules that split backwards.
     "split": (
         Rule(
             ("num_distributed_optimizer_instances", "overlap_grad_reduce"),
             "--num-distributed-optimizer-instances > 1 together with --overlap-grad-reduce",
             "gradients of weights and of the rest are complete at different times",
-            "leave one of them out, or use 1f1b or interleaved",
+            "leave one of them out, or use --pipeline-schedule 1f1b or interleaved",
             lambda instances, overlaps: (instances or 1) > 1 and overlaps,
         ),
         Rule(
@@ -232,7 +247,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "--use-transformer-engine-op-fuser with experts",
             "Megatron keeps the fused experts outside the module tree, so W would not reach their "
             "weight gradients",
-            "leave it out, or use 1f1b or interleaved",
+            "leave it out, or use --pipeline-schedule 1f1b or interleaved",
             lambda fuses, experts: fuses and experts,
         ),
     ),
@@ -242,7 +257,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
             "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
             "their layers cannot be placed freely",
-            "use 1f1b or zb-h1",
+            "use --pipeline-schedule 1f1b or zb-h1",
         ),
         Rule(
             ("ckpt_format", "save", "load", "pretrained_checkpoint"),
@@ -255,7 +270,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ("non_persistent_ckpt_type",),
             "--non-persistent-ckpt-type local",
             "those files identify layers by rank and chunk",
-            "use global",
+            "use --non-persistent-ckpt-type global",
             lambda kind: kind == "local",
         ),
     ),
@@ -280,7 +295,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ("use_mp_args_from_checkpoint_args",),
             "--use-mp-args-from-checkpoint-args",
             "a checkpoint holds the sizes of one of the two mirrored pipelines",
-            "give the sizes as flags",
+            "leave it out",
         ),
     ),
     # For forwards and backwards that run as pairs, through Megatron's schedule plans.
@@ -290,14 +305,15 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "--recompute-granularity full with --fp8-format, --fp4-format or "
             "--distribute-saved-activations",
             "those recompute layers in another way than a plan",
-            "use --recompute-granularity selective",
+            "use --recompute-granularity selective without --recompute-method and "
+            "--recompute-num-layers",
             lambda granularity, *ways: granularity == "full" and any(ways),
         ),
         Rule(
             ("recompute_modules",),
             "--recompute-modules moe",
             "a plan runs the parts of a layer one by one",
-            "use core_attn, layernorm, mla_up_proj, mlp or moe_act",
+            "use --recompute-modules core_attn, layernorm, mla_up_proj, mlp or moe_act",
             lambda modules: "moe" in _several(modules),
         ),
         Rule(
@@ -310,14 +326,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ("mtp_num_layers",),
             "--mtp-num-layers above 1",
             "a plan takes one layer of multi-token prediction",
-            "use 1",
+            "use --mtp-num-layers 1",
             lambda layers: (layers or 0) > 1,
         ),
         Rule(
             ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
             "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
             "they have no plans in every release",
-            "leave one of them out",
+            "leave {subject} out",
         ),
         Rule(
             ("variable_seq_lengths",),
@@ -352,7 +368,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "--moe-router-load-balancing-type global_aux_loss",
             "it reduces over data-parallel replicas inside each layer, and they run their layers "
             "in different orders",
-            "use aux_loss or seq_aux_loss",
+            "use --moe-router-load-balancing-type aux_loss or seq_aux_loss",
             _global_aux_loss,
         ),
         Rule(
@@ -360,7 +376,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "--fp8-recipe delayed",
             "scales are reduced over data-parallel replicas inside each layer, and they run their "
             "layers in different orders",
-            "use --fp8-recipe tensorwise, or tp_only_amax_red in a program's configuration",
+            "use --fp8-recipe tensorwise",
             lambda recipe, fp8, tp_only: recipe == "delayed" and fp8 and not tp_only,
         ),
     ),
@@ -379,7 +395,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ("moe_router_load_balancing_type",),
             "--moe-router-load-balancing-type global_aux_loss",
             "it depends on which micro-batches the replicas run at the same time",
-            "use aux_loss or seq_aux_loss, or --pipeline-balance order",
+            "use --moe-router-load-balancing-type aux_loss or seq_aux_loss, or --pipeline-balance "
+            "order",
             _global_aux_loss,
         ),
     ),
@@ -389,7 +406,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ("moe_token_dispatcher_type", "num_experts"),
             "--moe-token-dispatcher-type allgather",
             "it gathers tokens in buffers of one size",
-            "use alltoall",
+            "use --moe-token-dispatcher-type alltoall",
             lambda dispatcher, experts: dispatcher == "allgather" and experts,
         ),
         Rule(
@@ -406,21 +423,21 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ("transformer_impl",),
             "--transformer-impl other than local and transformer_engine",
             "only their attention keeps keys and values between slices",
-            "use one of them",
+            "use --transformer-impl local or transformer_engine",
             lambda name: name not in (None, "local", "transformer_engine"),
         ),
         Rule(
             ("context_parallel_size",),
             "--context-parallel-size above 1",
             "it divides the sequence too",
-            "use more slices instead",
+            "leave it out, or leave --pipeline-slices out",
             lambda ranks: (ranks or 1) > 1,
         ),
         Rule(
             ("moe_router_load_balancing_type",),
             "--moe-router-load-balancing-type other than none, aux_loss and seq_aux_loss",
             "it balances the tokens of a slice, not of a micro-batch",
-            "use aux_loss or seq_aux_loss",
+            "use --moe-router-load-balancing-type aux_loss or seq_aux_loss",
             lambda types: (
                 not {None, "none", "aux_loss", "seq_aux_loss"}.issuperset(_several(types))
             ),
@@ -450,26 +467,26 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
             "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
             "only attention keeps its state between slices",
-            "leave the slices out",
+            "leave --pipeline-slices out",
         ),
         Rule(
             ("experimental_attention_variant", "linear_attention_type"),
             "--experimental-attention-variant",
             "only DotProductAttention keeps keys and values between slices",
-            "leave the slices out",
+            "leave --pipeline-slices out",
         ),
         Rule(
             ("window_size",),
             "--window-size",
             "Megatron's mask of a window begins with the slice",
-            "leave the slices out",
+            "leave --pipeline-slices out",
         ),
         Rule(
             ("sft", "dataloader_inter_document_masking", "micro_batch_size"),
             "packed sequences (--sft, --dataloader-inter-document-masking) with "
             "--micro-batch-size above 1",
             "Megatron packs the slices of several samples into one",
-            "use 1",
+            "use --micro-batch-size 1",
             lambda sft, masks, size: (sft or masks) and (size or 1) > 1,
         ),
         Rule(
@@ -490,7 +507,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ("fp8", "fp4"),
             "--fp8-format or --fp4-format",
             "scales follow from whole micro-batches",
-            "use --bf16",
+            "use --bf16 instead",
         ),
         Rule(
             ("multi_latent_attention", "apply_rope_fusion"),
@@ -499,33 +516,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "add --no-rope-fusion",
             lambda latent, fuses: latent and fuses,
         ),
-        Rule(
-            _GRAPHS,
-            _GRAPH_FLAGS,
-            "they replay tensors of one shape",
-            "leave one of them out",
-            _records_graphs,
-        ),
     ),
     # For forward and backward ranks.
     "roles": (
         Rule(
-            ("overlap_moe_expert_parallel_comm",),
-            "--overlap-moe-expert-parallel-comm",
-            "forwards and backwards are on different ranks",
-            "leave one of them out",
-        ),
-        Rule(
             ("moe_input_jitter_eps",),
             "--moe-input-jitter-eps",
             "both roles would draw their own noise",
-            "leave it out",
-        ),
-        Rule(
-            ("fp8_param_gather",),
-            "--fp8-param-gather",
-            "Megatron has it with the distributed optimizer only, and forward ranks have no "
-            "optimizer",
             "leave it out",
         ),
         Rule(
@@ -538,14 +535,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             ("moe_use_upcycling", "ckpt_convert_format"),
             "--moe-use-upcycling or --ckpt-convert-format",
-            "forward ranks neither load nor save checkpoints",
-            "convert the checkpoint in a run without disaggregation",
+            "forward ranks neither load nor save checkpoints, so another run has to convert them",
+            "leave one of them out",
         ),
         Rule(
             (_MERGES, "num_experts"),
             "--ignore-forward-tensor-parallel and --num-experts",
             "shards of experts are not merged",
-            "leave one of them out",
+            "leave --ignore-forward-tensor-parallel out",
             lambda merges, experts: merges and experts,
         ),
         Rule(
@@ -566,13 +563,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ("use_mp_args_from_checkpoint_args",),
             "--use-mp-args-from-checkpoint-args",
             "the parallel sizes on the command line determine the roles",
-            "give them as flags",
+            "leave it out",
         ),
         Rule(
             ("exit_duration_in_mins", "exit_signal_handler"),
             "--exit-duration-in-mins or --exit-signal-handler",
             "forward and backward ranks would decide to exit at different steps",
-            "use --exit-interval or --train-iters",
+            "leave them out",
         ),
         Rule(
             ("rerun_mode",),
@@ -591,7 +588,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ("full_validation", "multiple_validation_sets"),
             "--full-validation or --multiple-validation-sets",
             "backward ranks do not read that data",
-            "use --eval-iters",
+            "leave them out",
         ),
         Rule(
             (_SHIPS, "recompute_granularity", "recompute_method", "recompute_num_layers"),
@@ -629,7 +626,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ("decoder_num_layers", "decoder_seq_length"),
             "encoder-decoder models (--decoder-num-layers, --decoder-seq-length)",
             "Megatron has no pipeline for them either",
-            "use --tensor-model-parallel-size instead of stages",
+            "leave {subject} and --pipeline-model-parallel-size out",
         ),
         Rule(
             ("microbatch_group_size_per_vp_stage",),
@@ -639,9 +636,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(
             ("cuda_graph_scope", "cuda_graph_impl"),
-            "CUDA graphs of a whole step (full_iteration)",
+            "CUDA graphs of a whole step (--cuda-graph-impl or --cuda-graph-scope full_iteration)",
             "a graph cannot record transfers by the host",
-            "use another --cuda-graph-impl, or --pipeline-transport torch",
+            "leave them out, or use --pipeline-transport torch",
             _whole_step_graphs,
         ),
     ),
@@ -657,7 +654,11 @@ def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refus
         rules: One group of `RULES`, or several together.
     """
     return [
-        Refusal(rule.reads[0], f"{subject} cannot run with {rule.flag}: {rule.reason}", rule.remedy)
+        Refusal(
+            rule.reads[0],
+            f"{subject} cannot run with {rule.flag}: {rule.reason}",
+            rule.remedy.replace("{subject}", subject),
+        )
         for rule in rules
         if rule.refuses(args)
     ]

@@ -24,7 +24,7 @@ from megatron_ext.schedules.search.length_balance import LengthCost  # noqa: TC0
 from megatron_ext.schedules.search.policies import PolicyName  # noqa: TC001 - check_types
 from megatron_ext.schedules.table.actions import Option  # noqa: TC001 - check_types
 from megatron_ext.schedules.table.costs import Costs  # noqa: TC001 - check_types
-from megatron_ext.schedules.table.slices import shares_of_equal_cost
+from megatron_ext.schedules.table.slices import MAX_SLICES
 
 __all__ = [
     "BALANCES",
@@ -106,7 +106,7 @@ class DynamicOrder:
         if extra is not None and extra < 0:
             raise ConfigurationError(
                 "{extra_activations} {value}: a rank cannot keep less than the table's own peak; "
-                "use 0 for exactly that, or a schedule that keeps less, such as v-half",
+                "use {extra_activations} 0",
                 value=extra,
             )
         if extra is not None and self.policy != "hint":
@@ -253,7 +253,7 @@ class PipelineConfig:
         object.__setattr__(self, "options", dict(self.options))
         if self.length_costs is not None and self.balance == "off" and self.slices == 1:
             raise ConfigurationError(
-                "{length_costs} is for {balance} order or pack, or {slices}; add one of them, or "
+                "{length_costs} is for {balance} or {slices}; add {balance} order or pack, or "
                 "leave it out"
             )
         if self.slices != 1:
@@ -275,7 +275,12 @@ class PipelineConfig:
         self._check_transport()
 
     def _check_slices(self) -> None:
-        shares_of_equal_cost(self.slices)
+        if not 1 <= self.slices <= MAX_SLICES:
+            raise ConfigurationError(
+                "{slices} {value}: a micro-batch has 1 to {most}; use {slices} 4 or 8",
+                value=self.slices,
+                most=MAX_SLICES,
+            )
         excluded = {
             "disaggregation": self.disaggregation is not None,
             "pairs": self.pairs,
@@ -308,13 +313,13 @@ class PipelineConfig:
         if self.balance != "off":
             raise ConfigurationError(
                 "{disaggregation} cannot run with {balance} {how}: its processes of two roles read "
-                "the data in the order of the file; leave one of them out",
+                "the data in the order of the file; leave {balance} out",
                 how=self.balance,
             )
         if self.transport == "torch":
             raise ConfigurationError(
                 "{disaggregation} cannot run with {transport} torch: to torch.distributed forward "
-                "and backward ranks are two jobs; use auto, or leave it out"
+                "and backward ranks are two jobs; use {transport} auto, or leave it out"
             )
         if self.device_path == "ipc":
             raise ConfigurationError(
@@ -351,8 +356,8 @@ class PipelineConfig:
         generator = get(name)
         if not generator.listed:
             raise ConfigurationError(
-                "{schedule} {name} needs processes of two roles; leave it out and use "
-                "{disaggregation}, which chooses it",
+                "{schedule} {name} needs processes of two roles; use {disaggregation} instead, "
+                "which chooses it",
                 name=name,
             )
         generator.complete(self.chunks, self.options)

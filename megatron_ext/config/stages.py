@@ -78,7 +78,9 @@ def _said(args: Namespace) -> _Said | None:
     if pattern is not None and "|" in pattern:
         found.append(_Said(_PATTERN, pattern))
     if len(found) > 1:
-        raise ArgumentsError(f"{found[0].flag} and {found[1].flag} exclude each other: give one")
+        raise ArgumentsError(
+            f"{found[0].flag} and {found[1].flag} exclude each other; leave one of them out"
+        )
     return found[0] if found else None
 
 
@@ -96,7 +98,7 @@ def _chunks_of(said: _Said, args: Namespace) -> int:
     if by < 1 or count % by:
         raise ArgumentsError(
             f"{said} does not spread {count} {what} evenly over "
-            f"--pipeline-model-parallel-size {pp}; change one of them"
+            f"--pipeline-model-parallel-size {pp}; leave {said.flag} out"
         )
     return int(count // by)
 
@@ -412,8 +414,8 @@ def check_ranks(name: str, pp: int, twins: int) -> None:
     """
     if pp < 2:
         raise ConfigurationError(
-            "{chosen} needs a pipeline, {pipeline_ranks} {pp} makes none; use at least {least}, or "
-            "leave {chooser} out",
+            "{chosen} needs a pipeline, {pipeline_ranks} {pp} makes none; use {pipeline_ranks} "
+            "{least}, or leave {chooser} out",
             chosen=f"schedule {name}",
             chooser="schedule",
             pp=pp,
@@ -422,7 +424,8 @@ def check_ranks(name: str, pp: int, twins: int) -> None:
     if twins == 2 and (pp % 2 or pp < 4):
         raise ConfigurationError(
             "{chosen} mirrors two pipelines on one set of ranks, so {pipeline_ranks} {pp} must be "
-            "even and at least 4; use {near}, or {schedule} zb-v, which accepts any",
+            "even and at least 4; use {pipeline_ranks} {near}, or {schedule} zb-v, which accepts "
+            "any",
             chosen=f"schedule {name}",
             pp=pp,
             near=f"{pp - 1} or {pp + 1}" if pp > 4 else "4",
@@ -523,6 +526,6 @@ def spread(num_layers: int, num_stages: int, first: float = 0, last: float = 0) 
 def _check_letters(layout: str, num_layers: int, mtp: int) -> None:
     if "".join(parse_layout(layout)) != f"E{'t' * num_layers}{'m' * mtp}L":
         raise ScheduleError(
-            f"{_LAYOUT} {layout}: give E once, t {num_layers} times (--num-layers), m {mtp} times "
-            "(--mtp-num-layers) and L once, in this order"
+            f"{_LAYOUT} {layout} must have E once, t {num_layers} times (--num-layers), m {mtp} "
+            "times (--mtp-num-layers) and L once, in this order; leave it out"
         )

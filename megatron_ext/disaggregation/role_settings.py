@@ -63,10 +63,9 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
     return wanted
 
 
-def roles_in_words(args: Namespace, job: Job) -> str:
-    """Return a log line about the disaggregated schedule and its simulated bubble."""
+def roles_in_words(args: Namespace, job: Job, count: int) -> str:
+    """Return a log line about the disaggregated schedule of some micro-batches, with its bubble."""
     replicas = job.ranks.dp // getattr(args, "context_parallel_size", 1)
-    count = args.global_batch_size // (args.micro_batch_size * replicas)
     timeline = commands.evaluate(job.schedule(count), UNIT)
     forwards, backwards = (job.ranks.role_size(role) for role in ("forward", "backward"))
     return (

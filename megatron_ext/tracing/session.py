@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices, files
 from megatron_ext.config.active import base_table
+from megatron_ext.config.hosting import batches_of
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.executor import Executed, Observer, num_out_of_order
 from megatron_ext.runtime.lengths import item_size
@@ -399,10 +400,10 @@ def _table(found: Active, args: Any) -> Schedule | None:
         return found.transport_only.full
     if args is None:
         return None
-    count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    pp = args.pipeline_model_parallel_size
+    count = batches_of(args, pp, 1).num_microbatches
     if found.job is not None:
         return found.job.schedule(count)
-    pp = args.pipeline_model_parallel_size
     if pp < 2:
         return None
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None)

@@ -75,7 +75,11 @@ _REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"pipeline_ranks": 1},
         "needs a pipeline, pipeline_ranks 1 makes none",
     ),
-    ({"schedule": "bitpipe"}, {"pipeline_ranks": 5}, "must be even and at least 4; use 4 or"),
+    (
+        {"schedule": "bitpipe"},
+        {"pipeline_ranks": 5},
+        "must be even and at least 4; use pipeline_ranks 4 or",
+    ),
     ({"schedule": "bitpipe"}, {"num_microbatches": 7}, "must be even for the two mirrored"),
     ({"dynamic": DynamicOrder()}, {}, "need a seed; pass seed"),
     ({"disaggregation": megatron_ext.Disaggregation()}, {}, "both roles"),

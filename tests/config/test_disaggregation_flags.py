@@ -73,12 +73,11 @@ def test_each_rank_has_one_stage(cut: str, caplog: pytest.LogCaptureFixture) -> 
             5,
             "--error-injection-rate: injected errors are found by rerunning",
         ),
-        ("fp8_param_gather", True, "forward ranks have no optimizer; leave it out"),
         ("freeze_all_layers", True, "backward ranks have nothing to do; leave one of them out"),
         ("moe_use_upcycling", True, "forward ranks neither load nor save checkpoints"),
-        ("full_validation", True, "backward ranks do not read that data; use --eval-iters"),
-        ("exit_signal_handler", True, "use --exit-interval or --train-iters"),
-        ("use_torch_fsdp2", True, "use --use-distributed-optimizer to shard optimizer state"),
+        ("full_validation", True, "backward ranks do not read that data; leave them out"),
+        ("exit_signal_handler", True, "at different steps; leave them out"),
+        ("use_torch_fsdp2", True, "use --use-distributed-optimizer instead"),
     ],
 )
 def test_what_upstreams_flags_can_ask_for_is_refused(dest: str, value: object, rule: str) -> None:

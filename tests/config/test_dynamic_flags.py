@@ -37,7 +37,7 @@ CHOSEN = {
 REFUSED = {
     "policy alone": (PP4 + "--dpp-policy hint", 4, ["--dpp-policy is for --use-dpp; add --use"]),
     "extra alone": (PP4 + "--dpp-extra-activations 0", 4, ["for --use-dpp; add --use-dpp, or le"]),
-    "extra": (PP4 + "--use-dpp --dpp-extra-activations -1", 4, ["cannot keep less", "v-half"]),
+    "extra": (PP4 + "--use-dpp --dpp-extra-activations -1", 4, ["--dpp-extra-activations 0"]),
     "extra without a bound": (
         PP4 + "--use-dpp --dpp-policy depth-first --dpp-extra-activations 2", 4,
         ["--dpp-policy depth-first has no bound on memory"],
@@ -50,7 +50,7 @@ REFUSED = {
     "loss over replicas in a layer": (
         PP4 + "--use-dpp --num-experts 4 --moe-router-load-balancing-type global_aux_loss", 8,
         ["--use-dpp cannot run with --moe-router-load-balancing-type global_aux_loss",
-         "use aux_loss or seq_aux_loss"],
+         "use --moe-router-load-balancing-type aux_loss or seq_aux_loss"],
     ),
     "twins gather": (
         PP4 + "--use-dpp --enable-bitpipe-schedule --use-distributed-optimizer "

@@ -50,7 +50,10 @@ from megatron_ext.schedules.table.costs import Costs
         ({"hang_timeout_s": True}, "hang_timeout_s True must be a number or None"),
         ({"stash_ratio": "1"}, "stash_ratio '1' must be a number"),
         ({"disaggregation": Disaggregation(), "schedule": "1f1b"}, "brings its own schedule"),
-        ({"disaggregation": Disaggregation(), "transport": "torch"}, "are two jobs; use auto"),
+        (
+            {"disaggregation": Disaggregation(), "transport": "torch"},
+            "are two jobs; use transport auto",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:

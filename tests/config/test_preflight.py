@@ -126,6 +126,35 @@ def test_words_of_a_command_line() -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "settings", "reason"),
+    [
+        (
+            PipelineConfig(disaggregation=Disaggregation()),
+            {"num_experts": 8, "overlap_moe_expert_parallel_comm": True},
+            "forwards and backwards are on different ranks",
+        ),
+        (
+            PipelineConfig(disaggregation=Disaggregation()),
+            {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
+            "new weights travel to forward ranks, which cast them",
+        ),
+    ],
+)
+def test_what_another_order_has_no_use_for_is_dropped(
+    config: PipelineConfig, settings: dict[str, Any], reason: str
+) -> None:
+    """Megatron then runs as without it, under the other schedules with it."""
+    found = preflight({**SIZES, **settings, "expert_model_parallel_size": 2}, config)
+    assert found.accepted
+    switches = [name for name, value in settings.items() if value is True]
+    assert [found.arguments[name] for name in switches] == [False] * len(switches)
+    [line] = found.changes
+    assert reason in line
+    assert found.config is not None
+    assert not found.config.pairs
+
+
+@pytest.mark.parametrize(
     ("config", "settings", "refused"),
     [
         (PipelineConfig(dynamic=DynamicOrder()), {}, []),

@@ -260,7 +260,7 @@ REFUSED = {
         PP4 + "--pipeline-transport shm --num-layers-per-virtual-pipeline-stage 2 "
         "--global-batch-size 12", 4,
         ["--pipeline-transport shm with 6 micro-batches (--global-batch-size 12 / (",
-         "use 4 or 8 micro-batches, or add --pipeline-schedule interleaved"],
+         "use --global-batch-size 8 or 16, or --pipeline-schedule interleaved"],
     ),
     "addresses without a wire": (
         PP4 + "--node-ips 10.0.0.1", 4, ["--pipeline-transport torch has none; use"],
@@ -276,17 +276,17 @@ REFUSED = {
     ),
     "length costs alone": (
         PP4 + "--pipeline-schedule zb-v --pipeline-length-costs 1,2", 4,
-        ["--pipeline-length-costs is for --pipeline-balance order or pack, or --pipeline-slices"],
+        ["--pipeline-length-costs is for --pipeline-balance or --pipeline-slices; add"],
     ),
-    "pp 1": ("--pipeline-schedule zb-v", 1, ["zb-v needs a pipeline", "use at least 2"]),
+    "pp 1": ("--pipeline-schedule zb-v", 1, ["zb-v needs a pipeline", "use --pipeline-model-"]),
     "pp 1, bitpipe": ("--enable-bitpipe-schedule", 1, ["bitpipe-schedule needs a pipeline"]),
     "odd": (
         "--pipeline-model-parallel-size 5 --enable-bitpipe-schedule", 5,
-        ["--pipeline-model-parallel-size 5 must be even", "use 4 or 6", "zb-v"],
+        ["--pipeline-model-parallel-size 5 must be even", "4 or 6, or --pipeline-schedule zb-v"],
     ),
     "two mirrored": (
         "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe --global-batch-size 16", 2,
-        ["at least 4; use 4"],
+        ["at least 4; use --pipeline-model-parallel-size 4"],
     ),
     "world": (PP4 + "--enable-bitpipe-schedule", 6, ["world size 6", "pipeline 4", "start 4"]),
     "batch": (
@@ -297,7 +297,7 @@ REFUSED = {
         PP4 + "--pipeline-schedule 1f1b --pipeline-balance pack --num-experts 4 "
         "--moe-router-load-balancing-type global_aux_loss", 4,
         ["--pipeline-balance pack cannot run with --moe-router-load-balancing-type global_aux_loss",
-         "use aux_loss or seq_aux_loss"],
+         "use --moe-router-load-balancing-type aux_loss or seq_aux_loss"],
     ),
     **{
         f"slices with {flags}": (
@@ -309,8 +309,8 @@ REFUSED = {
              "leave one of them out"),
             ("--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor: an", "leave it out"),
             ("--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type other",
-             "use aux_loss"),
-            ("--window-size 4,0", "--window-size: Megatron's mask", "leave the slices out"),
+             "use --moe-router-load-balancing-type aux_loss"),
+            ("--window-size 4,0", "--window-size: Megatron's mask", "leave --pipeline-slices out"),
             ("--reset-attention-mask --tensor-model-parallel-size 2",
              "--reset-attention-mask with", "leave one of them out"),
             ("--pipeline-balance order", "--pipeline-balance yet", "leave one of them out"),
@@ -332,7 +332,7 @@ REFUSED = {
     ),
     "slices without end": (
         PP4 + "--pipeline-schedule zb-h1 --pipeline-slices 65", 4,
-        ["a micro-batch has 1 to 64 slices, got 65; use 4 or 8"],
+        ["--pipeline-slices 65: a micro-batch has 1 to 64; use --pipeline-slices 4 or 8"],
     ),
     "slices of mirrored roles": (
         PP4 + "--forward-backward-disaggregating --pipeline-slices 4", 8,
@@ -357,14 +357,13 @@ def test_what_cannot_run_is_refused_with_what_can() -> None:
     [
         ({"masked_softmax_fusion": True, "bf16": True}, "--no-masked-softmax-fusion"),
         ({"multi_latent_attention": True, "apply_rope_fusion": True}, "--no-rope-fusion"),
-        ({"transformer_impl": "inference_optimized"}, "use one of them"),
+        ({"transformer_impl": "inference_optimized"}, "use --transformer-impl local or"),
         ({"mtp_num_layers": 1, "mtp_use_repeated_layer": True}, "leave it out"),
-        ({"context_parallel_size": 2}, "use more slices"),
-        ({"hybrid_layer_pattern": "M*"}, "leave the slices out"),
-        ({"experimental_attention_variant": "dsa"}, "leave the slices out"),
-        ({"sft": True, "micro_batch_size": 2}, "use 1"),
-        ({"fp8": "hybrid"}, "use --bf16"),
-        ({"cuda_graph_impl": "local"}, "leave one of them out"),
+        ({"context_parallel_size": 2}, "leave it out"),
+        ({"hybrid_layer_pattern": "M*"}, "leave --pipeline-slices out"),
+        ({"experimental_attention_variant": "dsa"}, "leave --pipeline-slices out"),
+        ({"sft": True, "micro_batch_size": 2}, "use --micro-batch-size 1"),
+        ({"fp8": "hybrid"}, "use --bf16 instead"),
     ],
 )
 def test_slices_refuse_what_the_cpu_corrects_or_lacks(
