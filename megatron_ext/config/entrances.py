@@ -20,12 +20,14 @@ from megatron_ext.config.active import (
     Active,
     Pipeline,
     activate_configuration,
+    active,
     base_table,
     clear_configuration,
     required,
     twins_of,
 )
-from megatron_ext.config.hosting import inspect, torch_is_best
+from megatron_ext.config.flags import stash_fields
+from megatron_ext.config.hosting import batches_of, inspect, torch_is_best
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig, is_of_type
 from megatron_ext.config.stages import ModelBuild, build_of, check_ranks
 from megatron_ext.disaggregation.role_settings import roles_in_words
@@ -47,6 +49,7 @@ __all__ = [
     "await_host",
     "check",
     "configure",
+    "count_recomputation",
     "order_in_words",
     "prepare",
     "rewritten",
@@ -142,7 +145,7 @@ def _tell_what_runs(args: Namespace) -> None:
     job = found.job
     if job is not None:
         if job.rank == 0:
-            count = hosting.batches_of(args, job.ranks.pp, 1).num_microbatches
+            count = batches_of(args, job.ranks.pp, 1).num_microbatches
             _tell(args, "%s", roles_in_words(args, job, count))
         return
     if getattr(args, "rank", 0) != 0:
@@ -377,6 +380,31 @@ def configure(
         )
     )
     return build
+
+
+def count_recomputation(built: Any) -> None:
+    """Count what a program's model recomputes in the memory that a table keeps between I and W.
+
+    `configure` comes before the model's settings, so it cannot; a configuration that counts it
+    itself stays, and so do flags, which say it in advance.
+
+    Args:
+        built: A `TransformerConfig` or `DistributedDataParallelConfig` of Megatron.
+    """
+    found = active()
+    if found is None or found.asked is None or found.pipeline is None:
+        return
+    pipeline, config = found.pipeline, found.pipeline.config
+    if not hasattr(built, "recompute_granularity") or config.stash_ratio > 1:
+        return
+    counted = replace(config, **stash_fields(built, pipeline.name, config.chunks))
+    if counted == config:
+        return
+    pipeline = replace(pipeline, config=counted)
+    validate(pipeline.full)
+    found.config, found.pipeline = counted, pipeline
+    if found.environment.local_rank == 0:
+        _LOG.warning("%s", running(pipeline))
 
 
 def await_host(config: PipelineConfig) -> None:

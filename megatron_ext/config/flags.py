@@ -48,6 +48,7 @@ __all__ = [
     "read_words",
     "requested_flags",
     "said_by",
+    "stash_fields",
 ]
 
 _Parsed = TypeVar("_Parsed")
@@ -513,7 +514,7 @@ def _parsed(args: Namespace, flag: str, parse: Callable[[str], _Parsed]) -> _Par
         raise ArgumentsError(f"{flag}: {error}") from error
 
 
-def _stash_fields(args: Namespace, name: str, chunks: int | None) -> dict[str, Any]:
+def stash_fields(args: Namespace, name: str, chunks: int | None) -> dict[str, Any]:
     """Return the fields of a `PipelineConfig` about what layers hold between I and W."""
     granularity = getattr(args, "recompute_granularity", None)
     if getattr(args, "recompute_activations", False):
@@ -584,7 +585,7 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
         and (getattr(args, "expert_model_parallel_size", None) or 1) > 1
     )
     wanted = config.pairs or getattr(args, "overlap_moe_expert_parallel_comm", False)
-    fields = {} if config.stash_ratio > 1 else _stash_fields(args, name, chunks)
+    fields = {} if config.stash_ratio > 1 else stash_fields(args, name, chunks)
     pairs = bool(is_spread and wanted)
     return replace(config, schedule=name, chunks=chunks, pairs=pairs, **fields)
 

@@ -47,6 +47,7 @@ def _check_built(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Check a configuration object of Megatron's when it is complete."""
     from torch import distributed
 
+    from megatron_ext.config.entrances import count_recomputation
     from megatron_ext.config.incompatible import refuse_built
 
     call(*args, **kwargs)
@@ -55,6 +56,7 @@ def _check_built(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     assert pipeline is not None
     ranks = distributed.get_world_size() if distributed.is_initialized() else found.world_size
     refuse_built(instance, found.config, pipeline, ranks)
+    count_recomputation(instance)
 
 
 def _has_pairs() -> bool:

@@ -281,3 +281,46 @@ def mismatched() -> list[bool]:
 
 def test_a_megatron_that_does_not_fit_leaves_nothing_in_force() -> None:
     assert run_ranks(1, mismatched) == [[True]]
+
+
+def _recomputing() -> tuple[list[Any], str]:
+    import logging
+
+    from megatron.core.transformer import TransformerConfig
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_ext").addHandler(handler)
+    found: list[Any] = []
+    for own, settings in (
+        ({}, {}),
+        ({}, RECOMPUTED),
+        ({"stash_ratio": 3.0}, RECOMPUTED),
+    ):
+        megatron_ext.configure(
+            PipelineConfig(schedule="zb-h1", **own),
+            pipeline_ranks=2, num_microbatches=4, num_layers=4,
+        )  # fmt: skip
+        kept = active.required().state(list)
+        TransformerConfig(
+            num_layers=4, hidden_size=8, num_attention_heads=2, transformer_impl="local", **settings
+        )
+        assert active.required().state(list) is kept
+        pipeline = active.pipeline()
+        assert pipeline is not None
+        config = pipeline.config
+        order = "".join(action.kind for action in pipeline.full.rows[1])
+        found.append((config.stash_ratio, config.weights_at_once, order.count("IW") == 4))
+    return found, "\n".join(lines)
+
+
+RECOMPUTED = {
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+}  # fmt: skip
+
+
+def test_a_program_whose_model_recomputes_all_runs_w_right_after_i() -> None:
+    [(found, told)] = run_ranks(1, _recomputing)
+    assert found == [(1, False, False), (16, True, True), (3, False, False)]
+    assert told.count("W runs right after I: all layers are recomputed, and W needs 16 times") == 1
