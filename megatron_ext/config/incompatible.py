@@ -566,12 +566,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "leave it out",
         ),
         Rule(
-            ("exit_duration_in_mins", "exit_signal_handler"),
-            "--exit-duration-in-mins or --exit-signal-handler",
-            "forward and backward ranks would decide to exit at different steps",
-            "leave them out",
-        ),
-        Rule(
             ("rerun_mode",),
             "--rerun-mode report_stats",
             "it reruns each step, and forward ranks do not",

@@ -35,6 +35,8 @@ class Job:
     """Size of the largest message between stages."""
     gathers_late: bool = False
     """Whether each replica updates a shard of the weights and gathers in the next forward."""
+    ends_by_itself: bool = False
+    """Whether backward ranks may find that it is time to end, at any step."""
 
     @property
     def place(self) -> Place:

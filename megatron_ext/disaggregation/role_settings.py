@@ -26,6 +26,9 @@ __all__ = [
 ]
 
 
+_ENDS = ("exit_duration_in_mins", "exit_signal_handler")
+
+
 def job_of(args: Namespace, config: PipelineConfig) -> Job:
     """Return the disaggregated job, including the role of this process.
 
@@ -48,6 +51,7 @@ def job_of(args: Namespace, config: PipelineConfig) -> Job:
         sequence_parallel=bool(args.sequence_parallel and args.tensor_model_parallel_size > 1),
         message_bytes=_message_bytes(args),
         gathers_late=_gathers_late(args),
+        ends_by_itself=any(getattr(args, dest, None) for dest in _ENDS),
     )
 
 
@@ -79,6 +83,7 @@ def roles_in_words(args: Namespace, job: Job, count: int) -> str:
 def _forward_settings(args: Namespace, job: Job) -> dict[str, Any]:
     """Return the settings of a process that has no gradients and writes no files."""
     settings: dict[str, Any] = {
+        "exit_duration_in_mins": None,  # see `Job.ends_by_itself`
         "use_distributed_optimizer": False,
         "overlap_grad_reduce": False,
         "overlap_param_gather": False,

@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron_ext.disaggregation import step, worlds
 from megatron_ext.disaggregation.job import current
 
-__all__ = ["share_evaluation", "shared_progress"]
+__all__ = ["share_evaluation", "share_exit", "shared_progress"]
 
 _PROGRESS = (
     "iteration",
@@ -44,6 +44,19 @@ def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
     consumed = found.get("consumed_train_samples", counters["consumed_train_samples"])
     update_num_microbatches(consumed_samples=consumed, verbose=False)
     return found
+
+
+def share_exit(chunks: Sequence[torch.nn.Module], *, is_over: bool) -> bool:
+    """Return whether backward ranks have found that the training ends with this step.
+
+    Args:
+        chunks: The model of this rank, in its wrappers.
+        is_over: What this rank has found; ignored on forward ranks.
+    """
+    link = step.link_of_this_rank(chunks)
+    return bool(
+        worlds.hand_over("end of the training", is_over, to="forward", pause=link.wire.poll)
+    )
 
 
 def share_evaluation(

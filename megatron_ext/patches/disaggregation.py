@@ -123,6 +123,21 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     return share_evaluation(given["model"], {}), None, False
 
 
+def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Let backward ranks, which save checkpoints, decide when a job ends that may end any time."""
+    from megatron_ext.disaggregation.trainer import share_exit
+
+    job = active.required().job
+    assert job is not None
+    is_over = job.role == "backward" and call(*args, **kwargs)
+    return share_exit(_given(call, args, kwargs)["model"], is_over=is_over)
+
+
+def _ends_by_itself() -> bool:
+    found = active.active()
+    return found is not None and found.job is not None and found.job.ends_by_itself
+
+
 def _replays() -> bool:
     ship = sys.modules.get("megatron_ext.disaggregation.ship")
     return ship is not None and ship.current_replay() is not None
@@ -228,6 +243,13 @@ PATCHES = (
         "evaluates on every rank; forward ranks alone are enough",
         kind="replace",
         when=_on_backward_rank,
+    ),
+    _patch(
+        "exit",
+        f"{_TRAINING}:checkpoint_and_decide_exit",
+        _end_together,
+        "decides among the processes of one role whether time is up or a signal has come",
+        when=_ends_by_itself,
     ),
     _patch(
         "log",

@@ -76,7 +76,6 @@ def test_each_rank_has_one_stage(cut: str, caplog: pytest.LogCaptureFixture) -> 
         ("freeze_all_layers", True, "backward ranks have nothing to do; leave one of them out"),
         ("moe_use_upcycling", True, "forward ranks neither load nor save checkpoints"),
         ("full_validation", True, "backward ranks do not read that data; leave them out"),
-        ("exit_signal_handler", True, "at different steps; leave them out"),
         ("use_torch_fsdp2", True, "use --use-distributed-optimizer instead"),
     ],
 )

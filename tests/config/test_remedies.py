@@ -117,7 +117,6 @@ CASES: dict[str, tuple[str, list[str]]] = {
             SHIP + "--mtp-num-layers 1",
             "--use-tp-pp-dp-mapping",
             "--use-mp-args-from-checkpoint-args",
-            "--exit-signal-handler",
             "--rerun-mode report_stats",
             "--error-injection-rate 5",
             "--full-validation",

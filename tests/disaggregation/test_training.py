@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import cache
 from typing import Any
 
@@ -223,6 +225,36 @@ def test_steps_that_loss_scaling_skips() -> None:
     assert {True, False} == set(told[1:]), "some steps count, some are skipped"
     ours, _ = together([mine for mine, _ in by_rank])
     assert_equal(ours, stock(2, flags))
+
+
+def run_signalled(argv: list[str]) -> tuple[str, Captured]:
+    """Train as one rank; one backward rank is told to end after its second step."""
+    from megatron.training import training
+
+    from megatron_ext.disaggregation.job import current
+
+    train_step, steps = training.train_step, iter(range(9))
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        done = train_step(*args, **kwargs)
+        job = current()
+        assert job is not None
+        if next(steps) == 1 and (job.role, job.role_rank) == ("backward", 0):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return done
+
+    training.train_step = step  # this process is a rank and ends
+    return run_role(argv)
+
+
+def test_a_signal_to_one_backward_rank_ends_all_after_the_same_step() -> None:
+    flags = GPT + PP2
+    expected = stock(2, flags)
+    by_rank = run_ranks(4, run_signalled, (flags + FBD + "--exit-signal-handler ").split())
+    assert {role for role, _ in by_rank} == {"forward", "backward"}
+    ours, _ = together(by_rank)
+    assert [len(one.gradients) for role, one in by_rank if role == "backward"] == [2, 2]
+    assert ours.losses == expected.losses[:2]
 
 
 def assert_equal(ours: Captured, theirs: Captured) -> None:
