@@ -256,8 +256,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
             "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
-            "their layers cannot be placed freely",
+            "only --hybrid-layer-pattern, from 0.17 on, says which layers a stage has",
             "use --pipeline-schedule 1f1b or zb-h1",
+            lambda *hybrid: any(hybrid[:2]) and not hybrid[2],
         ),
         Rule(
             ("ckpt_format", "save", "load", "pretrained_checkpoint"),
@@ -716,6 +717,8 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
     fields = vars(built)
     renamed = {dest: fields[name] for dest, name in MEGATRON_FIELDS.items() if name in fields}
     args = Namespace(**{**fields, **renamed, "world_size": world_size})
+    # The pattern is an argument of the model, not of its configuration.
+    args.hybrid_layer_pattern = getattr(args, "is_hybrid_model", None)
     if config.draws_by_microbatch:
         stock = RULES["stock_microbatch_rng"] if config.schedule is None else ()
         refuse("microbatch_rng", args, (*RULES["microbatch_rng"], *stock))

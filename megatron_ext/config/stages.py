@@ -206,20 +206,24 @@ def flags_for(
     first, last = _ends(args, layout, placement.num_ranks)
     if is_hybrid:
         pattern = _pattern(args)
-        if placement.name not in _DEALT:
-            return wanted, []  # refused, see RULES["folded"]
         if pattern is None:
+            if placement.name not in _DEALT:
+                return wanted, []  # refused, see RULES["folded"]
             fewer, stages = layers // placement.num_stages, placement.num_stages
             fitting = " or ".join(str(n * stages) for n in (fewer, fewer + 1) if n)
             raise ScheduleError(
                 f"{layers} layers of a hybrid model do not divide into the {stages} stages of "
                 f"{subject}; use --num-layers {fitting}"
             )
+        if pattern.count("|") + 1 == placement.num_stages:
+            return wanted, []
         letters = iter(pattern.replace("|", ""))
         counts = spread(layers, placement.num_stages, first, last)
         cut = "|".join("".join(islice(letters, count)) for count in counts)
         given = args.hybrid_layer_pattern or args.hybrid_override_pattern
         wanted |= {"hybrid_layer_pattern": given.replace(pattern, cut, 1)} | dict.fromkeys(replaced)
+        if getattr(args, "hybrid_override_pattern", None):
+            wanted["hybrid_override_pattern"] = None  # the other's former name
         return wanted, [f"the stages of {subject}: {_PATTERN} '{cut}'"]
     if auto:
         from megatron_ext.planning.training_cut import layout_for

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from megatron_ext.config import active
 from megatron_ext.errors import DataError
@@ -35,6 +35,21 @@ def _place_layers(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     if parsed.pipeline_model_parallel_size != chosen.placement.num_ranks:
         return parsed
     return placed_layout(parsed.input_data, chosen.placement)
+
+
+def _place_segment(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> tuple[list[str], int]:
+    """Select the layers of a hybrid model's stage, and count those of the stages before it."""
+    chosen = active.pipeline()
+    assert chosen is not None
+    pattern, *others = args
+    segments, stages_of = pattern.split("|"), chosen.placement.stages_of
+    if len(segments) != chosen.placement.num_stages:
+        return cast("tuple[list[str], int]", call(*args, **kwargs))
+    given = dict(zip(("pp_group", "vp_stage"), others, strict=False), **kwargs)
+    dealt = [segments[stage] for chunk in zip(*stages_of, strict=True) for stage in chunk]
+    layers, _ = call("|".join(dealt), *others, **kwargs)
+    stage = stages_of[given["pp_group"].rank()][given["vp_stage"]]
+    return layers, sum(map(len, segments[:stage]))
 
 
 def _instead(module: str, name: str) -> Callable[[Call, Any, Args, Kwargs], Any]:
@@ -161,6 +176,19 @@ PATCHES = (
         f"{_LAYOUT}:PipelineParallelLayerLayout.from_str",
         _place_layers,
         "places the stages of a layout round-robin; V and W place them differently",
+    ),
+    *(
+        _patch(
+            "segments",
+            f"{module}:select_pipeline_segment",
+            _place_segment,
+            "places the segments of a hybrid pattern round-robin; V and W place them differently",
+            **releases,
+        )
+        for module, releases in (
+            ("megatron.core.ssm.mamba_hybrid_layer_allocation", {"since": "0.17", "until": "0.18"}),
+            ("megatron.core.models.hybrid.hybrid_layer_allocation", {"since": "0.18"}),
+        )
     ),
     _patch(
         "is_pp_last_stage",

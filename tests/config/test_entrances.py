@@ -158,7 +158,6 @@ def test_layers_that_are_left_whole_are_told(
         ("tensor_parallel_num_weight_shards", 2, "1f1b"),
         ("expert_tensor_parallel_num_weight_shards", 2, "1f1b"),
         ("is_hybrid_model", True, "zb-v"),
-        ("hybrid_layer_pattern", "M*M-", "zb-v"),
         ("use_mp_args_from_checkpoint_args", True, "bitpipe"),
     ],
 )
@@ -538,6 +537,19 @@ def test_a_hybrid_pattern_brings_its_layers(args: Namespace, schedule: str) -> N
     args.hybrid_layer_pattern = "*-*-*-*/M*"
     choose(args, schedule)
     assert args.hybrid_layer_pattern == "*-|*-|*-|*/M*"
+
+
+def test_a_hybrid_pattern_has_the_segments_of_a_v(args: Namespace) -> None:
+    args.num_layers, args.hybrid_layer_pattern = None, "M*|-M*-M*|-M/M*"
+    args.hybrid_override_pattern = None
+    choose(args, "zb-v")
+    assert args.hybrid_layer_pattern == "M|*|-|M*|-M|*|-|M/M*"
+    args.hybrid_layer_pattern = own = "M|*||-M|*-|M*|-|M/M*"
+    choose(args, "zb-v")
+    assert args.hybrid_layer_pattern == own
+    args.hybrid_layer_pattern, args.hybrid_override_pattern = None, "M*-M*-M*"
+    with pytest.raises(ArgumentsError, match="only --hybrid-layer-pattern, from"):
+        choose(args, "zb-v")
 
 
 def test_segments_of_a_hybrid_pattern_are_stages(args: Namespace) -> None:

@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "folded": (
         ZB_V,
         [
-            f"--hybrid-layer-pattern {'M*M-' * 8}",
+            f"--hybrid-override-pattern {'M*M-' * 8}",
             "--ckpt-format torch --save checkpoints",
             "--non-persistent-ckpt-type local",
         ],

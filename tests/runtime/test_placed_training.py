@@ -62,6 +62,19 @@ def test_the_log_is_megatrons(
     assert report(train(num_ranks, flags + ours)) == report(train(num_ranks, flags + theirs))
 
 
+@pytest.mark.tree
+def test_the_segments_of_a_hybrid_model(tmp_path: Path, megatron_lm_path: Path) -> None:
+    """The segments of zb-v are uneven, as given; Megatron's two stages have other ones."""
+    script = "pretrain_hybrid.py"
+    if not (megatron_lm_path / script).exists():
+        pytest.skip(f"{megatron_lm_path} has no {script}")
+    flags = MOCK + EXACT + "--spec tests.runtime.hybrid_layers spec --disable-bias-linear "
+    pattern = "--hybrid-layer-pattern "
+    flags = start_from(tmp_path, f"{flags}{pattern}M*-M*-M ", script)
+    ours = train(2, f"{flags}{pattern}M*|-|M*-|M {ZB_V}", script=script)
+    assert report(ours) == report(train(2, f"{flags}{pattern}M*-|M*-M {PP2}", script=script))
+
+
 def test_bert(tmp_path: Path) -> None:
     # Without evaluations upstream's script wants no data for them.
     exact = EXACT.replace("80,10,10", "100,0,0")
