@@ -125,6 +125,16 @@ def test_words_of_a_command_line() -> None:
         preflight(words.split())
 
 
+def test_flags_of_the_environment_count_for_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--pipeline-model-parallel-size 4 --num-layers 32 --moe-paged-stash".split()
+    assert preflight(words).accepted
+    monkeypatch.setenv("MEGATRON_EXT_FLAGS", "--pipeline-schedule zb-v")
+    assert [refusal.rule for refusal in preflight(words).refusals] == ["moe_paged_stash"]
+    found = preflight([*words[:-1], "--pipeline-schedule", "zb-h1"])
+    assert found.pipeline is not None
+    assert found.pipeline.name == "zb-h1"
+
+
 @pytest.mark.parametrize(
     ("config", "settings", "reason"),
     [
