@@ -163,6 +163,7 @@ def read_words(words: Sequence[str]) -> dict[str, Any]:
         ArgumentsError: A flag of ours has no such value.
     """
     own = add_arguments(_WordParser(prog="the command line", add_help=False, allow_abbrev=False))
+    own.set_defaults(**said_by(requested_flags(), FLAGS))  # as Megatron's parser gets them
     parsed, others = own.parse_known_args(list(words))
     found: dict[str, Any] = {}
     values: list[Any] = []
@@ -515,7 +516,13 @@ def _parsed(args: Namespace, flag: str, parse: Callable[[str], _Parsed]) -> _Par
 
 
 def stash_fields(args: Namespace, name: str, chunks: int | None) -> dict[str, Any]:
-    """Return the fields of a `PipelineConfig` about what layers hold between I and W."""
+    """Return the fields of a `PipelineConfig` about what layers hold between I and W.
+
+    Args:
+        args: Arguments with upstream's names, or a `TransformerConfig`.
+        name: The schedule.
+        chunks: Stages on each rank; None: the schedule's default.
+    """
     granularity = getattr(args, "recompute_granularity", None)
     if getattr(args, "recompute_activations", False):
         granularity = "selective"

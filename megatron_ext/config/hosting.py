@@ -264,10 +264,9 @@ def inspect(
     ):
         if is_on:
             found.refuse(subject, args, RULES[group])
-    if config.slices > 1:
-        if not getattr(args, "reset_attention_mask", False):
-            # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
-            found.arguments |= {"create_attention_mask_in_dataloader": False}
+    if config.slices > 1 and not getattr(args, "reset_attention_mask", False):
+        # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
+        found.arguments |= {"create_attention_mask_in_dataloader": False}
     if config.variable_seq_lengths and not getattr(args, "num_experts", None):
         # Megatron refuses them with allgather, its default, in models without experts too.
         found.arguments |= {"moe_token_dispatcher_type": "alltoall"}

@@ -127,15 +127,13 @@ def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> boo
     """Let backward ranks, which save checkpoints, decide when a job ends that may end any time."""
     from megatron_ext.disaggregation.trainer import share_exit
 
-    job = active.required().job
-    assert job is not None
-    is_over = job.role == "backward" and call(*args, **kwargs)
+    is_over = has_role("backward") and call(*args, **kwargs)
     return share_exit(_given(call, args, kwargs)["model"], is_over=is_over)
 
 
 def _ends_by_itself() -> bool:
-    found = active.active()
-    return found is not None and found.job is not None and found.job.ends_by_itself
+    job = current()
+    return job is not None and job.ends_by_itself
 
 
 def _replays() -> bool:

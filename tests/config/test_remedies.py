@@ -58,8 +58,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "pairs": (
         f"{ZB_V}{EXPERTS}--overlap-moe-expert-parallel-comm --expert-model-parallel-size 4 --bf16 ",
         [
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-            "--fp8-format hybrid",
+            "--recompute-granularity full --recompute-num-layers 1 --fp8-format hybrid",
             "--recompute-granularity selective --recompute-modules core_attn moe",
             "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 64",
             "--mtp-num-layers 2",
