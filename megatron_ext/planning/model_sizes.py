@@ -323,8 +323,11 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
         KeyError: The configuration is not of a decoder that these flags describe.
     """
     config = config.get("text_config", config)  # of the language model of a multimodal one
-    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
-    heads = config["num_attention_heads"]
+    letters = {kind: letter for letter, kind in _HYBRID.items()} | {"moe": "E"}
+    blocks = config.get("layers_block_type") or ()
+    pattern = config.get("hybrid_override_pattern") or "".join(letters[kind] for kind in blocks)
+    layers = len(pattern) or config["num_hidden_layers"]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
     flags = {
         "num-layers": layers,
         "hidden-size": hidden,
@@ -336,7 +339,16 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
         "position-embedding-type": "rope",
         "mtp-num-layers": config.get("num_nextn_predict_layers"),
     }
-    switches = ["swiglu", "disable-bias-linear"]
+    switches = ["disable-bias-linear"] + ([] if pattern else ["swiglu"])
+    if pattern:
+        flags |= {
+            "hybrid-layer-pattern": pattern,
+            "mamba-num-heads": config["mamba_num_heads"],
+            "mamba-head-dim": config["mamba_head_dim"],
+            "mamba-state-dim": config["ssm_state_size"],
+            "mamba-num-groups": config["n_groups"],
+            "moe-latent-size": config.get("moe_latent_size"),
+        }
     if config.get("attention_bias") or config.get("model_type") == "qwen2":
         switches.append("add-qkv-bias")
     if not config.get("tie_word_embeddings", False):
@@ -361,7 +373,9 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
     experts = next((config[name] for name in names if config.get(name)), None)
     if experts:
         width = config.get("moe_intermediate_size") or config["intermediate_size"]
-        shared = config.get("shared_expert_intermediate_size")
+        shared = config.get("shared_expert_intermediate_size") or config.get(
+            "moe_shared_expert_intermediate_size"
+        )
         first = config.get("first_k_dense_replace", 0)
         flags |= {
             "num-experts": experts,

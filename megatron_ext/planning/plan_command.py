@@ -271,6 +271,8 @@ def _print(found: Found, took_s: float, *, explain: bool) -> None:
     print(f"\nflags of the first {len(found.plans)}:" if len(found.plans) > 1 else "\nflags:")
     for number, plan in enumerate(found.plans, start=1):
         print(f"  {number}  {plan.flags}")
+    if techniques := first.job.techniques.flags:
+        print(f"\nforecast with, where the model has it: {techniques}")
     if explain:
         _explain(found)
 
@@ -321,6 +323,7 @@ def as_dict(plan: Layout) -> dict[str, Any]:
         "shares": list(plan.shares),
         "limit": plan.limit,
         "flags": plan.flags,
+        "techniques": plan.job.techniques.flags,
     }
 
 

@@ -36,6 +36,27 @@ class Techniques:
     gradient_bytes: int = 4
     """Of an element of the gradients that add up, and are reduced."""
 
+    @property
+    def flags(self) -> str:
+        """Megatron's flags that ask for these, besides those of precision and gradients."""
+        graphs = {
+            "none": "",
+            "router": "--cuda-graph-impl transformer_engine --cuda-graph-scope moe_router "
+            "moe_preprocess",
+            "layers": "--cuda-graph-impl transformer_engine --cuda-graph-scope attn mamba mlp "
+            "moe_router moe_preprocess",
+            "step": "--cuda-graph-impl local --cuda-graph-scope full_iteration",
+        }
+        words = {
+            graphs[self.graphs]: True,
+            "--moe-token-dispatcher-type flex": self.sends_once,
+            "--use-transformer-engine-op-fuser": self.fuses_experts,
+            "--overlap-moe-expert-parallel-comm": self.overlaps_experts,
+            "--tp-comm-overlap": self.overlaps_tensor,
+            "--fp8-dot-product-attention": self.attends_in_8bit,
+        }
+        return " ".join(word for word, is_asked in words.items() if word and is_asked)
+
 
 def techniques_of_flags(flags: Sequence[str], precision: Precision = "bf16") -> Techniques:
     """Return what flags of Megatron's ask for, and where they say nothing what tuned recipes have.

@@ -18,8 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def parameters(model: ModelSizes) -> float:
     """All weights, without multi-token prediction."""
-    kinds: list[Any] = ["embedding", "loss"]
-    kinds += ["moe" if is_moe else "dense" for is_moe in model.moe_layers]
+    kinds: list[Any] = ["embedding", "loss", *model.kinds]
     parts = [part_of(model, kind, Sharding(sequence=4096), DEVICES["h100"]) for kind in kinds]
     return sum(part.params + part.expert_params for part in parts)
 
@@ -65,6 +64,23 @@ def test_a_hugging_face_config_gives_the_sizes_of_the_example(tmp_path: Path) ->
     ours, theirs = read_model(EXAMPLES / "deepseek-v3", None, []), read_model(tmp_path, None, [])
     for name in set(vars(ours)) - {"name", "flags", "sequence"}:
         assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def test_a_hybrid_of_mamba_and_latent_experts_has_the_published_parameters(tmp_path: Path) -> None:
+    """Nemotron 3 Super: 120.6B without multi-token prediction."""
+    config = {
+        "model_type": "nemotron_h", "hidden_size": 4096, "num_hidden_layers": 88,
+        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
+        "EMEMEMEMEM*EMEMEMEM*EMEMEMEME", "num_attention_heads": 32, "num_key_value_heads": 2,
+        "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128,
+        "n_groups": 8, "n_routed_experts": 512, "num_experts_per_tok": 22, "vocab_size": 131072,
+        "moe_intermediate_size": 2688, "moe_latent_size": 1024, "intermediate_size": 2688,
+        "moe_shared_expert_intermediate_size": 5376,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = read_model(tmp_path, None, [])
+    assert (model.num_layers, model.kinds.count("mamba"), model.gated) == (88, 40, False)
+    assert parameters(model) / 1e9 == pytest.approx(120.6, abs=0.1)
 
 
 def test_flags_win_over_the_source(tmp_path: Path) -> None:
