@@ -15,26 +15,21 @@ import argparse
 import sys
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common.json_output import add_json, write_json  # noqa: E402
-from benchmarks.schedule_harness import launch, rank  # noqa: E402
-from benchmarks.schedule_harness.ops import Sizes  # noqa: E402
-from benchmarks.schedule_harness.systems import System, all_systems  # noqa: E402
+from benchmarks.common.json_output import add_json, write_json
+from benchmarks.schedule_harness import launch, rank
+from benchmarks.schedule_harness.ops import Sizes
+from benchmarks.schedule_harness.systems import all_systems
 
-_OWN = ("gpipe", "1f1b", "zb-h1")
-SYSTEMS = ("megatron-core 1F1B", *(f"megatron_ext, gloo: {name}" for name in _OWN))
-
-
-def measure_us(system: System, num_ranks: int, num_microbatches: int, steps: int) -> float:
-    """Return the microseconds for each action on the rank that takes longest."""
-    sizes = Sizes(num_ranks, num_microbatches, 0.0, warmup=2, steps=steps, timeout_s=60.0)
-    return 1e6 * max(launch.run(rank.measure_overhead, system, sizes))
+SYSTEMS = (
+    "megatron-core 1F1B",
+    *(f"megatron_ext, gloo: {name}" for name in ("gpipe", "1f1b", "zb-h1")),
+)
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Measure and print the table: microseconds for each action on the slowest rank."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
@@ -45,12 +40,16 @@ def main() -> None:
     figures: dict[str, dict[str, float]] = {}
     print(f"{'us for each action':<24}{'one rank':>12}{'two ranks':>12}")
     for system in (system for system in all_systems() if system.name in SYSTEMS):
-        one, two = (measure_us(system, n, args.microbatches, args.steps) for n in (1, 2))
+        one, two = (
+            1e6 * max(launch.run(rank.measure_overhead, system, Sizes(
+                num_ranks, args.microbatches, 0.0, warmup=2, steps=args.steps, timeout_s=60.0
+            )))
+            for num_ranks in (1, 2)
+        )  # fmt: skip
         figures[system.name] = {"one_rank_us": one, "two_ranks_us": two}
         print(f"{system.name:<24}{one:>12.0f}{two:>12.0f}")
     if args.json:
-        content = {"num_microbatches": args.microbatches, "systems": figures}
-        write_json(args.json, content)
+        write_json(args.json, {"num_microbatches": args.microbatches, "systems": figures})
 
 
 if __name__ == "__main__":

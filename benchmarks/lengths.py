@@ -3,10 +3,10 @@
     python benchmarks/lengths.py [--workload NAME ...] [--size PPxM ...] [--replicas N] [--draws N]
         [--repetitions N] [--forward-ms T] [--only TEXT ...] [--simulate] [--json FILE] [--quick]
 
-A stage sleeps a*L + b*L^2 for each sample of a micro-batch, with a and b of Llama 3 8B. Lengths are
-drawn from published distributions (`schedule_harness/lengths.py`). Processes and messages are real.
-The replicas of a step run one after another, since a machine has few cores, and the slowest counts.
-All lines of a table get the same batches, so the same tokens and the same gradient:
+A stage sleeps a*L + b*L^2 for each sample of a micro-batch, with a and b of Llama 3 8B. Processes
+and messages are real. The replicas of a step run one after another, since a machine has few cores,
+and the slowest counts. All lines of a table get the same batches, so the same tokens and the same
+gradient:
 
     step ms    slowest replica, median of the draws; of each replica its shortest repetition counts
     speed      tokens per second over those of Megatron's interleaved schedule with file order:
@@ -14,7 +14,14 @@ All lines of a table get the same batches, so the same tokens and the same gradi
     order      the same ratio for the orders that ran, with exact ops and free messages: without
                other load on the machine
     replay %   overhead of runtime and messages over the order that ran with the measured ops,
-               median of all steps
+               median of all replicas
+
+Lengths. General fine-tuning data: the mixture of Llama 3 (Grattafiori et al. 2024, arXiv
+2407.21783, table 7), which gives the share and the mean length of six kinds of examples. How
+lengths spread around these means is not published: log-normal with sigma 0.8, an assumption. Long
+instructions: LongAlign (Bai et al. 2024, arXiv 2401.18058) has examples of 8k to 64k tokens,
+LongMIT (Chen et al. 2024, https://github.com/WowCZ/LongMIT/issues/3) nearly uniform ones of 4k to
+128k. How many of them are among general data is an assumption too: 3 %, uniform over that range.
 
 `--simulate` computes the same table without processes: what to expect on a machine without overhead
 or other load. The last line is what no assignment of samples to replicas and micro-batches, and no
@@ -25,276 +32,347 @@ model's count of operations, not a measurement.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
+import random
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from math import log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Literal
 
-_ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common.json_output import add_json, write_json  # noqa: E402
-from benchmarks.schedule_harness import launch  # noqa: E402
-from benchmarks.schedule_harness.lengths import (  # noqa: E402
-    UPSTREAM,
-    WORKLOADS,
-    Batch,
-    ScaledTimes,
-    Way,
-    Workload,
-    step_time,
-    ways,
+from benchmarks.common.json_output import add_json, write_json
+from benchmarks.common.tables import add_only, chosen, machine, ratios, size, spread
+from benchmarks.schedule_harness import launch, rank
+from benchmarks.schedule_harness.metrics import draws_of
+from benchmarks.schedule_harness.ops import ScaledTimes, Sizes
+from benchmarks.schedule_harness.systems import Own, Peer, System, all_systems
+from megatron_ext.config.pipeline_config import DynamicOrder
+from megatron_ext.schedules import Costs, generate, simulate
+from megatron_ext.schedules.commands import aligned
+from megatron_ext.schedules.search.dynamic import simulate_dynamic
+from megatron_ext.schedules.search.length_balance import (
+    LengthCost,
+    best_order,
+    deal_out,
+    num_fills,
+    pack_by_cost,
+    pack_in_file_order,
+    shortest,
 )
-from benchmarks.schedule_harness.lengths import measure as measure_rows  # noqa: E402
-from benchmarks.schedule_harness.metrics import overhead, replay  # noqa: E402
-from benchmarks.schedule_harness.ops import Op, Sizes, Step  # noqa: E402
 
-if TYPE_CHECKING:
-    from megatron_ext.schedules import Placement
+UPSTREAM = "megatron-core interleaved, file order"
+_KINDS = (
+    (52.66, 974.0),  # general English
+    (14.89, 753.3),  # code
+    (3.01, 520.5),  # multilingual
+    (8.14, 297.8),  # exam-like
+    (21.19, 661.6),  # reasoning and tools
+    (0.11, 38135.6),  # long context
+)
+"""Percent of the examples and their mean length in tokens."""
+_SIGMA = 0.8
+_LONG_SHARE = 0.03
+_COST = LengthCost.of_model(4096, 14336, gated=True, query_width=4096, key_width=1024)
+"""Of a layer of Llama 3 8B."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Where lengths come from."""
+
+    about: str
+    max_tokens: int
+    """Of a micro-batch; longer samples are cut."""
+    long_range: tuple[int, int] | None = None
+    """Lengths of long instructions, if there are any."""
+
+    @property
+    def attention(self) -> float:
+        """Cost of attention at the greatest length, over the rest."""
+        return _COST.quadratic * self.max_tokens / _COST.linear
+
+    def batch(self, num_packs: int, seed: int) -> list[int]:
+        """Return the lengths of one global batch: what fills so many packs in file order."""
+        drawn = random.Random(seed)
+        lengths: list[int] = []
+        room = 0
+        while True:
+            if self.long_range is not None and drawn.random() < _LONG_SHARE:
+                length = drawn.randint(*self.long_range)
+            else:
+                [(_, mean)] = drawn.choices(_KINDS, [share for share, _ in _KINDS])
+                length = round(drawn.lognormvariate(log(mean) - _SIGMA**2 / 2, _SIGMA))
+            length = min(self.max_tokens, max(1, length))
+            if length > room:
+                if not num_packs:
+                    return lengths
+                num_packs -= 1
+                room = self.max_tokens
+            lengths.append(length)
+            room -= length
+
+
+WORKLOADS = {
+    "sft": Workload("general fine-tuning", 1 << 16),
+    "long-64k": Workload("3 % of 8k to 64k tokens among them", 1 << 16, (1 << 13, 1 << 16)),
+    "long-128k": Workload("3 % of 4k to 128k tokens among them", 1 << 17, (1 << 12, 1 << 17)),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One line of the table."""
+
+    name: str
+    system: System
+    shares: Literal["file", "pack", "repack"] = "file"
+    """How a batch is shared out: as the file has it, micro-batch by micro-batch between the
+    replicas (`--pipeline-balance pack`), or sample by sample into new packs."""
+    orders: bool = False
+    """Whether micro-batches are ordered by cost; else they stay in the order of their packs."""
+
+
+def ways() -> list[Way]:
+    """Return all ways; the first is what the others are compared with."""
+    [upstream] = [
+        system
+        for system in all_systems()
+        if isinstance(system, Peer) and system.schedule == "interleaved-overlap"
+    ]
+    static = Own("interleaved", "interleaved", {"chunks": 2}, transport="shm")
+    hint = DynamicOrder(policy="hint")
+    dynamic = Own("dynamic", "interleaved", {"chunks": 2}, transport="shm", dynamic=hint)
+    zb_v = Own("zb-v", "zb-v", transport="shm")
+    dynamic_zb_v = Own("zb-v dynamic", "zb-v", transport="shm", dynamic=hint)
+    return [
+        Way(UPSTREAM, upstream),
+        Way("interleaved, file order", static),
+        Way("interleaved, order", static, orders=True),
+        Way("interleaved, pack", static, "pack", orders=True),
+        Way("interleaved, repack", static, "repack"),
+        Way("interleaved, repack and order", static, "repack", orders=True),
+        Way("interleaved, dynamic", dynamic),
+        Way("interleaved, pack and dynamic", dynamic, "pack", orders=True),
+        Way("interleaved, repack, order and dynamic", dynamic, "repack", orders=True),
+        Way("zb-v, file order", zb_v),
+        Way("zb-v, pack", zb_v, "pack", orders=True),
+        Way("zb-v, repack and order", zb_v, "repack", orders=True),
+        Way("zb-v, repack, order and dynamic", dynamic_zb_v, "repack", orders=True),
+    ]
+
+
+class Batch:
+    """One drawn global batch, shared out in all ways; processor times are of this process."""
+
+    def __init__(
+        self, workload: Workload, pp: int, num_microbatches: int, num_replicas: int, seed: int
+    ) -> None:
+        self.pp, self.num_replicas = pp, num_replicas
+        self.lengths = workload.batch(num_microbatches * num_replicas, seed)
+        settings = self.lengths, num_replicas, workload.max_tokens
+        begin_s = time.thread_time()
+        packed = pack_by_cost(*settings, _COST, num_fills(pp, 2))
+        self.pack_s = time.thread_time() - begin_s
+        in_file = _COST.of_packing(pack_in_file_order(*settings), self.lengths)
+        self._unit = sum(map(sum, in_file)) / (num_microbatches * num_replicas)
+        # As replicas read them: one micro-batch each, in turn.
+        costs = [each for turn in zip(*in_file, strict=True) for each in turn]
+        begin_s = time.thread_time()
+        shares = deal_out(costs, num_replicas, num_fills(pp, 2))
+        self.deal_s = time.thread_time() - begin_s
+        self.order_s = 0.0
+        """Of ordering one replica's micro-batches, at most."""
+        self._rows = {
+            "file": in_file,
+            "pack": [[costs[number] for number in share] for share in shares],
+            "repack": _COST.of_packing(packed, self.lengths),
+        }
+
+    def rows(self, way: Way) -> list[tuple[float, ...]]:
+        """Return by replica what its micro-batches cost, in the order in which they run.
+
+        The unit is the mean micro-batch in file order.
+        """
+        rows = [tuple(cost / self._unit for cost in row) for row in self._rows[way.shares]]
+        if not way.orders:
+            return rows
+        assert isinstance(way.system, Own)
+        table = generate(way.system.schedule, self.pp, len(rows[0]), **dict(way.system.options))
+        ordered = []
+        for row in rows:
+            begin_s = time.thread_time()
+            order = best_order(table, row)
+            self.order_s = max(self.order_s, time.thread_time() - begin_s)
+            ordered.append(tuple(row[number] for number in order))
+        return ordered
+
+    def bound(self, way: Way) -> float:
+        """Return the shortest possible step, in forwards of the mean micro-batch on a rank."""
+        costs = [_COST.of_length(length) / self._unit for length in self.lengths]
+        return shortest(costs, self.num_replicas, way.system.placement(self.pp))
+
+
+def step_time(system: System, pp: int, scales: Sequence[float]) -> float:
+    """Return the makespan of one replica, in forwards of the mean micro-batch on a rank.
+
+    Megatron's interleaved schedule counts as our table of the same order, which lacks its extra
+    warm-up for overlapped messages: here they take no time.
+
+    Args:
+        system: The runtime and its schedule.
+        pp: Ranks of the pipeline.
+        scales: What each micro-batch costs, in the order in which they run.
+    """
+    costs = Costs(microbatch_scale=tuple(scales))
+    if not isinstance(system, Own):
+        return simulate(generate("interleaved", pp, len(scales), chunks=2), costs).makespan
+    pipeline = system.pipeline(pp, len(scales))
+    if pipeline.dynamic is None:
+        return simulate(pipeline.full, costs).makespan
+    return simulate_dynamic(
+        pipeline.full, lambda rank: pipeline.policy(len(scales), rank), costs
+    ).makespan
 
 
 @dataclass
 class Line:
-    """One way at one size. Lists are by draw."""
+    """One way at one size."""
 
-    seconds: list[float] = field(default_factory=list)
-    """Of the slowest replica."""
-    of_order: list[float] = field(default_factory=list)
+    seconds: list[float]
+    """Of the slowest replica, by draw."""
+    of_order: list[float]
     """The same for the orders that ran, with exact ops and free messages."""
     overheads: list[float] = field(default_factory=list)
-    """By step: what runtime and messages added to the order that ran."""
+    """By replica of each draw: what runtime and messages added to the order that ran."""
+
+
+def run(way: Way, sizes: Sizes, batches: Sequence[Batch], repetitions: int) -> Line:
+    """Run all replicas of all batches in one way, with the same processes; simulate them for 0."""
+    rows, replicas = [batch.rows(way) for batch in batches], batches[0].num_replicas
+    if not repetitions:
+        seconds = [
+            sizes.forward_s * max(step_time(way.system, sizes.pp, row) for row in by_replica)
+            for by_replica in rows
+        ]
+        return Line(seconds, seconds)
+    share = way.system.share(sizes.pp)
+    times = [ScaledTimes(sizes.forward_s, share, row) for by in rows for row in by]
+    repeats = repetitions * replicas  # one after another, by the same processes
+    steps = launch.run(rank.measure, way.system, sizes, times * repetitions, repeats=repeats)
+    found = draws_of(steps, way.system.placement(sizes.pp), times)
+    return Line(
+        *(
+            [max(by_row[first : first + replicas]) for first in range(0, len(times), replicas)]
+            for by_row in (found.seconds, found.order_s)
+        ),
+        found.overheads,
+    )
 
 
 @dataclass
 class Table:
-    """All ways at one size and workload."""
+    """All ways at one size and workload; lists are by draw."""
 
     workload: str
     pp: int
     num_microbatches: int
     tokens: list[int]
-    """Of each draw, all replicas together."""
+    """Of all replicas together."""
     samples: list[int]
-    pack_ms: float
-    """Processor time of packing one batch anew, at most."""
-    deal_ms: float
-    """Processor time of sharing out its micro-batches between the replicas, at most."""
-    order_ms: float
-    """Processor time of ordering one replica's step, at most."""
+    planning_ms: dict[str, float]
+    """Processor time of sharing micro-batches out, of ordering, of packing anew, at most."""
     bounds: list[float]
-    """Shortest possible step of each draw, in seconds."""
+    """Shortest possible step, in seconds."""
     lines: dict[str, Line]
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
+def text_of(table: Table) -> str:
+    """Return a table in words."""
+    workload, reference = WORKLOADS[table.workload], table.lines[UPSTREAM]
+    rows = [("", "step ms", "speed", "order", "replay %")]
+    bound = Line(table.bounds, table.bounds)
+    for name, line in {**table.lines, "bound": bound}.items():
+        order = statistics.median(ratios(reference.of_order, line.of_order))
+        rows.append((
+            name,
+            f"{1e3 * statistics.median(line.seconds):.0f}",
+            spread(ratios(reference.seconds, line.seconds), 2),
+            f"{order:.2f}",
+            f"{100 * statistics.median(line.overheads):.1f}" if line.overheads else "-",
+        ))  # fmt: skip
+    head = (
+        f"{table.workload} ({workload.about}): pp {table.pp}, {table.num_microbatches} "
+        f"micro-batches of at most {workload.max_tokens} tokens, attention at that length "
+        f"{workload.attention:.1f} of the rest, {statistics.median(table.samples):.0f} samples and "
+        f"{statistics.median(table.tokens):.0f} tokens in a batch"
+    )
+    plan = ", ".join(f"{step} {took_ms:.1f} ms" for step, took_ms in table.planning_ms.items())
+    return f"{head}\n{aligned(rows)}\nprocessor time: {plan}"
+
+
+def main() -> int:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--workload",
-        nargs="+",
-        choices=list(WORKLOADS),
-        default=list(WORKLOADS),
-        metavar="NAME",
-        help=f"of {', '.join(WORKLOADS)} (default: all)",
-    )
-    parser.add_argument(
-        "--size",
-        nargs="+",
-        type=_size,
-        default=[(4, 16), (8, 32)],
-        metavar="PPxM",
-        help="ranks of a pipeline and its micro-batches (default: 4x16 8x32)",
-    )
-    parser.add_argument("--replicas", type=int, default=4, help="pipelines that share a batch")
-    parser.add_argument("--draws", type=int, default=2, help="global batches of each size")
-    parser.add_argument("--repetitions", type=int, default=1, help="of each replica's step")
-    parser.add_argument(
-        "--forward-ms",
-        type=float,
-        help="forward of the mean micro-batch on a rank; default: 160/pp",
-    )
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="lines with this")
-    parser.add_argument(
-        "--simulate", action="store_true", help="compute what to expect instead of measuring"
-    )
-    parser.add_argument("--quick", action="store_true", help="few and short steps, as a test")
+    add = parser.add_argument
+    add("--workload", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), metavar="NAME",
+        help=f"of {', '.join(WORKLOADS)} (default: all)")  # fmt: skip
+    add("--size", nargs="+", type=size, default=[(4, 16), (8, 32)], metavar="PPxM",
+        help="ranks of a pipeline and its micro-batches (default: 4x16 8x32)")  # fmt: skip
+    add("--replicas", type=int, default=4, help="pipelines that share a batch")
+    add("--draws", type=int, default=2, help="global batches of each size")
+    add("--repetitions", type=int, default=1, help="of each replica's step")
+    add("--forward-ms", type=float, help="forward of the mean micro-batch on a rank; default: "
+        "160/pp")  # fmt: skip
+    add("--simulate", action="store_true", help="compute what to expect instead of measuring")
+    add("--quick", action="store_true", help="few and short steps, as a test")
+    add_only(parser)
     add_json(parser)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.quick:
         args.workload, args.size, args.replicas = args.workload[-1:], [(2, 4)], 2
         args.draws, args.forward_ms = 1, 1.0
-    return args
-
-
-def _size(text: str) -> tuple[int, int]:
-    try:
-        pp, num_microbatches = map(int, text.split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 4x16") from None
-    return pp, num_microbatches
-
-
-def measure(args: argparse.Namespace, name: str, pp: int, num_microbatches: int) -> Table:
-    """Run all ways of one size and workload."""
-    workload = WORKLOADS[name]
-    batches = [
-        Batch(workload, pp, num_microbatches, args.replicas, seed) for seed in range(args.draws)
-    ]
-    sizes = Sizes(pp, num_microbatches, _forward_s(args, pp), 1, args.draws, timeout_s=300.0)
-    lines = {}
-    for way in chosen(args):
-        print(f"{name}, pp {pp}: {way.name}", file=sys.stderr)
-        lines[way.name] = (
-            expect(way, sizes, batches)
-            if args.simulate
-            else run(way, sizes, batches, args.repetitions)
-        )
-    bounds = [sizes.forward_s * batch.bound(ways()[0]) for batch in batches]
-    return Table(
-        name,
-        pp,
-        num_microbatches,
-        [batch.tokens for batch in batches],
-        [len(batch.lengths) for batch in batches],
-        1e3 * max(batch.pack_s for batch in batches),
-        1e3 * max(batch.deal_s for batch in batches),
-        1e3 * max(batch.order_s for batch in batches),
-        bounds,
-        lines,
-    )
-
-
-def chosen(args: argparse.Namespace) -> list[Way]:
-    """Return the ways to run; the reference is always among them."""
-    return [
-        way
-        for way in ways()
-        if way.name == UPSTREAM or not args.only or any(text in way.name for text in args.only)
-    ]
-
-
-def expect(way: Way, sizes: Sizes, batches: Sequence[Batch]) -> Line:
-    """Simulate all replicas of all batches in one way."""
-    seconds = [
-        sizes.forward_s * max(step_time(way.system, sizes.pp, row) for row in batch.rows(way))
-        for batch in batches
-    ]
-    return Line(seconds=seconds, of_order=seconds)
-
-
-def run(way: Way, sizes: Sizes, batches: Sequence[Batch], repetitions: int) -> Line:
-    """Run all replicas of all batches in one way, with the same processes."""
-    rows = [row for batch in batches for row in batch.rows(way)]
-    repeated = [row for row in rows for _ in range(repetitions)]
-    by_rank = launch.run(measure_rows, way.system, sizes, repeated, repeats=len(repeated))
-    steps: list[tuple[Step, ...]] = list(zip(*by_rank, strict=True))
-    times = [max(s.end_s for s in step) - min(s.begin_s for s in step) for step in steps]
-    replicas = batches[0].num_replicas
-    best = [min(again) for again in _groups(times, repetitions)]
-    placement = way.system.placement(sizes.pp)
-    share = way.system.share(sizes.pp)
-    exact = [
-        _exact_s([s.ops for s in step], placement, ScaledTimes(sizes.forward_s, share, row))
-        for step, row in zip(steps, repeated, strict=True)
-    ]
-    exact = [min(again) for again in _groups(exact, repetitions)]
-    return Line(
-        seconds=[max(together) for together in _groups(best, replicas)],
-        of_order=[max(together) for together in _groups(exact, replicas)],
-        overheads=[overhead([s.ops for s in step], placement) for step in steps],
-    )
-
-
-def _exact_s(rows: Sequence[Sequence[Op]], placement: Placement, times: ScaledTimes) -> float:
-    """Return the time of the order that ran, with exact ops and free messages."""
-    return replay(rows, placement, lambda op: times.seconds(op.kind, op.stage, op.microbatch))
-
-
-def _groups(values: Sequence[float], size: int) -> list[Sequence[float]]:
-    return [values[first : first + size] for first in range(0, len(values), size)]
-
-
-def speeds(table: Table, seconds: Sequence[float], of: str = "seconds") -> list[float]:
-    """Return the speed of a line over the reference, draw by draw."""
-    reference = getattr(table.lines[UPSTREAM], of)
-    return [theirs / ours for theirs, ours in zip(reference, seconds, strict=True)]
-
-
-def text_of(table: Table, workload: Workload) -> str:
-    """Return a table in words."""
-    rows = [("", "step ms", "speed", "order", "replay %")]
-    for name, line in table.lines.items():
-        order = f"{_median(speeds(table, line.of_order, 'of_order')):.2f}"
-        step = f"{1e3 * _median(line.seconds):.0f}"
-        overhead_percent = f"{100 * _median(line.overheads):.1f}" if line.overheads else "-"
-        rows.append((name, step, _spread(speeds(table, line.seconds)), order, overhead_percent))
-    bound = _median(speeds(table, table.bounds, "of_order"))
-    measured = _spread(speeds(table, table.bounds))
-    rows.append(("bound", f"{1e3 * _median(table.bounds):.0f}", measured, f"{bound:.2f}", ""))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
-    head = (
-        f"{table.workload} ({workload.what}): pp {table.pp}, {table.num_microbatches} "
-        f"micro-batches of at most {workload.max_tokens} tokens, attention at that length "
-        f"{workload.attention:.1f} of the rest, {_median(table.samples):.0f} samples and "
-        f"{_median(table.tokens):.0f} tokens in a batch"
-    )
-    plan = (
-        f"processor time: share out {table.deal_ms:.1f} ms, order {table.order_ms:.1f} ms, repack "
-        f"{table.pack_ms:.1f} ms"
-    )
-    return "\n".join([head, *lines, plan])
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values)
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{_median(values):.2f} ({min(values):.2f} .. {max(values):.2f})"
-
-
-def conditions(args: argparse.Namespace) -> str:
-    """Say under which conditions the figures were taken."""
-    packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
-    if args.simulate:
-        return f"simulated; {args.replicas} replicas, {args.draws} draws"
-    forwards = ", ".join(f"{1e3 * _forward_s(args, pp):g} ms at pp {pp}" for pp, _ in args.size)
-    return (
-        f"{args.replicas} replicas one after another, {args.draws} draws, forward of the mean "
-        f"micro-batch on a rank {forwards}, either gradient as long; {packages}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} cores, "
-        f"load average {os.getloadavg()[1]:.1f}"
-    )
-
-
-def _forward_s(args: argparse.Namespace, pp: int) -> float:
-    return (args.forward_ms or 160 / pp) / 1e3
-
-
-def as_dict(tables: Sequence[Table], said: str) -> dict[str, Any]:
-    """Return everything for `--json`."""
-    return {"conditions": said, "tables": [asdict(table) for table in tables]}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
-    args = parse(argv)
     launch.clean_up_when_terminated()
+    if args.simulate:
+        args.repetitions = 0
+    reference, *others = ways()
     tables = []
     for name in args.workload:
         for pp, num_microbatches in args.size:
-            tables.append(measure(args, name, pp, num_microbatches))
-            print(f"{text_of(tables[-1], WORKLOADS[name])}\n", flush=True)
-    said = conditions(args)
-    print(said)
+            batches = [
+                Batch(WORKLOADS[name], pp, num_microbatches, args.replicas, seed)
+                for seed in range(args.draws)
+            ]
+            forward_s = (args.forward_ms or 160 / pp) / 1e3
+            sizes = Sizes(pp, num_microbatches, forward_s, 1, args.draws, timeout_s=300.0)
+            lines = {}
+            for way in [reference, *chosen(parser, others, args.only)]:
+                print(f"{name}, pp {pp}: {way.name}", file=sys.stderr)
+                lines[way.name] = run(way, sizes, batches, args.repetitions)
+            planning = {"share out": "deal_s", "order": "order_s", "repack": "pack_s"}
+            tables.append(Table(
+                name, pp, num_microbatches,
+                tokens=[sum(batch.lengths) for batch in batches],
+                samples=[len(batch.lengths) for batch in batches],
+                planning_ms={step: 1e3 * max(getattr(batch, took) for batch in batches)
+                             for step, took in planning.items()},
+                bounds=[forward_s * batch.bound(reference) for batch in batches],
+                lines=lines,
+            ))  # fmt: skip
+            print(f"{text_of(tables[-1])}\n", flush=True)
+    conditions = f"simulated; {args.replicas} replicas, {args.draws} draws"
+    if not args.simulate:
+        forward = f"{args.forward_ms:g} ms" if args.forward_ms else "160 ms / pp"
+        conditions = (
+            f"{args.replicas} replicas one after another, {args.draws} draws, forward of the mean "
+            f"micro-batch on a rank {forward}, either gradient as long; {machine()}"
+        )
+    print(conditions)
     if args.json:
-        write_json(args.json, as_dict(tables, said))
+        write_json(args.json, {"conditions": conditions, "tables": list(map(asdict, tables))})
     return 0
 
 

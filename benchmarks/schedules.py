@@ -26,77 +26,75 @@ table:
     hop us     from the end of an op to the start of one on another rank that waits for it
     cpu %      CPU time of a rank over T: beyond cores/pp ranks wait for cores
 
-With `--scenario NAME ...` (or `all`) ops and messages take random times, and dynamic orders are
-compared with static ones. Every step of `--steps` is another draw, the same for all systems, and
-`--rounds` repeats the draws. Then the columns are, as median (lowest .. highest) of the draws:
-
-    T/ideal    as above, over the undisturbed work of a rank
-    speed      T of the first system over T, at the same draw: above 1 is faster
-
 Sleeping ops say nothing about kernels, memory bandwidth or collectives that share a GPU with them.
+Steps with ops and messages of random times: `dynamic_order.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
-import platform
+import statistics
 import sys
-from dataclasses import dataclass, field
-from importlib import metadata
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
-_ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common.json_output import add_json, write_json  # noqa: E402
-from benchmarks.schedule_harness import expected, launch, rank, report, scenarios  # noqa: E402
-from benchmarks.schedule_harness.metrics import Figures, evaluate  # noqa: E402
-from benchmarks.schedule_harness.noise import SCENARIOS  # noqa: E402
-from benchmarks.schedule_harness.ops import Sizes, Step  # noqa: E402
-from benchmarks.schedule_harness.systems import (  # noqa: E402
-    Own,
-    System,
-    all_systems,
-    disturbed_systems,
-)
-from benchmarks.schedule_harness.wakeup import wakeup_s  # noqa: E402
-from megatron_ext.errors import ScheduleError  # noqa: E402
-from tests.ranks import RanksFailed  # noqa: E402
+from benchmarks.common.json_output import add_json, write_json
+from benchmarks.common.tables import add_only, chosen, machine
+from benchmarks.schedule_harness import launch, rank
+from benchmarks.schedule_harness.metrics import Figures, evaluate
+from benchmarks.schedule_harness.ops import Sizes, Step
+from benchmarks.schedule_harness.systems import Own, System, all_systems
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.commands import aligned
+from tests.ranks import RanksFailed
 
-
-@dataclass
-class Result:
-    """Figures of one system so far."""
-
-    steps: list[list[Step]] = field(default_factory=list)
-    """By rank."""
-    failure: str | None = None
-
-    def measure(self, system: System, sizes: Sizes) -> None:
-        """Run a system on as many processes as the pipeline has ranks, unless it failed before."""
-        if self.failure is not None:
-            return
-        try:
-            system.check(sizes.pp, sizes.num_microbatches)
-            steps = launch.run(rank.measure, system, sizes)
-        except (ScheduleError, RanksFailed) as error:
-            self.failure = str(error)
-            return
-        earlier = self.steps or [[] for _ in steps]
-        self.steps = [old + new for old, new in zip(earlier, steps, strict=True)]
+_HEADS = ("system", "T ms", "T/ideal", "order", "replay %", "ops %", "peak act.", "of order",
+          "weights", "ops", "hops", "gap us", "hop us", "cpu %")  # fmt: skip
+_NOISY = 0.05
+"""Ops that took longer than this above their time: the machine was too busy."""
+_ANSWER_S = 60.0
 
 
-def measure(systems: list[System], sizes: Sizes, rounds: int) -> dict[str, Result]:
-    """Run all systems in turn, round after round, so that a drift of the machine hits all alike."""
-    results = {system.name: Result() for system in systems}
-    for number in range(rounds):
-        for index, system in enumerate(systems):
-            place = f"round {number + 1} of {rounds}, {index + 1} of {len(systems)}"
-            print(f"{place}: {system.name}", file=sys.stderr)
-            results[system.name].measure(system, sizes)
-    return results
+def wakeup_s(idle_s: float, num_samples: int = 25) -> float:
+    """Return the median time from a write to a pipe until its reader, asleep, goes on.
+
+    No message costs less. Reader and writer are on different CPUs if there are several, and idle
+    for `idle_s` before each sample.
+
+    Raises:
+        TimeoutError: The reader does not answer.
+    """
+    context = multiprocessing.get_context("fork")
+    there, here = context.Pipe(duplex=True)
+    reader = context.Process(target=_read, args=(there, num_samples), daemon=True)
+    reader.start()
+    there.close()
+    found_s = []
+    for _ in range(num_samples):
+        time.sleep(idle_s)
+        begin_s = time.perf_counter()
+        here.send_bytes(b"wake up")
+        if not here.poll(_ANSWER_S):
+            raise TimeoutError(f"a process did not answer within {_ANSWER_S:g} s of a write to it")
+        found_s.append(here.recv() - begin_s)
+    reader.join(_ANSWER_S)
+    here.close()
+    return statistics.median(found_s)
+
+
+def _read(connection: Connection, num_samples: int) -> None:
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    for _ in range(num_samples):
+        connection.recv_bytes()
+        connection.send(time.perf_counter())  # the clock is the machine's
 
 
 @dataclass
@@ -113,191 +111,210 @@ class Measured:
         """The size in words."""
         return f"pp {self.sizes.pp}, {self.sizes.num_microbatches} micro-batches"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything for `--json`."""
-        weights = _weights()
-        return {
-            "conditions": self.conditions,
-            "pp": self.sizes.pp,
-            "num_microbatches": self.sizes.num_microbatches,
-            "forward_s": self.sizes.forward_s,
-            "systems": {n: {**f.as_dict(), "weights": weights[n]} for n, f in self.figures.items()},
-            "failures": self.failures,
-        }
 
-
-def _weights() -> dict[str, int]:
-    return {system.name: system.weight_copies for system in all_systems()}
-
-
-def figures_of(results: dict[str, Result], sizes: Sizes) -> dict[str, Figures]:
-    """Return the figures of the systems that ran."""
-    systems = [s for s in all_systems() if s.name in results and results[s.name].steps]
-    return {
-        system.name: evaluate(
-            results[system.name].steps,
-            system.placement(sizes.pp),
-            system.times(sizes),
-        )
+def compare(systems: list[System], sizes: Sizes, rounds: int) -> Measured:
+    """Run all systems in turn, round after round, so that a drift of the machine hits all alike."""
+    steps: dict[str, list[list[Step]]] = {}
+    failures: dict[str, str] = {}
+    for number in range(rounds):
+        for index, system in enumerate(systems):
+            place = f"round {number + 1} of {rounds}, {index + 1} of {len(systems)}"
+            print(f"{place}: {system.name}", file=sys.stderr)
+            if system.name in failures:
+                continue
+            try:
+                system.check(sizes.pp, sizes.num_microbatches)
+                found = launch.run(rank.measure, system, sizes)
+            except (ScheduleError, RanksFailed) as error:
+                failures[system.name] = str(error)
+                continue
+            earlier = steps.get(system.name, [[] for _ in found])
+            steps[system.name] = [old + new for old, new in zip(earlier, found, strict=True)]
+    conditions = (
+        f"pp {sizes.pp}, {sizes.num_microbatches} micro-batches, forward = input gradient = weight "
+        f"gradient = {1e3 * sizes.forward_s:g} ms, peers over gloo, median of "
+        f"{sizes.steps * rounds} steps; {machine()}, {1e6 * wakeup_s(sizes.forward_s):.0f} us to "
+        f"wake a process by a pipe"
+    )
+    figures = {
+        system.name: evaluate(steps[system.name], system.placement(sizes.pp), system.times(sizes))
         for system in systems
+        if system.name in steps
     }
+    return Measured(sizes, conditions, figures, failures)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--pp",
-        type=int,
-        nargs="+",
-        default=[],
-        help="processes, the ranks of the pipeline; default: 4 8, with --scenario 4",
-    )
-    parser.add_argument("--microbatches", type=int, help="in one step; default: 4 for each rank")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="TEXT", help="systems whose name has one of these"
-    )
-    parser.add_argument(
-        "--scenario",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        choices=["all", *SCENARIOS],
-        help=f"disturb ops and messages: all, or of {', '.join(SCENARIOS)}",
-    )
-    parser.add_argument(
-        "--simulate",
-        action="store_true",
-        help="with --scenario: compute what to expect of our own schedules instead of measuring",
-    )
-    parser.add_argument("--steps", type=int, default=4, help="measured steps, after two others")
-    parser.add_argument("--rounds", type=int, default=1, help="how often all of that is done")
-    parser.add_argument(
-        "--forward-ms",
-        type=float,
-        help="forward of 1/pp of the model; either gradient takes as long; default: 160/pp",
-    )
-    parser.add_argument("--timeout-s", type=float, default=60.0, help="for every wait")
-    add_json(parser)
-    parser.add_argument("--svg", type=Path, help="also draw them to this file")
-    parser.add_argument(
-        "--markdown", action="store_true", help="print the section of the documentation instead"
-    )
-    args = parser.parse_args(argv)
-    if not chosen(args):
-        names = "; ".join(system.name for system in systems_of(args))
-        parser.error(f"no system has {' or '.join(args.only)} in its name; there are: {names}")
-    if args.simulate and not args.scenario:
-        parser.error("--simulate is for scenarios; add --scenario all")
-    if "all" in args.scenario:
-        args.scenario = list(SCENARIOS)
-    args.pp = args.pp or ([4] if args.scenario else [4, 8])
-    if args.scenario and len(args.pp) > 1:
-        parser.error("--scenario takes one --pp")
-    return args
+def table(figures: Mapping[str, Figures], weights: Mapping[str, int]) -> str:
+    """Return the comparison as text; `weights`: how often each system stores every weight."""
+    rows = [
+        (
+            name,
+            f"{1e3 * found.median_s:.0f}",
+            f"{found.ratio:.3f}",
+            f"{found.optimum_s / found.ideal_s:.3f}",
+            f"{100 * found.replay_overhead:.1f}",
+            f"{'!' * (found.op_inflation > _NOISY)}{100 * found.op_inflation:.1f}",
+            f"{found.peak_live:g}",
+            f"{found.peak_of_order:g}",
+            f"{weights[name]}x",
+            f"{found.num_ops}",
+            f"{found.hops:g}",
+            f"{1e6 * found.gap_s:.0f}",
+            f"{1e6 * found.hop_s:.0f}",
+            f"{100 * found.cpu_s / found.median_s:.1f}",
+        )
+        for name, found in figures.items()
+    ]
+    return aligned([_HEADS, *rows])
 
 
-def sizes_of(args: argparse.Namespace, pp: int) -> Sizes:
-    """Return how much is run on so many ranks."""
-    return Sizes(
-        pp=pp,
-        num_microbatches=args.microbatches or 4 * pp,
-        forward_s=(args.forward_ms or 160 / pp) / 1e3,
-        warmup=2,
-        steps=args.steps,
-        timeout_s=args.timeout_s,
-    )
+_BAR_OF_REPLAY, _BAR_OF_BITPIPE = 0.015, 1.04
 
 
-def systems_of(args: argparse.Namespace) -> list[System]:
-    """Return all systems that can be compared in this way."""
-    return disturbed_systems() if args.scenario else all_systems()
+def explain(figures: Mapping[str, Figures]) -> str:
+    """Return in words which aims our schedules reach over shared memory, and what they miss by."""
+    prefix = "megatron_ext, shm: "
+    ours = {
+        name.removeprefix(prefix): found
+        for name, found in figures.items()
+        if name.startswith(prefix) and " for latency " not in name
+    }
+    reached = [n for n, found in ours.items() if found.replay_overhead < _BAR_OF_REPLAY + 5e-4]
+    lines = [
+        f"Replay over shm is at most {100 * _BAR_OF_REPLAY:g} % for {', '.join(reached) or 'none'}."
+    ]
+    lines += [
+        f"{name}: {100 * found.replay_overhead:.1f} %, with {found.num_ops} ops, "
+        f"{1e6 * found.gap_s:.0f} us from one to the next of a rank, and {found.hops:g} messages "
+        f"on the longest path, {1e6 * found.hop_s:.0f} us from op to op."
+        for name, found in ours.items()
+        if name not in reached
+    ]
+    if (bitpipe := ours.get("bitpipe order=zb")) is not None:
+        shares = ", ".join(
+            f"{part} {100 * took_s / bitpipe.ideal_s:.1f}" for part, took_s, _ in _parts(bitpipe)
+        )
+        verdict = "within" if bitpipe.ratio <= _BAR_OF_BITPIPE else "not within"
+        lines.append(
+            f"bitpipe order=zb is {100 * (bitpipe.ratio - 1):.1f} % above ideal ({shares}), "
+            f"{verdict} {100 * (_BAR_OF_BITPIPE - 1):.0f} %."
+        )
+    return "\n".join(lines)
 
 
-def chosen(args: argparse.Namespace) -> list[System]:
-    """Return the systems to measure, those of the options."""
+def _parts(found: Figures) -> list[tuple[str, float, str]]:
+    """Return what a step takes beyond ideal: name, seconds, and what that is."""
     return [
-        system
-        for system in systems_of(args)
-        if not args.only or any(text in system.name for text in args.only)
+        ("order", found.optimum_s - found.ideal_s, "bubble of the order that ran"),
+        ("ops", found.replay_s - found.optimum_s, "ops that took longer"),
+        ("replay", found.median_s - found.replay_s, "runtime and messages"),
     ]
 
 
-def chosen_at(args: argparse.Namespace, pp: int) -> list[System]:
-    """Return those of one size: beyond the first, ours over gloo are left out."""
-    systems = chosen(args)
-    if args.only or pp == args.pp[0]:
-        return systems
-    return [s for s in systems if not (isinstance(s, Own) and s.transport == "torch")]
+_ROW, _TOP, _NAME, _SCALE, _BAR = 22, 46, 290, 600, 15
+_STYLE = """\
+text { font: 12px sans-serif; fill: #1f2328 }
+.axis { stroke: #8888; stroke-width: 1 }
+.order { fill: #79b8ff } .ops { fill: #d0d7de } .replay { fill: #f9b384 }
+.own .order { fill: #388bfd } .own .ops { fill: #afb8c1 } .own .replay { fill: #e5714b }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } }"""
 
 
-def conditions(args: argparse.Namespace, sizes: Sizes, load: float) -> str:
-    """Say under which conditions the figures were taken."""
-    packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
-    woken_us = 1e6 * wakeup_s(sizes.forward_s)
-    return (
-        f"pp {sizes.pp}, {sizes.num_microbatches} micro-batches, forward = input gradient = weight "
-        f"gradient = {1e3 * sizes.forward_s:g} ms, peers over gloo, median of "
-        f"{args.steps * args.rounds} steps; {packages}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} cores, load average {load:.1f}, "
-        f"{woken_us:.0f} us to wake a process by a pipe"
-    )
+def draw(measured: Mapping[str, Mapping[str, Figures]]) -> str:
+    """Return bars as SVG: what each system takes beyond ideal, as a share of it.
+
+    Args:
+        measured: Figures by name of the system, by size of the pipeline in words.
+    """
+    every = [found for figures in measured.values() for found in figures.values()]
+    scale = _SCALE / max([0.1, *(found.ratio - 1 for found in every)])
+    title, width = "time beyond ideal, measured", _NAME + _SCALE + 60
+    height = _TOP + _ROW * (len(every) + 2 * len(measured)) + 34
+    box = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" aria-label="{title}">',
+        f"<title>{title}</title>",
+        f"<style>\n{_STYLE}\n</style>",
+        f'<text x="4" y="17">{title}</text>',
+    ]
+    bottom = _TOP
+    for size, figures in measured.items():
+        parts.append(f'<text x="4" y="{bottom + 12}" font-weight="bold">{escape(size)}</text>')
+        top = bottom + _ROW
+        bottom = top + _ROW * len(figures)
+        for index, (name, found) in enumerate(figures.items()):
+            parts += _bar(name, found, top + _ROW * index, scale)
+        parts.append(f'<path class="axis" d="M{_NAME} {top - 6}V{bottom}"/>')
+        bottom += _ROW
+    for index, (kind, _, text) in enumerate(_parts(every[0]) if every else ()):
+        left = _NAME + 210 * index
+        parts.append(f'<rect class="{kind}" x="{left}" y="{bottom + 8}" width="12" height="12"/>')
+        parts.append(f'<text x="{left + 17}" y="{bottom + 18}">{text}</text>')
+    return "\n".join([*parts, "</svg>", ""])
 
 
-def write(args: argparse.Namespace, measured: list[Measured]) -> None:
-    """Print the tables and write the files that were asked for."""
+def _bar(name: str, found: Figures, y: int, scale: float) -> Iterator[str]:
+    style, x = ' class="own"' if name.startswith("megatron_ext") else "", float(_NAME)
+    yield f"<g{style}>"
+    yield f'<text x="4" y="{y + 12}">{escape(name)}</text>'
+    reached_s = until_s = found.ideal_s
+    for kind, took_s, _ in _parts(found):  # a part may be negative
+        until_s += took_s
+        length = scale * max(0.0, until_s - reached_s) / found.ideal_s
+        yield f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{length:.1f}" height="{_BAR}"/>'
+        x, reached_s = x + length, max(reached_s, until_s)
+    yield f'<text x="{x + 5:.1f}" y="{y + 12}">+{100 * (found.ratio - 1):.1f} %</text>'
+    yield "</g>"
+
+
+def main() -> int:
+    """Measure and print; 1 if a system failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--pp", type=int, nargs="+", default=[4, 8], help="ranks of the pipeline (default: 4 8)")
+    add("--microbatches", type=int, help="in one step; default: 4 for each rank")
+    add("--steps", type=int, default=4, help="measured steps, after two others")
+    add("--rounds", type=int, default=1, help="how often all of that is done")
+    add("--forward-ms", type=float, help="forward of 1/pp of the model; either gradient takes as "
+        "long; default: 160/pp")  # fmt: skip
+    add("--timeout-s", type=float, default=60.0, help="for every wait")
+    add("--svg", type=Path, help="also draw them to this file")
+    add("--markdown", action="store_true", help="print the section of the documentation instead")
+    add_only(parser)
+    add_json(parser)
+    args = parser.parse_args()
+    systems = chosen(parser, all_systems(), args.only)
+    weights = {system.name: system.weight_copies for system in systems}
+    launch.clean_up_when_terminated()
+    measured = []
+    for pp in args.pp:
+        forward_s, count = (args.forward_ms or 160 / pp) / 1e3, args.microbatches or 4 * pp
+        sizes = Sizes(pp, count, forward_s, 2, args.steps, args.timeout_s)
+        over_gloo = [s for s in systems if isinstance(s, Own) and s.transport == "torch"]
+        # Gloo's share shows at the first size already.
+        left_out = [] if args.only or pp == args.pp[0] else over_gloo
+        measured.append(compare([s for s in systems if s not in left_out], sizes, args.rounds))
     texts = []
     for found in measured:
-        lines = report.table(found.figures, _weights())
+        lines = table(found.figures, weights)
         if args.markdown:
             lines = f"```text\n{lines}\n```"
-        texts.append(f"{lines}\n\n{found.conditions}.\n\n{report.explain(found.figures)}")
+        texts.append(f"{lines}\n\n{found.conditions}.\n\n{explain(found.figures)}")
         for name, reason in found.failures.items():
             print(f"\n{name}: {reason}", file=sys.stderr)
     text = "\n\n".join(texts)
     print(f"<!-- measured: begin -->\n{text}\n<!-- measured: end -->" if args.markdown else text)
     if args.json:
-        content = {"measured": [found.as_dict() for found in measured]}
-        write_json(args.json, content)
+        write_json(args.json, {"measured": [
+            {"conditions": found.conditions, "pp": found.sizes.pp,
+             "num_microbatches": found.sizes.num_microbatches, "forward_s": found.sizes.forward_s,
+             "systems": {n: {**f.as_dict(), "weights": weights[n]}
+                         for n, f in found.figures.items()},
+             "failures": found.failures}
+            for found in measured
+        ]})  # fmt: skip
     if args.svg:
-        args.svg.write_text(report.draw({m.size: m.figures for m in measured}), encoding="utf-8")
-
-
-def compare_disturbed(args: argparse.Namespace, sizes: Sizes) -> int:
-    """Measure and print the scenarios; 1 if a system failed."""
-    if args.simulate:
-        measured = expected.expect(chosen(args), sizes, args.scenario)
-        text = (
-            f"pp {sizes.pp}, {sizes.num_microbatches} micro-batches, simulated, {args.steps} draws"
-        )
-    else:
-        measured = scenarios.measure(chosen(args), sizes, args.scenario, args.rounds)
-        text = conditions(args, sizes, os.getloadavg()[1])
-    write_as = scenarios.summary if args.markdown else scenarios.tables
-    print(f"{text}\n\n{write_as(measured)}")
-    if args.json:
-        content = {"conditions": text, **measured.as_dict()}
-        write_json(args.json, content)
-    return 1 if measured.failures else 0
-
-
-def compare(args: argparse.Namespace, pp: int) -> Measured:
-    """Measure the schedules at one size."""
-    sizes = sizes_of(args, pp)
-    results = measure(chosen_at(args, pp), sizes, args.rounds)
-    failures = {name: found.failure for name, found in results.items() if found.failure}
-    text = conditions(args, sizes, os.getloadavg()[1])
-    return Measured(sizes, text, figures_of(results, sizes), failures)
-
-
-def main() -> int:
-    """Measure and print; 1 if a system failed."""
-    args = parse()
-    launch.clean_up_when_terminated()
-    if args.scenario:
-        return compare_disturbed(args, sizes_of(args, args.pp[0]))
-    measured = [compare(args, pp) for pp in args.pp]
-    write(args, measured)
+        args.svg.write_text(draw({m.size: m.figures for m in measured}), encoding="utf-8")
     return 1 if any(found.failures for found in measured) else 0
 
 

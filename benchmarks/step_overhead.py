@@ -45,33 +45,22 @@ def _plain(site: Site) -> Any:
     function = getattr(site.own, "__func__", site.own)
     if not active:
         return site.own
+    is_method = isinstance(site.parent, type) and not isinstance(site.own, staticmethod)
 
     @functools.wraps(function)
     def redirected(*args: Any, **kwargs: Any) -> Any:
-        call = function
+        instance, call = None, function
+        if is_method:
+            instance, *args = args
+            call = functools.partial(function, instance)
         for patch in reversed(active):
-            call = functools.partial(_call, patch.fn, call)
+            call = functools.partial(_call, patch.fn, call, instance)
         return call(*args, **kwargs)
 
-    is_method = isinstance(site.parent, type) and not isinstance(site.own, staticmethod)
-    if is_method:
-
-        @functools.wraps(function)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            call = functools.partial(function, self)
-            for patch in reversed(active):
-                call = functools.partial(_call_method, patch.fn, call, self)
-            return call(*args, **kwargs)
-
-        return method
     return staticmethod(redirected) if isinstance(site.own, staticmethod) else redirected
 
 
-def _call(fn: Callable[..., Any], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return fn(call, None, args, kwargs)
-
-
-def _call_method(
+def _call(
     fn: Callable[..., Any], call: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     return fn(call, instance, args, kwargs)
@@ -153,12 +142,6 @@ def make_step() -> Callable[[], None]:
     return step
 
 
-def _timed_s(step: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    step()
-    return time.perf_counter() - begin
-
-
 def count_calls(step: Callable[[], None]) -> int:
     """Return how many calls go through patch points in one step of this rank."""
     count = 0
@@ -196,7 +179,9 @@ def measure(rank: int, pairs: int, folder: str) -> None:
         for state in (("points", "plain"), ("plain", "points"))[index % 2]:
             with plain_redirects() if state == "plain" else nullcontext():
                 torch.distributed.barrier()
-                seconds[state] = _timed_s(step)
+                begin_s = time.perf_counter()
+                step()
+                seconds[state] = time.perf_counter() - begin_s
         ratios.append(seconds["points"] / seconds["plain"])
         plain_s.append(seconds["plain"])
     if rank == _STAGES - 1:
@@ -222,8 +207,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(measure, (args.pairs, folder), nprocs=_STAGES)
-        text = Path(folder, "figures.json").read_text()
-    figures = json.loads(text)
+        figures = json.loads(Path(folder, "figures.json").read_text())
     low, _, high = figures["quartiles"]
     print(
         f"step with plain functions: {1e3 * figures['median_plain_step_s']:.1f} ms (median of "

@@ -80,29 +80,7 @@ def generate(directory: Path, ranks: int, iterations: int, events: int) -> int:
     return total
 
 
-def measure(*command: str) -> str:
-    """Run a command of ours, its output to standard error; return what it took."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    begin = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "megatron_ext", *command], check=True, stdout=sys.stderr)
-    seconds = time.perf_counter() - begin
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    largest = after.ru_maxrss / 2**20
-    return f"{seconds:.1f} s ({cpu:.1f} s of processors), at most {largest:.2f} GiB in a process"
-
-
-def opening_s(page: Path) -> float:
-    """Return how long a browser takes from its start until a page is drawn, at best of three."""
-    found_s = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        browser.look(page, _DRAWN)
-        found_s.append(time.perf_counter() - begin)
-    return min(found_s)
-
-
-def main() -> int:
+def main() -> None:
     """Make a run, aggregate it, and print what that took."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=64)
@@ -118,11 +96,15 @@ def main() -> int:
         count = args.ranks * args.iterations * args.events
         print(f"{args.ranks} ranks x {args.iterations} iterations x {args.events} events: "
               f"{size / 2**20:.0f} MiB, {size / count:.0f} bytes for an event")  # fmt: skip
-        for command in (
-            ["aggregate", "--trace-dir", str(directory)],
-            ["report", str(directory)],
-        ):
-            print(f"{command[0]}: {measure(*command)}", flush=True)
+        for command in ("aggregate", "report"):
+            words = [sys.executable, "-m", "megatron_ext", command, "--trace-dir", str(directory)]
+            before, begin_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+            subprocess.run(words, check=True, stdout=sys.stderr)
+            took_s = time.perf_counter() - begin_s
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            print(f"{command}: {took_s:.1f} s ({cpu_s:.1f} s of processors), at most "
+                  f"{after.ru_maxrss / 2**20:.2f} GiB in a process", flush=True)  # fmt: skip
         if any(map(shutil.which, browser.NAMES)):
             page, empty = directory / "report.html", Path(scratch) / "empty.html"
             empty.write_text("<!doctype html><html><body></body></html>")
@@ -130,8 +112,17 @@ def main() -> int:
                   f"{opening_s(page):.1f} s, an empty page in {opening_s(empty):.1f} s, both with "
                   f"the start of the browser")  # fmt: skip
     print("```")
-    return 0
+
+
+def opening_s(page: Path) -> float:
+    """Return how long a browser takes from its start until a page is drawn, at best of three."""
+    found_s = []
+    for _ in range(3):
+        begin_s = time.perf_counter()
+        browser.look(page, _DRAWN)
+        found_s.append(time.perf_counter() - begin_s)
+    return min(found_s)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

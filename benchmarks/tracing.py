@@ -17,44 +17,17 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.schedule_harness import launch, traced
+from benchmarks.schedule_harness import launch, rank
 from benchmarks.schedule_harness.ops import Sizes
 from benchmarks.schedule_harness.systems import Own, all_systems
 from megatron_ext.tools.trace.forecast import forecast
 from megatron_ext.tracing.recorder import Recorder, Sampling
 from megatron_ext.tracing.records import Header
-from tests.ranks import run_ranks
-
-if TYPE_CHECKING:
-    from benchmarks.schedule_harness.systems import System
 
 TRACED = "1f1b"
-
-
-class Steps(NamedTuple):
-    """Medians over the steps of a system, each as long as its slowest rank."""
-
-    plain_s: float
-    cost: float
-    """Of tracing a step, as a share of it."""
-
-
-def measure(system: System, sizes: Sizes, directory: Path) -> Steps:
-    """Run a system, every second step traced into a directory."""
-    limit_s = sizes.timeout_s + 24 * sizes.forward_s * sizes.num_microbatches * sizes.steps
-    by_rank = run_ranks(sizes.pp, traced.measure, system, sizes, directory, timeout_s=limit_s)
-    pairs = [
-        (max(plain for plain, _ in pair), max(with_trace for _, with_trace in pair))
-        for pair in zip(*by_rank, strict=True)
-    ]
-    return Steps(
-        statistics.median(plain for plain, _ in pairs),
-        statistics.median(with_trace / plain - 1 for plain, with_trace in pairs),
-    )
 
 
 def measure_event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, float]:
@@ -69,26 +42,21 @@ def measure_event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple
             about = {"from": 2, "for": "F", "stage": 3, "microbatch": number, "bytes": 8 << 20}
             recorder.add("receive", recorder.stamp(), about)
         recorder.end_iteration()
-        best_s = min(best_s, time.process_time() - begin_s)
+        best_s = min(best_s, time.process_time() - begin_s)  # with the write of its iteration
     recorder.close()
     [path] = directory.iterdir()
     return best_s / count, path.stat().st_size / (count * rounds)
 
 
-def parse() -> argparse.Namespace:
-    """Read the command line."""
+def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--forward-ms", type=float, default=40.0)
     parser.add_argument("--steps", type=int, default=5, help="pairs of steps")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="schedules by name")
-    return parser.parse_args()
-
-
-def main() -> int:
-    """Measure and print."""
-    args = parse()
+    args = parser.parse_args()
     launch.clean_up_when_terminated()
     sizes = Sizes(args.pp, args.microbatches, args.forward_ms / 1e3, 1, args.steps, timeout_s=60)
     systems = [
@@ -99,29 +67,38 @@ def main() -> int:
         and not system.costs.latency
         and (args.only is None or system.schedule in (*args.only, TRACED))
     ]
-    found: dict[str, Steps] = {}
+    found: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory(prefix="megatron_ext_tracing_") as scratch:
         for system in systems:
             folder = Path(scratch) / system.schedule / str(len(found))
-            found[system.name] = measure(system, sizes, folder)
+            by_rank = launch.run(rank.measure_traced, system, sizes, folder, repeats=2)
+            # A step is as long as on its slowest rank.
+            steps = [
+                (max(plain_s for plain_s, _ in pair), max(traced_s for _, traced_s in pair))
+                for pair in zip(*by_rank, strict=True)
+            ]
+            found[system.name] = (
+                statistics.median(plain_s for plain_s, _ in steps),
+                statistics.median(traced_s / plain_s - 1 for plain_s, traced_s in steps),
+            )
         [run] = (Path(scratch) / TRACED).iterdir()
         predicted = {p.label: p.step_s for p in forecast(run).predictions}
         event_s, event_bytes = measure_event(Path(scratch) / "events")
-    print("```text")
-    print(f"pp {args.pp}, {args.microbatches} micro-batches, forward {args.forward_ms:g} ms; "
-          f"medians of {args.steps} pairs of steps")  # fmt: skip
+    print(f"```text\npp {args.pp}, {args.microbatches} micro-batches, forward {args.forward_ms:g} "
+          f"ms; medians of {args.steps} pairs of steps")  # fmt: skip
     print(f"{'system':42} {'step ms':>8} {'tracing %':>9} {'predicted':>10} {'off %':>6}")
     for system in systems:
-        label = system.pipeline(args.pp, args.microbatches).schedule(
-            args.microbatches // system.weight_copies
-        ).label  # fmt: skip
-        (step_s, cost), guess_s = found[system.name], predicted[label]
+        per_replica = args.microbatches // system.weight_copies
+        pipeline = system.pipeline(args.pp, args.microbatches)
+        (step_s, cost), guess_s = (
+            found[system.name],
+            predicted[pipeline.schedule(per_replica).label],
+        )
         print(f"{system.name:42} {1e3 * step_s:8.1f} {100 * cost:9.1f} {1e3 * guess_s:10.1f} "
               f"{100 * (guess_s / step_s - 1):6.1f}")  # fmt: skip
     print(f"an event: {1e6 * event_s:.1f} us of the processor, {event_bytes:.0f} bytes of the file")
     print("```")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,10 +16,14 @@ turns, so a drift of the machine affects them alike.
     socket           a bare socket over the loopback interface, into an existing tensor, as gloo
     copy             a copy by one thread, the lower bound of a message; it alternates between two
                      pairs of tensors, because the two processes touch as much memory
-    multiprocessing  a queue of torch.multiprocessing to a child of one rank, a new tensor for each
-                     message
 
-With NVIDIA GPUs, it sends device tensors too (`gpu_transport`).
+With NVIDIA GPUs, it sends device tensors too, and a message counts as received when the receiver's
+GPU has it. A single GPU serves both processes.
+
+    gpu, staged      through pinned memory
+    gpu, ipc         from GPU to GPU
+    nccl             a send and a receive of torch.distributed, which needs two GPUs
+    gpu, copy        a copy to the host and back in one process
 """
 
 from __future__ import annotations
@@ -30,48 +34,53 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-_ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-from benchmarks.common.json_output import add_json, write_json  # noqa: E402
-from megatron_ext.message import Message  # noqa: E402
-from megatron_ext.transport.base import Expected  # noqa: E402
-from megatron_ext.transport.native_transport import NativeTransport  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from benchmarks.common.json_output import add_json, write_json
+from megatron_ext import devices
+from megatron_ext.message import Message
+from megatron_ext.transport.base import Expected
+from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
+from megatron_ext.transport.native_transport import NativeTransport
+from megatron_ext.transport.staging import staged
+from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
     from megatron_ext.transport.address import Wire
     from megatron_ext.transport.base import Transport
 
 SIZES = tuple(1 << bits for bits in (10, 16, 20, 24, 26, 28))
-_SLOTS = 8
 _PIECE_BYTES = 1 << 18
 _TCP_PIECE_BYTES = 1 << 16
 _MAX_SHM_BYTES = 1 << 26
 """Longer messages are not sent through memory: some hosts have too little for their slots."""
 _TIMEOUT_S = 60.0
-_BEGIN, _END = "<!-- transport: begin -->", "<!-- transport: end -->"
 
 
-class Exchange(Protocol):
-    """One way of exchanging messages with the other rank."""
+class _Torch:
+    """Tensors that torch.distributed sends; the base of the other ways to exchange messages."""
+
+    def __init__(self, tensor: torch.Tensor, group: Any = None) -> None:
+        self._buffer, self._peer, self._group = torch.zeros_like(tensor), 1 - dist.get_rank(), group
 
     def start(self, count: int) -> None:
         """Get ready for `count` messages in each direction."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Send one."""
+        """Send the next message."""
+        dist.send(tensor, self._peer, group=self._group)
 
-    def recv(self) -> object:
-        """Receive one."""
+    def recv(self) -> None:
+        """Receive the next message."""
+        dist.recv(self._buffer, self._peer, group=self._group)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
@@ -80,60 +89,62 @@ class Exchange(Protocol):
         """Give everything up."""
 
 
-class _Gloo:
-    def __init__(self, num_bytes: int) -> None:
-        self._buffer = torch.zeros(num_bytes, dtype=torch.uint8)
-        self._peer = 1 - dist.get_rank()
-
-    def start(self, count: int) -> None:
-        pass
-
-    def send(self, tensor: torch.Tensor) -> None:
-        dist.send(tensor, self._peer)
-
-    def recv(self) -> object:
-        return dist.recv(self._buffer, self._peer)
-
-    def finish(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Messages:
+class _Ours(_Torch):
     """Messages of a transport of ours."""
 
     def __init__(self, transport: Transport) -> None:
-        self._peer = 1 - dist.get_rank()
-        self._transport = transport
+        self._peer, self._transport = 1 - dist.get_rank(), transport
 
     def start(self, count: int) -> None:
-        """Begin a step."""
-        expected = [
-            Expected(self._peer, Message("F", 0, i), None, torch.uint8) for i in range(count)
-        ]
+        keys = [Message("F", 0, number) for number in range(count)]
+        expected = [Expected(self._peer, key, None, torch.uint8) for key in keys]
         self._transport.begin(expected, count)
-        self._sent = self._received = 0
+        self._to_send, self._to_receive = iter(keys), iter(keys)
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Send the next message."""
-        self._transport.isend(tensor, self._peer, Message("F", 0, self._sent))
-        self._sent += 1
+        self._transport.isend(tensor, self._peer, next(self._to_send))
 
-    def recv(self) -> object:
-        """Receive the next message."""
-        key = Message("F", 0, self._received)
-        self._received += 1
-        return self._transport.recv(self._peer, key, _TIMEOUT_S)
+    def recv(self) -> None:
+        self._transport.recv(self._peer, next(self._to_receive), _TIMEOUT_S)
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
         self._transport.flush(_TIMEOUT_S)
 
     def close(self) -> None:
-        """Close the transport."""
         self._transport.close()
+
+
+class _Socket(_Torch):
+    """The least that TCP takes: both ends know what comes, and where it belongs."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        # Rank 0 says in the store where it listens.
+        name, store = f"socket-{tensor.nbytes}", dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                listener.settimeout(_TIMEOUT_S)
+                store.set(name, str(listener.getsockname()[1]))
+                self._link, _ = listener.accept()
+        else:
+            address = "127.0.0.1", int(store.get(name))
+            self._link = socket.create_connection(address, _TIMEOUT_S)
+        self._link.settimeout(_TIMEOUT_S)
+        self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._link.sendall(memoryview(tensor.numpy()))
+
+    def recv(self) -> None:
+        left = memoryview(self._buffer.numpy())
+        while left:
+            num_bytes = self._link.recv_into(left)
+            if not num_bytes:
+                raise ConnectionError("the other rank ended the connection")
+            left = left[num_bytes:]
+
+    def close(self) -> None:
+        self._link.close()
 
 
 def native(
@@ -147,99 +158,9 @@ def native(
     """Connect the two ranks."""
     return NativeTransport(
         dist.distributed_c10d._get_default_store(), dist.get_rank(), [1 - dist.get_rank()],
-        run_id=run_id, wire=wire, slots=_SLOTS, slot_bytes=slot_bytes,
-        spin_s=spin_s, for_device=for_device,
+        run_id=run_id, wire=wire, slots=8, slot_bytes=slot_bytes, spin_s=spin_s,
+        for_device=for_device,
     )  # fmt: skip
-
-
-class _RawSocket:
-    """The least that TCP takes: both ends know what comes, and where it belongs."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._buffer = memoryview(bytearray(num_bytes))
-        # Rank 0 says in the store where it listens.
-        name, store = f"socket-{num_bytes}", dist.distributed_c10d._get_default_store()
-        if dist.get_rank() == 0:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                listener.settimeout(_TIMEOUT_S)
-                store.set(name, str(listener.getsockname()[1]))
-                self._link, _ = listener.accept()
-        else:
-            address = "127.0.0.1", int(store.get(name))
-            self._link = socket.create_connection(address, _TIMEOUT_S)
-        self._link.settimeout(_TIMEOUT_S)
-        self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def start(self, count: int) -> None:
-        """Nothing has to be ready."""
-
-    def send(self, tensor: torch.Tensor) -> None:
-        """Send the next message."""
-        self._link.sendall(memoryview(tensor.numpy()))
-
-    def recv(self) -> object:
-        """Receive the next message, to where the one before was."""
-        left = self._buffer
-        while left:
-            num_bytes = self._link.recv_into(left)
-            if not num_bytes:
-                raise ConnectionError("the other rank ended the connection")
-            left = left[num_bytes:]
-        return self._buffer
-
-    def finish(self) -> None:
-        """All bytes have left."""
-
-    def close(self) -> None:
-        """End the connection."""
-        self._link.close()
-
-
-class _Queues:
-    """Another process, which answers each tensor with one of its own over torch.multiprocessing.
-
-    Tensors are made before time is taken: a queue shares the memory of those that it was given.
-    """
-
-    def __init__(self, num_bytes: int, count: int) -> None:
-        processes = torch.multiprocessing.get_context("spawn")
-        self._num_bytes, self._count = num_bytes, count
-        self._there, self._back = processes.Queue(), processes.Queue()
-        self._process = processes.Process(
-            target=_answer, args=(self._there, self._back, num_bytes, count), daemon=True
-        )
-        self._process.start()
-
-    def ping_pong(self) -> list[float]:
-        """Half round trips."""
-        tensors = _fresh(self._num_bytes, self._count)
-        self._there.put(True)
-        self._back.get(timeout=_TIMEOUT_S)  # it has its tensors, too
-        times = []
-        for tensor in tensors:
-            begin = time.perf_counter()
-            self._there.put(tensor)
-            self._back.get(timeout=_TIMEOUT_S)
-            times.append((time.perf_counter() - begin) / 2)
-        return times
-
-    def close(self) -> None:
-        self._there.put(False)
-        self._process.join(_TIMEOUT_S)
-
-
-def _answer(there: Any, back: Any, num_bytes: int, count: int) -> None:
-    torch.set_num_threads(1)
-    while there.get(timeout=_TIMEOUT_S):
-        tensors = _fresh(num_bytes, count)
-        back.put(True)
-        for tensor in tensors:
-            there.get(timeout=_TIMEOUT_S)
-            back.put(tensor)
-
-
-def _fresh(num_bytes: int, count: int) -> list[torch.Tensor]:
-    return [torch.ones(num_bytes, dtype=torch.uint8) for _ in range(count)]
 
 
 @dataclass
@@ -250,7 +171,9 @@ class Times:
     bandwidth_bytes_per_s: list[float] = field(default_factory=list)
 
 
-def ping_pong(wire: Exchange, tensor: torch.Tensor, count: int) -> list[float]:
+def ping_pong(
+    wire: _Torch, tensor: torch.Tensor, count: int, arrived: Callable[[], None]
+) -> list[float]:
     """Half round trips, seen by rank 0."""
     wire.start(count)
     dist.barrier()
@@ -259,16 +182,16 @@ def ping_pong(wire: Exchange, tensor: torch.Tensor, count: int) -> list[float]:
         begin = time.perf_counter()
         if dist.get_rank() == 0:
             wire.send(tensor)
-            wire.recv()
-        else:
-            wire.recv()
+        wire.recv()
+        arrived()
+        if dist.get_rank() == 1:
             wire.send(tensor)
         times.append((time.perf_counter() - begin) / 2)
     wire.finish()
     return times
 
 
-def stream(wire: Exchange, tensor: torch.Tensor, count: int) -> float:
+def stream(wire: _Torch, tensor: torch.Tensor, count: int, arrived: Callable[[], None]) -> float:
     """Bytes for each second from rank 0 to rank 1, up to the answer to the last one."""
     wire.start(count)
     dist.barrier()
@@ -277,80 +200,109 @@ def stream(wire: Exchange, tensor: torch.Tensor, count: int) -> float:
         for _ in range(count):
             wire.send(tensor)
         wire.recv()
+        arrived()
     else:
         for _ in range(count):
             wire.recv()
+            arrived()
         wire.send(tensor)
     seconds = time.perf_counter() - begin
-    if dist.get_rank() == 0:  # what is announced is received, to the last message
-        for _ in range(count - 1):
+    for _ in range(count - 1):  # what is announced is received, to the last message
+        if dist.get_rank() == 0:
             wire.recv()
-    else:
-        for _ in range(count - 1):
+        else:
             wire.send(tensor)
     wire.finish()
     return count * tensor.nbytes / seconds
 
 
-def take_turns(
-    wires: dict[str, Exchange], tensor: torch.Tensor, count: int, times: dict[str, Times] | None
-) -> None:
-    """Measure each wire once and note it, but for a turn that only warms up."""
-    for name, wire in wires.items():
-        latencies, bandwidth = ping_pong(wire, tensor, count), stream(wire, tensor, count)
-        if times is not None:
-            times[name].latency_s += latencies
-            times[name].bandwidth_bytes_per_s.append(bandwidth)
+def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Times]:
+    """Measure all wires with one size, on one of two ranks.
 
-
-def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
-    """Measure all wires with one size, on one of two ranks."""
-    torch.set_num_threads(1)
+    Args:
+        num_bytes: Of a message.
+        rounds: In turn.
+        backend: Of devices, of which each rank takes its own or both take the first; empty: the
+            wires of the host.
+    """
+    torch.set_num_threads(1)  # a copy by several threads would be no bound for one
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    wires = _wires(num_bytes)
+    arrived: Callable[[], None] = lambda: None  # noqa: E731 - nothing is asynchronous on the host
     tensor = torch.ones(num_bytes, dtype=torch.uint8)
-    pairs = [(tensor, torch.zeros_like(tensor)), (tensor.clone(), torch.zeros_like(tensor))]
-    count = max(4, min(300, (1 << 26) // num_bytes))
-    alone = ("multiprocessing", "copy") if num_bytes <= _MAX_SHM_BYTES else ()
-    times = {name: Times() for name in (*wires, *alone)}
-    queues = _Queues(num_bytes, count) if alone and dist.get_rank() == 0 else None
+    if backend:
+        device = devices.select(backend)
+        num_devices = torch.get_device_module(backend).device_count()
+        place = device.torch_device(dist.get_rank() % num_devices)
+        device.bind(place.index)
+        arrived, tensor, count = device.synchronize, tensor.to(place), 50
+        host = native("shm", num_bytes, f"gpu-staged-{num_bytes}", for_device=True)
+        notes = native("shm", NOTE_BYTES, f"gpu-ipc-{num_bytes}")
+        direct = DirectTransport(
+            notes, device.sharing(place), dist.get_rank(), timeout_s=_TIMEOUT_S
+        )
+        wires: dict[str, _Torch] = {
+            "gpu, staged": _Ours(staged(host, device.copies(place), timeout_s=_TIMEOUT_S)),
+            "gpu, ipc": _Ours(direct),
+        }
+        if backend == "cuda" and num_devices > 1:
+            wires["nccl"] = _Torch(tensor, dist.new_group(backend="nccl"))
+        alone = "gpu, copy"
+        pairs = [(tensor.cpu(), tensor)]
+    else:
+        # A copy alone stands for a lower bound only where messages go through memory.
+        count, alone = 300, "copy" if num_bytes <= _MAX_SHM_BYTES else ""
+        wires = _of_host(tensor)
+        pairs = [(torch.zeros_like(tensor), t) for t in (tensor, tensor.clone())]
+    count = max(4, min(count, (1 << 26) // num_bytes))
+    times = {name: Times() for name in (*wires, *filter(None, [alone]))}
     for turn in range(rounds + 1):  # the first one warms up
-        take_turns(wires, tensor, count, times if turn > 0 else None)
-        dist.barrier()
-        if queues is not None:  # alone, while the other one waits
-            copies = [_copy(*pairs[turn_of_pair % 2]) for turn_of_pair in range(count)]
-            answers = queues.ping_pong()
+        for name, wire in wires.items():
+            latencies = ping_pong(wire, tensor, count, arrived)
+            bandwidth = stream(wire, tensor, count, arrived)
             if turn > 0:
-                times["copy"].latency_s += copies
-                times["multiprocessing"].latency_s += answers
-    if queues is not None:
-        queues.close()
+                times[name].latency_s += latencies
+                times[name].bandwidth_bytes_per_s.append(bandwidth)
+        dist.barrier()
+        if alone and dist.get_rank() == 0:  # while the other one waits
+            for number in range(count):
+                to, source = pairs[number % len(pairs)]
+                begin = time.perf_counter()
+                to.copy_(source)
+                if backend:
+                    source.copy_(to)
+                arrived()
+                if turn > 0:
+                    times[alone].latency_s.append(time.perf_counter() - begin)
     for wire in wires.values():
         wire.close()
     return times
 
 
-def _wires(num_bytes: int) -> dict[str, Exchange]:
-    wires: dict[str, Exchange] = {
-        "gloo": _Gloo(num_bytes),
-        "socket": _RawSocket(num_bytes),
-        "tcp": Messages(native("tcp", num_bytes, f"tcp-{num_bytes}")),
+def _of_host(tensor: torch.Tensor) -> dict[str, _Torch]:
+    num_bytes = tensor.nbytes
+    wires = {
+        "gloo": _Torch(tensor),
+        "socket": _Socket(tensor),
+        "tcp": _Ours(native("tcp", num_bytes, f"tcp-{num_bytes}")),
     }
     if num_bytes > _TCP_PIECE_BYTES:
-        wires["tcp, pieces"] = Messages(native("tcp", _TCP_PIECE_BYTES, f"tcp-pieces-{num_bytes}"))
+        wires["tcp, pieces"] = _Ours(native("tcp", _TCP_PIECE_BYTES, f"tcp-pieces-{num_bytes}"))
     if num_bytes <= _MAX_SHM_BYTES:
-        wires["shm"] = Messages(native("shm", num_bytes, f"whole-{num_bytes}"))
-        wires["shm, asleep"] = Messages(native("shm", num_bytes, f"asleep-{num_bytes}", 0.0))
+        wires["shm"] = _Ours(native("shm", num_bytes, f"whole-{num_bytes}"))
+        wires["shm, asleep"] = _Ours(native("shm", num_bytes, f"asleep-{num_bytes}", 0.0))
         if num_bytes > _PIECE_BYTES:
-            wires["shm, pieces"] = Messages(native("shm", _PIECE_BYTES, f"pieces-{num_bytes}"))
+            wires["shm, pieces"] = _Ours(native("shm", _PIECE_BYTES, f"pieces-{num_bytes}"))
     return wires
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    begin = time.perf_counter()
-    target.copy_(source)
-    return time.perf_counter() - begin
+def left_out() -> str:
+    """Say which rows this machine has no GPUs for; empty if it has them all."""
+    if not torch.cuda.is_available():
+        return "left out for want of a GPU: gpu, staged; gpu, ipc; gpu, copy; nccl"
+    if torch.cuda.device_count() < 2:
+        return "left out for want of a second GPU: nccl"
+    return ""
 
 
 def rows_of(num_bytes: int, times: dict[str, Times]) -> list[dict[str, Any]]:
@@ -360,44 +312,34 @@ def rows_of(num_bytes: int, times: dict[str, Times]) -> list[dict[str, Any]]:
     for wire, measured in times.items():
         latency_s = statistics.median(measured.latency_s)
         bandwidths = measured.bandwidth_bytes_per_s or [num_bytes / latency_s]
-        rows.append(
-            {
-                "wire": wire,
-                "nbytes": num_bytes,
-                "latency_s": latency_s,
-                "bandwidth_bytes_per_s": statistics.median(bandwidths),
-                "ratio_to_gloo": gloo_s / latency_s,
-            }
-        )
+        rows.append({
+            "wire": wire,
+            "nbytes": num_bytes,
+            "latency_s": latency_s,
+            "bandwidth_bytes_per_s": statistics.median(bandwidths),
+            "ratio_to_gloo": gloo_s / latency_s,
+        })  # fmt: skip
     return rows
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as the tables of the page about the transport."""
     sizes = sorted({row["nbytes"] for row in rows})
-    wires = list(dict.fromkeys(row["wire"] for row in rows))
     of = {(row["wire"], row["nbytes"]): row for row in rows}
-
-    def table(title: str, cell: str) -> list[str]:
-        units = (f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in sizes)
-        lines = [f"| {title} | {' | '.join(units)} |", "|---" * (len(sizes) + 1) + "|"]
-        for wire in wires:
-            measured = (of.get((wire, num_bytes)) for num_bytes in sizes)
-            cells = ("-" if row is None else cell.format(**_scaled(row)) for row in measured)
+    units = " | ".join(f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in sizes)
+    texts = []
+    for title, cell in (
+        ("latency in us (times as fast as gloo)",
+         lambda row: f"{1e6 * row['latency_s']:.1f} ({row['ratio_to_gloo']:.1f})"),
+        ("bandwidth in GB/s, one message after the other",
+         lambda row: f"{row['bandwidth_bytes_per_s'] / 1e9:.2f}"),
+    ):  # fmt: skip
+        lines = [f"| {title} | {units} |", "|---" * (len(sizes) + 1) + "|"]
+        for wire in dict.fromkeys(row["wire"] for row in rows):
+            cells = [cell(of[wire, n]) if (wire, n) in of else "-" for n in sizes]
             lines.append(f"| {wire} | {' | '.join(cells)} |")
-        return lines
-
-    latency = table("latency in us (times as fast as gloo)", "{us:.1f} ({ratio_to_gloo:.1f})")
-    bandwidth = table("bandwidth in GB/s, one message after the other", "{gb_per_s:.2f}")
-    return "\n".join([_BEGIN, *latency, "", *bandwidth, _END])
-
-
-def _scaled(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "us": 1e6 * row["latency_s"],
-        "gb_per_s": row["bandwidth_bytes_per_s"] / 1e9,
-        "ratio_to_gloo": row["ratio_to_gloo"],
-    }
+        texts.append("\n".join(lines))
+    return "<!-- transport: begin -->\n" + "\n\n".join(texts) + "\n<!-- transport: end -->"
 
 
 def main() -> None:
@@ -408,16 +350,16 @@ def main() -> None:
     args = parser.parse_args()
 
     # Ranks find what they run by the name of its module.
-    from benchmarks import gpu_transport, transport
+    from benchmarks import transport
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = []
     print(f"{'bytes':>10}  {'wire':<16}{'latency us':>12}{'GB/s':>8}{'x gloo':>8}")
     for num_bytes in SIZES:
-        times = run_ranks(2, transport.measure, num_bytes, args.rounds, timeout_s=300)[0]
-        if torch.cuda.is_available():
-            asked = "cuda", num_bytes, args.rounds
-            times |= run_ranks(2, gpu_transport.measure, *asked, timeout_s=300)[0]
+        times: dict[str, Times] = {}
+        for backend in ("", *["cuda"] * torch.cuda.is_available()):
+            asked = num_bytes, args.rounds, backend
+            times |= run_ranks(2, transport.measure, *asked, timeout_s=300)[0]
         for row in rows_of(num_bytes, times):
             print(
                 f"{num_bytes:>10}  {row['wire']:<16}{1e6 * row['latency_s']:>12.1f}"
@@ -425,8 +367,8 @@ def main() -> None:
             )
             rows.append(row)
     print(markdown(rows))
-    if left_out := gpu_transport.left_out():
-        print(left_out)
+    if missing := left_out():
+        print(missing)
     if args.json:
         write_json(args.json, rows)
 

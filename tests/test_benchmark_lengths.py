@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.schedule_harness.lengths import UPSTREAM, WORKLOADS, Batch, ScaledTimes, ways
+from benchmarks.lengths import UPSTREAM, WORKLOADS, Batch, ways
+from benchmarks.schedule_harness.ops import ScaledTimes
 from megatron_ext.schedules.search.length_balance import pack_in_file_order
 from tests.commands import run_python
 

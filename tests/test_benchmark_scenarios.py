@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import mean
+from statistics import mean, median
 
 import pytest
 
-from benchmarks.schedule_harness import comparisons, expected, launch, rank, scenarios
+from benchmarks import dynamic_order
+from benchmarks.schedule_harness import launch, rank, scenarios
 from benchmarks.schedule_harness.bound import shortest
-from benchmarks.schedule_harness.noise import SCENARIOS, NoisyTimes
+from benchmarks.schedule_harness.noise import SCENARIOS, NoisyTimes, noisy
 from benchmarks.schedule_harness.ops import Sizes
 from benchmarks.schedule_harness.systems import disturbed_systems
 from megatron_ext.schedules import Costs, generate, simulate
@@ -55,13 +56,12 @@ def test_slow_places_are_where_they_are_said_to_be() -> None:
 )
 def test_nobody_computes_with_a_message_that_is_not_there_yet(name: str) -> None:
     system = SYSTEMS[name]
-    records = launch.run(rank.measure_disturbed, system, SIZES, ["slow-hop"], repeats=2)
-    placement = system.placement(PP)
-    noisy = NoisyTimes(FORWARD_S, 0.5, SCENARIOS["slow-hop"], placement.rank_of, 0, 0)
-    ops = [op for [[step]] in records for op in step.ops]
+    times = noisy(system, SIZES, "slow-hop")
+    records = launch.run(rank.measure, system, SIZES, times, True, repeats=2)
+    ops = [op for [step] in records for op in step.ops]
     made = {  # a busy machine may let a process wait before it notes the end
         (op.kind.replace("I", "B"), op.stage, op.microbatch): op.begin_s
-        + noisy.seconds("F" if op.kind == "F" else "I", op.stage, op.microbatch)
+        + times[0].seconds("F" if op.kind == "F" else "I", op.stage, op.microbatch)
         for op in ops
     }
     checked = 0
@@ -70,21 +70,11 @@ def test_nobody_computes_with_a_message_that_is_not_there_yet(name: str) -> None
         made_s = made.get((kind, op.stage - step, op.microbatch))
         if op.kind == "W" or made_s is None:
             continue
-        latency_s = noisy.latency_s(kind, op.stage, op.microbatch)
-        takes_s = noisy.seconds(op.kind, op.stage, op.microbatch)
+        latency_s = times[0].latency_s(kind, op.stage, op.microbatch)
+        takes_s = times[0].seconds(op.kind, op.stage, op.microbatch)
         assert op.end_s - takes_s >= made_s + latency_s - EXACT_S
         checked += 1
     assert checked == 6 * MICROBATCHES
-
-
-def test_what_is_measured_stands_side_by_side() -> None:
-    names = ("interleaved chunks=2, static, split", "interleaved chunks=2, breadth-first")
-    found = scenarios.measure([SYSTEMS[n] for n in names], SIZES, ["link-0.5"], rounds=1)
-    assert not found.failures
-    text = scenarios.tables(found)
-    assert text.count("1.000 (1.000 .. 1.000)") == 1, "the first is the measure of all"
-    for cells in found.as_dict()["cells"].values():
-        assert list(cells) == list(names)
 
 
 def test_no_order_is_shorter_than_the_bound_and_some_reach_it() -> None:
@@ -101,38 +91,28 @@ def test_no_order_is_shorter_than_the_bound_and_some_reach_it() -> None:
 def test_a_comparison_says_which_aims_are_reached() -> None:
     names = ("interleaved chunks=2, static, split", "interleaved chunks=2, hint +1")
     aims = {(names[1], "quiet"): 0.5, (names[1], "link-0.5"): 5.0}
-    compared = comparisons.Comparison("a", names[0], names[1:], ["quiet", "link-0.5"], aims)
-    part = comparisons.Part(PP, MICROBATCHES, 4.0, [compared])
-    text = comparisons.markdown(comparisons.simulate(part, part.sizes(draws=2)))
+    compared = dynamic_order.Comparison("a", names[0], names[1:], ["quiet", "link-0.5"], aims)
+    part = dynamic_order.Part(PP, MICROBATCHES, 4.0, [compared])
+    text = dynamic_order.text_of(dynamic_order.run(part, SIZES, None))
     quiet, late = text.splitlines()[-2:]
     assert quiet.endswith("| yes |")
     assert late.startswith(f"| {names[1]} | link-0.5 | 5 | ")
     assert late.endswith("| no order can |")
-    found = comparisons.measure(replace(part, most_overhead=0.02), part.sizes(1), rounds=2)
-    assert not found.measured.failures
-    [added] = found.measured.cells["quiet"][names[1]].overhead()
+    quiet_only = replace(compared, names=["quiet"], aims={})
+    part = replace(part, comparisons=[quiet_only], most_overhead=0.02)
+    found = dynamic_order.run(part, SIZES, 2)
+    assert not found.failures
+    [added] = found.cells[names[1]]["quiet"].overheads
     assert added >= 0, "the replay is the shortest time for the order that ran"
-    assert (
-        comparisons.markdown(found)
-        .splitlines()[-1]
-        .startswith(f"| {names[1]} | {100 * added:.2f} (")
-    )
-
-
-def test_draws_that_are_all_alike_are_repeated_less() -> None:
-    for name, repetitions in (("quiet", 2), ("uneven", 2), ("spikes", 5), ("link-0.5", 5)):
-        assert SCENARIOS[name].repetitions(5) == repetitions
-        drawn = {times(name, step).seconds("F", 1, 0) for step in range(200)}
-        drawn |= {times(name, step).latency_s("F", 1, 0) for step in range(200)}
-        assert (len(drawn) > 2) == SCENARIOS[name].is_random
+    last = dynamic_order.text_of(found).splitlines()[-1]
+    assert last.startswith(f"| {names[1]} | {100 * added:.2f} (")
 
 
 def test_what_to_expect_is_the_simulation_of_the_same_draws() -> None:
     names = ("interleaved chunks=2, static", "interleaved chunks=2, hint +1")
-    found = expected.expect([SYSTEMS[n] for n in names], SIZES, ["quiet", "link-0.5"])
+    found = {n: scenarios.expect(SYSTEMS[n], SIZES, ["quiet", "link-0.5"]) for n in names}
     table = generate("interleaved", PP, MICROBATCHES)
-    quiet = found.cells["quiet"][names[0]]
-    assert quiet.seconds == [[pytest.approx(simulate(table, Costs(latency=0.01)).makespan)]]
-    late = found.cells["link-0.5"]
-    assert late[names[1]].best() < late[names[0]].best()
-    assert scenarios.summary(found).count("|") == 4 * 5
+    quiet = found[names[0]]["quiet"]
+    assert quiet.seconds == [pytest.approx(simulate(table, Costs(latency=0.01)).makespan)]
+    late = {name: median(found[name]["link-0.5"].seconds) for name in names}
+    assert late[names[1]] < late[names[0]]

@@ -18,7 +18,7 @@ from benchmarks.schedule_harness import launch, rank
 from benchmarks.schedule_harness.metrics import evaluate, replay
 from benchmarks.schedule_harness.ops import HIDDEN, Op, OpTimes, Sizes, Step
 from benchmarks.schedule_harness.systems import Own, System, all_systems
-from benchmarks.schedule_harness.wakeup import wakeup_s
+from benchmarks.schedules import wakeup_s
 from megatron_ext.schedules import Costs, Schedule, generate, simulate
 from tests.commands import run_python
 from tests.ranks import run_ranks

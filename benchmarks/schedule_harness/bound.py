@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from megatron_ext.schedules import Costs, Kind, Schedule
@@ -12,8 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["shortest"]
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     """An action for the rank that runs it; times in the unit of the costs."""
 
     release: float
@@ -34,12 +32,44 @@ def shortest(schedule: Schedule, costs: Costs) -> float:
         schedule: The table, whose backwards are all split.
         costs: Times of actions and links.
     """
-    chains = _Chains(schedule, costs)
-    return max(_machine([chains.job(*action[:3]) for action in row]) for row in schedule.rows)
+    durations, factors = costs.durations(schedule), costs.action_factors(schedule)
+    links, last = costs.link_factors(schedule), schedule.num_stages - 1
+    jobs: dict[tuple[int, Kind, int], _Job] = {}
+
+    def time(kind: Kind, stage: int, m: int) -> float:
+        return durations[kind][stage] * factors[kind][stage * schedule.num_microbatches + m]
+
+    def under_way(kind: Kind, stage: int, m: int) -> float:
+        """Latency of what an action makes; none at the ends of the pipeline."""
+        hop = stage if kind == "F" else stage - 1
+        if not 0 <= hop < last or schedule.placement.hops[hop] == "local":
+            return 0.0
+        made = links["F" if kind == "F" else "B"]
+        return costs.latency * made[stage * schedule.num_microbatches + m]
+
+    for m in range(schedule.num_microbatches):
+        # Down the stages, then back, with W beside.
+        chain: list[tuple[Kind, int]] = [("F", stage) for stage in range(last + 1)]
+        chain += [("I", stage) for stage in range(last, -1, -1)]
+        release, releases = 0.0, []
+        for kind, stage in chain:
+            releases.append(release)
+            release += time(kind, stage, m) + under_way(kind, stage, m)
+        tail = 0.0
+        for (kind, stage), release in zip(reversed(chain), reversed(releases), strict=True):
+            duration = time(kind, stage, m)
+            tail += under_way(kind, stage, m)
+            if kind == "I":
+                weight = time("W", stage, m)
+                jobs[stage, "W", m] = _Job(release + duration, weight, 0.0)
+                tail = max(tail, weight)
+            jobs[stage, kind, m] = _Job(release, duration, tail)
+            tail += duration
+    return max(_machine([jobs[action[:3]] for action in row]) for row in schedule.rows)
 
 
 def _machine(jobs: list[_Job]) -> float:
-    jobs = sorted(jobs, key=lambda job: job.release)
+    jobs = sorted(jobs)
     waiting: list[tuple[float, float]] = []
     """(minus the tail, time left) of what is released."""
     now = end = 0.0
@@ -59,54 +89,3 @@ def _machine(jobs: list[_Job]) -> float:
             now += left
             end = max(end, now - minus_tail)
     return end
-
-
-class _Chains:
-    """Work before and after each action in its own micro-batch."""
-
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self._schedule = schedule
-        self._durations = costs.durations(schedule)
-        self._factors, self._links = costs.action_factors(schedule), costs.link_factors(schedule)
-        self._latency = costs.latency
-        self._jobs: dict[tuple[int, Kind, int], _Job] = {}
-        for microbatch in range(schedule.num_microbatches):
-            self._follow(microbatch)
-
-    def job(self, stage: int, kind: Kind, microbatch: int) -> _Job:
-        """Return an action as a job."""
-        return self._jobs[stage, kind, microbatch]
-
-    def _follow(self, m: int) -> None:
-        """Make the jobs of one micro-batch: down the stages, then back, with W beside."""
-        stages = range(self._schedule.num_stages)
-        chain: list[tuple[int, Kind]] = [(s, "F") for s in stages]
-        chain += [(s, "I") for s in reversed(stages)]
-        release, releases = 0.0, []
-        for stage, kind in chain:
-            releases.append(release)
-            release += self._time(kind, stage, m) + self._under_way(kind, stage, m)
-        tail = 0.0
-        for (stage, kind), release in zip(reversed(chain), reversed(releases), strict=True):
-            duration = self._time(kind, stage, m)
-            tail += self._under_way(kind, stage, m)
-            if kind == "I":
-                weight = self._time("W", stage, m)
-                self._jobs[stage, "W", m] = _Job(release + duration, weight, 0.0)
-                tail = max(tail, weight)
-            self._jobs[stage, kind, m] = _Job(release, duration, tail)
-            tail += duration
-
-    def _time(self, kind: Kind, stage: int, m: int) -> float:
-        key = stage * self._schedule.num_microbatches + m
-        return self._durations[kind][stage] * self._factors[kind][key]
-
-    def _under_way(self, kind: Kind, stage: int, m: int) -> float:
-        """Latency of what an action makes; none at the ends of the pipeline."""
-        hop = stage if kind == "F" else stage - 1
-        if not 0 <= hop < self._schedule.num_stages - 1:
-            return 0.0
-        if self._schedule.placement.hops[hop] == "local":
-            return 0.0
-        key = stage * self._schedule.num_microbatches + m
-        return self._latency * self._links["F" if kind == "F" else "B"][key]

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from megatron_ext.message import Message
-    from megatron_ext.transport.base import Expected, Stats, Transport
+    from megatron_ext.transport.base import Expected, Transport
 
 __all__ = ["LateTransport", "read", "stamp"]
 
@@ -52,6 +52,10 @@ class LateTransport:
         """Messages that are here, and since when they may be seen."""
         self._told: set[Message] = set()
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what is not late: to wake, flush, abort and close, and the statistics."""
+        return getattr(self._inner, name)
+
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step."""
         self._source = {item.message: item.source for item in expected}
@@ -77,10 +81,6 @@ class LateTransport:
         time.sleep(max(0.0, seen_s - time.perf_counter()))
         return tensor
 
-    def wake(self) -> None:
-        """End a poll."""
-        self._inner.wake()
-
     def poll(self, timeout_s: float) -> Sequence[Message]:
         """Return what may be seen now; sleep until there is something."""
         deadline_s = time.perf_counter() + timeout_s
@@ -99,19 +99,3 @@ class LateTransport:
     def _hold(self, key: Message, timeout_s: float) -> None:
         tensor = self._inner.recv(self._source[key], key, timeout_s)
         self._held[key] = read(tensor) + self._latency_s(key), tensor
-
-    def flush(self, timeout_s: float) -> None:
-        """Wait until everything sent has left."""
-        self._inner.flush(timeout_s)
-
-    def abort(self, reason: str) -> None:
-        """Give the step up."""
-        self._inner.abort(reason)
-
-    def close(self) -> None:
-        """Give up everything that is held."""
-        self._inner.close()
-
-    def stats(self) -> Stats:
-        """Return what was done so far."""
-        return self._inner.stats()

@@ -1,4 +1,4 @@
-"""Metrics from the records of all ranks.
+"""Figures from the records of all ranks.
 
 The *replay* keeps the order in which each rank ran its ops and starts every op as early as
 possible: when its rank is free and its inputs exist, with free messages. Its time with the recorded
@@ -9,8 +9,8 @@ nominal durations it shows the quality of the order.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
     from .ops import Op, OpTimes, Step
 
-__all__ = ["Figures", "evaluate", "overhead", "peak", "replay"]
+__all__ = ["Draws", "Figures", "draws_of", "evaluate", "overhead", "peak", "replay"]
+
+_Made = dict[tuple[str, int, int, int], float]
+"""What (F or B), stage, micro-batch, twin -> since when it exists."""
 
 
 @dataclass(frozen=True)
@@ -76,37 +79,103 @@ def evaluate(steps: Sequence[Sequence[Step]], placement: Placement, times: OpTim
         times: What the ops slept.
     """
     by_step = list(zip(*steps, strict=True))
-    seconds = [max(s.end_s for s in ranks) - min(s.begin_s for s in ranks) for ranks in by_step]
-
-    def nominal(op: Op) -> float:
-        return times.seconds(op.kind, op.stage, op.microbatch)
-
     rows = [[step.ops for step in ranks] for ranks in by_step]
+    ops = [op for ranks in rows for row in ranks for op in row]
+    seconds = [_seconds(ranks) for ranks in by_step]
     replays = [replay(ranks, placement, lambda op: op.duration_s) for ranks in rows]
     overheads = [_span(ranks) / found - 1 for ranks, found in zip(rows, replays, strict=True)]
-    ops = [op for ranks in rows for row in ranks for op in row]
-    optimum_s = statistics.median(replay(ranks, placement, nominal) for ranks in rows)
+    # A latency too small to change the longest path makes the order longer by one for each hop.
     little_s = 1e-6 * times.forward_s
-    between = [_between(ranks, placement) for ranks in rows]
-    later_s = statistics.median(replay(ranks, placement, nominal, little_s) for ranks in rows)
+    optimum_s, later_s = (
+        statistics.median(replay(ranks, placement, times.of, latency_s) for ranks in rows)
+        for latency_s in (0.0, little_s)
+    )
+    gaps_s, hops_s = [0.0] * (not ops), list[float]()
+    for ranks in rows:
+        made = {_made_by(op, r % placement.twins): op.end_s for r, row in enumerate(ranks)
+                for op in row if op.kind != "W"}  # fmt: skip
+        for r, row in enumerate(ranks):
+            for before, op in pairwise(row):
+                ready_s = _ready(op, r % placement.twins, placement, made, 0.0)
+                assert ready_s is not None
+                # An op whose input came before its rank was free tells what the runtime takes.
+                if ready_s <= before.end_s:
+                    gaps_s.append(op.begin_s - before.end_s)
+                else:
+                    hops_s.append(op.begin_s - ready_s)
     return Figures(
         median_s=statistics.median(seconds),
         min_s=min(seconds),
         max_s=max(seconds),
-        ideal_s=max(sum(map(nominal, row)) for row in rows[0]),
+        ideal_s=max(sum(map(times.of, row)) for row in rows[0]),
         optimum_s=optimum_s,
         replay_s=statistics.median(replays),
         replay_overhead=statistics.median(overheads),
         min_replay_overhead=min(overheads),
-        op_inflation=sum(op.duration_s for op in ops) / sum(map(nominal, ops)) - 1,
+        op_inflation=sum(op.duration_s for op in ops) / sum(map(times.of, ops)) - 1,
         peak_live=times.share * max(step.peak_live for ranks in by_step for step in ranks),
         peak_of_order=times.share * max(peak(row) for ranks in rows for row in ranks),
         cpu_s=statistics.median(statistics.mean(s.cpu_s for s in ranks) for ranks in by_step),
         num_ops=max(len(row) for row in rows[0]),
         hops=round((later_s - optimum_s) / little_s) if little_s else 0,
-        gap_s=_median([gap for gaps, _ in between for gap in gaps]),
-        hop_s=_median([hop for _, hops in between for hop in hops]),
+        gap_s=statistics.median(gaps_s or [0.0]),
+        hop_s=statistics.median(hops_s or [0.0]),
     )
+
+
+@dataclass
+class Draws:
+    """One system at several draws of the times of its ops.
+
+    Lists have one item for each draw, that of its shortest repetition: other load only adds time.
+    """
+
+    seconds: list[float]
+    """Of the step, from its first rank's begin to its last rank's end."""
+    peak: float
+    """Activations that the order keeps at most, in those of a micro-batch on 1/pp of the model."""
+    order_s: list[float] = field(default_factory=list)
+    """Time of the order that ran, with exact ops and free messages."""
+    overheads: list[float] = field(default_factory=list)
+    """Share of that order, with its ops as they were, that runtime and messages added."""
+    op_inflation: float = 0.0
+    """Time in ops over the time that they should take, minus 1."""
+
+
+def draws_of(
+    steps: Sequence[Sequence[Step]], placement: Placement, times: Sequence[OpTimes]
+) -> Draws:
+    """Return the figures of steps at several draws.
+
+    Args:
+        steps: By rank of the world, then by step: all draws, and again for each repetition.
+        placement: Where the stages are.
+        times: What ops should have taken, by draw.
+    """
+    by_draw: list[list[tuple[float, float, float]]] = [[] for _ in times]
+    spent_s = nominal_s = most = 0.0
+    for position, ranks in enumerate(zip(*steps, strict=True)):
+        draw = times[position % len(times)]
+        rows = [step.ops for step in ranks]
+        ops = [op for row in rows for op in row]
+        order_s = replay(rows, placement, draw.of)
+        # Compared as tuples below: the time of the step comes first.
+        took = _seconds(ranks), order_s, overhead(rows, placement)
+        by_draw[position % len(times)].append(took)
+        spent_s += sum(op.duration_s for op in ops)
+        nominal_s += sum(map(draw.of, ops))
+        most = max(most, draw.share * max(map(peak, rows)))
+    seconds, orders_s, overheads = map(list, zip(*map(min, by_draw), strict=True))
+    return Draws(seconds, most, orders_s, overheads, spent_s / nominal_s - 1)
+
+
+def _seconds(ranks: Sequence[Step]) -> float:
+    return max(step.end_s for step in ranks) - min(step.begin_s for step in ranks)
+
+
+def _span(rows: Sequence[Sequence[Op]]) -> float:
+    ops = [op for row in rows for op in row]
+    return max(op.end_s for op in ops) - min(op.begin_s for op in ops)
 
 
 def overhead(rows: Sequence[Sequence[Op]], placement: Placement) -> float:
@@ -119,48 +188,12 @@ def overhead(rows: Sequence[Sequence[Op]], placement: Placement) -> float:
     return _span(rows) / replay(rows, placement, lambda op: op.duration_s) - 1
 
 
-def _span(rows: Sequence[Sequence[Op]]) -> float:
-    ops = [op for row in rows for op in row]
-    return max(op.end_s for op in ops) - min(op.begin_s for op in ops)
-
-
-def _median(found: Sequence[float]) -> float:
-    return statistics.median(found) if found else 0.0
-
-
-def _between(rows: Sequence[Sequence[Op]], placement: Placement) -> tuple[list[float], list[float]]:
-    """Return the times before ops: of those that waited for nothing, and for a message."""
-    ends = _ends((rank % placement.twins, op) for rank, row in enumerate(rows) for op in row)
-    gaps_s, hops_s = [], []
-    for rank, row in enumerate(rows):
-        for before, op in pairwise(row):
-            ready_s = _ready(op, rank % placement.twins, placement, ends, 0.0)
-            assert ready_s is not None
-            if ready_s <= before.end_s:
-                gaps_s.append(op.begin_s - before.end_s)
-            else:
-                hops_s.append(op.begin_s - ready_s)
-    return gaps_s, hops_s
-
-
-def _ends(ops: Iterable[tuple[int, Op]]) -> dict[tuple[str, int, int, int], float]:
-    """Return when what other ops need was there: what, stage, micro-batch, twin."""
-    return {
-        ("F" if op.kind == "F" else "B", op.stage, op.microbatch, twin): op.end_s
-        for twin, op in ops
-        if op.kind != "W"
-    }
-
-
 def peak(row: Sequence[Op]) -> int:
     """Return the most activations that an order of ops keeps: from F to B or W."""
     live = most = 0
     for op in row:
-        if op.kind == "F":
-            live += 1
-            most = max(most, live)
-        elif op.kind in ("B", "W"):
-            live -= 1
+        live += {"F": 1, "I": 0}.get(op.kind, -1)
+        most = max(most, live)
     return most
 
 
@@ -181,8 +214,9 @@ def replay(
     Raises:
         ValueError: The order is impossible, so the record is wrong.
     """
-    made: dict[tuple[str, int, int, int], float] = {}  # what, stage, micro-batch, twin -> since
+    made: _Made = {}
     position, now = [0] * len(rows), [0.0] * len(rows)
+    # Rank after rank as far as inputs exist, until nobody gets further.
     progress = True
     while progress:
         progress = False
@@ -195,8 +229,7 @@ def replay(
                     break
                 now[rank] = max(now[rank], ready) + duration_s(op)
                 if op.kind != "W":
-                    what = "F" if op.kind == "F" else "B"
-                    made[what, op.stage, op.microbatch, twin] = now[rank]
+                    made[_made_by(op, twin)] = now[rank]
                 position[rank] += 1
                 progress = True
     for rank, row in enumerate(rows):
@@ -205,13 +238,11 @@ def replay(
     return max(now)
 
 
-def _ready(
-    op: Op,
-    twin: int,
-    placement: Placement,
-    made: dict[tuple[str, int, int, int], float],
-    latency_s: float,
-) -> float | None:
+def _made_by(op: Op, twin: int) -> tuple[str, int, int, int]:
+    return "F" if op.kind == "F" else "B", op.stage, op.microbatch, twin
+
+
+def _ready(op: Op, twin: int, placement: Placement, made: _Made, latency_s: float) -> float | None:
     """Return since when the input of an op exists, or None."""
     if op.kind == "W":
         return 0.0  # its rank made the input

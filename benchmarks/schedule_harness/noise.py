@@ -18,7 +18,10 @@ from .ops import OpTimes
 if TYPE_CHECKING:
     from megatron_ext.schedules import Kind
 
-__all__ = ["SCENARIOS", "NoisyTimes", "Scenario"]
+    from .ops import Sizes
+    from .systems import System
+
+__all__ = ["SCENARIOS", "NoisyTimes", "Scenario", "noisy"]
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,6 @@ class Scenario:
     def delays_messages(self) -> bool:
         """Whether messages take time."""
         return self.latency > 0 or self.slow_hop > 0
-
-    @property
-    def is_random(self) -> bool:
-        """Whether draws differ."""
-        return any((self.jitter, self.microbatch, self.spikes, self.latency))
-
-    def repetitions(self, wanted: int) -> int:
-        """Return how often each draw is repeated: less where all draws are the same anyway."""
-        return wanted if self.is_random else max(1, wanted // 2)
 
 
 SCENARIOS = {
@@ -117,3 +111,19 @@ class NoisyTimes(OpTimes):
 
     def _draw(self, *key: object) -> random.Random:
         return random.Random(repr((self.seed, self.step, *key)))
+
+
+def noisy(system: System, sizes: Sizes, name: str, forward_s: float = 0.0) -> list[NoisyTimes]:
+    """Return the draws of a scenario: one for each of `sizes.steps`.
+
+    Args:
+        system: Where the stages are.
+        sizes: How many draws, and what a forward takes.
+        name: The scenario.
+        forward_s: Another time of a forward, where it is simulated.
+    """
+    share, rank_of = system.share(sizes.pp), system.placement(sizes.pp).rank_of
+    unit_s = forward_s or sizes.forward_s
+    return [
+        NoisyTimes(unit_s, share, SCENARIOS[name], rank_of, 0, draw) for draw in range(sizes.steps)
+    ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from megatron_ext.schedules import Kind
 
-__all__ = ["HIDDEN", "SEQUENCE_LENGTH", "Op", "OpTimes", "Peaks", "Sizes", "Step"]
+__all__ = ["HIDDEN", "SEQUENCE_LENGTH", "Op", "OpTimes", "Peaks", "ScaledTimes", "Sizes", "Step"]
 
 SEQUENCE_LENGTH = 1024
 """Of the emulated model, in tokens: enough for slices of any cost."""
@@ -70,6 +70,22 @@ class OpTimes:
         """Return the time of one op; in sliced tables, micro-batches are slices."""
         seconds = self.forward_s * self.share * (2 if kind == "B" else 1)
         return seconds * self.slices[kind][microbatch % len(self.slices[kind])]
+
+    def of(self, op: Op) -> float:
+        """Return the time that an op should have taken."""
+        return self.seconds(op.kind, op.stage, op.microbatch)
+
+
+@dataclass(frozen=True)
+class ScaledTimes(OpTimes):
+    """Ops take as long as their micro-batch costs."""
+
+    scales: tuple[float, ...]
+    """By place in the table: cost over that of the mean micro-batch."""
+
+    def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
+        """Return the time of one op."""
+        return super().seconds(kind, stage, microbatch) * self.scales[microbatch]
 
 
 class Step(NamedTuple):

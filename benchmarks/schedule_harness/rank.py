@@ -6,31 +6,42 @@ import gc
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from .noise import SCENARIOS, NoisyTimes
-from .ops import Peaks, Sizes, Step
+from .ops import OpTimes, Peaks, Sizes, Step
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .stage import Probe
-    from .systems import System
+    from .systems import Own, System
 
-__all__ = [
-    "begin_together",
-    "measure",
-    "measure_disturbed",
-    "measure_memory",
-    "measure_overhead",
-    "prepare",
-]
+__all__ = ["begin_together", "measure", "measure_memory", "measure_overhead", "measure_traced",
+           "prepare"]  # fmt: skip
 
 
-def measure(system: System, sizes: Sizes) -> list[Step]:
-    """Return what this rank recorded in each measured step."""
-    step, probe = prepare(system, sizes)
+def measure(
+    system: System,
+    sizes: Sizes,
+    times: Sequence[OpTimes] = (),
+    waits: bool = False,
+) -> list[Step]:
+    """Return what this rank recorded in each measured step.
+
+    Args:
+        system: What is measured.
+        sizes: How much is run.
+        times: For each step, the times that its ops and messages take; empty: `sizes.steps` steps
+            with those of the system.
+        waits: Whether messages take time.
+    """
+    step, probe = prepare(system, sizes, waits=waits)
+    times = times or [probe.times] * sizes.steps
     records = []
-    for _ in range(sizes.warmup + sizes.steps):
+    # The first steps connect ranks, allocate, and fill caches.
+    for probe.times in [times[0]] * sizes.warmup + list(times):
         begin_together()
         cpu_s, begin_s = time.process_time(), time.perf_counter()
         step()
@@ -40,48 +51,13 @@ def measure(system: System, sizes: Sizes) -> list[Step]:
     return records[sizes.warmup :]
 
 
-def measure_disturbed(
-    system: System, sizes: Sizes, names: Sequence[str], rounds: int = 1
-) -> list[list[Step]]:
-    """Return what this rank recorded in each step of each scenario, round after round.
-
-    Args:
-        system: What is measured.
-        sizes: Its `steps` are those of one scenario in one round; they differ in their draws.
-        names: The scenarios, all of which delay messages, or none.
-        rounds: How often all of that is done, with the same draws; see `Scenario.repetitions`.
-    """
-    scenarios = [SCENARIOS[name] for name in names]
-    step, probe = prepare(system, sizes, waits=scenarios[0].delays_messages)
-    rank_of = system.placement(sizes.pp).rank_of
-    records: list[list[Step]] = [[] for _ in scenarios]
-
-    def take(index: int, number: int) -> Step:
-        probe.times = NoisyTimes(
-            sizes.forward_s, system.share(sizes.pp), scenarios[index], rank_of, 0, number
-        )
-        begin_together()
-        begin_s = time.perf_counter()
-        step()
-        return Step(begin_s, time.perf_counter(), *probe.take(), 0.0)
-
-    for number in range(-sizes.warmup, 0):
-        take(0, number)
-    for finished in range(rounds):
-        for index, record in enumerate(records):
-            if finished < scenarios[index].repetitions(rounds):
-                record += [take(index, number) for number in range(sizes.steps)]
-    begin_together()
-    return records
-
-
 def measure_overhead(system: System, sizes: Sizes) -> float:
     """Return the processor time of this thread outside of ops, for each op, in the best step."""
     step, probe = prepare(system, sizes)
     found_s = []
     for _ in range(sizes.warmup + sizes.steps):
         begin_together()
-        probe.cpu_s, begin_s = 0.0, time.thread_time()
+        probe.cpu_s, begin_s = 0.0, time.thread_time()  # of this thread: waits do not count
         step()
         outside_s = time.thread_time() - begin_s - probe.cpu_s
         ops, _ = probe.take()
@@ -97,6 +73,36 @@ def measure_memory(*sizes: object) -> Peaks:
     return real_memory.measure(*sizes)  # type: ignore[arg-type]
 
 
+def measure_traced(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, float]]:
+    """Return pairs of seconds of this rank: a step that is not traced, and the one traced after it.
+
+    Both are steps of one run, so what the machine does meanwhile meets both alike. The trace goes
+    to `directory`; `sizes.steps` are pairs.
+    """
+    from megatron_ext.config.active import required
+    from megatron_ext.config.pipeline_config import Tracing
+    from megatron_ext.tracing.session import Session, subscribe
+
+    tracing = Tracing(interval=2, iterations=1, directory=directory)
+    step, _ = prepare(replace(system, tracing=tracing), sizes)
+    subscribe(required())  # the groups exist, and no runtime yet
+    [observer] = required().observers
+    assert isinstance(observer, Session)
+    found_s = []
+    # The first of each two is traced; one more in the beginning, so that pairs end with it.
+    for _ in range(2 * sizes.warmup + 1 + 2 * sizes.steps):
+        begin_together()
+        begin_s = time.perf_counter()
+        observer.begin_iteration(sizes.num_microbatches)
+        step()
+        observer.end_iteration()
+        found_s.append(time.perf_counter() - begin_s)
+    begin_together()
+    observer.close()
+    measured = found_s[2 * sizes.warmup + 1 :]
+    return list(zip(measured[::2], measured[1::2], strict=True))
+
+
 def prepare(
     system: System, sizes: Sizes, *, waits: bool = False
 ) -> tuple[Callable[[], None], Probe]:
@@ -105,7 +111,11 @@ def prepare(
 
     from .stage import Probe
 
-    _bind(sizes.pp)
+    # CPUs of its own, as launchers give; where there are too few, neighbours differ. Left alone,
+    # the kernel wakes a receiver on the CPU of its sender, which goes on with its next op there,
+    # while another CPU may sleep.
+    rank, cpus = int(os.environ["RANK"]), sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cpus[rank :: sizes.pp] or [cpus[rank % len(cpus)]])
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=sizes.timeout_s))
     probe = Probe(system.times(sizes), waits=waits)
@@ -114,16 +124,6 @@ def prepare(
     gc.freeze()  # what is there now stays: collections between steps need not look at it
     gc.disable()  # a collection would fall into somebody's op
     return step, probe
-
-
-def _bind(num_ranks: int) -> None:
-    """Give this rank CPUs of its own, as launchers do; where there are too few, neighbours differ.
-
-    Left alone, the kernel wakes a receiver on the CPU of its sender, which goes on with its next
-    op there, while another CPU may sleep.
-    """
-    rank, cpus = int(os.environ["RANK"]), sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cpus[rank::num_ranks] or [cpus[rank % len(cpus)]])
 
 
 def begin_together() -> None:

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Case", "Measured", "Trained", "measure_steps", "measure_training"]
 
-COSTS = Costs(1.0, 1.0, 1.0)
+_WARM_UP = 2
+"""Steps that do not count."""
+_BACKWARD = 2.0
+"""Of a stage, in forwards."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +63,10 @@ class Case:
         """Whether a layer is computed again in its backward."""
         return self.activations == ("ship" if self.way == "fbd" else "recompute")
 
-    def schedule(self) -> Schedule:
-        """Return its table."""
-        options = {"activations": self.activations} if self.way == "fbd" else {}
-        return generate(self.way, self.num_processes, self.num_microbatches, **options)
-
     def computed(self, message: float = 0.0) -> float:
-        """Return the simulated step in forwards of a stage.
-
-        Args:
-            message: What a message takes, in the same unit.
-        """
-        schedule = self.schedule()
+        """Return the simulated step in forwards of a stage; a message takes `message` of them."""
+        options = {"activations": self.activations} if self.way == "fbd" else {}
+        schedule = generate(self.way, self.num_processes, self.num_microbatches, **options)
         share = schedule.pp / schedule.num_stages
         again = 0.5 if self.way == "1f1b" and self.checkpoints else 0.0  # of either gradient
         costs = _RoleCosts(1.0, 1.0 + again, 1.0 + again, latency=share * message, tp=self.tp)
@@ -136,7 +131,7 @@ class _Sleeping(torch.autograd.Function):
         return gradient.clone(), None, None
 
 
-class _SleepingLayer(torch.nn.Module):
+class _Layer(torch.nn.Module):
     def __init__(self, pace: _Pace, forward_s: float, backward_s: float) -> None:
         super().__init__()
         self.pace, self.forward_s, self.backward_s = pace, forward_s, backward_s
@@ -146,31 +141,24 @@ class _SleepingLayer(torch.nn.Module):
         return _Sleeping.apply(x, self.pace, self.backward_s)
 
 
-class _Block(TransformerBlock):  # type: ignore[misc]
-    """Where shipped layers are looked for."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        torch.nn.Module.__init__(self)  # nothing of a real block
-        self.layers = torch.nn.ModuleList([layer])
-
-
-class SleepingStage(torch.nn.Module):
+class _Stage(torch.nn.Module):
     """A stage of one layer with one weight, as Megatron's schedules take it."""
 
-    def __init__(self, config: Any, layer: _SleepingLayer, *, checkpoints: bool) -> None:
+    def __init__(self, config: Any, layer: _Layer, *, checkpoints: bool) -> None:
         super().__init__()
         self.config, self.vp_stage, self.model_type = config, None, None
         self.weight = torch.nn.Parameter(torch.zeros(MESSAGE_SHAPE[-1]))
         self.input: torch.Tensor | None = None
-        self.block = _Block(layer)
+        # Shipped layers are looked for in blocks; this one has nothing else of a real one.
+        self.block = TransformerBlock.__new__(TransformerBlock)
+        torch.nn.Module.__init__(self.block)
+        self.block.layers = torch.nn.ModuleList([layer])
         self.checkpoints = checkpoints
 
     def set_input_tensor(self, tensors: list[Any]) -> None:
-        """Take what the stage before sent."""
         self.input = tensors[0]
 
     def forward(self) -> torch.Tensor:
-        """Return the stage's output."""
         x = torch.zeros(MESSAGE_SHAPE) if self.input is None else self.input
         [layer] = self.block.layers
         if not self.checkpoints:
@@ -183,7 +171,7 @@ class SleepingStage(torch.nn.Module):
         return output
 
 
-def _forward_step(_data: Iterator[Any] | None, stage: SleepingStage) -> tuple[Any, Any]:
+def _forward_step(_data: Iterator[Any] | None, stage: _Stage) -> tuple[Any, Any]:
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         return output.sum(), torch.tensor(1, dtype=torch.int), {}
 
@@ -199,16 +187,18 @@ class Measured(NamedTuple):
     """When this rank sent, or had, each message that ranks 0 and 1 tried before."""
 
 
-_WARM_UP = 2
-"""Steps that do not count."""
-
-
 def measure_steps(case: Case, forward_s: float, steps: int) -> Measured:
     """Run steps as one rank."""
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
-    run, store, forward_cost = _prepare(case)
+    run, store, forward_cost = _join(case)
+
+    def meet(where: str) -> None:
+        if store.add(where, 1) == case.num_processes:
+            store.set(f"{where}: all are here", "")
+        store.wait([f"{where}: all are here"])
+
     messages = _try_messages(store) if case.num_processes > 1 else []
     config = TransformerConfig(
         num_layers=8,
@@ -220,12 +210,20 @@ def measure_steps(case: Case, forward_s: float, steps: int) -> Measured:
     )
     config.timers = None
     pace = _Pace()
-    _time_ops(pace)
-    layer = _SleepingLayer(pace, forward_cost * forward_s, COSTS.backward * forward_s)
-    stage = SleepingStage(config, layer, checkpoints=case.checkpoints)
+    # What an op does beside its sleep is part of its time: `_Pace` has to see both ends of it.
+    for name in ("forward", "backward"):
+        original = getattr(StageCompute, name)
+
+        def paced(*args: Any, name: str = name, original: Any = original, **keywords: Any) -> Any:
+            with pace.op(name):
+                return original(*args, **keywords)
+
+        setattr(StageCompute, name, paced)
+    layer = _Layer(pace, forward_cost * forward_s, _BACKWARD * forward_s)
+    stage = _Stage(config, layer, checkpoints=case.checkpoints)
     times = []
     for number in range(_WARM_UP + steps):
-        _meet(store, f"step {number}", case.num_processes)
+        meet(f"step {number}")
         begin_s = time.perf_counter()
         run(
             forward_step_func=_forward_step,
@@ -237,27 +235,8 @@ def measure_steps(case: Case, forward_s: float, steps: int) -> Measured:
             forward_only=False,
         )
         times.append((begin_s, time.perf_counter()))
-    _meet(store, "the end", case.num_processes)
+    meet("the end")
     return Measured(times[_WARM_UP:], messages)
-
-
-def _time_ops(pace: _Pace) -> None:
-    """Let forwards and backwards of this process take the time that they spend."""
-    for name in ("forward", "backward"):
-        original = getattr(StageCompute, name)
-
-        def paced(*args: Any, name: str = name, original: Any = original, **keywords: Any) -> Any:
-            with pace.op(name):
-                return original(*args, **keywords)
-
-        setattr(StageCompute, name, paced)
-
-
-def _meet(store: Store, where: str, num_ranks: int) -> None:
-    """Wait for all ranks."""
-    if store.add(where, 1) == num_ranks:
-        store.set(f"{where}: all are here", "")
-    store.wait([f"{where}: all are here"])
 
 
 def _try_messages(store: Store, count: int = 25) -> list[float]:
@@ -278,7 +257,7 @@ def _try_messages(store: Store, count: int = 25) -> list[float]:
             wire.recv(0, key, 60.0)
             times.append(time.perf_counter())
         else:
-            time.sleep(10e-3)
+            time.sleep(10e-3)  # caches grow cold between two messages of a step
             times.append(time.perf_counter())
             wire.isend(torch.zeros(MESSAGE_SHAPE), 1, key)
     wire.flush(60.0)
@@ -286,14 +265,15 @@ def _try_messages(store: Store, count: int = 25) -> list[float]:
     return times
 
 
-def _prepare(case: Case) -> tuple[Callable[..., Any], Store, float]:
+def _join(case: Case) -> tuple[Callable[..., Any], Store, float]:
     """Join the job; return what runs a step, what all ranks share, and what a forward costs."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from megatron_ext.config.active import Active, Pipeline, activate_configuration
+    from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
+
     if case.way == "1f1b":
-        from megatron_ext.config.active import Active, Pipeline, activate_configuration
-        from megatron_ext.config.pipeline_config import PipelineConfig
         from megatron_ext.runtime.entry import forward_backward
 
         dist.init_process_group("gloo")
@@ -303,28 +283,17 @@ def _prepare(case: Case) -> tuple[Callable[..., Any], Store, float]:
         activate_configuration(Active(config, pipeline))
         return forward_backward, dist.distributed_c10d._get_default_store(), 1.0
 
-    from megatron_ext.config.active import Active, activate_configuration
-    from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
-    from megatron_ext.disaggregation import job as disaggregation
     from megatron_ext.disaggregation import step, worlds
+    from megatron_ext.disaggregation.job import Job
     from megatron_ext.disaggregation.ranks import RankMap
 
-    job = disaggregation.Job(
-        RankMap(1, case.pp, 1), int(os.environ["RANK"]), case.activations, 60.0
-    )
+    job = Job(RankMap(1, case.pp, 1), int(os.environ["RANK"]), case.activations, 60.0)
     config = PipelineConfig(disaggregation=Disaggregation(activations=case.activations))
     activate_configuration(Active(config, job=job))
     worlds.join("gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=case.pp)
-
-    def run(**call: Any) -> None:
-        step.forward_backward(_no_evaluation, **call)
-
+    run = functools.partial(step.forward_backward, None)  # nothing is evaluated here
     return run, worlds.shared_store(), float(case.tp) if job.role == "forward" else 1.0
-
-
-def _no_evaluation(**_call: Any) -> list[Any]:
-    raise AssertionError("nothing is evaluated here")
 
 
 @dataclass(frozen=True)
@@ -356,14 +325,18 @@ def measure_training(flags: list[str]) -> Trained:
     found: dict[str, float] = {}
     train = training.train
 
+    def status_mib(name: str) -> float:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
+
     @functools.wraps(train)
     def measured(*args: Any, **kwargs: Any) -> Any:
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak
-        before = _status_mib("VmRSS")
+        before = status_mib("VmRSS")
         begin_s = time.perf_counter()
         result = train(*args, **kwargs)
         found["step_ms"] = 1e3 * (time.perf_counter() - begin_s) / get_args().train_iters
-        found["peak_mib"] = _status_mib("VmHWM") - before
+        found["peak_mib"] = status_mib("VmHWM") - before
         return result
 
     training.train = measured
@@ -373,10 +346,3 @@ def measure_training(flags: list[str]) -> Trained:
     weights_s = 0.0 if job is None else step.weights_s()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     return Trained(role, stage, found["peak_mib"], 1e3 * weights_s, found["step_ms"])
-
-
-def _status_mib(name: str) -> float:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) / 1024
-    raise AssertionError(f"no {name} in /proc/self/status")

@@ -6,6 +6,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.active import Pipeline
@@ -19,7 +20,7 @@ from megatron_ext.schedules.table.transforms import split_backwards
 from .ops import SEQUENCE_LENGTH, OpTimes
 
 if TYPE_CHECKING:
-    from megatron_ext.config.pipeline_config import DevicePath, TransportName
+    from megatron_ext.config.pipeline_config import DevicePath, Tracing, TransportName
     from megatron_ext.schedules import Schedule
 
     from .ops import Sizes
@@ -106,6 +107,8 @@ class Own(System):
     """Share of attention in a forward, by which slices are cut."""
     pairs: bool = False
     """Whether forwards run with the backwards of other micro-batches."""
+    tracing: Tracing | None = None
+    """As training is told by --trace and its options."""
 
     @property
     def weight_copies(self) -> int:
@@ -116,7 +119,7 @@ class Own(System):
         """Return what training would be told."""
         options = dict(self.options)
         chunks = options.pop("chunks", None)
-        per_replica = num_microbatches // self.weight_copies
+        per_replica = num_microbatches // self.weight_copies  # each of two twins runs half
         config = PipelineConfig(
             schedule=self.schedule,
             chunks=chunks,
@@ -128,15 +131,13 @@ class Own(System):
             dynamic=self.dynamic,
             slices=self.slices,
             pairs=self.pairs,
-            length_costs=self._length_cost(),
+            tracing=self.tracing,
+            length_costs=None
+            if self.slices == 1
+            else LengthCost(1 - self.attention, self.attention / SEQUENCE_LENGTH),
         )
         made = _SplitPipeline if self.splits else Pipeline
         return made(config, pp, per_replica)
-
-    def _length_cost(self) -> LengthCost | None:
-        if self.slices == 1:
-            return None
-        return LengthCost(1 - self.attention, self.attention / SEQUENCE_LENGTH)
 
     def times(self, sizes: Sizes) -> OpTimes:
         """Return how long its ops have to take."""
@@ -150,7 +151,7 @@ class Own(System):
 
     def placement(self, pp: int) -> Placement:
         """Return where the stages are."""
-        return self.pipeline(pp, 4 * pp).placement
+        return self.pipeline(pp, 4 * pp).placement  # the same for every number of micro-batches
 
     def prepare(
         self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
@@ -169,49 +170,46 @@ class _SplitPipeline(Pipeline):
         return split_backwards(super().schedule(num_microbatches))
 
 
-def _loop2(pp: int) -> Placement:
-    return loop(pp, 2)
-
-
-_PEERS = (
-    ("megatron-core 1F1B", "megatron_core", "1f1b", linear),
-    ("megatron-core interleaved, batched P2P", "megatron_core", "interleaved-batched", _loop2),
-    ("megatron-core interleaved, overlapped P2P", "megatron_core", "interleaved-overlap", _loop2),
-    ("torch 1F1B", "torch_pipelining", "Schedule1F1B", linear),
-    ("torch Interleaved1F1B", "torch_pipelining", "ScheduleInterleaved1F1B", _loop2),
-    ("torch InterleavedZeroBubble", "torch_pipelining", "ScheduleInterleavedZeroBubble", _loop2),
-    ("torch ZBVZeroBubble", "torch_pipelining", "ScheduleZBVZeroBubble", v),
-    ("torch DualPipeV", "torch_pipelining", "ScheduleDualPipeV", v),
-)
-
-
-_LATENCY = {"torch": 0.025, "shm": 0.01}
-"""Of a message by transport, in forwards of 40 ms: from the end of an op to the start of the one
-that waits for it in another process."""
+_loop2 = partial(loop, num_chunks=2)
+_OVERLAPPED = "megatron-core interleaved, overlapped P2P"
+_PEERS = tuple(
+    Peer(name, module, schedule, placement)
+    for name, module, schedule, placement in (
+        ("megatron-core 1F1B", "megatron_core", "1f1b", linear),
+        ("megatron-core interleaved, batched P2P", "megatron_core", "interleaved-batched", _loop2),
+        (_OVERLAPPED, "megatron_core", "interleaved-overlap", _loop2),
+        ("torch 1F1B", "torch_pipelining", "Schedule1F1B", linear),
+        ("torch Interleaved1F1B", "torch_pipelining", "ScheduleInterleaved1F1B", _loop2),
+        ("torch InterleavedZeroBubble", "torch_pipelining", "ScheduleInterleavedZeroBubble",
+         _loop2),
+        ("torch ZBVZeroBubble", "torch_pipelining", "ScheduleZBVZeroBubble", v),
+        ("torch DualPipeV", "torch_pipelining", "ScheduleDualPipeV", v),
+    )
+)  # fmt: skip
+_TRANSPORTS: dict[TransportName, tuple[str, float]] = {
+    "torch": ("gloo", 0.025),
+    "shm": ("shm", 0.01),
+}
+"""Name in the table, and latency of a message in forwards of 40 ms: from the end of an op to the
+start of the one that waits for it in another process."""
 
 
 def all_systems() -> list[System]:
     """Return every system, in the order of the table."""
-    own: list[System] = [system for name in _TRANSPORTS for system in _own(name)]
-    return [*(Peer(*row) for row in _PEERS), *own]
+    return [*_PEERS, *_own("torch"), *_own("shm")]
 
 
 def _own(transport: TransportName) -> list[Own]:
     """Return our schedules over one transport."""
-    prefix = f"megatron_ext, {_TRANSPORTS[transport]}:"
+    shown, latency = _TRANSPORTS[transport]
     systems: list[Own] = []
     for name, generator in registered().items():
         for variant in generator.variants:
             options = "".join(f" {key}={value}" for key, value in variant.items())
-            label = f"{prefix} {name}{options}"
+            label = f"megatron_ext, {shown}: {name}{options}"
             systems.append(Own(label, name, dict(variant), transport=transport))
-    latency = _LATENCY[transport]
-    label = f"{prefix} bitpipe order=zb for latency {latency:g}"
+    label = f"megatron_ext, {shown}: bitpipe order=zb for latency {latency:g}"
     return [*systems, Own(label, "bitpipe", {"order": "zb"}, Costs(latency=latency), transport)]
-
-
-_TRANSPORTS: dict[TransportName, str] = {"torch": "gloo", "shm": "shm"}
-"""Names in the table."""
 
 
 def disturbed_systems() -> list[System]:
@@ -219,30 +217,34 @@ def disturbed_systems() -> list[System]:
 
     The first is what the others are related to: split backwards in the order of the table.
     """
-    peers = ("megatron-core interleaved, overlapped P2P", "torch Interleaved1F1B")
-    more = ("torch InterleavedZeroBubble", "torch ZBVZeroBubble")
-    paper = {"order": "paper"}
+
+    def shm(label: str, **options: Any) -> list[Own]:
+        name, kinds = label.split(maxsplit=1)[0], ["static", "hint +0", "hint +1"]
+        if options:  # of zb-v backwards are split anyway
+            kinds.insert(0, "static, split")
+        if "chunks" in options:
+            kinds += ["breadth-first", "depth-first"]
+        made = []
+        for kind in kinds:
+            policy, _, margin = kind.partition(" +")
+            extra = int(margin) if margin else None
+            is_static = kind.startswith("static")
+            dynamic = None if is_static else DynamicOrder(policy=policy, extra_activations=extra)
+            made.append(
+                Own(
+                    f"{label}, {kind}", name, options, transport="shm", dynamic=dynamic,
+                    splits=kind == "static, split",
+                )
+            )  # fmt: skip
+        return made
+
+    compared = (_OVERLAPPED, "torch Interleaved1F1B", "torch InterleavedZeroBubble",
+                "torch ZBVZeroBubble")  # fmt: skip
     return [
-        _shm("interleaved", {"chunks": 2}, "static, split", splits=True),
-        _shm("interleaved", {"chunks": 2}, "static"),
-        *_by_policy("interleaved", {"chunks": 2}),
-        *(Peer(*row) for row in _PEERS if row[0] in (*peers, *more)),
-        _shm("bitpipe", paper, "static, split", splits=True),
-        _shm("bitpipe", paper, "static"),
-        *(
-            _shm(
-                "bitpipe",
-                paper,
-                f"hint +{n}",
-                dynamic=DynamicOrder(policy="hint", extra_activations=n),
-            )
-            for n in (0, 1)
-        ),
-        _shm("zb-v", {}, "static"),
-        *(
-            _shm("zb-v", {}, f"hint +{n}", dynamic=DynamicOrder(policy="hint", extra_activations=n))
-            for n in (0, 1)
-        ),
+        *shm("interleaved chunks=2", chunks=2),
+        *(peer for peer in _PEERS if peer.name in compared),
+        *shm("bitpipe order=paper", order="paper"),
+        *shm("zb-v"),
     ]
 
 
@@ -252,7 +254,7 @@ def device_systems() -> list[System]:
     These are Megatron's own schedules over the device's communicators, our tables over both paths
     between devices, and one of them with split backwards beside the dynamic orders over it.
     """
-    systems: list[System] = [Peer(*row) for row in _PEERS if row[1] == "megatron_core"]
+    systems: list[System] = [peer for peer in _PEERS if peer.module == "megatron_core"]
     for transport, path in (("torch", "communicator"), ("shm", "ipc")):
         for system in _own(transport):
             if not system.costs.latency:
@@ -265,18 +267,3 @@ def device_systems() -> list[System]:
         if system.splits or (system.dynamic and system.dynamic.policy == "hint"):
             systems.append(replace(system, name=f"ipc: {system.name}", device_path="ipc"))
     return systems
-
-
-def _by_policy(schedule: str, options: Mapping[str, Any]) -> list[System]:
-    policies = {
-        "hint +0": DynamicOrder(policy="hint", extra_activations=0),
-        "hint +1": DynamicOrder(policy="hint", extra_activations=1),
-        "breadth-first": DynamicOrder(policy="breadth-first"),
-        "depth-first": DynamicOrder(policy="depth-first"),
-    }
-    return [_shm(schedule, options, how, dynamic=policy) for how, policy in policies.items()]
-
-
-def _shm(schedule: str, options: Mapping[str, Any], how: str, **settings: Any) -> Own:
-    said = "".join(f" {key}={value}" for key, value in options.items())
-    return Own(f"{schedule}{said}, {how}", schedule, dict(options), transport="shm", **settings)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import gpu_transport, transport
+from benchmarks import transport
 from tests.ranks import run_ranks
 
 TCP = ["tcp", "tcp, pieces"]
-ALONE = ["multiprocessing", "copy"]
+ALONE = ["copy"]
 
 
 @pytest.mark.usefixtures("native")
@@ -32,7 +32,7 @@ def test_every_wire_has_a_row(num_bytes, wires) -> None:
 
 @pytest.mark.usefixtures("native", "emulated_musa")
 def test_tensors_of_devices_have_rows() -> None:
-    times = run_ranks(2, gpu_transport.measure, "musa", 1 << 24, 1, device="musa")[0]
+    times = run_ranks(2, transport.measure, 1 << 24, 1, "musa", device="musa")[0]
     assert list(times) == ["gpu, staged", "gpu, ipc", "gpu, copy"]
     times["gloo"] = times["gpu, copy"]
     assert all(row["latency_s"] > 0 for row in transport.rows_of(1 << 24, times))
@@ -41,7 +41,7 @@ def test_tensors_of_devices_have_rows() -> None:
 def test_what_has_no_gpu_to_be_measured_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     # Another test module may have armed the CPU backend, which answers for torch.cuda.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_transport.left_out() == (
+    assert transport.left_out() == (
         "left out for want of a GPU: gpu, staged; gpu, ipc; gpu, copy; nccl"
     )
 
