@@ -102,12 +102,12 @@ class RankState:
             named = [f"{what} of rank {rank}" for rank, what in self.waits_for[:4]]
             named += [f"{len(self.waits_for) - 4} others"] * (len(self.waits_for) > 4)
             doing = f"waits for {' or '.join(named)}"
-        return f"rank {self.rank} {doing} for {self.since_s:.1f} s{self.place}"
+        return f"rank {self.rank} {doing} {self.lasting}"
 
     @property
-    def place(self) -> str:
-        """Return the position of the training thread after a comma, or nothing if unknown."""
-        return f", at {self.where}" if self.where else ""
+    def lasting(self) -> str:
+        """How long it has been doing that, and where its training thread is, if that is known."""
+        return f"for {self.since_s:.1f} s" + (f", at {self.where}" if self.where else "")
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def explain(states: Mapping[int, RankState], num_ranks: int, start: int) -> Verd
             inside = [other for other in states if states[other].collective == state.collective]
             steps = [(other, "") for other in range(num_ranks) if other not in inside]
         if not steps:
-            parts.append(f"{state.what} for {state.since_s:.1f} s{state.place}")
+            parts.append(f"{state.what} {state.lasting}")
             break
         fresh = [step for step in steps if step[0] not in path]
         rank, what = (fresh or steps)[0]
@@ -164,17 +164,14 @@ def explain(states: Mapping[int, RankState], num_ranks: int, start: int) -> Verd
     return Verdict(f"rank {start} {', which '.join(parts)}", (path[-1],))
 
 
-@dataclass
 class Watchdog:
     """The thread that watches this process."""
 
-    activity: Activity
-    timeout_s: float
-    _thread: threading.Thread | None = field(default=None, init=False)
-    _stop: threading.Event = field(default_factory=threading.Event, init=False)
-    _verdict: Verdict | None = field(default=None, init=False)
-    _training: int = field(default=0, init=False)
-    _old_handler: Any = field(default=None, init=False)
+    def __init__(self, activity: Activity, timeout_s: float) -> None:
+        self.activity, self.timeout_s = activity, timeout_s
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._verdict: Verdict | None = None
 
     def start(self) -> None:
         """Start to watch the calling thread; do nothing if it is watched already.
@@ -208,16 +205,16 @@ class Watchdog:
     def stop(self) -> None:
         """End the thread."""
         if self._thread is None or self._thread is threading.current_thread():
-            return
+            return  # a thread cannot await itself
         self._stop.set()
         self._thread.join(2 * _ANSWER_S)
         self._thread = None
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # others may set no handlers
             signal.signal(_SIGNAL, self._old_handler or signal.SIG_DFL)
 
     def _watch(self, store: Any, rank: int, num_ranks: int) -> None:
         """Check the training thread periodically, and the alarm of the others."""
-        period_s = min(5.0, self.timeout_s / 4)
+        period_s = min(5.0, self.timeout_s / 4)  # so an alarm is raised in time, and seen soon
         seen, since_s = -1, time.monotonic()
         while not self._stop.wait(period_s):
             if self.activity.count != seen or not self.activity.is_watched:
@@ -244,12 +241,14 @@ class Watchdog:
         mine = self._state(rank)
         _LOG.error("%s", mine)
         store.set(f"{_PREFIX}/state/{rank}", json.dumps(asdict(mine)))
+        # One rank explains for all, so that the log has one explanation.
         if store.add(f"{_PREFIX}/first", 1) > 1:
             key = f"{_PREFIX}/verdict"
             store.wait([key], timedelta(seconds=3 * _ANSWER_S))
             chain, culprits = json.loads(store.get(key))
             return Verdict(chain, tuple(culprits))
         states = {rank: mine}
+        # The others look for an alarm every quarter of the time-out.
         deadline = time.monotonic() + max(_ANSWER_S, self.timeout_s / 2)
         while len(states) < num_ranks and time.monotonic() < deadline:
             for other in set(range(num_ranks)) - states.keys():
@@ -288,4 +287,4 @@ class Watchdog:
         assert self._verdict is not None
         sys.stderr.write(f"[rank {rank}] megatron_ext: error: {self._verdict.message}\n")
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(1)  # no handlers: what hangs would hang in them too

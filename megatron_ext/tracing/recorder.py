@@ -96,7 +96,7 @@ class DeviceClock:
 
     def begin(self) -> int:
         """Start an iteration on an idle device, so that host and device agree on its begin."""
-        self._device.synchronize()
+        self._device.synchronize()  # once in an iteration; stamps within it wait for nothing
         self._base.record()
         return time.monotonic_ns()
 
@@ -114,6 +114,7 @@ class DeviceClock:
     def resolve(self, stamps: list[Any], begin_ns: int) -> list[int]:
         """Wait for all marks; return the nanoseconds from the begin of the iteration to each."""
         self._device.synchronize()
+        # A mark may be from before the iteration, of an action that had begun.
         return [max(0, round(self._base.elapsed_time(event) * 1e6)) for event in stamps]
 
 
@@ -159,6 +160,7 @@ class Recorder:
         self._number += 1
         if self._ended or not self.sampling.includes(self._index):
             return
+        # At the first traced iteration: the groups, which name the file, do not exist before.
         if self._file is None and not self._open():
             return
         self._begin_ns = self.clock.begin()
@@ -182,7 +184,7 @@ class Recorder:
         """Write the iteration that runs, if one is traced."""
         if not self.active:
             return
-        end = self.clock.stamp()
+        end = self.clock.stamp()  # before our own work below
         for peer, wire in self.wires.items():
             self.add("wire", end, {"peer": peer, "wire": wire}, end)
         self.wires.clear()
@@ -230,7 +232,7 @@ class Recorder:
         assert self._file is not None
         try:
             self._file.write(line)
-            self._file.flush()
+            self._file.flush()  # what a rank that is killed has recorded is there
         except OSError as error:
             self._give_up(Path(self._file.name), error)
 

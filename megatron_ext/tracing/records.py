@@ -186,6 +186,7 @@ def iteration_line(
     place = '"ph":"X","pid":{},"tid":{}'.format(*row)
     beside = f'"ph":"X","pid":{row[0]},"tid":{row[1] + _EXCHANGES}'
     parts = []
+    # Numbers need no encoder: its call for each span would take the time of the training.
     for name, start, stop, attributes in spans:
         title = name
         if name == "wait":
@@ -212,6 +213,7 @@ def iteration_line(
 
 
 def _us(time_ns: int) -> str:
+    # Exact, as a float of microseconds since the boot of a host would not be.
     return f"{time_ns // 1000}.{time_ns % 1000:03}"
 
 

@@ -88,6 +88,7 @@ def since_last() -> dict[str, float] | None:
     from megatron_ext import devices
     from megatron_ext.runtime.runtime import totals
 
+    # Of all steps so far; what is new since the last call is the difference.
     measured, sent_bytes = totals()
     now_s, counts = time.monotonic(), [
         measured.busy_s,
@@ -102,6 +103,7 @@ def since_last() -> dict[str, float] | None:
     new = [count - old for count, old in zip(counts, before, strict=True)]
     # Before the first call, the time in steps stands for the time that passed.
     new.append(now_s - begin_s if begin_s is not None else measured.wall_s)
+    # The default group reduces tensors of the device that it was made for.
     device = devices.current().torch_device(torch.distributed.get_node_local_rank(0))
     together = torch.tensor(new, dtype=torch.float32, device=device)
     dist.all_reduce(together)

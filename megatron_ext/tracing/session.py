@@ -137,12 +137,12 @@ class Session(Observer):
     def begin_iteration(self, num_microbatches: int) -> None:
         """Start to watch and to record."""
         self._in_iteration = True
-        self._now("begins a step")
+        self._now("begins a step")  # before the watchdog: it counts from here
         if self.watchdog is not None:
             self.watchdog.start()
         if self.recorder is not None:
             self.recorder.begin_iteration()
-            self.recorder.notes["microbatches"] = num_microbatches  # a ramp changes it
+            self.recorder.notes["microbatches"] = num_microbatches  # --rampup-batch-size changes it
 
     def end_iteration(self) -> None:
         """Write what the step has left."""
@@ -359,6 +359,7 @@ def _identity(found: Active) -> tuple[Path, Header]:
             settings["dpp_policy"] = pipeline.dynamic.policy
             settings["dpp_extra_activations"] = pipeline.dynamic.margin
     settings["device"] = devices.current().name
+    # Ranks that share CPUs wait for each other: forecasts have to know.
     settings["cpus"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     try:  # ranks of one boot of a host share its clock
         clock = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -382,11 +383,11 @@ def _identity(found: Active) -> tuple[Path, Header]:
         found.config.tracing.directory
         or Path("benchmark") / directory_name(sizes, dynamic=is_dynamic)
     )
-    if rank == 0:
+    if rank == 0:  # the table is that of all ranks
         path, table = directory / SCHEDULE_FILE, _table(found, args)
         with check_writable(path):
             directory.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # that of the run before would explain this one wrongly
             if table is not None:
                 files.write_text(path, table_files.json_text(table))
     return directory, header

@@ -39,7 +39,7 @@ class Telemetry(Observer):
 
     def end_iteration(self) -> None:
         """End what a failed step has left open."""
-        while self._open:
+        while self._open:  # innermost first, as contexts end
             self._end()
 
     def begin_action(self, action: Action) -> None:

@@ -1,5 +1,5 @@
 """Checks whether a machine, or every host of a hostfile, is fit to train, and names remedies.
 
-The command is `megatron-ext doctor`. Each check is a function that yields `Finding`s: an
+The command is `megatron-ext doctor`. Each check is a function that yields diagnoses: an
 observation, a level, and a remedy if something is wrong.
 """

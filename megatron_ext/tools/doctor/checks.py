@@ -34,7 +34,7 @@ from megatron_ext.version import __version__, code_hash, installed
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
-    from megatron_ext.tools.launch.plan import Plan
+    from megatron_ext.tools.launch.plan import JobPlan
     from megatron_ext.tools.launch.ssh import Ssh
 
 _MIN_LOCKED_BYTES = 1 << 30
@@ -42,7 +42,7 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """One line of the report."""
 
     level: Literal["OK", "WARN", "FAIL"]
@@ -54,7 +54,7 @@ class Finding:
     """Remedy; empty if nothing is wrong."""
 
     @classmethod
-    def of(cls, level: Literal["WARN", "FAIL"], check: str, line: object) -> Finding:
+    def of(cls, level: Literal["WARN", "FAIL"], check: str, line: object) -> Diagnosis:
         """Return the finding of a line `found; remedy`, as all our errors are."""
         found, _, remedy = str(line).partition("; ")
         return cls(level, check, found, remedy)
@@ -64,22 +64,22 @@ class Finding:
         return f"{self.level:<4} {self.check}: {self.found}{remedy}"
 
 
-def check_versions() -> Iterator[Finding]:
+def check_versions() -> Iterator[Diagnosis]:
     """Compare Python, torch and megatron-core with what this package supports."""
     from packaging.version import Version
 
-    yield Finding("OK", "megatron_ext", f"{__version__}, files {code_hash()}")
-    yield Finding("OK", "Python", ".".join(map(str, sys.version_info[:3])))
+    yield Diagnosis("OK", "megatron_ext", f"{__version__}, files {code_hash()}")
+    yield Diagnosis("OK", "Python", ".".join(map(str, sys.version_info[:3])))
     torch = installed("torch")
     if torch is not None and Version(torch).release >= (2, 7):
-        yield Finding("OK", "torch", torch)
+        yield Diagnosis("OK", "torch", torch)
     else:
-        yield Finding("FAIL", "torch", torch or "not installed", "install torch >= 2.7")
+        yield Diagnosis("FAIL", "torch", torch or "not installed", "install torch >= 2.7")
     name, supported = "megatron-core", releases.SUPPORTED
     try:
         releases.check_core()
     except MegatronExtError as error:
-        yield Finding.of("FAIL", name, str(error).removeprefix(f"{name}: "))
+        yield Diagnosis.of("FAIL", name, str(error).removeprefix(f"{name}: "))
         return
     core, release = releases.core_version(), releases.installed_release()
     assert release is not None
@@ -89,16 +89,16 @@ def check_versions() -> Iterator[Finding]:
     if sys.version_info[:2] < oldest and not stands_in:
         needed = ".".join(map(str, oldest))
         remedy = f"use Python {needed}, or pip install 'megatron-core>=0.16,<0.17'"
-        yield Finding("FAIL", name, f"{core}, which needs Python {needed} or later", remedy)
+        yield Diagnosis("FAIL", name, f"{core}, which needs Python {needed} or later", remedy)
     elif releases.is_newer_than_known(release):
         shown = f"{core} is newer than this package knows ({supported})"
-        yield Finding("WARN", name, shown, "`megatron-ext patches check` shows whether it fits")
+        yield Diagnosis("WARN", name, shown, "`megatron-ext patches check` shows whether it fits")
     else:
         tested = releases.reference().version
-        yield Finding("OK", name, f"{core} (tested with {tested}; {supported})")
+        yield Diagnosis("OK", name, f"{core} (tested with {tested}; {supported})")
 
 
-def check_requirements() -> Iterator[Finding]:
+def check_requirements() -> Iterator[Diagnosis]:
     """Compare installed packages with the requirements of this package and of megatron-core.
 
     Packages that fit yield nothing; torch and megatron-core have a check of their own.
@@ -125,26 +125,26 @@ def check_requirements() -> Iterator[Finding]:
             remedy = f"pip install '{requirement.name}{requirement.specifier}'"
             if found is None and needed:
                 shown = f"not installed, {package} needs it"
-                yield Finding("FAIL", requirement.name, shown, remedy)
+                yield Diagnosis("FAIL", requirement.name, shown, remedy)
             # A vendor's build of a release, like 2.7.0a0+git, counts as that release.
             elif found and not requirement.specifier.contains(Version(found).base_version):
                 shown = f"{found}, {package} requires {requirement.specifier}"
-                yield Finding("WARN", requirement.name, shown, remedy)
+                yield Diagnosis("WARN", requirement.name, shown, remedy)
 
 
-def check_bridge() -> Iterator[Finding]:
+def check_bridge() -> Iterator[Diagnosis]:
     """Check whether Megatron-Bridge can be used, if it is here."""
     from megatron_ext.hosts import bridge_requirements
 
     version, name = bridge_requirements.bridge_version(), "megatron-bridge"
     problems = list(bridge_requirements.problems()) if version else []
     for problem in problems:
-        yield Finding.of("WARN", name, problem)
+        yield Diagnosis.of("WARN", name, problem)
     if version and not problems:
-        yield Finding("OK", name, f"{version} ({bridge_requirements.SUPPORTED})")
+        yield Diagnosis("OK", name, f"{version} ({bridge_requirements.SUPPORTED})")
 
 
-def check_tree() -> Iterator[Finding]:
+def check_tree() -> Iterator[Diagnosis]:
     """Compare the Megatron-LM tree with the pin, if there is one."""
     name = "Megatron-LM tree"
     try:
@@ -152,24 +152,24 @@ def check_tree() -> Iterator[Finding]:
         if tree is not None:
             upstream.check_tree(tree)
     except MegatronExtError as error:
-        yield Finding.of("FAIL", name, error)
+        yield Diagnosis.of("FAIL", name, error)
         return
     if tree is None:
         found = f"none, and megatron-core {releases.core_version()} trains with one only"
         if releases.has_training():
             found = "none, megatron.training of the wheel is used"
         remedy = "for upstream's own scripts run `megatron-ext upstream fetch`"
-        yield Finding("WARN", name, found, remedy)
+        yield Diagnosis("WARN", name, found, remedy)
         return
     status = upstream.tree_status(tree)
     if status.problems:
         remedy = f"check out {releases.reference().tag}, or fetch it: `megatron-ext upstream fetch`"
-        yield Finding("WARN", name, f"{tree}: {', '.join(status.problems[:3])}", remedy)
+        yield Diagnosis("WARN", name, f"{tree}: {', '.join(status.problems[:3])}", remedy)
     else:
-        yield Finding("OK", name, f"{tree}, version {status.version}")
+        yield Diagnosis("OK", name, f"{tree}, version {status.version}")
 
 
-def check_device() -> Iterator[Finding]:
+def check_device() -> Iterator[Diagnosis]:
     """Report the device backend that a run would use here, and why not an accelerator."""
     from megatron_ext.devices import count_devices
     from megatron_ext.devices.cuda import why_idle
@@ -177,38 +177,38 @@ def check_device() -> Iterator[Finding]:
     try:
         device = devices.current()
     except MegatronExtError as error:
-        yield Finding.of("FAIL", "device", error)
+        yield Diagnosis.of("FAIL", "device", error)
         return
-    count = count_devices()  # that the drivers show
+    count = count_devices()  # that the drivers show, whatever torch was built for
     shown = f"{device.name}, collectives by {device.distributed_backend}"
     if device.name != "cpu":
-        yield Finding("OK", "device", f"{shown}, {count} devices")
+        yield Diagnosis("OK", "device", f"{shown}, {count} devices")
     elif devices.requested() != "auto":
-        yield Finding("OK", "device", f"{shown}, as requested")
+        yield Diagnosis("OK", "device", f"{shown}, as requested")
     elif (reason := why_idle()) is not None:
         found = f"cpu, with a CUDA build of torch: {reason}" + (f" ({count} in /dev)" * bool(count))
         remedy = "nothing is wrong on a machine without a GPU (MEGATRON_EXT_DEVICE=cpu says so); "
         remedy += "on one with a GPU install NVIDIA's driver, until nvidia-smi shows it"
-        yield Finding("WARN", "device", found, remedy)
+        yield Diagnosis("WARN", "device", found, remedy)
     elif count:
         found = f"cpu, though the drivers show {count} devices"
-        yield Finding("WARN", "device", found, "install the build of torch for them")
+        yield Diagnosis("WARN", "device", found, "install the build of torch for them")
     else:
-        yield Finding("OK", "device", f"{shown}, no accelerator is needed")
+        yield Diagnosis("OK", "device", f"{shown}, no accelerator is needed")
 
 
-def check_native() -> Iterator[Finding]:
+def check_native() -> Iterator[Diagnosis]:
     """Try to load the native core of the transport."""
     from megatron_ext.transport.native import require_native
 
     try:
-        yield Finding("OK", "native core", str(require_native().__file__))
+        yield Diagnosis("OK", "native core", str(require_native().__file__))
     except TransportError as error:
         found, _, remedy = str(error).partition(". ")
-        yield Finding("WARN", "native core", found, remedy.rstrip("."))
+        yield Diagnosis("WARN", "native core", found, remedy.rstrip("."))
 
 
-def check_patches() -> Iterator[Finding]:
+def check_patches() -> Iterator[Diagnosis]:
     """Compare every target of a patch with the Megatron that it was written for."""
     from megatron_ext.patches import listing
     from megatron_ext.patches.registry import REGISTRY
@@ -221,88 +221,90 @@ def check_patches() -> Iterator[Finding]:
         absent = listing.import_targets()
     except (ImportError, MegatronExtError) as error:
         found = f"Megatron cannot be imported: {error}"
-        yield Finding("FAIL", "patches", found, "install megatron-core and torch")
+        yield Diagnosis("FAIL", "patches", found, "install megatron-core and torch")
         return
     rows = [row for row in REGISTRY.rows() if row.state != "other release"]
     problems = listing.problems(rows)
     for problem in problems:
         remedy = f"pip install megatron-core=={releases.reference().version}"
-        yield Finding("FAIL", "patches", problem, remedy)
+        yield Diagnosis("FAIL", "patches", problem, remedy)
     if not problems:
         pending = sum(row.state == "pending" for row in rows)
         found = f"{len(rows) - pending} of {len(rows)} patch targets verified"
         note = f", {pending} belong to modules that this install lacks: {', '.join(absent)}"
-        yield Finding("OK", "patches", found + note * bool(absent))
+        yield Diagnosis("OK", "patches", found + note * bool(absent))
 
 
-def check_shared_memory(path: Path = Path(SHARED_MEMORY)) -> Iterator[Finding]:
+def check_shared_memory(path: Path = Path(SHARED_MEMORY)) -> Iterator[Diagnosis]:
     """Check the size of /dev/shm, which data loaders and NCCL use (our own arenas do not)."""
     name = f"shared memory {path}"
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:
-        yield Finding("FAIL", name, error.strerror or str(error), "mount a tmpfs there")
+        yield Diagnosis("FAIL", name, error.strerror or str(error), "mount a tmpfs there")
         return
     found = f"{usage.total / _GIB:.1f} GiB in all, {usage.free / _GIB:.1f} GiB free"
     if usage.free < MIN_SHARED_BYTES:
         remedy = "give the container more (docker run --shm-size=16g), or remove old files there"
-        yield Finding("WARN", name, found, remedy)
+        yield Diagnosis("WARN", name, found, remedy)
     else:
-        yield Finding("OK", name, found)
+        yield Diagnosis("OK", name, found)
 
 
-def check_memlock() -> Iterator[Finding]:
+def check_memlock() -> Iterator[Diagnosis]:
     """Check how much memory a process may lock; RDMA needs locked memory."""
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
     if soft == resource.RLIM_INFINITY or soft >= _MIN_LOCKED_BYTES:
-        yield Finding("OK", "locked memory", found)
-    elif os.geteuid() == 0:
-        yield Finding("OK", "locked memory", f"{found} (root may lock more)")
+        yield Diagnosis("OK", "locked memory", found)
+    elif os.geteuid() == 0:  # CAP_IPC_LOCK
+        yield Diagnosis("OK", "locked memory", f"{found} (root may lock more)")
     else:
         remedy = "for RDMA raise it: `memlock unlimited` in /etc/security/limits.conf, or docker "
-        yield Finding("WARN", "locked memory", found, remedy + "run --ulimit memlock=-1")
+        yield Diagnosis("WARN", "locked memory", found, remedy + "run --ulimit memlock=-1")
 
 
-def check_rdma() -> Iterator[Finding]:
+def check_rdma() -> Iterator[Diagnosis]:
     """Try every step of an RDMA link, down to a queue pair."""
     from megatron_ext.transport import rdma_probe
 
     try:
         result = rdma_probe.probe()
     except MegatronExtError as error:
-        yield Finding.of("FAIL", "RDMA", error)
+        yield Diagnosis.of("FAIL", "RDMA", error)
         return
     last = result.findings[-1]
     if result.usable:
-        yield Finding("OK", "RDMA", result.reason)
+        yield Diagnosis("OK", "RDMA", result.reason)
     else:
         remedy = last.remedy or "--pipeline-transport tcp needs none of this"
-        yield Finding("WARN", "RDMA", f"{last.step}: {last.text}", remedy)
+        yield Diagnosis("WARN", "RDMA", f"{last.step}: {last.text}", remedy)
 
 
-def check_training(words: Sequence[str]) -> Iterator[Finding]:
+def check_training(words: Sequence[str]) -> Iterator[Diagnosis]:
     """Check the flags of a training: what its schedule takes, changes, refuses and allocates.
 
     Args:
         words: Its command line, with or without the script, after `--`.
     """
+    # argparse leaves the separator in, and the script may be named or not.
     flags = [word for word in words if word != "--"]
     flags = flags[1:] if flags and flags[0].endswith(".py") else flags
     found = preflight(flags)
     for refusal in found.refusals:
-        yield Finding("FAIL", "training", refusal.reason, refusal.remedy)
+        yield Diagnosis("FAIL", "training", refusal.reason, refusal.remedy)
     for line in (*found.changes, *found.notices):
-        yield Finding("OK", "training", line)
+        yield Diagnosis("OK", "training", line)
     if not found.accepted:
         return
     own = "Megatron's own schedule"
-    yield Finding("OK", "training", f"{found.pipeline.name if found.pipeline else own} takes "
+    yield Diagnosis("OK", "training", f"{found.pipeline.name if found.pipeline else own} takes "
                   "these flags")  # fmt: skip
     given, pipeline = read_words(flags), found.pipeline or found.transport_only
     sizes = [given.get(name) for name in ("seq_length", "micro_batch_size", "hidden_size")]
     if pipeline is None or pipeline.transport == "torch" or not all(sizes):
         return
+    # A message is the activation of one micro-batch.
     values = math.prod(size for size in sizes if size)
     each = arena_bytes(pipeline, values * (2 if given.get("bf16") or given.get("fp16") else 4))
     whole, available = each * pipeline.pp, psutil.virtual_memory().available
@@ -311,7 +313,7 @@ def check_training(words: Sequence[str]) -> Iterator[Finding]:
     remedy = "lower the micro-batch size, or use --pipeline-transport torch, which has no arenas"
     level: Literal["FAIL", "WARN"] = "FAIL" if whole > available else "WARN"
     is_much = whole > available // 2
-    yield Finding(level if is_much else "OK", "transport arenas", shown, remedy * is_much)
+    yield Diagnosis(level if is_much else "OK", "transport arenas", shown, remedy * is_much)
 
 
 def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
@@ -332,19 +334,20 @@ def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
     return most * slots * math.ceil(message_bytes / page_bytes) * page_bytes
 
 
-def check_hosts(plan: Plan, ssh: Ssh, timeout_s: float) -> Iterator[Finding]:
+def check_hosts(plan: JobPlan, ssh: Ssh, timeout_s: float) -> Iterator[Diagnosis]:
     """Run the preflight checks of a launch on every host, without starting anything."""
+    # The agents of a launch, with its requests: doctor and launch cannot disagree about a host.
     with Agents(plan, ssh) as agents:
         found, problems = agents.look(timeout_s)
     noted = dict.fromkeys(problems, "FAIL") | dict.fromkeys(warnings(found), "WARN")
     for line, level in noted.items():
         name, _, text = line.partition(": ")
-        yield Finding.of(level, f"host {name}", text)  # type: ignore[arg-type]
+        yield Diagnosis.of(level, f"host {name}", text)  # type: ignore[arg-type]
     bad = {line.partition(": ")[0] for line in problems}
     for name, each in found.items():
         if name not in bad:
             same = each["same"]
-            yield Finding(
+            yield Diagnosis(
                 "OK",
                 f"host {name}",
                 f"torch {same['torch']}, megatron-core {same['megatron-core']}, {each['devices']} "

@@ -14,8 +14,8 @@ from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch.launch_commands import add_hosts
 
 if TYPE_CHECKING:
-    from megatron_ext.tools.doctor.checks import Finding
-    from megatron_ext.tools.launch.plan import Plan
+    from megatron_ext.tools.doctor.checks import Diagnosis
+    from megatron_ext.tools.launch.plan import JobPlan
 
 __all__ = ["add_subcommand"]
 
@@ -39,13 +39,13 @@ def add_subcommand(subparsers: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     """Print the findings of all checks; return 1 if one of them failed."""
     from megatron_ext.tools.launch import runs
-    from megatron_ext.tools.launch.plan import Plan
+    from megatron_ext.tools.launch.plan import JobPlan
     from megatron_ext.tools.launch.start import nodes_of
 
     plan = None
     if args.hostfile is not None:
         nodes = tuple(replace(node, nproc=0) for node in nodes_of(args))  # it counts the devices
-        plan = Plan(runs.new_run_id(), nodes, ("true",), "/", args.python, per_node=True)
+        plan = JobPlan(runs.new_run_id(), nodes, ("true",), "/", args.python, per_node=True)
     elif args.include is not None or args.exclude is not None:
         flag = "--exclude" if args.include is None else "--include"
         raise LaunchError(f"{flag} chooses among the hosts of a hostfile; add --hostfile FILE")
@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
     return int(any(finding.level == "FAIL" for finding in found))
 
 
-def _findings(args: argparse.Namespace, plan: Plan | None) -> Iterator[Finding]:
+def _findings(args: argparse.Namespace, plan: JobPlan | None) -> Iterator[Diagnosis]:
     """Run all checks that the flags select, in sequence."""
     from megatron_ext.tools.doctor import checks
     from megatron_ext.tools.launch.start import ssh_of

@@ -29,7 +29,7 @@ import psutil
 
 from megatron_ext.tools.launch import fitness, process, runs
 from megatron_ext.tools.launch.logs import MARK, last_lines, rank_logs
-from megatron_ext.tools.launch.runs import Message
+from megatron_ext.tools.launch.runs import Json
 from megatron_ext.upstream import parent
 
 _TAIL_LINES = 50
@@ -39,13 +39,13 @@ _CLOSE_S = 5.0
 _CANNOT_START = 127  # as in a shell
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-Send = Callable[[Message], None]
+Send = Callable[[Json], None]
 
 
 class _Job:
     """A job that runs here: its process, and why it is stopped, if it is."""
 
-    def __init__(self, request: Message) -> None:
+    def __init__(self, request: Json) -> None:
         self._request, self._since = request, time.time()
         self._child: subprocess.Popen[bytes] | None = None
         self.stopped: str | None = None
@@ -74,13 +74,14 @@ class _Job:
         if grace_s > 0 and self._child is not None:
             self._child.send_signal(signal.SIGTERM)
         killer = threading.Timer(grace_s, self.end)
-        killer.daemon = True
+        killer.daemon = True  # a job that ends in time leaves the agent nothing to wait for
         killer.start()
 
     def end(self) -> None:
         """Kill what is left of the job; another round catches what was forked meanwhile."""
         run_id, node = self._request["run_id"], self._request["node"]
         for _ in range(5):
+            # Marked processes too: an orphan is in no tree of ours.
             marked = process.marked(run_id, node, self._since)
             left = process.descendants(os.getpid()) | marked
             if not left:
@@ -109,11 +110,11 @@ class _Job:
         """Return the exit code of its process, when nothing of the job is left."""
         assert self._child is not None
         code = self._child.wait()
-        self.end()
+        self.end()  # torchrun's end is not that of all it has started
         return code
 
 
-def _run(request: Message, directory: Path, send: Send) -> None:
+def _run(request: Json, directory: Path, send: Send) -> None:
     for number in _STOPPING:
         signal.signal(number, lambda *_: sys.exit(0))  # before the start there is nothing to stop
     os.environ.update(request["env"])
@@ -121,6 +122,7 @@ def _run(request: Message, directory: Path, send: Send) -> None:
     sys.path += [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
     hello = fitness.look(request, directory)
     send(hello)
+    # The launcher compares all hosts first, so that a job starts everywhere or nowhere.
     messages = (message for message in map(runs.decode, sys.stdin.buffer) if message is not None)
     start = next((message for message in messages if message["op"] == "start"), None)
     if start is None:
@@ -138,7 +140,7 @@ def _run(request: Message, directory: Path, send: Send) -> None:
     if hello.get("interface"):
         environment.setdefault("GLOO_SOCKET_IFNAME", hello["interface"])
     own_log = directory / ("output.log" if per_node else "torchrun.log")
-    ended: Message = {"kind": "ended", "what": "the command" if per_node else "torchrun",
+    ended: Json = {"kind": "ended", "what": "the command" if per_node else "torchrun",
                       "code": _CANNOT_START, "stopped": None, "tail": []}  # fmt: skip
     try:
         directory.mkdir(parents=True)
@@ -156,6 +158,7 @@ def _run(request: Message, directory: Path, send: Send) -> None:
     ended.update(code=job.wait(), stopped=job.stopped, time=time.time())
     forwarder.join(_CLOSE_S)
     if ended["code"] != 0 and ended["stopped"] is None:
+        # torchrun's own code says which rank failed first only in its log: `elastic` reports it.
         ended["tail"] = last_lines(own_log, _TAIL_LINES)
         with suppress(OSError, ValueError):  # it failed before it had ranks, or was killed
             failure = json.loads((directory / "failure.json").read_text())
@@ -190,9 +193,9 @@ def _forward(output: IO[bytes] | None, log: IO[bytes], send: Send, every_line: b
                 send({"kind": "log", "text": text})
 
 
-def _stop(request: Message, directory: Path, send: Send) -> None:
+def _stop(request: Json, directory: Path, send: Send) -> None:
     agent = process.recorded(directory / "agent.json")
-    if agent is not None:
+    if agent is not None:  # it ends its job in order, which takes up to the grace
         process.send(agent, signal.SIGTERM)
         with suppress(psutil.TimeoutExpired):
             agent.wait(request["grace_s"])
@@ -208,7 +211,7 @@ def _stop(request: Message, directory: Path, send: Send) -> None:
     send({"kind": "answer", "failed": bool(stuck), "text": text, **was})
 
 
-def _status(request: Message, directory: Path, send: Send) -> None:
+def _status(request: Json, directory: Path, send: Send) -> None:
     state = ""
     if process.recorded(directory / "agent.json") is not None:
         state = "running, "
@@ -223,7 +226,7 @@ def _status(request: Message, directory: Path, send: Send) -> None:
     send({"kind": "answer", "failed": False, "text": text})
 
 
-def _logs(request: Message, directory: Path, send: Send) -> None:
+def _logs(request: Json, directory: Path, send: Send) -> None:
     paths = [directory / "output.log", directory / "torchrun.log"]
     if request["local_rank"] is not None:
         paths = rank_logs(directory, request["local_rank"])
@@ -239,7 +242,7 @@ def main() -> int:
     os.dup2(2, 1)
     lock = threading.Lock()
 
-    def send(message: Message) -> None:
+    def send(message: Json) -> None:
         data = memoryview(runs.encode(message))
         with lock:
             while data:

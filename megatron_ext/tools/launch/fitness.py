@@ -22,7 +22,7 @@ from megatron_ext.transport.address import source_address
 from megatron_ext.version import code_hash, installed
 
 if TYPE_CHECKING:
-    from megatron_ext.tools.launch.runs import Message
+    from megatron_ext.tools.launch.runs import Json
 
 __all__ = ["MIN_SHARED_BYTES", "SHARED_MEMORY", "look"]
 
@@ -33,17 +33,18 @@ MIN_SHARED_BYTES = 1 << 30
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
 
 
-def look(request: Message, log_dir: Path) -> Message:
+def look(request: Json, log_dir: Path) -> Json:
     """Return the fitness of this host for a request, whose environment is already set.
 
     The request's directory becomes the current one; that of the logs must not be there yet.
     """
     problems: list[str] = []
-    found: Message = {
+    found: Json = {
         "kind": "hello",
         "pid": os.getpid(),
         "clock": time.time(),
         "log_dir": str(log_dir),
+        # Without torch, whose import would take most of the time of an answer.
         "devices": 0 if request["per_node"] and request["nproc"] else count_devices(),
         "problems": problems,
         "warnings": [],
@@ -61,6 +62,7 @@ def look(request: Message, log_dir: Path) -> Message:
             f"the work directory {request['workdir']} cannot be entered: {error.strerror}; copy it "
             f"there with rsync"
         )
+    # The folder itself is made at the start only, so that a job that is refused leaves none.
     there = next(folder for folder in log_dir.parents if folder.exists())
     found["free_bytes"] = free_bytes = shutil.disk_usage(there).free
     if log_dir.exists() or not os.access(there, os.W_OK | os.X_OK):
@@ -99,8 +101,8 @@ def look(request: Message, log_dir: Path) -> Message:
             f"lower its slots=N, or --nproc"
         )
     if request["node"] == 0:
-        # Rank 0 listens seconds later. Below 32768, where systems begin to number the ports of
-        # outgoing connections, nothing takes it in between.
+        # Another program may take a free port before rank 0 listens, seconds later. Below 32768,
+        # where systems begin to number the ports of outgoing connections, nothing takes it.
         wanted = request["master_port"]
         ports = [wanted] if wanted else random.sample(range(20000, 32768), 5)
         taken = {port: _why_taken(port) for port in ports}

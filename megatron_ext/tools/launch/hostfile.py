@@ -183,7 +183,7 @@ def select(
     """
     known = {host.name: host for host in hosts}
     flag, text = ("--exclude", exclude) if include is None else ("--include", include)
-    if include is not None and exclude is not None:
+    if include is not None and exclude is not None:  # which of them comes first would be a guess
         raise LaunchError("--include and --exclude are both given; use one of them")
     if text is None:
         return tuple(known.values())

@@ -17,21 +17,21 @@ import psutil
 
 from megatron_ext.errors import LaunchError, line_of
 from megatron_ext.tools.launch import process, runs, slurm
-from megatron_ext.tools.launch.plan import Plan
+from megatron_ext.tools.launch.plan import JobPlan
 from megatron_ext.tools.launch.ssh import Ssh
 from megatron_ext.tools.launch.supervise import Agents
 
 __all__ = ["run"]
 
 
-def _plan_of(found: runs.Message | None, run_id: str) -> Plan:
+def _plan_of(found: runs.Json | None, run_id: str) -> JobPlan:
     root = runs.runs_root()
     if found is None:
         known = sorted(entry.parent.name for entry in root.glob("*/plan.json"))[-5:]
         latest = f"the latest are {', '.join(known)}" if known else "none was started from here"
         raise LaunchError(f"there is no run {run_id} in {root}; {latest}")
     try:
-        return Plan.of_record(found)
+        return JobPlan.of_record(found)
     except (KeyError, TypeError):
         raise LaunchError(
             f"{root / run_id / 'plan.json'} is not of this version; launch the run again"
@@ -41,7 +41,8 @@ def _plan_of(found: runs.Message | None, run_id: str) -> Plan:
 def run(args: argparse.Namespace) -> int:
     """Run one of the commands; return 1 if a host does not answer, or cannot do it."""
     run_id, command = runs.check_run_id(args.run_id), args.command
-    is_submitted = (runs.runs_root() / f"slurm-{run_id}.sh").exists()  # by `launch --slurm`
+    # A job that waits in Slurm's queue has no plan yet, only the script of `launch --slurm`.
+    is_submitted = (runs.runs_root() / f"slurm-{run_id}.sh").exists()
     found = runs.load(run_id, "plan")
     waits = found is None and is_submitted and command != "logs"
     if waits and (state := slurm.state(run_id)) is not None:
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     plan = _plan_of(found, run_id)
     launcher = process.recorded(runs.run_dir(run_id) / "launcher.json")
-    wanted: dict[int, runs.Message] = {index: {} for index in range(len(plan.nodes))}
+    wanted: dict[int, runs.Json] = {index: {} for index in range(len(plan.nodes))}
     if command == "stop":
         grace_s = plan.grace_s if args.grace is None else args.grace
         if is_submitted:

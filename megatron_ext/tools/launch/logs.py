@@ -38,7 +38,7 @@ def last_lines(path: Path, count: int) -> list[str]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - (1 << 16)))
+            file.seek(max(0, size - (1 << 16)))  # logs of weeks have gigabytes
             text = file.read().decode(errors="replace")
     except OSError:
         return []
@@ -74,6 +74,7 @@ class Display:
     def show(self, host: str, data: bytes) -> None:
         """Show output of a host, or drop it if the display blocks for a second."""
         try:
+            # In the thread of a connection: its host would wait as long as we do.
             self._chunks.put((host, data), timeout=_PATIENCE_S)
         except queue.Full:
             self.left_out += data.count(b"\n")

@@ -15,9 +15,9 @@ from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch.hostfile import Host
 
 if TYPE_CHECKING:
-    from megatron_ext.tools.launch.runs import Message
+    from megatron_ext.tools.launch.runs import Json
 
-__all__ = ["Node", "Parallel", "Plan", "flag_value"]
+__all__ = ["Node", "Parallel", "JobPlan", "flag_value"]
 
 _BETWEEN_HOSTS = ("auto", "tcp", "rdma")  # values of --pipeline-transport that need --node-ips
 _DEFAULT_PORT = 29500
@@ -101,7 +101,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """A job as it is known before it starts."""
 
     run_id: str
@@ -132,7 +132,7 @@ class Plan:
         """Return the global rank of a host's first process."""
         return sum(node.nproc for node in self.nodes[:index])
 
-    def with_devices(self, counts: Sequence[int]) -> Plan:
+    def with_devices(self, counts: Sequence[int]) -> JobPlan:
         """Return the plan with the numbers of devices that the hosts found filled in."""
         nodes = []
         for node, count in zip(self.nodes, counts, strict=True):
@@ -161,7 +161,7 @@ class Plan:
                     f"address with addr=IP in the hostfile"
                 )
 
-    def completed(self, num_microbatches: int | None, *, allow_uneven: bool) -> Plan:
+    def completed(self, num_microbatches: int | None, *, allow_uneven: bool) -> JobPlan:
         """Return the plan with the training flags added that follow from its hosts.
 
         `--global-batch-size` if the number of micro-batches was given; `--node-ips` if the script
@@ -200,6 +200,7 @@ class Plan:
         }
 
     def _torchrun_words(self, index: int, port: int, *more: str) -> list[str]:
+        # Alone, a host needs no name that others could resolve.
         master = "127.0.0.1" if len(self.nodes) == 1 else self.nodes[0].host.address
         return [
             "--nnodes", str(len(self.nodes)), "--node-rank", str(index),
@@ -208,7 +209,7 @@ class Plan:
             "-m", "megatron_ext", *self.command,
         ]  # fmt: skip
 
-    def agent_argv(self, index: int, found: Message, port: int, show: Sequence[int]) -> list[str]:
+    def agent_argv(self, index: int, found: Json, port: int, show: Sequence[int]) -> list[str]:
         """Return what the agent of a host starts, from its fitness.
 
         The ranks meet at a port of the first host. `show`: local ranks whose output is shown.
@@ -218,15 +219,17 @@ class Plan:
         logs = found["log_dir"]
         more = ["--local-addr", found["address"]] if "address" in found else []
         more += ["--rdzv-id", self.run_id, "--log-dir", f"{logs}/ranks", "--redirects", "3"]
+        # Files of all ranks (3: both streams); those to show are followed besides.
         more += ["--tee", ",".join(f"{rank}:3" for rank in show)] if show else []
         elastic = [self.python, "-m", "megatron_ext.tools.launch.elastic"]
         report = [f"{logs}/failure.json", f"{self.grace_s:g}"]
         return [*elastic, *report, *self._torchrun_words(index, port, *more)]
 
-    def request(self, index: int, op: str = "run") -> Message:
+    def request(self, index: int, op: str = "run") -> Json:
         """Return the first message to the agent of a host: its part of this plan."""
         node = self.nodes[index]
         peer = self.nodes[1 if index == 0 else 0] if len(self.nodes) > 1 else None
+        # Without the flags: an agent gets its whole command when the job starts.
         whole = replace(self, nodes=(), command=self.command[:1], env=self.environment(index))
         return {
             **asdict(whole),
@@ -237,13 +240,13 @@ class Plan:
             "peer": peer.host.address if peer and not self.per_node else None,
         }
 
-    def record(self) -> Message:
+    def record(self) -> Json:
         """Return what `stop`, `status` and `logs` need, as JSON; values of variables stay out."""
         nodes = [replace(node, host=replace(node.host, env=())) for node in self.nodes]
         return asdict(replace(self, env={}, nodes=tuple(nodes)))
 
     @classmethod
-    def of_record(cls, found: Message) -> Plan:
+    def of_record(cls, found: Json) -> JobPlan:
         """Return the plan of a record; KeyError or TypeError: it is of another version."""
         nodes = [Node(Host(**n["host"]), n["nproc"], local=n["local"]) for n in found["nodes"]]
         return cls(**{**found, "nodes": tuple(nodes)})

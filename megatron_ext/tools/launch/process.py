@@ -79,7 +79,7 @@ def marked(run_id: str, node: int, since: float = 0.0) -> set[Process]:
 def end(processes: Iterable[Process], timeout_s: float = 5.0) -> set[Process]:
     """Kill processes; return those that remain, such as processes that wait for a device."""
     left = set(filter(_alive, processes))
-    for process in left:
+    for process in left:  # all before any is awaited: a parent could start new ones meanwhile
         send(process, signal.SIGKILL)
     # Not psutil.wait_procs(): it would take a child's exit code from the `Popen` that waits for it.
     deadline = time.monotonic() + timeout_s

@@ -16,19 +16,19 @@ from typing import Any
 from megatron_ext import files
 from megatron_ext.errors import LaunchError, reason_of
 
-__all__ = ["Message", "check_run_id", "decode", "encode", "load", "log_dir", "new_run_id",
+__all__ = ["Json", "check_run_id", "decode", "encode", "load", "log_dir", "new_run_id",
            "run_dir", "runs_root", "write_json"]  # fmt: skip
 
-Message = dict[str, Any]
+Json = dict[str, Any]
 _MARK = b"\x1emegatron-ext "
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Json) -> bytes:
     """Return a message as a line."""
     return _MARK + json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-def decode(line: bytes) -> Message | None:
+def decode(line: bytes) -> Json | None:
     """Return the message that a line is, or None for any other line."""
     if not line.startswith(_MARK):
         return None
@@ -50,6 +50,7 @@ def runs_root() -> Path:
 
 def new_run_id() -> str:
     """Return a unique id that sorts by time."""
+    # Two launches of one second differ in the rest.
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
 
 
@@ -67,7 +68,7 @@ def run_dir(run_id: str) -> Path:
     return runs_root() / check_run_id(run_id)
 
 
-def log_dir(request: Message) -> Path:
+def log_dir(request: Json) -> Path:
     """Return the directory of a run on the host that a request is for."""
     root = Path(request["log_root"]) if request["log_root"] else runs_root()
     # Hosts may share a file system, and have names of any characters.
@@ -80,7 +81,7 @@ def write_json(path: Path, value: object) -> None:
     files.write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def load(run_id: str, name: str) -> Message | None:
+def load(run_id: str, name: str) -> Json | None:
     """Return the `plan` or the `result` of a run on this machine; None if there is no such file."""
     path = run_dir(run_id) / f"{name}.json"
     try:

@@ -37,6 +37,7 @@ class Srun(Ssh):
     def argv(self, host: Host, remote: Sequence[str]) -> list[str]:
         """Return the command that runs `remote` once on a host, with all resources of the job."""
         return [
+            # --overlap and --mem=0: beside the job's own steps, without waiting for their share.
             "srun", "--jobid", self.job, "--overlap", "--nodes=1", "--ntasks=1",
             f"--nodelist={host.name}", "--cpu-bind=none", "--mem=0", "--export=ALL",
             "--unbuffered", "--quiet", *remote,
@@ -125,6 +126,7 @@ def batch_script(options: str, arguments: Sequence[str], workdir: str) -> str:
     if not any(re.match(r"-N|--nodes\b", word) for word in words):
         raise LaunchError(f"--slurm {options!r} has no number of nodes; write --slurm '--nodes 2'")
     log = runs.runs_root() / "slurm-%j.log"
+    # Not requeued: the launcher itself restarts, with what it knows of the hosts.
     own = ["--job-name=megatron-ext", f"--output={log}", f"--chdir={workdir}", "--no-requeue"]
     start = [sys.executable, "-m", "megatron_ext", *arguments]
     return f"#!/bin/bash\n#SBATCH {shlex.join([*own, *words])}\nexec {shlex.join(start)}\n"
@@ -150,7 +152,7 @@ def _slurm(*command: str, text: str | None = None) -> str:
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
-            env={**os.environ, "LC_ALL": "C"},
+            env={**os.environ, "LC_ALL": "C"},  # what is read below is English
         )  # fmt: skip
     except FileNotFoundError:
         raise LaunchError(

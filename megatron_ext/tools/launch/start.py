@@ -20,7 +20,7 @@ from megatron_ext.devices import count_devices
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch import hostfile, process, runs, slurm
 from megatron_ext.tools.launch.logs import Display
-from megatron_ext.tools.launch.plan import Node, Parallel, Plan, flag_value
+from megatron_ext.tools.launch.plan import JobPlan, Node, Parallel, flag_value
 from megatron_ext.tools.launch.ssh import Ssh
 from megatron_ext.tools.launch.supervise import Agents, Outcome, supervise, warnings
 from megatron_ext.upstream import failure, parent
@@ -72,12 +72,13 @@ def nodes_of(
 
 def _is_this_machine(name: str) -> bool:
     """Return whether a name or an address is this machine's, without resolving any."""
+    # A resolver may hang, and may send a public name of this machine elsewhere.
     if name in ("localhost", socket.gethostname()):
         return True
     try:
         family = socket.AF_INET if ip_address(name).version == 4 else socket.AF_INET6
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((name, 0))
+            probe.bind((name, 0))  # only own addresses can be bound
     except (OSError, ValueError):
         return False
     return True
@@ -178,7 +179,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     return _with_restarts(plan, hosts, args)
 
 
-def _plan(args: argparse.Namespace, command: list[str], workdir: str) -> Plan:
+def _plan(args: argparse.Namespace, command: list[str], workdir: str) -> JobPlan:
     """Return the plan of the flags, for all hosts; numbers of processes may still be open."""
     backend = flag_value(command, "--device-backend") or os.environ.get("MEGATRON_EXT_DEVICE")
     devices = 0 if backend == "cpu" else count_devices()
@@ -190,12 +191,13 @@ def _plan(args: argparse.Namespace, command: list[str], workdir: str) -> Plan:
     if job is not None and not args.run_id:  # the first run in a Slurm job has its id
         run_id = f"{job}-{run_id}" if runs.load(job, "plan") else job
     shown = {} if args.raw else {"MEGATRON_EXT_STEP_BUBBLE": "1"}  # of `tracing/scalars.py`
+    # Logins on the hosts know nothing of what was exported here.
     own = {
         name: value
         for name, value in os.environ.items()
         if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
     }
-    plan = Plan(
+    plan = JobPlan(
         run_id=run_id,
         slurm_job=job,
         nodes=nodes,
@@ -212,7 +214,7 @@ def _plan(args: argparse.Namespace, command: list[str], workdir: str) -> Plan:
     return plan
 
 
-def _with_restarts(plan: Plan, hosts: tuple[Node, ...], args: argparse.Namespace) -> int:
+def _with_restarts(plan: JobPlan, hosts: tuple[Node, ...], args: argparse.Namespace) -> int:
     """Run a job until it succeeds, is stopped, or has used up its restarts; return its exit code.
 
     Every attempt is a run of its own, with preflight, logs and a result: ID, ID-r1, ID-r2. The
@@ -231,12 +233,14 @@ def _with_restarts(plan: Plan, hosts: tuple[Node, ...], args: argparse.Namespace
             return outcome.code
         failed_at.append(now)
         number += 1
+        # Longer each time: a file server or a switch that fails takes a while to come back.
         pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (len(failed_at) - 1))
         _say(
             f"restart {len(failed_at)} of {args.max_restarts} in {pause_s:g} s, because of "
             f"{outcome.failure}"
         )
         time.sleep(pause_s)
+        # Of all hosts, also of those lost before: one that was rebooted may be back.
         with Agents(replace(plan, nodes=hosts), ssh) as agents:
             answers = agents.ask("status", args.preflight_timeout)
         nodes = []
@@ -254,7 +258,7 @@ def _with_restarts(plan: Plan, hosts: tuple[Node, ...], args: argparse.Namespace
         current = replace(plan, run_id=f"{plan.run_id}-r{number}", nodes=tuple(nodes[:count]))
 
 
-def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
+def _attempt(plan: JobPlan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
     directory = runs.run_dir(plan.run_id)
     with Agents(plan, ssh) as agents:
         found, problems = agents.look(args.preflight_timeout)
@@ -264,6 +268,7 @@ def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
         plan = plan.with_devices([each["devices"] for each in findings])
         plan = plan.completed(args.num_microbatches, allow_uneven=args.allow_uneven)
         show = _shown_ranks(args.show, plan.world_size)
+        # Before the start: `stop` finds even a job whose launcher dies now.
         if (directory / "plan.json").exists():
             raise LaunchError(f"there is a run {plan.run_id} already; give another --run-id")
         try:

@@ -22,12 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megatron_ext.tools.launch.runs import Message, decode, encode
+from megatron_ext.tools.launch.runs import Json, decode, encode
 from megatron_ext.tools.launch.ssh import CONNECTION_FAILED, Ssh, explain
 
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.logs import Display
-    from megatron_ext.tools.launch.plan import Plan
+    from megatron_ext.tools.launch.plan import JobPlan
 
 __all__ = ["Agents", "Failure", "Outcome", "first_failure", "supervise", "warnings"]
 
@@ -40,18 +40,19 @@ _SETTLE_S = 1.5
 
 _logger = logging.getLogger(__name__)
 
-Event = tuple[int, Message | Literal["signal"] | None]
+Event = tuple[int, Json | Literal["signal"] | None]
 """Rank of a host and its message, None if its connection has ended; or the number of a signal."""
 
 
 class _Connection:
     """An agent on a host: its process or that of ssh, and whatever else that prints."""
 
-    def __init__(self, argv: Sequence[str], put: Callable[[Message | None], None]) -> None:
+    def __init__(self, argv: Sequence[str], put: Callable[[Json | None], None]) -> None:
         self._put = put
         self.show: Callable[[bytes], None] | None = None  # gets lines of logs
         self.heard_at = time.monotonic()
         self._noise: deque[str] = deque(maxlen=20)
+        # A file, which never blocks the process; a pipe that nobody reads would.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
             argv,
@@ -62,7 +63,7 @@ class _Connection:
         )
         threading.Thread(target=self._read, daemon=True).start()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Json) -> None:
         """Send a message; if the agent has exited, an event says so."""
         assert self.process.stdin is not None
         with suppress(OSError, ValueError):
@@ -105,7 +106,7 @@ class _Connection:
 class Agents:
     """An agent on each host of a plan, as a context that ends them all."""
 
-    def __init__(self, plan: Plan, ssh: Ssh) -> None:
+    def __init__(self, plan: JobPlan, ssh: Ssh) -> None:
         self.plan, self.ssh = plan, ssh
         self.names = [node.host.name for node in plan.nodes]
         self.connections: dict[int, _Connection] = {}
@@ -115,6 +116,7 @@ class Agents:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Side by side: one host that does not answer must not delay the others.
         threads = [threading.Thread(target=each.close) for each in self.connections.values()]
         for thread in threads:
             thread.start()
@@ -129,8 +131,8 @@ class Agents:
             return -1, None
 
     def ask(
-        self, op: str, timeout_s: float, more: Mapping[int, Message] | None = None
-    ) -> dict[int, Message | str]:
+        self, op: str, timeout_s: float, more: Mapping[int, Json] | None = None
+    ) -> dict[int, Json | str]:
         """Send a request to every host, or to those with `more` to say, by their index.
 
         Returns:
@@ -139,14 +141,15 @@ class Agents:
         hosts = range(len(self.names)) if more is None else sorted(more)
         requests = {i: self.plan.request(i, op) | (more[i] if more else {}) for i in hosts}
         root = Path(__file__).resolve().parents[3]
-        variables = ["MEGATRON_EXT_DISABLE=1"]
+        variables = ["MEGATRON_EXT_DISABLE=1"]  # an agent trains nothing, and starts faster so
         if not {"site-packages", "dist-packages"} & set(root.parts):
             variables.append(f"PYTHONPATH={root}")  # the agent has to have the same files
         argv = ["env", *variables, self.plan.python, "-m", "megatron_ext.tools.launch.agent"]
-        answers: dict[int, Message | str] = {}
+        answers: dict[int, Json | str] = {}
         for index, request in requests.items():
             node = self.plan.nodes[index]
             command = argv if node.local else self.ssh.argv(node.host, argv)
+            # Bound now: the loop goes on before the connection puts anything.
             put = partial(lambda index, message: self.events.put((index, message)), index)
             try:
                 self.connections[index] = _Connection(command, put)
@@ -167,7 +170,7 @@ class Agents:
         )
         return {index: answers.get(index, late) for index in requests}
 
-    def look(self, timeout_s: float) -> tuple[dict[str, Message], list[str]]:
+    def look(self, timeout_s: float) -> tuple[dict[str, Json], list[str]]:
         """Return how fit each host is for the job, and what keeps hosts from it, a line each."""
         answers = self.ask("run", timeout_s)
         by_name = {self.names[index]: answer for index, answer in answers.items()}
@@ -193,7 +196,7 @@ class Agents:
         return found, problems
 
 
-def warnings(found: dict[str, Message]) -> list[str]:
+def warnings(found: dict[str, Json]) -> list[str]:
     """Return what does not stop a job, from the fitness of its hosts, a line each."""
     lines = []
     for name, each in found.items():
@@ -244,33 +247,54 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
 
 def supervise(
-    agents: Agents, plan: Plan, findings: Sequence[Message], display: Display, show: Sequence[int]
+    agents: Agents, plan: JobPlan, found: Sequence[Json], display: Display, show: Sequence[int]
 ) -> Outcome:
     """Start a job whose agents have answered, and run it to its end.
 
-    `plan` knows every number of processes, `findings` are the answers of the hosts in order, `show`
+    `plan` knows every number of processes, `found` are the answers of the hosts in order, `show`
     the global ranks whose output to show.
     """
     stopping = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup the job outlives a login
         stopping.append(signal.SIGHUP)
     put = agents.events.put
     previous = {each: signal.signal(each, lambda n, _: put((n, "signal"))) for each in stopping}
     try:
         for index, connection in agents.connections.items():
-            first, found = plan.first_rank(index), findings[index]
+            first = plan.first_rank(index)
             local = [rank - first for rank in show if 0 <= rank - first < plan.nodes[index].nproc]
-            argv = plan.agent_argv(index, found, findings[0]["port"], local)
+            argv = plan.agent_argv(index, found[index], found[0]["port"], local)
             connection.show = partial(display.show, agents.names[index])
             connection.heard_at = time.monotonic()
             connection.send({"op": "start", "argv": argv, "first_rank": first})
-        return _watch(agents, plan, findings, display)
+        stopped_by, failures, lost = _watch(agents, plan, found, display)
+        # A lost connection does not tell whether the agent died or only ssh: a second look does.
+        with Agents(plan, agents.ssh) as others:
+            answers = others.ask("stop", _REPORT_S + plan.grace_s, {index: {} for index in lost})
+        for index, left in answers.items():
+            if isinstance(left, str):
+                note = ", and it cannot be reached to see what is left; its agent stops the job"
+            elif left["agent"]:
+                note = "; its agent was still there and has been stopped"
+            else:
+                note = f"; the agent (pid {found[index]['pid']}) died; {left['killed']} processes "
+                note += "of the job were left and have been killed"
+            failures[index] = replace(failures[index], note=failures[index].note + note)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+    if stopped_by is not None:
+        return Outcome(128 + stopped_by, stopped_by=signal.Signals(stopped_by).name)
+    if not failures:
+        return Outcome()
+    failure = first_failure(list(failures.values()))
+    return Outcome(failure.code if failure.code >= 0 else 128 - failure.code, failure)
 
 
-def _watch(agents: Agents, plan: Plan, findings: Sequence[Message], display: Display) -> Outcome:
+def _watch(
+    agents: Agents, plan: JobPlan, found: Sequence[Json], display: Display
+) -> tuple[int | None, dict[int, Failure], set[int]]:
+    """Return the signal that stopped a job, its failures by host, and the hosts that were lost."""
     names, connections = agents.names, agents.connections
     running, lost = set(connections), set[int]()
     failures: dict[int, Failure] = {}
@@ -279,7 +303,7 @@ def _watch(agents: Agents, plan: Plan, findings: Sequence[Message], display: Dis
     stop_at: float | None = None  # when the hosts that still run are stopped, after a failure
     alive_at = time.monotonic() + _ALIVE_S
 
-    def send_all(message: Message) -> None:
+    def send_all(message: Json) -> None:
         for each in running:
             connections[each].send(message)
 
@@ -293,17 +317,20 @@ def _watch(agents: Agents, plan: Plan, findings: Sequence[Message], display: Dis
             if not failures:
                 stopped_by = stopped_by or index
                 display.is_stopping = True
+            # Before the log line: a terminal that is gone must not keep the job alive.
+            send_all({"op": "stop", "grace_s": 0 if is_stopping else plan.grace_s})
             # It may be stopping already, after a signal or a failure.
             what = "kills the job" if is_stopping else "stops the job; once more kills it"
             _logger.warning("%s: %s", signal.Signals(index).name, what)
-            send_all({"op": "stop", "grace_s": 0 if is_stopping else plan.grace_s})
             is_stopping = True
         elif isinstance(message, dict) and index in running:
             running.discard(index)
+            # What ends because it was stopped is no failure of its own.
             is_effect = message["stopped"] and (is_stopping or failures)
             if message["code"] != 0 and not is_effect:
                 note = f" ({message['stopped']})" if message["stopped"] else ""
-                at = message["time"] - findings[index]["ahead_s"]
+                # Hosts' clocks differ: what came first is decided on the launcher's.
+                at = message["time"] - found[index]["ahead_s"]
                 what, code, tail = message["what"], message["code"], message["tail"]
                 failures[index] = Failure(names[index], what, code, at, tail, note)
         silent = {each for each in running if now - connections[each].heard_at > plan.silence_s}
@@ -319,31 +346,4 @@ def _watch(agents: Agents, plan: Plan, findings: Sequence[Message], display: Dis
             if now >= stop_at:
                 is_stopping, stop_at = True, None
                 send_all({"op": "stop", "grace_s": plan.grace_s})
-    notes = _end_lost(agents, plan, findings, lost)
-    if stopped_by is not None:
-        return Outcome(128 + stopped_by, stopped_by=signal.Signals(stopped_by).name)
-    if not failures:
-        return Outcome()
-    first = first_failure(list(failures.values()))
-    note = next((notes[index] for index in notes if failures[index] is first), "")
-    failure = replace(first, note=first.note + note)
-    return Outcome(failure.code if failure.code >= 0 else 128 - failure.code, failure)
-
-
-def _end_lost(
-    agents: Agents, plan: Plan, findings: Sequence[Message], lost: set[int]
-) -> dict[int, str]:
-    """End what is left on hosts whose agents are lost; return what that was, by host."""
-    notes = {}
-    with Agents(plan, agents.ssh) as others:
-        answers = others.ask("stop", _REPORT_S + plan.grace_s, {index: {} for index in lost})
-        for index, left in answers.items():
-            if isinstance(left, str):
-                note = ", and it cannot be reached to see what is left; its agent stops the job"
-            elif left["agent"]:
-                note = "; its agent was still there and has been stopped"
-            else:
-                note = f"; the agent (pid {findings[index]['pid']}) died; {left['killed']} "
-                note += "processes of the job were left and have been killed"
-            notes[index] = note
-    return notes
+    return stopped_by, failures, lost

@@ -1,8 +1,9 @@
-"""Merges the traces of all ranks into one Chrome trace, for ui.perfetto.dev or chrome://tracing.
+"""All traces of a run: their clocks, what is slow, and one Chrome trace of them.
 
-It has a row for each rank and arrows from sends to receives. Each file is read twice, one iteration
-after the other: first for clocks and figures, then for the output. Several processes share the
-files and concatenate their outputs at the end, so memory does not grow with the run.
+The Chrome trace, for ui.perfetto.dev or chrome://tracing, has a row for each rank and arrows from
+sends to receives. Each file is read twice, one iteration after the other: first for clocks and
+figures, then for the output. Several processes share the files and concatenate their outputs at the
+end, so memory does not grow with the run.
 """
 
 from __future__ import annotations
@@ -13,22 +14,32 @@ import multiprocessing
 import os
 import re
 import shutil
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron_ext.errors import DataError
 from megatron_ext.files import cannot_write, replacing, scratch_folder
-from megatron_ext.tools.trace.reader import Iteration, TraceFile, load_schedule, open_run
-from megatron_ext.tools.trace.survey import RankSurvey, message_key, survey
+from megatron_ext.tools.trace.reader import TraceFile, load_schedule, open_run
+from megatron_ext.tools.trace.survey import (
+    Incoming,
+    MessageKey,
+    RankSurvey,
+    message_key,
+    survey,
+)
 from megatron_ext.tracing.records import Header, labels
 
-__all__ = ["Run", "aggregated_name", "read_run", "write_chrome_trace"]
+__all__ = ["SLOW_LINK", "SLOW_RANK", "LinkSpeed", "Run", "aggregated_name", "link_speeds",
+           "read_run", "slow", "write_chrome_trace"]  # fmt: skip
 
+SLOW_RANK, SLOW_LINK = 1.2, 2.0
+"""Times the median from which a rank, or a link, is slow."""
 _TIME = re.compile(r'"ts":([0-9.]+)')
 _T = TypeVar("_T")
 
@@ -43,21 +54,10 @@ class Alignment:
 
     def of(self, header: Header) -> int:
         """Return what to add to the times of a rank."""
-        return self.offset_ns[clock_of(header)]
-
-    def notes(self) -> list[str]:
-        """Describe the alignment of each clock; empty if there is only one."""
-        if len(self.offset_ns) == 1:
-            return []
-        lines = []
-        for clock, error in self.error_ns.items():
-            how = "by the time of day" if error is None else f"+- {error / 1e3:.0f} us by messages"
-            offset_ms = self.offset_ns[clock] / 1e6
-            lines.append(f"clock {clock or 'unnamed'}: {offset_ms:+.3f} ms, {how}")
-        return lines
+        return self.offset_ns[_clock_of(header)]
 
 
-def clock_of(header: Header) -> str:
+def _clock_of(header: Header) -> str:
     """Return the clock of a rank; one that names none has its own."""
     return header.clock or f"rank {header.rank}"
 
@@ -72,7 +72,7 @@ def align(surveys: Iterable[RankSurvey]) -> Alignment:
     else through the time since 1970 that each rank recorded at its start.
     """
     ranks = {each.header.rank: each for each in surveys}
-    clocks = {rank: clock_of(each.header) for rank, each in ranks.items()}
+    clocks = {rank: _clock_of(each.header) for rank, each in ranks.items()}
     sent = {
         key: begin
         for rank, each in ranks.items()
@@ -80,13 +80,14 @@ def align(surveys: Iterable[RankSurvey]) -> Alignment:
         if key.source == rank
     }
     # By (sender's clock, receiver's clock): the smallest time between send and receive.
-    bounds: dict[tuple[str, str], int] = defaultdict(lambda: 1 << 62)
+    bounds: dict[tuple[str, str], int] = {}
     for rank, each in ranks.items():
         for key, (_, end) in each.stamps.items():
             if key.target == rank and key in sent and clocks[key.source] != clocks[rank]:
-                pair = clocks[key.source], clocks[rank]
-                bounds[pair] = min(bounds[pair], end - sent[key])
+                pair, took = (clocks[key.source], clocks[rank]), end - sent[key]
+                bounds[pair] = min(bounds.get(pair, took), took)
     headers = {clocks[rank]: ranks[rank].header for rank in sorted(ranks, reverse=True)}
+    # Breadth first from the reference, so that each clock is as few steps from it as can be.
     reference = clocks[min(ranks)]
     offsets, errors = {reference: 0}, {reference: 0 if len(headers) > 1 else None}
     waiting = [reference]
@@ -120,18 +121,6 @@ class Run:
     notes: Sequence[str]
     """Notes about missing or damaged traces."""
 
-    @property
-    def begin_ns(self) -> int:
-        """When the first iteration began, on the aligned clock."""
-        return min(
-            (
-                step.begin_ns + self.alignment.of(survey.header)
-                for survey in self.surveys
-                for step in survey.steps[:1]
-            ),
-            default=0,
-        )
-
 
 def read_run(directory: Path | str) -> Run:
     """Read the traces of a run once.
@@ -152,15 +141,14 @@ def read_run(directory: Path | str) -> Run:
     for file, found in zip(files, _for_each(read, files), strict=True):
         if isinstance(found, str):
             notes.append(found)
-        else:
-            readable.append(file)
-            surveys.append(found)
-    if not any(survey.iterations for survey in surveys):
-        raise DataError(f"{directory}: no iteration was recorded yet; {'; '.join(notes)}")
-    for found in surveys:
+            continue
+        readable.append(file)
+        surveys.append(found)
         if found.damaged:
             notes.append(f"{found.path.name}: {found.damaged} damaged lines were skipped")
     counts = sorted({found.iterations for found in surveys})
+    if not any(counts):
+        raise DataError(f"{directory}: no iteration was recorded yet; {'; '.join(notes)}")
     if len(counts) > 1:
         notes.append(f"ranks recorded between {counts[0]} and {counts[-1]} iterations")
     others = Counter(
@@ -172,43 +160,16 @@ def read_run(directory: Path | str) -> Run:
             f"steps of other sizes than the table's {full} micro-batches do not count: {sizes}"
         )
     alignment = align(surveys)
-    notes += alignment.notes()
+    for clock, error in alignment.error_ns.items() if len(alignment.error_ns) > 1 else ():
+        how = "by the time of day" if error is None else f"+- {error / 1e3:.0f} us by messages"
+        offset_ms = alignment.offset_ns[clock] / 1e6
+        notes.append(f"clock {clock or 'unnamed'}: {offset_ms:+.3f} ms, {how}")
     return Run(directory, readable, surveys, alignment, notes)
-
-
-def aggregated_name(directory: Path) -> Path:
-    """Return the path of a run's Chrome trace, `NAME/NAME-aggregated.json`."""
-    return directory / f"{directory.resolve().name}-aggregated.json"
-
-
-def write_chrome_trace(run: Run, output: Path) -> int:
-    """Write the Chrome trace of a run; return its number of bytes.
-
-    Raises:
-        DataError: It cannot be written.
-    """
-    ranks = frozenset(file.header.rank for file in run.files)
-    try:
-        with (
-            replacing(output) as merged,
-            scratch_folder(output) as parts,
-            merged.open("wb") as file,
-        ):
-            task = partial(_write_part, parts, run.alignment, run.begin_ns, ranks)
-            size = file.write(b"[\n")
-            for index, part in enumerate(_for_each(task, run.files)):
-                size += file.write(b",\n" if index else b"") + part.stat().st_size
-                with part.open("rb") as content:
-                    shutil.copyfileobj(content, file, 1 << 20)
-                part.unlink()
-            return size + file.write(b"\n]\n")
-    except OSError as error:
-        remedy = "make room, or give another file with -o"
-        raise DataError(cannot_write(output, error, remedy)) from error
 
 
 def _for_each(task: Callable[[TraceFile], _T], files: Sequence[TraceFile]) -> Iterator[_T]:
     """Run a task on every file, with a process for each core; results keep the order of files."""
+    # Below 16 MiB the start of a process costs more than it saves.
     size = sum(file.path.stat().st_size for file in files)
     workers = min(len(files), len(os.sched_getaffinity(0)), 16)
     if workers < 2 or size < 16 << 20:
@@ -229,45 +190,137 @@ def _survey(full: int, slices: tuple[float, ...], file: TraceFile) -> RankSurvey
         return f"{file.path.name} is damaged and left out: {error}"
 
 
+@dataclass(frozen=True)
+class LinkSpeed:
+    """An ordered pair of ranks that exchange messages."""
+
+    source: int
+    target: int
+    link: Incoming
+    delay_ns: int | None
+    """Median from the begin of a send to the end of its receive, of messages that were waited for;
+    None: both ends of no such message are known."""
+
+
+def link_speeds(run: Run) -> list[LinkSpeed]:
+    """Return every pair of ranks that exchanged messages, the longest waited for first."""
+    sent: dict[MessageKey, int] = {}
+    for each in run.surveys:
+        shift = run.alignment.of(each.header)
+        for key, (begin, _) in each.stamps.items():
+            if key.source == each.header.rank:
+                sent[key] = begin + shift
+    found = []
+    for each in run.surveys:
+        shift = run.alignment.of(each.header)
+        delays: dict[int, list[int]] = defaultdict(list)
+        for key in each.waited & sent.keys():
+            if key.target == each.header.rank:
+                delays[key.source].append(each.stamps[key][1] + shift - sent[key])
+        for source, link in each.links.items():
+            # Clocks are aligned to within an error: a fast message may seem to arrive early.
+            delay = max(0, statistics.median_low(delays[source])) if delays[source] else None
+            found.append(LinkSpeed(source, each.header.rank, link, delay))
+    return sorted(found, key=lambda speed: -speed.link.waited_ns)
+
+
+def slow(run: Run) -> list[tuple[str, float]]:
+    """Return slow ranks and links in words, with their factor over the median, worst first.
+
+    A rank is slow if its actions take longer than the same actions on most others. Stages differ,
+    so a rank is compared with those of the same stage; if a stage has fewer than three, of which
+    two would not tell the slow one, with the mean of all stages. A link is slow if its messages
+    take longer than those of most links.
+    """
+    by_stage: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+    by_name: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for each in run.surveys:
+        for (name, stage), sample in each.actions.items():
+            by_stage[name, stage][each.header.rank] = sample.median_ns
+            by_name[name][each.header.rank].append(sample.median_ns)
+    factors: dict[int, list[float]] = defaultdict(list)
+    for (name, _), peers in by_stage.items():
+        means = {rank: statistics.fmean(found) for rank, found in by_name[name].items()}
+        times = means if len(peers) < 3 else peers
+        middle = statistics.median_low(times.values())
+        for rank in peers if middle else ():
+            factors[rank].append(times[rank] / middle)
+    found = [(f"rank {rank}", statistics.fmean(values)) for rank, values in sorted(factors.items())]
+    found = [(what, factor) for what, factor in found if factor >= SLOW_RANK]
+    delays = [
+        (f"link from rank {speed.source} to rank {speed.target}", speed.delay_ns)
+        for speed in link_speeds(run)
+        if speed.delay_ns is not None
+    ]
+    middle = statistics.median_low([delay for _, delay in delays]) if delays else 0
+    found += [(what, delay / middle) for what, delay in delays if 0 < SLOW_LINK * middle <= delay]
+    return sorted(found, key=lambda item: -item[1])
+
+
+def aggregated_name(directory: Path) -> Path:
+    """Return the path of a run's Chrome trace, `NAME/NAME-aggregated.json`."""
+    return directory / f"{directory.resolve().name}-aggregated.json"
+
+
+def write_chrome_trace(run: Run, output: Path) -> int:
+    """Write the Chrome trace of a run, which begins with its first iteration; return its bytes.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    ranks = frozenset(file.header.rank for file in run.files)
+    begins = [s.steps[0].begin_ns + run.alignment.of(s.header) for s in run.surveys if s.steps]
+    try:
+        with (
+            replacing(output) as merged,
+            scratch_folder(output) as parts,
+            merged.open("wb") as file,
+        ):
+            task = partial(_write_part, parts, run.alignment, min(begins, default=0), ranks)
+            size = file.write(b"[\n")
+            for index, part in enumerate(_for_each(task, run.files)):
+                size += file.write(b",\n" if index else b"") + part.stat().st_size
+                with part.open("rb") as content:
+                    shutil.copyfileobj(content, file, 1 << 20)
+                part.unlink()  # the parts and the whole would need twice the room
+            return size + file.write(b"\n]\n")
+    except OSError as error:
+        remedy = "make room, or give another file with -o"
+        raise DataError(cannot_write(output, error, remedy)) from error
+
+
 def _write_part(
     directory: Path, alignment: Alignment, begin_ns: int, ranks: frozenset[int], file: TraceFile
 ) -> Path:
     """Write the events of one rank, without the brackets of the list."""
-    header = file.header
+    header, path = file.header, directory / str(file.header.rank)
     shift_ns = alignment.of(header) - begin_ns
-    path = directory / str(header.rank)
+    row = {"name": "message", "cat": "message", "pid": header.row[0], "tid": header.row[1]}
 
     def shifted(time: re.Match[str]) -> str:
         return f'"ts":{float(time[1]) + shift_ns / 1e3:.3f}'
 
     with path.open("w", encoding="utf-8") as out:
-        out.write(_encode(labels(header))[1:-1])
+        out.write(_encode(labels(header))[1:-1])  # the list's brackets are those of the whole file
         for iteration in file.iterations():
-            out.write(",\n")
-            out.write(_TIME.sub(shifted, iteration.text))
-            arrows = _arrows(header, iteration, iteration.begin_ns + shift_ns, ranks)
-            out.writelines(f",{_encode(arrow)}" for arrow in arrows)
+            # Replaced in the text, so that everything else stays as it was written.
+            out.write(f",\n{_TIME.sub(shifted, iteration.text)}")
+            for span in iteration.spans:
+                key = message_key(header.rank, iteration.number, span)
+                if span.name == "wait" or key is None or not ranks.issuperset(key[1:3]):
+                    continue  # no message, or the other end is missing
+                # A tree of tensors sends a header besides: the same message in another part.
+                part = span.attributes.get("part", 0)
+                arrow = {**row, "id": ".".join(map(str, (*key[1:], part, iteration.number)))}
+                begin_us, end_us = (
+                    (iteration.begin_ns + shift_ns + time_ns) / 1e3 for time_ns in span[1:3]
+                )
+                if span.name == "send":
+                    arrow |= {"ph": "s", "ts": begin_us}
+                else:  # the end of an arrow belongs to the span that it lies in
+                    arrow |= {"ph": "f", "bp": "e", "ts": max(begin_us, end_us - 0.001)}
+                out.write(f",{_encode(arrow)}")
     return path
-
-
-def _arrows(
-    header: Header, iteration: Iteration, begin_ns: int, ranks: frozenset[int]
-) -> Iterator[dict[str, Any]]:
-    """Yield the ends of the arrows from sends to receives that lie in an iteration of a rank."""
-    row = {"name": "message", "cat": "message", "pid": header.row[0], "tid": header.row[1]}
-    for span in iteration.spans:
-        if span.name not in ("send", "receive"):
-            continue
-        key = message_key(header.rank, iteration.number, span)
-        if key is None or not ranks.issuperset((key.source, key.target)):
-            continue  # the other end is missing
-        part = span.attributes.get("part", 0)
-        arrow = {**row, "id": ".".join(map(str, (*key[1:], part, iteration.number)))}
-        begin_us, end_us = (begin_ns + span.begin_ns) / 1e3, (begin_ns + span.end_ns) / 1e3
-        if span.name == "send":
-            yield {**arrow, "ph": "s", "ts": begin_us}
-        else:  # the end of an arrow belongs to the span that it lies in
-            yield {**arrow, "ph": "f", "bp": "e", "ts": max(begin_us, end_us - 0.001)}
 
 
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode

@@ -29,8 +29,7 @@ from megatron_ext.schedules.search.policies import POLICIES
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.schedules.table.slices import attention_of
-from megatron_ext.tools.trace.aggregate import Run, read_run
-from megatron_ext.tools.trace.detect import link_speeds
+from megatron_ext.tools.trace.aggregate import Run, link_speeds, read_run
 from megatron_ext.tools.trace.reader import load_schedule
 from megatron_ext.tools.trace.survey import figures
 from megatron_ext.tracing.records import ACTION_NAMES
@@ -115,6 +114,7 @@ class Forecast:
         If that holds the weights twice, the same among those with one copy follows.
         """
         found: list[Prediction] = []
+        # Orders without a bound may need all micro-batches at once: no advice to give.
         left = [p for p in self.predictions if p.bounds_memory]
         while left and (not found or found[-1].weight_copies > 1):
             fast = [p for p in left if p.step_s <= (1 + _EQUAL) * left[0].step_s]
@@ -296,6 +296,7 @@ def measured_traffic(surveys: Iterable[RankSurvey], placement: Placement) -> Tra
     for survey in surveys:
         for (kind, stage), num_bytes in survey.sent.items():
             of_step = num_bytes / max(survey.counted, 1) / worlds
+            # Decisions and credits are no tensors: they are left out.
             if kind in ("F", "B"):  # for this stage, of the one before or behind
                 boundaries[stage - (kind == "F")] += of_step
             elif kind in ("P", "G"):
@@ -372,29 +373,24 @@ def predict(run: Run, memory_gb: float | None = None) -> Forecast:
         found = fitting
     if not found:
         raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(notes))
+    # The fastest first; of equal ones, what needs less memory.
     found.sort(key=lambda p: (p.step_s, p.memory_bytes or 0))
     policy = run.surveys[0].header.settings.get("dpp_policy")
-    traced = schedule.label if policy is None else _dynamic_label(schedule.label, policy)
-    shared = _shared_cpus(run)
-    if shared is not None:
+    traced = schedule.label + ("" if policy is None else f" dpp {policy}")
+    # Hosts whose ranks compute on CPUs, with fewer CPUs than ranks.
+    ranks: dict[str, list[set[str]]] = defaultdict(list)
+    for survey in run.surveys:
+        settings = survey.header.settings
+        if settings.get("device") == "cpu" and settings.get("cpus"):
+            ranks[survey.header.host].append(set(str(settings["cpus"]).split(",")))
+    sizes = [(len(cpus), len(set[str]().union(*cpus))) for cpus in ranks.values()]
+    crowded = [(count, cpus) for count, cpus in sizes if count > cpus]
+    shared = None
+    if crowded:
+        count, cpus = max(crowded, key=lambda size: size[0] / size[1])
+        shared = f"{count} ranks shared {cpus} CPUs"
         notes.append(f"{shared}: the forecast holds for ranks with a CPU or a device each")
     return Forecast(found, measured.step_s, traced, notes, shared)
-
-
-def _shared_cpus(run: Run) -> str | None:
-    """Return a note if ranks that compute on CPUs had fewer CPUs than ranks, else None."""
-    ranks: dict[str, int] = defaultdict(int)
-    cpus: dict[str, set[str]] = defaultdict(set)
-    for survey in run.surveys:
-        settings, host = survey.header.settings, survey.header.host
-        if settings.get("device") == "cpu" and settings.get("cpus"):
-            ranks[host] += 1
-            cpus[host].update(str(settings["cpus"]).split(","))
-    crowded = [host for host in ranks if ranks[host] > len(cpus[host])]
-    if not crowded:
-        return None
-    worst = max(crowded, key=lambda host: ranks[host] / len(cpus[host]))
-    return f"{ranks[worst]} ranks shared {len(cpus[worst])} CPUs"
 
 
 def _pipelines(measured: Schedule, stash_ratio: float, pairs: Sequence[bool]) -> Iterator[Pipeline]:
@@ -436,9 +432,8 @@ def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
     Raises:
         ScheduleError: The schedule is impossible for these sizes.
     """
-    layers, stages, total = (
-        measured.num_layers, pipeline.placement.num_stages, measured.schedule.total_microbatches
-    )  # fmt: skip
+    layers, stages = measured.num_layers, pipeline.placement.num_stages
+    total = measured.schedule.total_microbatches
     if total % pipeline.twins:
         raise ScheduleError(
             f"{pipeline.name} runs half of the micro-batches in each direction, and the traced run "
@@ -461,27 +456,30 @@ def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
         )
         given = Costs(1.0, input_gradient, weight, latency=latency, attention=attention)
         candidates.append(replace(pipeline, config=replace(pipeline.config, costs=given)))
-    predictions = [_of_table(measured, each, costs) for each in candidates]
-    return min(predictions, key=lambda prediction: prediction.step_s)
+    return min(
+        (_of_table(measured, each, costs) for each in candidates),
+        key=lambda prediction: prediction.step_s,
+    )
 
 
 def _of_table(measured: _Measured, pipeline: Pipeline, costs: Costs) -> Prediction:
-    """Simulate the table of a pipeline."""
-    count = pipeline.num_microbatches
+    """Simulate the table of a pipeline, with several draws of jitter unless that is negligible."""
+    count, dynamic = pipeline.num_microbatches, pipeline.dynamic
     schedule, static = pipeline.schedule(count), pipeline.static().full
-    noisy = costs.jitter > _QUIET
-    steps = []
-    for seed in range(_SEEDS if noisy else 1):
-        drawn = replace(costs, jitter=costs.jitter if noisy else 0.0, seed=seed)
-        if pipeline.dynamic is None:
-            steps.append(commands.evaluate(schedule, drawn))
-        else:
-            policies = partial(pipeline.policy, count)
-            steps.append(simulate_dynamic(schedule, policies, drawn))
+    draws = [replace(costs, seed=seed) for seed in range(_SEEDS)]
+    if costs.jitter <= _QUIET:
+        draws = [replace(costs, jitter=0.0)]
+    policies = partial(pipeline.policy, count)
+    steps = [
+        commands.evaluate(schedule, drawn)
+        if dynamic is None
+        else simulate_dynamic(schedule, policies, drawn)
+        for drawn in draws
+    ]
     label, flags = static.label, commands.training_flags(static, pipeline.costs)
-    if pipeline.dynamic is not None:
-        label = _dynamic_label(label, pipeline.dynamic.policy)
-        flags = f"{flags} --use-dpp --dpp-policy {pipeline.dynamic.policy}"
+    if dynamic is not None:
+        label += f" dpp {dynamic.policy}"
+        flags += f" --use-dpp --dpp-policy {dynamic.policy}"
     memory = None
     if measured.fixed_bytes is not None:
         peak = max(max(activation_peaks(step.schedule, measured.stash_ratio)) for step in steps)
@@ -494,7 +492,7 @@ def _of_table(measured: _Measured, pipeline: Pipeline, costs: Costs) -> Predicti
         step_s=statistics.fmean(step.makespan for step in steps) + measured.outside_s,
         bubble_ratio=statistics.fmean(step.bubble_ratio for step in steps),
         memory_bytes=memory,
-        bounds_memory=pipeline.dynamic is None or pipeline.dynamic.policy == DynamicOrder.policy,
+        bounds_memory=dynamic is None or dynamic.policy == DynamicOrder.policy,
         sent_bytes=None if traffic is None else traffic.under(static.placement),
         weight_copies=static.weight_copies,
         hidden=statistics.fmean(step.hidden for step in steps) if costs.all_to_all else None,
@@ -514,12 +512,14 @@ def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
             ends[step.number].append(end)
             durations[step.number].append(step.duration_ns)
         mine = figures([survey])
+        # Measured once for each stage, in the first recorded step: a maximum over steps finds it.
         kept = max((step.activation_bytes for step in survey.steps), default=0)
         if kept and mine.memory_bytes:
             fixed.append(max(0, mine.memory_bytes - kept * mine.peak_kept))
             activations.append(kept * schedule.num_stages / schedule.pp)
     if not fixed:
         notes.append("no rank recorded what a forward keeps: memory is not predicted")
+    # A step is as long as that of its slowest rank.
     step_s = statistics.median(map(max, durations.values())) / 1e9
     # From the first action of any rank to the last.
     pipeline_s = statistics.median(max(ends[step]) - min(begins[step]) for step in ends) / 1e9
@@ -530,7 +530,7 @@ def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
         step_s,
         outside_s=max(0.0, step_s - pipeline_s),
         fixed_bytes=max(fixed) if fixed else None,
-        activation_bytes=max(activations, default=0.0),
+        activation_bytes=max(activations, default=0.0),  # the worst rank bounds what fits
         num_layers=layers if isinstance(layers, int) else None,
         traffic=measured_traffic(run.surveys, schedule.placement),
         stash_ratio=run.surveys[0].stash_ratio,
@@ -564,10 +564,6 @@ def table(found: Forecast, limit: int = 20) -> str:
     lines.append("\nflags (--json has those of all):")
     lines += [f"  {p.label.ljust(width)}  {p.flags}" for p in first]
     return "\n".join(lines)
-
-
-def _dynamic_label(label: str, policy: object) -> str:
-    return f"{label} dpp {policy}"
 
 
 def _gib(prediction: Prediction) -> str:

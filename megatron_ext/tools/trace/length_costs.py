@@ -72,6 +72,7 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
             if position == 0 and iteration.number <= 1:
                 continue  # the first one warms up
             replica, step = file.header.data, iteration.number
+            # Only ranks that read data know lengths; all stages of a replica have the same.
             for microbatch, size in sizes_in(iteration.end):
                 sizes[replica, step, microbatch] = size
             for span in iteration.spans:
@@ -145,10 +146,12 @@ def _least_squares(points: Sequence[Point]) -> LengthCost | None:
     tt, pp = sum(t * t for t, _, _ in rows), sum(p * p for _, p, _ in rows)
     tp = sum(t * p for t, p, _ in rows)
     ty, py = sum(t * took for t, _, took in rows), sum(p * took for _, p, took in rows)
+    # Lengths that are all alike leave the two coefficients undetermined.
     determinant = tt * pp - tp * tp
     if determinant <= 1e-9 * tt * pp:
         return None
     linear, quadratic = (ty * pp - py * tp) / determinant, (py * tt - ty * tp) / determinant
+    # A negative cost would make a longer sample cheaper: the best fit of the other alone.
     if linear < 0:
         linear, quadratic = 0.0, py / pp
     elif quadratic < 0:

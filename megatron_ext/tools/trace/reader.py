@@ -6,6 +6,7 @@ A file may still grow, or end where its rank died: what cannot be read is skippe
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,9 +66,10 @@ class TraceFile:
         parts: list[str] = []  # of an iteration with very many spans, which takes several lines
         try:
             with self.path.open(encoding="utf-8", errors="replace") as file:
-                file.readline()
+                file.readline()  # the header, which `open_run` has read
                 for line in file:
                     parts.append(line.strip(",] \r\n"))
+                    # Looked for as text: lines of other iterations need no decoding.
                     if '"cat":"iteration"' not in line:
                         continue
                     text, parts = ",".join(filter(None, parts)), []
@@ -83,21 +85,17 @@ class TraceFile:
         self.damaged += _decode(f"[{rest}]") is None
 
 
-def open_run(directory: Path | str) -> tuple[list[TraceFile], list[str]]:
+def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
     """Return the files of a run by global rank, and what is wrong with it in words.
 
     Raises:
         DataError: The directory does not exist or contains no trace.
     """
-    directory = Path(directory)
     by_rank: dict[int, TraceFile] = {}
     notes: list[str] = []
     try:
-        paths = sorted(
-            path
-            for path in directory.iterdir()
-            if FILE_NAME.fullmatch(path.name) and path.is_file()
-        )
+        there = sorted(path for path in directory.iterdir() if FILE_NAME.fullmatch(path.name))
+        paths = [path for path in there if path.is_file()]  # opening a pipe would wait for ever
     except OSError as error:
         raise DataError(f"{directory} cannot be listed: {error.strerror}") from error
     for path in paths:
@@ -107,17 +105,16 @@ def open_run(directory: Path | str) -> tuple[list[TraceFile], list[str]]:
             continue
         other = by_rank.setdefault(header.rank, TraceFile(path, header))
         if other.path != path:
-            notes.append(f"{path.name} names rank {header.rank}, as does "
-                         f"{other.path.name}; it is left out")  # fmt: skip
+            same = f"names rank {header.rank}, as does {other.path.name}"
+            notes.append(f"{path.name} {same}; it is left out")
     if not by_rank:
         why = f": {notes[0]}" if notes else ""
         raise DataError(
             f"{directory} holds no trace of a rank{why}; give the folder of a run, such as "
             f"benchmark/data-1-pipeline-4-tensor-1-pp, that was trained with --trace"
         )
-    data, pipeline, tensor = max(file.header.sizes for file in by_rank.values())
     headers = [file.header for file in by_rank.values()]
-    ranks = data * pipeline * tensor
+    ranks = math.prod(max(header.sizes for header in headers))
     count = ranks - len({(h.data, h.pipeline, h.tensor) for h in headers})
     if count > 0:
         notes.append(f"{count} of {ranks} ranks left no trace")
@@ -136,7 +133,7 @@ def load_schedule(directory: Path) -> Schedule | None:
         placement = schedule.placement
         if not (0 < placement.num_ranks <= _MAX_STAGES and placement.num_stages <= _MAX_STAGES):
             raise ScheduleError(f"it has {placement.num_stages} stages")
-        commands.evaluate(schedule, Costs())
+        commands.evaluate(schedule, Costs())  # a table whose order is impossible fails here
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -153,21 +150,25 @@ def _header(path: Path) -> Header | str:
             line = file.readline(_MAX_HEADER_BYTES)
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
+    # The list is still open behind the first line.
     match _decode(line.decode("utf-8", "replace").rstrip("], \r\n") + "]"):
-        case [{"name": "run", "args": {"format": int(number), **found}}, *_]:
-            if number != FORMAT:
-                versions = f"it has format {number}, this version reads {FORMAT}"
-                return f"{versions}; read it with the version that recorded it"
+        case [{"name": "run", "args": {"format": int(number)}}, *_] if number != FORMAT:
+            versions = f"it has format {number}, this version reads {FORMAT}"
+            return f"{versions}; read it with the version that recorded it"
+        case [{"name": "run", "args": {
+            "format": int(), "rank": int(rank), "data": int(data), "pipeline": int(pipeline),
+            "tensor": int(tensor), "sizes": [int(a), int(b), int(c)], **rest
+        }}, *_]:  # fmt: skip
+            try:
+                known: dict[str, Any] = {str(key): value for key, value in rest.items()}
+                return Header(rank, data, pipeline, tensor, (a, b, c), **known)
+            except TypeError:  # a field that no header has
+                pass
+        case [{"name": "run"}, *_]:
+            pass
         case _:
             return "it is not a trace, or its first line is damaged"
-    try:
-        header = Header(**{**found, "sizes": tuple(found["sizes"])})  # type: ignore[arg-type]
-    except (KeyError, TypeError):
-        return "its first line is damaged"
-    numbers = [header.rank, header.data, header.pipeline, header.tensor, *header.sizes]
-    if len(numbers) != 7 or any(type(number) is not int for number in numbers):
-        return "its first line is damaged"
-    return header
+    return "its first line is damaged"
 
 
 def _decode(text: str) -> Any:

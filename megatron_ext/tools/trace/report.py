@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, SPANS, ink, variables
 from megatron_ext.schedules.table.transforms import literal_rows, table_rank
-from megatron_ext.tools.trace.detect import Finding, detect, link_speeds
+from megatron_ext.tools.trace.aggregate import link_speeds, slow
 from megatron_ext.tools.trace.forecast import Forecast, planned, predict
 from megatron_ext.tools.trace.reader import load_schedule
 from megatron_ext.tools.trace.survey import Figures, figures
@@ -62,6 +62,7 @@ def page(run: Run) -> str:
     notes = list(run.notes)
     total = figures(run.surveys)
     timelines = _measured(run)
+    # A table or a forecast that is missing leaves a note: the rest of the page is of use alone.
     plan = None
     try:
         if (schedule := load_schedule(run.directory)) is not None:
@@ -69,7 +70,7 @@ def page(run: Run) -> str:
             timelines.append(_planned_rows(plan))
     except DataError as error:
         notes.append(f"no planned step: {error}")
-    slow = detect(run)[:_MAX_ROWS]
+    slowest = slow(run)[:_MAX_ROWS]
     try:
         found = predict(run)
     except (DataError, ScheduleError) as error:
@@ -79,7 +80,7 @@ def page(run: Run) -> str:
     content = {
         "title": _title_of(run, plan),
         "folder": run.directory.resolve().name,
-        "verdict": _verdict(total, found, slow),
+        "verdict": _verdict(total, found, slowest),
         "flags": [best.flags for best in found.recommended] if found else [],
         "forecast": _forecast(found),
         "notes": notes[:_MAX_ROWS],
@@ -98,7 +99,7 @@ def page(run: Run) -> str:
             for cause, time_ns in list(total.idle_ns.items())[:_MAX_ROWS]
         ],
         "links": _links(run),
-        "slow": [[finding.what, f"{finding.factor:.2f}"] for finding in slow],
+        "slow": [[what, f"{factor:.2f}"] for what, factor in slowest],
         "settings": _settings(run),
     }
     text = json.dumps(content, separators=(",", ":"))
@@ -120,7 +121,9 @@ def _title_of(run: Run, plan: Timeline | None) -> str:
     return f"{name} on {count} ranks, {plan.schedule.total_microbatches} micro-batches a step"
 
 
-def _verdict(total: Figures, found: Forecast | None, slow: list[Finding]) -> list[tuple[str, str]]:
+def _verdict(
+    total: Figures, found: Forecast | None, slowest: list[tuple[str, float]]
+) -> list[tuple[str, str]]:
     """Return (question, answer) pairs: where the time goes, what to change, what to mistrust."""
     whole = total.busy_ns + sum(total.idle_ns.values()) + total.after_ns or 1
     waits = sum(ns for cause, ns in total.idle_ns.items() if cause.startswith(_INPUT))
@@ -140,11 +143,9 @@ def _verdict(total: Figures, found: Forecast | None, slow: list[Finding]) -> lis
         if found.shared_cpus is not None:
             doubt = f"{found.shared_cpus}, so waits are longer here than with a CPU for each rank."
             lines.append(("What to mistrust", f"{doubt} The forecast is for the latter."))
-    if slow:
-        named = ", ".join(
-            f"{finding.what} ({finding.factor:.1f} x the median)" for finding in slow[:3]
-        )
-        lines.append(("What is slow", f"{named}{' and others below' if len(slow) > 3 else ''}."))
+    if slowest:
+        named = ", ".join(f"{what} ({factor:.1f} x the median)" for what, factor in slowest[:3])
+        lines.append(("What is slow", f"{named}{' and others below' * (len(slowest) > 3)}."))
     return lines
 
 
@@ -196,7 +197,7 @@ def _rank(run: Run, index: int) -> _Row:
     ]
     return {
         "label": survey.header.label,
-        "parts": parts[:40],
+        "parts": parts[:40],  # more colours nobody can tell apart
         "busy": mine.busy_ns / 1e3,
         "idle": idle / 1e3,
         "bubble": mine.bubble_ratio,
@@ -228,7 +229,10 @@ def _links(run: Run) -> list[list[str]]:
         target = by_rank[speed.target]
         # Messages of Megatron's own transport have no wire that we know.
         wire = target.wires.get(speed.source, target.header.settings.get("transport", ""))
-        rate, steps = speed.bytes_per_s, max(1, target.counted)
+        steps, rate = max(1, target.counted), ""
+        if speed.delay_ns and speed.link.messages:
+            of_each = speed.link.bytes / speed.link.messages
+            rate = f"{of_each / speed.delay_ns * 1e9 / 2**20:.1f}"
         rows.append([
             f"rank {speed.source}",
             f"rank {speed.target}",
@@ -236,7 +240,7 @@ def _links(run: Run) -> list[list[str]]:
             f"{speed.link.bytes / steps / 2**20:.2f}",
             f"{speed.link.waited_ns / steps / 1e6:.2f}",
             "" if speed.delay_ns is None else f"{speed.delay_ns / 1e6:.3f}",
-            "" if rate is None else f"{rate / 2**20:.1f}",
+            rate,
             str(wire),
         ])  # fmt: skip
     return rows
@@ -263,6 +267,7 @@ def _measured(run: Run) -> list[_Row]:
     for survey in run.surveys:
         for step in survey.complete_steps:
             by_number[step.number].append(step.duration_ns)
+    # A rank that died early has fewer steps: only those that all others have can be compared.
     most = max(map(len, by_number.values()))
     ranked = sorted(
         (max(times), number) for number, times in by_number.items() if len(times) == most
@@ -285,6 +290,7 @@ def _timeline(run: Run, number: int, title: str) -> _Row:
     begin_ns = min(shift_ns for _, shift_ns, _ in found)
     length_ns = max(shift_ns + i.duration_ns for _, shift_ns, i in found) - begin_ns
     total = sum(len(iteration.spans) for _, _, iteration in found)
+    # What is thinner than its share of the picture could not be seen anyway.
     finest_ns = 0 if total <= _MAX_SPANS else length_ns * len(found) // _MAX_SPANS
     rows = [
         _row(label, iteration.spans, shift_ns - begin_ns, finest_ns)

@@ -20,7 +20,7 @@ from megatron_ext.tracing.records import ACTION_NAMES, Header, Span
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.reader import Iteration, TraceFile
 
-__all__ = ["Figures", "Link", "MessageKey", "RankSurvey", "Sample", "Step", "figures",
+__all__ = ["Figures", "Incoming", "MessageKey", "RankSurvey", "Sample", "Step", "figures",
            "message_key", "survey", "text"]  # fmt: skip
 
 MAX_STEPS = 20_000
@@ -87,6 +87,7 @@ class Sample:
 
     def add(self, values_ns: Sequence[int]) -> None:
         """Take in durations."""
+        # Every stride-th of all values, across calls: `count` says how many were seen before.
         self.kept += values_ns[-self.count % self._stride :: self._stride]
         while len(self.kept) >= 512:
             self.kept = self.kept[::2]
@@ -104,12 +105,11 @@ class Sample:
         values = sorted(value for value in self.kept if value > 0)
         if len(values) < 8:
             return 0.0
-        low, high = values[len(values) // 4], values[3 * len(values) // 4]
-        return math.log(high / low) / 1.349
+        return math.log(values[3 * len(values) // 4] / values[len(values) // 4]) / 1.349
 
 
 @dataclass
-class Link:
+class Incoming:
     """Messages that a rank received from another one."""
 
     messages: int = 0
@@ -129,12 +129,12 @@ class RankSurvey:
     slices: tuple[float, ...] = (1.0,)
     """Share of a micro-batch that each of its slices is."""
     steps: list[Step] = field(default_factory=list)
-    actions: dict[tuple[str, int], Sample] = field(default_factory=dict)
+    actions: dict[tuple[str, int], Sample] = field(default_factory=lambda: defaultdict(Sample))
     """By name and stage: from the begin of an action to the begin of what follows it, without
     waiting, so that what the runtime does around an action belongs to it."""
-    exchanges: dict[tuple[str, int], Sample] = field(default_factory=dict)
+    exchanges: dict[tuple[str, int], Sample] = field(default_factory=lambda: defaultdict(Sample))
     """By the same keys: what an action exchanges between experts, alone as in pairs."""
-    links: dict[int, Link] = field(default_factory=dict)
+    links: dict[int, Incoming] = field(default_factory=lambda: defaultdict(Incoming))
     """By the global rank that sent."""
     wires: dict[int, str] = field(default_factory=dict)
     """By the global rank of each peer: what carries messages between the two."""
@@ -191,7 +191,8 @@ def survey(file: TraceFile, full: int = 0, slices: tuple[float, ...] = (1.0,)) -
         spans = iteration.spans
         found.iterations += 1
         found.spans += len(spans)
-        spans.sort(key=_begin_of)
+        spans.sort(key=operator.itemgetter(1))
+        # Weeks of iterations must not grow what a process keeps.
         if len(found.steps) < MAX_STEPS:
             found.steps.append(_step(iteration, found.stash_ratio, slices))
         is_full = found.is_full(iteration.end.get("microbatches", 0))
@@ -213,19 +214,13 @@ def survey(file: TraceFile, full: int = 0, slices: tuple[float, ...] = (1.0,)) -
             stride *= 2
             kept = {number: one for number, one in kept.items() if number % stride == 0}
     for begin_ns, about in kept.values():
-        waits = set[MessageKey]()
+        waits = {key for key, span in about if span.name == "wait"}
         for key, span in about:
-            if span.name == "wait":
-                waits.add(key)
-                continue
-            found.stamps[key] = begin_ns + span.begin_ns, begin_ns + span.end_ns
-            if key in waits:
-                found.waited.add(key)
+            if span.name != "wait":
+                found.stamps[key] = begin_ns + span.begin_ns, begin_ns + span.end_ns
+        found.waited |= waits & found.stamps.keys()
     found.damaged = file.damaged
     return found
-
-
-_begin_of = operator.itemgetter(1)
 
 
 def _step(iteration: Iteration, stash_ratio: float, slices: tuple[float, ...]) -> Step:
@@ -233,36 +228,36 @@ def _step(iteration: Iteration, stash_ratio: float, slices: tuple[float, ...]) -
     begin = work[0].begin_ns if work else 0
     end = max((span.end_ns for span in work), default=0)
     busy, covered = 0, begin
-    for span in work:  # the two of a pair overlap
+    for span in work:  # the two of a pair overlap, and the rank is busy once
         busy += max(0, span.end_ns - max(span.begin_ns, covered))
         covered = max(covered, span.end_ns)
-    idle: dict[str, int] = {}
+    idle: dict[str, int] = defaultdict(int)
     for span in iteration.spans:
         if span.name in _IDLE and begin <= span.begin_ns < end:
             cause, on = span.name, span.attributes.get("on")
             if cause == "wait":
                 cause = str(span.attributes.get("cause", "unknown"))
                 cause += "" if on is None else f" of rank {on}"
-            idle[cause] = idle.get(cause, 0) + span.end_ns - span.begin_ns
+            idle[cause] += span.end_ns - span.begin_ns
     other = end - begin - busy - sum(idle.values())
-    if other > 0:
+    if other > 0:  # data, Python, and whatever else no span is about
         idle["other"] = other
     given = iteration.end.get
     return Step(
         iteration.number,
         iteration.begin_ns,
         iteration.duration_ns,
-        end - begin,
-        busy,
-        idle,
-        iteration.duration_ns - end,
-        given("memory_bytes", 0),
-        _peak_live(work, slices),
-        _peak_live(work, slices, stash_ratio),
-        len(work),
-        given("out_of_order", 0),
-        given("activation_bytes", 0),
-        given("microbatches", 0),
+        pipeline_ns=end - begin,
+        busy_ns=busy,
+        idle_ns=dict(idle),
+        after_ns=iteration.duration_ns - end,
+        memory_bytes=given("memory_bytes", 0),
+        peak_live=_peak_live(work, slices),
+        peak_kept=_peak_live(work, slices, stash_ratio),
+        actions=len(work),
+        out_of_order=given("out_of_order", 0),
+        activation_bytes=given("activation_bytes", 0),
+        microbatches=given("microbatches", 0),
     )
 
 
@@ -323,9 +318,9 @@ def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
             action, begun, ended = (name, about.get("stage", 0)), begin, end
         elif name == "send":
             of = str(about.get("for")), _whole(about.get("stage"))
-            found.sent[of] += _whole(about.get("bytes"))
+            found.sent[of] += _whole(about.get("bytes"))  # damaged numbers count as none
         elif name in ("receive", "wait") and type(about.get(_OTHER_END[name])) is int:
-            link = found.links.setdefault(about[_OTHER_END[name]], Link())
+            link = found.links[about[_OTHER_END[name]]]
             if name == "wait":
                 link.waited_ns += end - begin
             else:
@@ -334,9 +329,9 @@ def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
     if action is not None:
         costs[action].append(ended - begun)
     for of_action, values_ns in costs.items():
-        found.actions.setdefault(of_action, Sample()).add(values_ns)
+        found.actions[of_action].add(values_ns)
     for (of_kind, stage, _), exchanged_ns in exchanged.items():
-        found.exchanges.setdefault((of_kind, stage), Sample()).add([exchanged_ns])
+        found.exchanges[of_kind, stage].add([exchanged_ns])
 
 
 def message_key(rank: int, iteration: int, span: Span) -> MessageKey | None:
@@ -344,15 +339,12 @@ def message_key(rank: int, iteration: int, span: Span) -> MessageKey | None:
     about = span.attributes
     if span.name not in _OTHER_END or about.get("for") not in ("F", "B"):
         return None
-    numbers: list[Any] = [
-        about.get(name) for name in (_OTHER_END[span.name], "stage", "microbatch")
-    ]
-    if any(type(number) is not int for number in numbers):
-        return None
-    other, stage, microbatch = numbers
-    part = _whole(about.get("slice"))
-    source, target = (rank, other) if span.name == "send" else (other, rank)
-    return MessageKey(iteration, source, target, about["for"], stage, microbatch, part)
+    match about.get(_OTHER_END[span.name]), about.get("stage"), about.get("microbatch"):
+        case int(other), int(stage), int(microbatch):
+            source, target = (rank, other) if span.name == "send" else (other, rank)
+            part = _whole(about.get("slice"))
+            return MessageKey(iteration, source, target, about["for"], stage, microbatch, part)
+    return None
 
 
 def _whole(value: object) -> int:
@@ -363,20 +355,20 @@ def _whole(value: object) -> int:
 class Figures:
     """Summary of the steps of one or more ranks; times in nanoseconds."""
 
-    step_ns: float
+    step_ns: float = 0.0
     """Median time of an iteration."""
-    pipeline_ns: float
+    pipeline_ns: float = 0.0
     """Median of the time from the first to the last action."""
-    busy_ns: float
+    busy_ns: float = 0.0
     """Mean per step in actions."""
-    idle_ns: dict[str, float]
-    """Mean per step, by cause."""
-    after_ns: float
+    idle_ns: dict[str, float] = field(default_factory=dict)
+    """Mean per step, by cause, the longest first."""
+    after_ns: float = 0.0
     """Mean per step after the last action."""
-    memory_bytes: int
-    peak_live: float
-    peak_kept: float
-    out_of_order_ratio: float
+    memory_bytes: int = 0
+    peak_live: float = 0.0
+    peak_kept: float = 0.0
+    out_of_order_ratio: float = 0.0
 
     @property
     def bubble_ratio(self) -> float:
@@ -389,7 +381,7 @@ def figures(surveys: Iterable[RankSurvey]) -> Figures:
     """Summarise the steps of some ranks, without each rank's first step, which warms up."""
     steps = [step for survey in surveys for step in survey.complete_steps]
     if not steps:
-        return Figures(0, 0, 0, {}, 0, 0, 0, 0, 0)
+        return Figures()
     idle: dict[str, float] = defaultdict(float)
     for step in steps:
         for cause, time_ns in step.idle_ns.items():
@@ -411,19 +403,16 @@ def figures(surveys: Iterable[RankSurvey]) -> Figures:
 def text(surveys: Sequence[RankSurvey]) -> str:
     """Return the figures of a run: all ranks together, then what each waits for."""
     total = figures(surveys)
-    spans = sum(survey.spans for survey in surveys)
-    lines = [
-        f"{len(surveys)} ranks, {max(s.iterations for s in surveys)} iterations, {spans} spans",
-        (
-            f"step {total.step_ns / 1e6:.1f} ms, bubble {100 * total.bubble_ratio:.1f} % of the "
-            f"pipeline's time, {100 * total.out_of_order_ratio:.1f} % of the actions out of order"
-        ),
-    ]
+    spans, iterations = sum(s.spans for s in surveys), max(s.iterations for s in surveys)
+    lines = [f"{len(surveys)} ranks, {iterations} iterations, {spans} spans"]
+    lines.append(
+        f"step {total.step_ns / 1e6:.1f} ms, bubble {100 * total.bubble_ratio:.1f} % of the "
+        f"pipeline's time, {100 * total.out_of_order_ratio:.1f} % of the actions out of order"
+    )
     for survey in surveys[:_MAX_LINES]:
         mine = figures([survey])
-        causes = ", ".join(
-            f"{cause} {time_ns / 1e6:.1f} ms" for cause, time_ns in list(mine.idle_ns.items())[:3]
-        )
+        longest = list(mine.idle_ns.items())[:3]
+        causes = ", ".join(f"{cause} {time_ns / 1e6:.1f} ms" for cause, time_ns in longest)
         lines.append(
             f"  {survey.header.label}: busy {mine.busy_ns / 1e6:.1f} ms; {causes or 'never idle'}; "
             f"peak memory {mine.memory_bytes / 2**30:.2f} GiB"

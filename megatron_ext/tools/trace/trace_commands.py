@@ -140,7 +140,7 @@ def _gigabytes(text: str) -> float:
 
 
 def _run_aggregate(args: argparse.Namespace) -> int:
-    from megatron_ext.tools.trace import aggregate, detect, survey
+    from megatron_ext.tools.trace import aggregate, survey
 
     directory = args.trace_dir or args.directory
     run = aggregate.read_run(directory)
@@ -151,15 +151,13 @@ def _run_aggregate(args: argparse.Namespace) -> int:
     print(f"wrote {output} ({size / 2**20:.1f} MiB); open it at https://ui.perfetto.dev")
     if not args.detect:
         return 0
-    findings = detect.detect(run)
-    for finding in findings:
-        print(finding)
-    if not findings:
-        print(
-            f"no rank is {detect.SLOW_RANK:g} x and no link {detect.SLOW_LINK:g} x slower than "
-            "the median"
-        )
-    return 1 if findings else 0
+    found = aggregate.slow(run)
+    for name, factor in found:
+        print(f"slow {name}: {factor:.2f} x the median")
+    if not found:
+        rank, link = aggregate.SLOW_RANK, aggregate.SLOW_LINK
+        print(f"no rank is {rank:g} x and no link {link:g} x slower than the median")
+    return 1 if found else 0
 
 
 def _run_report(args: argparse.Namespace) -> int:
@@ -180,7 +178,7 @@ def _run_report(args: argparse.Namespace) -> int:
 
 
 def _print_notes(notes: Sequence[str]) -> None:
-    for note in notes[:20]:
+    for note in notes[:20]:  # a run of thousands of ranks may have as many
         print(f"note: {note}", file=sys.stderr)
     if len(notes) > 20:
         print(f"note: and {len(notes) - 20} more", file=sys.stderr)

@@ -15,9 +15,9 @@ import torch
 
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.tools.doctor import checks
-from megatron_ext.tools.doctor.checks import Finding, arena_bytes, check_hosts
+from megatron_ext.tools.doctor.checks import Diagnosis, arena_bytes, check_hosts
 from megatron_ext.tools.launch.hostfile import Host
-from megatron_ext.tools.launch.plan import Node, Plan
+from megatron_ext.tools.launch.plan import JobPlan, Node
 from megatron_ext.tools.launch.ssh import Ssh
 from megatron_ext.upstream import releases
 from tests.commands import run_package, run_python
@@ -176,9 +176,9 @@ def test_a_cuda_build_of_torch_without_a_driver() -> None:
     assert asked.stdout == "OK   device: cpu, collectives by gloo, as requested\n"
 
 
-def hosts_found(*names: str) -> dict[str, Finding]:
+def hosts_found(*names: str) -> dict[str, Diagnosis]:
     nodes = tuple(Node(Host(name), 0, local=False) for name in names)
-    plan = Plan("check", nodes, ("true",), str(Path.cwd()), sys.executable, per_node=True)
+    plan = JobPlan("check", nodes, ("true",), str(Path.cwd()), sys.executable, per_node=True)
     ssh = Ssh(("sh", str(FAKE_SSH)))
     return {finding.check: finding for finding in check_hosts(plan, ssh, 30)}
 
@@ -205,7 +205,7 @@ def test_each_warning_of_a_host_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatc
         "ahead_s": 60.0, "problems": [], "warnings": [warning],
     }  # fmt: skip
     monkeypatch.setattr(checks.Agents, "ask", lambda *_: {0: hello})
-    plan = Plan("check", (Node(Host("a"), 0, local=False),), ("true",), "/", sys.executable)
+    plan = JobPlan("check", (Node(Host("a"), 0, local=False),), ("true",), "/", sys.executable)
     found = [f for f in check_hosts(plan, Ssh(), 30) if f.level == "WARN"]
     assert {f.found.split(",")[0]: f.remedy for f in found} == {
         "64 MiB are free in /dev/shm": "give it more",
@@ -222,7 +222,7 @@ def test_mistakes_are_told_before_anything_is_looked_at(tmp_path: Path) -> None:
     assert "removed; give the flags of the training: `megatron-ext doctor -- pre" in done.stderr
 
 
-def only(findings: object) -> Finding:
+def only(findings: object) -> Diagnosis:
     [finding] = list(findings)  # type: ignore[call-overload]
     assert finding.remedy or finding.level == "OK"
     return finding

@@ -10,15 +10,15 @@ import pytest
 
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch.hostfile import parse, read, select
-from megatron_ext.tools.launch.plan import Node, Parallel, Plan, flag_value
+from megatron_ext.tools.launch.plan import JobPlan, Node, Parallel, flag_value
 
 TP2_PP3 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3"
 HOSTFILES = Path(__file__).parents[3] / "hostfiles"
 
 
-def plan_of(text: str, command: str = "train.py", nproc: int = 0, **options: object) -> Plan:
+def plan_of(text: str, command: str = "train.py", nproc: int = 0, **options: object) -> JobPlan:
     nodes = tuple(Node(host, host.slots or nproc, local=False) for host in parse(text))
-    plan = Plan("run", nodes, tuple(command.split()), "/work dir", "/bin/python")
+    plan = JobPlan("run", nodes, tuple(command.split()), "/work dir", "/bin/python")
     return replace(plan, **options)
 
 
@@ -154,4 +154,4 @@ def test_values_of_variables_are_not_written_down() -> None:
     plan = plan_of("a:1", env={"HF_TOKEN": "secret"})
     assert plan.request(0)["env"] == {"HF_TOKEN": "secret"}
     assert "secret" not in str(plan.record())
-    assert Plan.of_record(json.loads(json.dumps(plan.record()))).world_size == 1
+    assert JobPlan.of_record(json.loads(json.dumps(plan.record()))).world_size == 1

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.schedules import Costs, generate, simulate
-from megatron_ext.tools.trace.aggregate import aggregated_name, read_run, write_chrome_trace
-from megatron_ext.tools.trace.detect import detect
+from megatron_ext.tools.trace.aggregate import (
+    aggregated_name,
+    read_run,
+    slow,
+    write_chrome_trace,
+)
 from megatron_ext.tools.trace.survey import Sample, figures
 from tests.commands import run_package
 from tests.tools.trace.runs import COSTS, MS, trace_of, write_run
@@ -111,7 +115,7 @@ def test_missing_ranks_other_lengths_and_a_trailing_slash(tmp_path: Path) -> Non
 
 def test_slow_ranks_and_links_are_named(tmp_path: Path) -> None:
     directory = write_run(tmp_path, costs=Costs(0.01, 0.01, 0.01, stage_scale=(1, 1, 1.5, 1)))
-    assert [f.what for f in detect(read_run(directory))] == ["rank 2"]
+    assert [name for name, _ in slow(read_run(directory))] == ["rank 2"]
     done = run_package("aggregate", "--trace-dir", str(directory), "--detect")
     assert done.returncode == 1
     assert "slow rank 2: 1.50 x the median" in done.stdout
