@@ -133,7 +133,7 @@ class Way:
     """How a batch is shared out: as the file has it, micro-batch by micro-batch between the
     replicas (`--pipeline-balance pack`), or sample by sample into new packs."""
     orders: bool = False
-    """Whether micro-batches are ordered by cost; else they stay in the order of their packs."""
+    """True if micro-batches are ordered by cost; else they stay in the order of their packs."""
 
 
 def ways() -> list[Way]:

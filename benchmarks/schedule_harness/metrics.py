@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Draws", "Figures", "draws_of", "evaluate", "overhead", "peak", "replay"]
 
 _Made = dict[tuple[str, int, int, int], float]
-"""What (F or B), stage, micro-batch, twin -> since when it exists."""
+"""F or B, stage, micro-batch, twin -> since when that exists."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Scenario:
 
     @property
     def delays_messages(self) -> bool:
-        """Whether messages take time."""
+        """True if messages take time."""
         return self.latency > 0 or self.slow_hop > 0
 
 
@@ -65,7 +65,7 @@ SCENARIOS = {
 
 @dataclass(frozen=True)
 class NoisyTimes(OpTimes):
-    """How long each op and each message of one step has to take."""
+    """Durations of each op and each message of one step."""
 
     scenario: Scenario
     rank_of: Sequence[int]

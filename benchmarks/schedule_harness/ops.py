@@ -24,7 +24,7 @@ HIDDEN = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is run."""
+    """The sizes of a measurement."""
 
     pp: int
     num_microbatches: int
@@ -47,13 +47,13 @@ class Op(NamedTuple):
 
     @property
     def duration_s(self) -> float:
-        """How long it took."""
+        """Time from its begin to its end."""
         return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True)
 class OpTimes:
-    """How long each op has to take."""
+    """Durations of ops."""
 
     forward_s: float
     """Forward of one device share (1/pp of the model); both gradients take as long."""

@@ -60,7 +60,7 @@ class Case:
 
     @property
     def checkpoints(self) -> bool:
-        """Whether a layer is computed again in its backward."""
+        """True if a layer is computed again in its backward."""
         return self.activations == ("ship" if self.way == "fbd" else "recompute")
 
     def computed(self, message: float = 0.0) -> float:
@@ -91,16 +91,16 @@ class _Pace:
     """Makes ops take their time by sleeping for what is left of it.
 
     What the host does in an op is part of its time, as on a GPU, whose kernels hide it. Sleeps end
-    late, and something is left to do after the last one. So ops are asked to end earlier by as much
-    as those of their kind were late so far, on the median.
+    late, and something is left to do after the last one. So each op aims at an earlier end, by as
+    much as those of its kind were late so far, on the median.
     """
 
     _over_s: float = 0.0
     """When the op that runs is over, as far as it has spent its time."""
     _earlier_s: float = 0.0
-    """By how much it is asked to end earlier."""
+    """By how much earlier it aims to end."""
     _late_s: dict[str, list[float]] = field(default_factory=dict)
-    """By kind: how late each op would have ended if it had not been asked."""
+    """By kind: how late each op would have ended with its own end as its aim."""
 
     @contextmanager
     def op(self, kind: str) -> Iterator[None]:

@@ -94,21 +94,21 @@ class Own(System):
     costs: Costs = UNIT
     """Costs for which a table is searched, as --pipeline-costs gives them."""
     transport: TransportName = "torch"
-    """As training is told by --pipeline-transport."""
+    """As --pipeline-transport has it."""
     device_path: DevicePath = "staged"
-    """As training is told by --pipeline-device-path."""
+    """As --pipeline-device-path has it."""
     dynamic: DynamicOrder | None = None
-    """As training is told by --use-dpp and its options."""
+    """As --use-dpp and its options have it."""
     splits: bool = False
-    """Whether the backwards of a static table are split, as --use-dpp splits them."""
+    """True if the backwards of a static table are split, as --use-dpp splits them."""
     slices: int = 1
-    """As training is told by --pipeline-slices."""
+    """As --pipeline-slices has it."""
     attention: float = 0.0
     """Share of attention in a forward, by which slices are cut."""
     pairs: bool = False
     """Whether forwards run with the backwards of other micro-batches."""
     tracing: Tracing | None = None
-    """As training is told by --trace and its options."""
+    """As --trace and its options have it."""
 
     @property
     def weight_copies(self) -> int:
@@ -116,7 +116,7 @@ class Own(System):
         return registered()[self.schedule].twins
 
     def pipeline(self, pp: int, num_microbatches: int, timeout_s: float = 60.0) -> Pipeline:
-        """Return what training would be told."""
+        """Return the pipeline as training would have it."""
         options = dict(self.options)
         chunks = options.pop("chunks", None)
         per_replica = num_microbatches // self.weight_copies  # each of two twins runs half

@@ -66,7 +66,7 @@ class Activity:
 
     @property
     def is_watched(self) -> bool:
-        """Whether the rank is inside a step."""
+        """True if the rank is inside a step."""
         return self.what != OUTSIDE
 
 

@@ -133,16 +133,16 @@ class Recorder:
     memory_bytes: Callable[[], int] = lambda: 0
     """The most memory that this rank has held so far."""
     first_iteration: Callable[[], int] = lambda: 1
-    """The number of the first iteration; asked when it begins."""
+    """Gives the number of the first iteration, when it begins."""
     active: bool = field(default=False, init=False)
-    """Whether an iteration is being traced."""
+    """True while an iteration is being traced."""
     notes: dict[str, int] = field(default_factory=dict, init=False)
     """Further figures of the iteration, given while it runs."""
     wires: dict[int, str] = field(default_factory=dict, init=False)
     """By global rank of peers that were connected since the last traced iteration."""
     _file: IO[str] | None = field(default=None, init=False)
     _ended: bool = field(default=False, init=False)
-    """Whether nothing more can be written."""
+    """True if nothing more can be written."""
     _index: int = field(default=-1, init=False)
     _number: int = field(default=0, init=False)
     _begin_ns: int = field(default=0, init=False)

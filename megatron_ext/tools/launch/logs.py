@@ -65,7 +65,7 @@ class Display:
         self.iteration = 0
         """The last iteration of the training that a line named."""
         self.is_stopping = False
-        """Whether the user has stopped the job: a view has no errors to show then."""
+        """True if the user has stopped the job: a view has no errors to show then."""
         self.left_out = 0
         """Lines that were not shown."""
         self._thread = threading.Thread(target=self._run, name="display", daemon=True)

@@ -66,7 +66,7 @@ class Prediction:
     memory_bytes: int | None
     """Memory of the rank that needs most; None: unknown from the trace."""
     bounds_memory: bool = True
-    """Whether ranks keep no more activations than the table; else up to all micro-batches, and
+    """True if ranks keep no more activations than the table; else up to all micro-batches, and
     how many depends on who is late."""
     sent_bytes: int | None = None
     """Bytes that stages hand on in a step, see `Traffic`; None: unknown from the trace."""
