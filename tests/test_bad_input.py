@@ -24,10 +24,19 @@ JOB = {
     "--nproc": "1", "--num-microbatches": "4", "--master-port": "29501", "--grace": "1",
     "--preflight-timeout": "5",
 }  # fmt: skip
+MODEL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 128"
 COMMANDS: dict[str, tuple[list[str], dict[str, str], list[str]]] = {
     "plan": (["plan", "--schedule", "interleaved"], SIZES, []),
     "plan all": (["plan", "--use-dpp"], {k: v for k, v in SIZES.items() if k != "--chunks"}, []),
     "plan --trace-dir": (["plan", "--trace-dir", "RUN"], {"--memory-gb": "1"}, []),
+    "plan --devices": (
+        ["plan"],
+        {
+            "--devices": "8xh100", "--global-batch-size": "64", "--seq-length": "4096",
+            "--memory-gib": "80",
+        },
+        ["--", *MODEL.split()],
+    ),
     "plot": (["plot", "interleaved", "zb-v"], {**SIZES, "--chunks": "2"}, []),
     "aggregate": (
         ["aggregate", "--trace-dir", "RUN"], {}, []

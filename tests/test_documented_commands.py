@@ -37,7 +37,7 @@ def is_run(words: list[str]) -> bool:
     """Whether a command of ours needs nothing but itself."""
     if words[1] in ("plan", "plot"):
         # `zb-late` is the schedule that its document adds; tests/schedules/test_docs.py draws it.
-        return not {"--from-trace", "--trace-dir", "zb-late"} & set(words)
+        return not {"--from-trace", "--trace-dir", "--calibrate", "zb-late"} & set(words)
     return words[1] == "launch" and "--dry-run" in words
 
 
@@ -66,6 +66,7 @@ def test_a_command_of_ours_runs(
     (tmp_path / "pretrain_gpt.py").touch()
     lengths = "\n".join(str(1 + 977 * n % 4001) for n in range(4000))
     (tmp_path / "lengths.txt").write_text(lengths, encoding="utf-8")
+    (tmp_path / "here.json").write_text('{"base": "h100"}', encoding="utf-8")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert cli.main(words[1:]) == 0

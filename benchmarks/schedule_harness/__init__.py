@@ -13,6 +13,7 @@ laptop can distinguish schedules and runtimes. `benchmarks/schedules.py` is the 
     expert_steps.py, experts.py    stages with experts, whose exchanges pairs hide
     lengths.py    micro-batches of unequal lengths, and the ways to run them
     scenarios.py  comparison of systems in disturbed steps
+    planned.py    layouts of the planner, with a time for each stage
     launch.py     starts the ranks
     wakeup.py     the wake-up latency of a process on this machine
     comparisons.py, bound.py, tried.py    the orders that are compared, and the bound of any order

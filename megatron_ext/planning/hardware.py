@@ -87,6 +87,10 @@ class DeviceKind:
     """Least time of a collective or message."""
     hop_s: float = 8.5e-6
     """Further time of a collective for each rank but the first."""
+    measured: tuple[tuple[str, tuple[float, float, float]], ...] = ()
+    """By part of a model: factors on the costs of its passes (`calibration.py`)."""
+    seconds: dict[str, list[float]] = field(default_factory=dict, hash=False, compare=False)
+    """The measured times that they are from."""
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
     """Where each number is from."""
 
@@ -325,6 +329,10 @@ def parse_devices(text: str) -> tuple[int, DeviceKind]:
         given: dict[str, Any] = json.loads(Path(name).read_text(encoding="utf-8"))
         base = given.pop("base", None)
         given.setdefault("name", Path(name).stem)
+        given["measured"] = tuple(
+            (part, (float(forward), float(input_), float(weight)))
+            for part, (forward, input_, weight) in given.get("measured", {}).items()
+        )
         own = dict.fromkeys(given, f"given by {name}")
         given["sources"] = own | given.get("sources", {})
         if base is None:

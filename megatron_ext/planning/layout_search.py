@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.planning.calibration import part_of
 from megatron_ext.planning.cuts import cut, layout_of
 from megatron_ext.planning.layer_costs import (
     FULL,
@@ -17,7 +18,6 @@ from megatron_ext.planning.layer_costs import (
     Sharding,
     gather_s,
     model_flops,
-    part_of,
     recompute_flags,
     recompute_modes,
 )
@@ -29,8 +29,20 @@ from megatron_ext.schedules.table.costs import Costs
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.planning.model_sizes import ModelSizes
+    from megatron_ext.schedules.search.simulate import Timeline
 
-__all__ = ["FIXABLE", "Found", "Layout", "ParallelSizes", "Question", "forecast", "search"]
+__all__ = [
+    "FIXABLE",
+    "Found",
+    "Layout",
+    "ParallelSizes",
+    "Question",
+    "fits",
+    "forecast",
+    "search",
+    "stage_parts",
+    "timeline_of",
+]
 
 FIXABLE = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "recompute", "layout")
 _GIB = 2.0**30
@@ -54,6 +66,8 @@ class Question:
     fused_loss: bool = False
     overlaps: bool = True
     """Whether data-parallel communication runs behind computation."""
+    shards_optimizer: bool = True
+    """Whether replicas share out the optimizer's states."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values that the user gives, by the names of `FIXABLE`."""
 
@@ -123,6 +137,13 @@ class Layout:
         return max(others, key=others.__getitem__)
 
     @property
+    def idle(self) -> float:
+        """Share of the pipeline's time in which a device waits, the mean of all."""
+        layers, first, last = _parts(_key(self.job), self.sizes)
+        work = _total([*layers, first, last]).work / self.sizes.pp
+        return 1 - self.sizes.num_microbatches * work / self.pipeline_s
+
+    @property
     def flags(self) -> str:
         """Megatron's flags, with ours, that make it so."""
         sizes, job = self.sizes, self.job
@@ -140,9 +161,12 @@ class Layout:
             words.append("--expert-tensor-parallel-size 1")
         words.append(f"--micro-batch-size {sizes.micro_batch}")
         words.append(f"--global-batch-size {job.global_batch} --seq-length {job.sequence}")
-        words.append("--use-distributed-optimizer")
         words += ["--grad-reduce-in-bf16"] if job.techniques.gradient_bytes == 2 else []
-        words += ["--overlap-grad-reduce --overlap-param-gather"] if job.overlaps else []
+        if job.shards_optimizer:
+            words.append("--use-distributed-optimizer")
+            words += ["--overlap-grad-reduce --overlap-param-gather"] if job.overlaps else []
+        elif job.overlaps:
+            words.append("--overlap-grad-reduce")
         words.append(recompute_flags(sizes.mode))
         return " ".join(filter(None, words))
 
@@ -215,6 +239,19 @@ def search(
     return found
 
 
+def fits(job: Question) -> bool:
+    """Return whether any layout fits, the first that does ending the search."""
+
+    def stop(found: Found, _left: int) -> None:
+        if found.plans:
+            raise KeyboardInterrupt
+
+    try:
+        return bool(search(job, keep=1, progress=stop).plans)
+    except ArgumentsError:  # the devices and the batch allow no sizes
+        return False
+
+
 def _powers(limit: int) -> list[int]:
     return [2**n for n in range(max(1, limit).bit_length())]
 
@@ -267,7 +304,8 @@ def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]:
     """Yield schedules and their stages on each rank."""
     fixed, pp = job.fixed, sizes.pp
     if pp == 1:
-        yield "none", 1
+        if fixed.get("vp", 1) == 1:
+            yield "none", 1
         return
     most = (job.model.num_layers + 2) // pp
     for name, generator in registered().items():
@@ -303,6 +341,22 @@ def _parts(job_key: tuple[Any, ...], sizes: ParallelSizes) -> tuple[list[Part], 
         last = _total([last, mtp])
     first = part_of(model, "embedding", by, device)
     return [kinds[kind] for kind in model.kinds], first, last
+
+
+def _of_stages(job: Question, sizes: ParallelSizes, counts: Sequence[int]) -> list[list[Part]]:
+    layers, first, last = _parts(_key(job), sizes)
+    found, start = [], 0
+    for stage, count in enumerate(counts):
+        own = layers[start : start + count]
+        own += [first] * (stage == 0) + [last] * (stage == len(counts) - 1)
+        found.append(own)
+        start += count
+    return found
+
+
+def stage_parts(plan: Layout) -> list[Part]:
+    """Return what each stage of a layout costs."""
+    return [_total(own) for own in _of_stages(plan.job, plan.sizes, plan.counts)]
 
 
 def _key(job: Question) -> tuple[Any, ...]:
@@ -367,7 +421,8 @@ def _expert_replicas(job: Question, sizes: ParallelSizes) -> int:
 
 
 def _per_parameter(job: Question, replicas: int) -> float:
-    return _WEIGHT_BYTES + job.techniques.gradient_bytes + _STATE_BYTES / replicas
+    states = _STATE_BYTES / (replicas if job.shards_optimizer else 1)
+    return _WEIGHT_BYTES + job.techniques.gradient_bytes + states
 
 
 @lru_cache(maxsize=4096)
@@ -401,9 +456,7 @@ def forecast(
         in_flight = [whole.saved]
         span = m * whole.work
     else:
-        simulated = m
-        if m > 2 * _ENOUGH * pp:  # the same remainder for tables that come in rounds
-            simulated = m - (m - _ENOUGH * pp) // (2 * pp) * 2 * pp
+        simulated = _simulated(sizes)
         generator = get(schedule)
         try:
             table = _table(schedule, pp, simulated, chunks if generator.free_chunks else None)
@@ -420,12 +473,7 @@ def forecast(
         if len(counts) != placement.num_stages:
             return None
         twins, rank_of = placement.twins, placement.rank_of
-        parts, start = [], 0
-        for stage, count in enumerate(counts):
-            own = layers[start : start + count]
-            own += [first] * (stage == 0) + [last] * (stage == len(counts) - 1)
-            parts.append(own)
-            start += count
+        parts = _of_stages(job, sizes, counts)
         stages = [_total(own) for own in parts]
         in_flight = [_peak(row, [stage.saved for stage in stages]) for row in table.rows]
     num_ranks = len(in_flight)
@@ -447,15 +495,7 @@ def forecast(
     if max(memory) > limit:
         return None
     if table is not None:
-        far = job.num_devices // pp * (twins) >= device.node_size
-        rate = device.network_bytes if far else device.link_bytes
-        costs = Costs(
-            whole.forward / pp,
-            whole.input / pp,
-            whole.weight / pp,
-            latency=device.message_s + message / (rate * device.collective),
-            stage_scale=tuple(stage.work / whole.work * len(stages) for stage in stages),
-        )
+        costs = _costs(job, sizes, stages, twins)
         span = simulate(table, costs).makespan
         span += (m - simulated) / twins * max(rank.work for rank in by_rank)
     around = max(_around_step(job, sizes, rank, d, experts) for rank in by_rank)
@@ -478,6 +518,41 @@ def _least(model: ModelSizes, stages: int) -> dict[str, int]:
     short = stages - model.num_layers
     last = 0 if model.mtp_layers or short > 0 else 1
     return {"least_first": 0 if short > 1 - bool(model.mtp_layers) else 1, "least_last": last}
+
+
+def _simulated(sizes: ParallelSizes) -> int:
+    """Return the number of micro-batches after which a table repeats itself, if there are more."""
+    m, pp = sizes.num_microbatches, sizes.pp
+    if m > 2 * _ENOUGH * pp:  # the same remainder for tables that come in rounds
+        return m - (m - _ENOUGH * pp) // (2 * pp) * 2 * pp
+    return m
+
+
+def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: int) -> Costs:
+    """Return what the simulator takes, in seconds."""
+    device, pp, whole = job.device, sizes.pp, _total(list(stages))
+    far = job.num_devices // pp * twins >= device.node_size
+    rate = device.network_bytes if far else device.link_bytes
+    message = 2 * job.sequence * sizes.micro_batch * job.model.hidden / sizes.cp / sizes.tp
+    return Costs(
+        whole.forward / pp,
+        whole.input / pp,
+        whole.weight / pp,
+        latency=device.message_s + message / (rate * device.collective),
+        stage_scale=tuple(stage.work / whole.work * len(stages) for stage in stages),
+    )
+
+
+def timeline_of(plan: Layout) -> Timeline:
+    """Return the simulated table of a layout with a pipeline, in seconds.
+
+    Where it has many micro-batches, as many as it takes until the table repeats itself.
+    """
+    sizes, generator = plan.sizes, get(plan.schedule)
+    chunks = plan.chunks if generator.free_chunks else None
+    table = _table(plan.schedule, sizes.pp, _simulated(sizes), chunks)
+    costs = _costs(plan.job, sizes, stage_parts(plan), table.placement.twins)
+    return simulate(table, costs)
 
 
 def _peak(row: Any, saved: list[float]) -> float:

@@ -162,6 +162,9 @@ _SWITCHES = (
 )
 
 
+_MOST_LAYERS, _MOST = 1024, 10**8
+
+
 def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
     """Return the sizes that flags of Megatron's describe, with its defaults; others are ignored.
 
@@ -191,6 +194,11 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
     for flag, value in needed.items():
         if value is None or value < 1:
             raise ArgumentsError(f"{flag} is {value or 'missing'}; give the size of the model")
+    for flag in _INTEGERS.split():
+        value = getattr(given, flag.replace("-", "_"))
+        most = _MOST_LAYERS if flag == "num-layers" else _MOST
+        if value is not None and not 0 <= value <= most:
+            raise ArgumentsError(f"--{flag} {value} cannot be planned; use 0 to {most}")
     hidden, heads = given.hidden_size, given.num_attention_heads
     if given.padded_vocab_size is None:
         unit = given.make_vocab_size_divisible_by or 128

@@ -5,32 +5,44 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import re
 import sys
 import time
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.stages import parse_layout
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.planning import layer_costs
+from megatron_ext.files import cannot_write, write_text
 from megatron_ext.planning.hardware import DEVICES, DeviceKind, parse_devices
-from megatron_ext.planning.layout_search import FIXABLE, Found, Layout, Question, search
+from megatron_ext.planning.layer_costs import ASSUMPTIONS, recompute_modes
+from megatron_ext.planning.layout_search import (
+    FIXABLE,
+    Found,
+    Layout,
+    Question,
+    fits,
+    search,
+    timeline_of,
+)
 from megatron_ext.planning.model_sizes import read_model
 from megatron_ext.planning.techniques import PRECISIONS, techniques_of_flags
 from megatron_ext.schedules.commands import aligned
+from megatron_ext.schedules.drawing import svg
 from megatron_ext.schedules.generators.catalog import get
 
 __all__ = ["add_to_plan", "as_dict"]
 
 _FLAGS = (
     *("model", "size", "devices", "global_batch_size", "seq_length", "fix", "memory_gib"),
-    "precision",
+    *("precision", "picture"),
 )
 _SWITCHES = ("fp8", "cross_entropy_loss_fusion", "no_overlap", "explain")
 _MOST_DOUBLINGS = 6
+_MOST = 10**9
+"""Sequences or tokens that can be planned."""
 
 
 def add_to_plan(subparsers: Any) -> None:
@@ -84,6 +96,12 @@ def add_to_plan(subparsers: Any) -> None:
         action="store_true",
         help="also show the assumptions with their sources, and why the second layout lost",
     )
+    group.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help=".svg: the schedule of the first, and the memory of its ranks",
+    )
     parser.add_argument(
         "model_flags", nargs="*", metavar="-- FLAGS", help="Megatron's flags of the model"
     )
@@ -106,45 +124,76 @@ def _run_plan(args: argparse.Namespace) -> int:
                 f"unknown argument {args.model_flags[0]}; see megatron-ext plan --help"
             )
         return int(args.run_compared(args))
-    for name in ("pp", "microbatches", "chunks", "trace_dir", "lengths"):
+    for name in ("pp", "microbatches", "chunks", "trace_dir", "lengths", "memory_gb"):
         if getattr(args, name) is not None:
             raise ArgumentsError(
                 f"--{name.replace('_', '-')} compares schedules for sizes, --devices finds the "
                 "sizes; leave one of them out (--fix pp=8 keeps a size)"
             )
-    if args.global_batch_size is None or args.global_batch_size < 1:
+    batch = args.global_batch_size
+    if batch is None or not 0 < batch <= _MOST:
         example = "--global-batch-size 1024"
         if args.model is None and not args.model_flags:
             example = f"--model examples/llama3 {example}"
         raise ArgumentsError(
-            f"--global-batch-size is {args.global_batch_size or 'missing'}; give the sequences of "
-            f"a step, say {example}"
+            f"--global-batch-size is {'missing' if batch is None else batch}; give the sequences "
+            f"of a step, say {example}"
         )
+    if args.picture is not None and args.picture.suffix != ".svg":
+        raise ArgumentsError(f"--picture {args.picture}: unknown file type; use .svg")
     job = _job(args)
     begun = time.monotonic()
     found = search(job, progress=_progress if sys.stderr.isatty() else lambda _found, _left: None)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     if not found.plans:
-        if not found.is_complete:
-            raise ArgumentsError("interrupted before any layout fitted; let it run longer")
-        if not job.fixed.keys() >= {"tp", "pp", "micro_batch"}:
-            raise ArgumentsError(_what_would_fit(job))
-        # A forecast of given sizes, which recipes make fit by what the planner does not search.
-        found = search(dataclasses.replace(job, device=_without_limit(job.device)), keep=1)
-        if not found.plans:
-            raise ArgumentsError(_what_would_fit(job))
-        most = max(found.plans[0].memory_gib)
-        print(
-            f"does not fit: {most:.0f} GiB on the worst rank of {job.device.memory_gib:g}; shard "
-            "the weights (--use-megatron-fsdp) or keep activations on the host (--cpu-offloading)",
-            file=sys.stderr,
-        )
+        found = _too_large(job, found)
     if args.json:
         print(json.dumps(_as_json(found), indent=1))
     else:
         _print(found, time.monotonic() - begun, explain=args.explain)
+    if args.picture is not None:
+        _draw(found.plans[0], args.picture)
     return 0
+
+
+def _too_large(job: Question, found: Found) -> Found:
+    """Return the forecast of given sizes that do not fit, with a notice.
+
+    Raises:
+        ArgumentsError: Nothing fits, with what would; or nothing was found so far.
+    """
+    if not found.is_complete:
+        raise ArgumentsError("interrupted before any layout fitted; let it run longer")
+    if not job.fixed.keys() >= {"tp", "pp", "micro_batch"}:
+        raise ArgumentsError(_what_would_fit(job))
+    # A forecast of given sizes, which recipes make fit by what the planner does not search.
+    found = search(replace(job, device=_without_limit(job.device)), keep=1)
+    if not found.plans:
+        raise ArgumentsError(_what_would_fit(job))
+    most = max(found.plans[0].memory_gib)
+    print(
+        f"does not fit: {most:.0f} GiB on the worst rank of {job.device.memory_gib:g}; shard "
+        "the weights (--use-megatron-fsdp) or keep activations on the host (--cpu-offloading)",
+        file=sys.stderr,
+    )
+    return found
+
+
+def _draw(plan: Layout, path: Path) -> None:
+    if plan.sizes.pp == 1:
+        raise ArgumentsError(
+            f"--picture {path}: the first layout has no pipeline to draw; --fix pp=2 keeps one"
+        )
+    timeline, memory = timeline_of(plan), plan.memory_gib
+    if timeline.schedule.placement.twins == 2:  # the second pipeline mirrors the first
+        memory += memory[::-1]
+    limit = plan.job.device.memory_gib
+    text = svg.draw(timeline, unit="s", memory_gib=memory, limit_gib=limit)
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise ArgumentsError(cannot_write(path, error, "give another --picture")) from error
 
 
 def _job(args: argparse.Namespace) -> Question:
@@ -153,10 +202,16 @@ def _job(args: argparse.Namespace) -> Question:
     if args.memory_gib is not None:
         if not 0 < args.memory_gib < 1e6:
             raise ArgumentsError(f"--memory-gib {args.memory_gib:g} must be positive")
-        device = dataclasses.replace(device, memory_gib=args.memory_gib, reserve_gib=0.0)
-    sequence = args.seq_length or model.sequence
-    if sequence is None or sequence < 1:
-        raise ArgumentsError(f"--seq-length is {sequence or 'missing'}; give the tokens, say 4096")
+        device = replace(device, memory_gib=args.memory_gib, reserve_gib=0.0)
+    if measured := getattr(args, "measured", ()):
+        source = {"measured": "the trace"}
+        device = replace(device, measured=measured, sources={**device.sources, **source})
+    sequence = model.sequence if args.seq_length is None else args.seq_length
+    if sequence is None or not 0 < sequence <= _MOST:
+        raise ArgumentsError(
+            f"--seq-length is {'missing' if sequence is None else sequence}; give the tokens, say "
+            "4096"
+        )
     fixed: dict[str, Any] = {}
     for item in filter(None, re.split(r",(?=[a-z_]+=)", args.fix or "")):
         key, _, value = item.partition("=")
@@ -164,6 +219,11 @@ def _job(args: argparse.Namespace) -> Question:
             raise ArgumentsError(f"--fix {item}: there is no {key}; use {', '.join(FIXABLE)}")
         if key == "recompute":
             fixed[key] = frozenset() if value == "none" else frozenset(value.split("+"))
+            known = set().union(*recompute_modes(model))
+            if not fixed[key] <= known:
+                raise ArgumentsError(
+                    f"--fix {item}: {model.name} has {', '.join(sorted(known))}, or none; use these"
+                )
         elif key == "schedule":
             fixed[key] = get(value).name
         elif key == "layout":
@@ -199,31 +259,41 @@ def _progress(found: Found, left: int) -> None:
 
 
 def _without_limit(device: DeviceKind) -> DeviceKind:
-    return dataclasses.replace(device, memory_gib=1e9)
+    return replace(device, memory_gib=1e9)
 
 
 def _what_would_fit(job: Question) -> str:
-    """Return the error for sizes that nothing fits, with the number of devices that would."""
-    unlimited = dataclasses.replace(job, device=_without_limit(job.device))
-    if not search(unlimited, keep=1).plans:
+    """Return the error for sizes that nothing fits, with the change that would.
+
+    The recomputation where it is fixed, else the smallest number of devices: doubled until
+    something fits, then halved in steps of a node.
+    """
+    if not fits(replace(job, device=_without_limit(job.device))):
         values = ", ".join(f"{key}={value}" for key, value in job.fixed.items())
         return f"--fix allows no layout, whatever fits into memory ({values}); fix less"
-    for doublings in range(1, _MOST_DOUBLINGS + 1):
-        count = job.num_devices * 2**doublings
-        more = dataclasses.replace(job, num_devices=count)
-        try:
-            fits = bool(search(more, keep=1).plans)
-        except ArgumentsError:  # the batch has too few sequences for so many
-            break
-        if fits:
-            return (
-                f"{job.model.name} does not fit on {job.num_devices} x {job.device.name} under any "
-                f"layout; use {count}"
-            )
+    own = f"{job.model.name} does not fit on {job.num_devices} x {job.device.name}"
+    if "recompute" in job.fixed:
+        for mode in recompute_modes(job.model):
+            if fits(replace(job, fixed={**job.fixed, "recompute": mode})):
+                given = _mode_name(job.fixed["recompute"])
+                return f"{own} with recompute={given}; use --fix recompute={_mode_name(mode)}"
+    unit = min(job.device.node_size, job.num_devices)
+    below = job.num_devices // unit
+    for _ in range(_MOST_DOUBLINGS):
+        enough = below * 2
+        if fits(replace(job, num_devices=enough * unit)):
+            while enough - below > 1:
+                middle = (below + enough) // 2
+                if fits(replace(job, num_devices=middle * unit)):
+                    enough = middle
+                else:
+                    below = middle
+            return f"{own} under any layout; use {enough * unit}"
+        below = enough
     return (
-        f"{job.model.name} with {job.sequence} tokens does not fit on {job.num_devices} x "
-        f"{job.device.name} under any layout, nor on more for --global-batch-size "
-        f"{job.global_batch}; use devices with more memory, or shorter sequences"
+        f"{own} with {job.sequence} tokens under any layout, nor on up to {2**_MOST_DOUBLINGS} "
+        f"times as many for --global-batch-size {job.global_batch}; use devices with more memory, "
+        "or shorter sequences"
     )
 
 
@@ -281,20 +351,28 @@ def _explain(found: Found) -> None:
     first, *others = found.plans
     print(f"\nthe most time beyond useful work: {first.limit}")
     for second in others[:1]:
+        mine, theirs = as_dict(second), as_dict(first)
+        names = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "recompute")
+        changed = [f"{name} {mine[name]}" for name in names if mine[name] != theirs[name]]
         print(
-            f"the second is {second.step_s - first.step_s:.3f} s slower: its work alone takes "
-            f"{second.bound_s:.3f} s against {first.bound_s:.3f}, its pipeline adds "
-            f"{second.pipeline_s - second.bound_s:.3f} against "
+            f"the second, with {', '.join(changed)}, is {second.step_s - first.step_s:.3f} s "
+            f"slower: its work alone takes {second.bound_s:.3f} s against {first.bound_s:.3f}, its "
+            f"pipeline adds {second.pipeline_s - second.bound_s:.3f} against "
             f"{first.pipeline_s - first.bound_s:.3f}, reductions and optimizer "
             f"{second.step_s - second.pipeline_s:.3f} against {first.step_s - first.pipeline_s:.3f}"
+            f"; it needs {max(second.memory_gib):.1f} GiB against {max(first.memory_gib):.1f}"
         )
     device = first.job.device
     print("\nassumptions:")
-    for name, text in layer_costs.ASSUMPTIONS.items():
+    for name, text in ASSUMPTIONS.items():
         print(f"  {name}: {text}")
     print(f"\n{device.name}:")
-    for each in dataclasses.fields(device):
-        if each.name not in ("name", "sources"):
+    for each in fields(device):
+        if each.name == "measured":
+            for part, factors in device.measured:
+                print(f"  {part} x {' '.join(f'{factor:.2f}' for factor in factors)}: "
+                      f"{device.sources.get('measured', 'assumed')}")  # fmt: skip
+        elif each.name not in ("name", "sources", "seconds"):
             source = device.sources.get(each.name, "assumed")
             print(f"  {each.name} {getattr(device, each.name):g}: {source}")
 

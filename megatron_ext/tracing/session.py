@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext import devices, files
 from megatron_ext.config.active import base_table
 from megatron_ext.config.hosting import batches_of
+from megatron_ext.config.stages import layout_text
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.executor import Executed, Observer, num_out_of_order
 from megatron_ext.runtime.lengths import item_size
@@ -349,6 +350,8 @@ def _identity(found: Active) -> tuple[Path, Header]:
         value = getattr(args, name, None)
         if value is not None and value is not False:
             settings[name] = value if isinstance(value, bool | int | float) else str(value)
+    if (layout := layout_text(getattr(args, "pipeline_model_parallel_layout", None))) is not None:
+        settings["pipeline_model_parallel_layout"] = layout
     settings.setdefault("pipeline_schedule", "Megatron's own")
     settings["transport"] = settings.get("pipeline_transport", "torch")
     if pipeline is not None:  # includes settings that other flags imply

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +86,10 @@ def test_the_table_names_bound_gap_and_flags(capsys: pytest.CaptureFixture[str])
     flags = re.findall(r"^  \d  (--tensor.*)$", printed, re.MULTILINE)
     assert len(flags) == 5
     assert "NVIDIA, H100 SXM" in printed
-    assert "the second is" in printed
+    [why] = re.findall(r"the second, with (.*) GiB against", printed)
+    slower, *seconds = map(float, re.findall(r"(-?\d+\.\d{3})", why))
+    parts = sum(seconds[::2]) - sum(seconds[1::2])
+    assert slower == pytest.approx(parts, abs=0.005)
 
 
 def test_fixed_values_stay(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +121,7 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
     ("arguments", "message"),
     [
         ([*LLAMA, "--devices", "8xh100"], "--global-batch-size is missing"),
-        ([*LLAMA, "--devices", "8xh100", "--trace-dir", "."], "--trace-dir compares schedules for"),
+        ([*LLAMA, "--devices", "8xh100", "--lengths", "f"], "--lengths compares schedules for"),
         ([*LLAMA], "--model needs --devices"),
         (["--fp8"], "--fp8 needs --devices"),
         (["--no-overlap"], "--no-overlap needs --devices"),
@@ -150,6 +156,78 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
             [*LLAMA, "--devices", "1xh100", "--global-batch-size", "1", "--memory-gib", ".2"],
             "use devices with more memory",
         ),
+        (
+            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "64", "--memory-gib", "12"],
+            "not fit on 8 x h100 under any layout; use (16|24|32)$",
+        ),
+        (
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "64",
+                "--fix",
+                "tp=2,pp=1,cp=1,recompute=none",
+                "--memory-gib",
+                "50",
+            ],
+            r"not fit on 8 x h100 with recompute=none; use --fix recompute=(layernorm\+mlp|full)$",
+        ),
+        (
+            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "recompute=all"],
+            "Llama 3 8b has full, layernorm, mlp, or none; use these",
+        ),
+        (
+            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--picture", "a.png"],
+            "unknown file type; use .svg",
+        ),
+        (
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--picture",
+                "/no/a.svg",
+                "--fix",
+                "pp=2",
+            ],
+            "/no/a.svg.*; give another --picture",
+        ),
+        (
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--fix",
+                "pp=1",
+                "--picture",
+                "a.svg",
+            ],
+            "no pipeline to draw",
+        ),
+        (
+            [
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--",
+                "--num-layers",
+                "100000000",
+                "--hidden-size",
+                "64",
+                "--num-attention-heads",
+                "4",
+                "--vocab-size",
+                "99",
+            ],
+            "--num-layers 100000000 cannot be planned",
+        ),
     ],
 )
 def test_bad_input_is_one_line(
@@ -159,6 +237,41 @@ def test_bad_input_is_one_line(
     shown = capsys.readouterr().err.strip()
     assert re.search(message, shown), shown
     assert "\n" not in shown
+
+
+def test_the_picture_shows_schedule_and_memory(tmp_path: Path) -> None:
+    path = tmp_path / "first.svg"
+    words = ["plan", *LLAMA, "--devices", "8xh100", "--global-batch-size", "16", "--fix"]
+    assert cli.main([*words, "pp=4,schedule=zb-h1,micro_batch=1", "--picture", str(path)]) == 0
+    text = path.read_text()
+    assert text.count('class="lane"') == 4 + 4 + 1  # of the schedule, of memory, in the legend
+    assert text.count('class="memory"') == 4
+    assert "time: s" in text
+    assert "memory, of 79.1 GiB" in text
+
+
+def test_progress_is_shown_and_an_interrupt_gives_the_best_so_far() -> None:
+    """DeepSeek-V3 on many devices takes a while."""
+    main, other = pty.openpty()
+    words = ["--model", str(EXAMPLES / "deepseek-v3"), "--devices", "2048xh100"]
+    words += ["--global-batch-size", "15360", "--seq-length", "4096", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_ext", "plan", *words],
+        stdout=subprocess.PIPE, stderr=other, text=True,
+    )  # fmt: skip
+    os.close(other)
+    shown = ""
+    while "best " not in shown:
+        shown += os.read(main, 1000).decode()
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    os.close(main)
+    assert process.returncode == 0
+    assert "Ctrl-C ends it" in shown
+    found = json.loads(out)
+    assert not found["is_complete"]
+    assert found["plans"]
+    assert found["bound_s"] <= found["plans"][0]["step_s"]
 
 
 def test_it_starts_without_torch_and_megatron() -> None:

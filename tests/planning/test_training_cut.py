@@ -1,4 +1,4 @@
-"""`--pipeline-layout auto`, as Megatron's own parser takes it."""
+"""`--pipeline-layout auto`, as Megatron's own parser takes it, and as it trains."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.hosting import preflight
 from tests.config.test_schedule_flags import outcomes
 from tests.ranks import require_training, run_ranks
+from tests.runtime.capture import GPT, train
+from tests.runtime.test_equality import UNCLIPPED, assert_equal
 
 MODEL = (
     "--hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
@@ -55,3 +58,28 @@ def test_megatron_takes_the_layout(made: dict[str, Any], name: str) -> None:
     if name == "MTP":
         assert parts[-1].endswith("mL")
         assert counts[-1] < max(counts)
+
+
+UNEVEN = GPT + UNCLIPPED + "--num-layers {} "
+TRAINED = {"1f1b": (2, 7), "interleaved": (2, 7), "zb-v": (2, 7), "bitpipe": (4, 9)}
+"""By schedule: ranks and layers. Megatron's own has the stages of the first two."""
+
+
+@pytest.mark.short_s(8)
+@pytest.mark.parametrize("schedule", TRAINED)
+def test_it_trains_as_the_same_layout_by_hand(schedule: str) -> None:
+    ranks, layers = TRAINED[schedule]
+    others = f"{UNEVEN.format(layers)}--pipeline-model-parallel-size {ranks} "
+    chosen = f"{others}--pipeline-schedule {schedule} "
+    made = preflight(f"{chosen}--pipeline-layout auto".split(), world_size=ranks)
+    assert made.accepted, made.refusals
+    layout = made.arguments["pipeline_model_parallel_layout"]
+    assert len({stage.count("t") for stage in layout.split("|")}) > 1
+    ours = train(ranks, f"{chosen}--pipeline-layout auto ")
+    assert ours.tables[0].split()[0] == schedule
+    by_hand = f"--pipeline-model-parallel-layout {layout} "
+    assert_equal(ours, train(ranks, chosen + by_hand))
+    if schedule in ("1f1b", "interleaved"):
+        own = train(ranks, others + by_hand)
+        assert not own.tables
+        assert_equal(ours, own)

@@ -31,15 +31,24 @@ text {{ font: 11px sans-serif; fill: var(--text) }}
 .title {{ font-weight: bold }} .quiet {{ fill: var(--quiet) }} .n {{ font-size: 10px }}
 .n, .tick {{ text-anchor: middle }} .rank {{ text-anchor: end }}
 .page {{ fill: var(--page) }} .lane {{ fill: var(--wait) }}
+.memory {{ fill: none; stroke: var(--text) }}
 .axis {{ stroke: var(--quiet) }} .up {{ stroke: var(--text); stroke-width: 2 }}
 """
 
 
-def draw(*timelines: Timeline) -> str:
+def draw(
+    *timelines: Timeline, unit: str = "", memory_gib: Sequence[float] = (), limit_gib: float = 0.0
+) -> str:
     """Return an SVG: a lane for each rank over an axis of time.
 
     Odd chunks are pale, and the second direction is framed. Several schedules are drawn below each
     other on the same time scale. The picture grows with the table: every number can be read.
+
+    Args:
+        timelines: What is drawn.
+        unit: What 1 on the axis is; by default in the words of `unit_of_time`.
+        memory_gib: Memory of each rank, drawn below; none if empty.
+        limit_gib: What a rank may hold: the length of a lane of memory.
     """
     for timeline in timelines:
         check_drawable(timeline)
@@ -47,8 +56,9 @@ def draw(*timelines: Timeline) -> str:
     shortest = min(duration for t in timelines for _, duration in _durations(t))
     scale = max(min(_WIDTH / longest, 30 / shortest), *map(_legible, timelines))
     heights = [_TOP + _ROW * timeline.schedule.pp + _AXIS for timeline in timelines]
-    legend, legend_width = _legend(timelines, sum(heights) + 12)
-    height = sum(heights) + 24
+    of_memory = _TOP + _ROW * len(memory_gib) + 12 if memory_gib else 0
+    legend, legend_width = _legend(timelines, sum(heights) + of_memory + 12)
+    height = sum(heights) + of_memory + 24
     width = max(600, legend_width, _LEFT + round(longest * scale) + 24)
     title = escape("; ".join(map(caption, timelines)))
     kinds = {a.kind for t in timelines for row in t.schedule.rows for a in row}
@@ -70,8 +80,19 @@ def draw(*timelines: Timeline) -> str:
         parts.append(f'<text class="title" x="4" y="{y + 17}">{escape(caption(timeline))}</text>')
         for rank in range(timeline.schedule.pp):
             parts += _lane(timeline, rank, scale, y + _TOP + _ROW * rank)
-        parts += _axis(timeline, scale, y + own - _AXIS + 2)
+        parts += _axis(timeline, scale, y + own - _AXIS + 2, unit or unit_of_time(timeline))
         y += own
+    if memory_gib:
+        parts.append(f'<text class="title" x="4" y="{y + 17}">memory, of {limit_gib:g} GiB</text>')
+    for rank, held in enumerate(memory_gib):
+        top, full = y + _TOP + _ROW * rank, width - _LEFT - 24
+        bar = full * min(1.0, held / limit_gib)
+        parts += [
+            f'<text class="rank" x="{_LEFT - 6}" y="{top + 14}">rank {rank}</text>',
+            f'<rect class="lane" x="{_LEFT}" y="{top}" width="{full}" height="{_BAR}"/>',
+            f'<rect class="memory" x="{_LEFT}" y="{top}" width="{_n(bar)}" height="{_BAR}"/>',
+            f'<text x="{_LEFT + 4}" y="{top + 14}">{held:.1f}</text>',
+        ]
     return "\n".join([*parts, *legend, "</svg>", ""])
 
 
@@ -127,7 +148,7 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
         )
 
 
-def _axis(timeline: Timeline, scale: float, y: int) -> Iterator[str]:
+def _axis(timeline: Timeline, scale: float, y: int, unit: str) -> Iterator[str]:
     """Yield a line with numbers at round times, and what they count."""
     end = _LEFT + timeline.makespan * scale
     step = 10 ** math.floor(math.log10(90 / scale))
@@ -137,7 +158,7 @@ def _axis(timeline: Timeline, scale: float, y: int) -> Iterator[str]:
         x = _n(_LEFT + index * step * scale)
         yield f'<path class="axis" d="M{x} {y}v4"/>'
         yield f'<text class="tick quiet" x="{x}" y="{y + 15}">{index * step:g}</text>'
-    yield f'<text class="quiet" x="{_LEFT}" y="{y + 29}">time: {unit_of_time(timeline)}</text>'
+    yield f'<text class="quiet" x="{_LEFT}" y="{y + 29}">time: {unit}</text>'
 
 
 def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:

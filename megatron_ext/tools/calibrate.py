@@ -1,0 +1,400 @@
+"""`plan --calibrate` measures single layers on the device at hand; `--trace-dir` takes a trace.
+
+One device, minutes: each kind of layer of the model is built by Megatron with random weights, on
+its own and between the model's ends, and its passes are timed. An input gradient is timed with
+weights that need none, a weight gradient is the rest of the whole backward.
+"""
+
+# ruff: noqa: T201 - commands report on stdout and stderr
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config.stages import parse_layout
+from megatron_ext.errors import ArgumentsError, DataError
+from megatron_ext.files import cannot_write, write_text
+from megatron_ext.planning.calibration import Passes, computation, factors
+from megatron_ext.planning.hardware import DEVICES, parse_devices
+from megatron_ext.planning.layer_costs import Sharding
+from megatron_ext.planning.model_sizes import read_model
+from megatron_ext.schedules.commands import aligned
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.hardware import DeviceKind
+    from megatron_ext.planning.layer_costs import Part
+    from megatron_ext.planning.model_sizes import ModelSizes
+
+__all__ = ["add_to_plan", "of_trace"]
+
+_MOST_EXPERTS = 8
+"""Experts that one device builds: more cost memory, and each gets as many tokens."""
+_LEAST_REPEATS, _ENOUGH_S = 5, 3.0
+_GIVES = ("calibrate", "model", "size", "devices", "seq_length", "fix", "model_flags")
+_ALWAYS = ("run", "run_planned", "run_compared", "run_simulated", "parser", "command")
+
+
+def add_to_plan(subparsers: Any) -> None:
+    """Add `--calibrate`, and `--trace-dir` for layouts, to the existing subcommand `plan`."""
+    parser = subparsers.choices["plan"]
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help=".json: measure single layers of the model on this machine's device and write them as "
+        "a device for --devices 64xFILE; --devices 1xKIND says what it is (default: by its name), "
+        "--fix micro_batch=2 how many sequences",
+    )
+    parser.set_defaults(run=_run_plan, run_planned=parser.get_default("run"))
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    run: Callable[[argparse.Namespace], int] = args.run_planned
+    if args.calibrate is not None:
+        return _calibrate(args)
+    if args.devices is not None and args.trace_dir is not None:
+        model = read_model(args.model, args.size, args.model_flags)
+        _, device = parse_devices(args.devices)
+        args.measured = of_trace(args.trace_dir, model, device)
+        args.trace_dir = None
+    return run(args)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    for name, value in vars(args).items():
+        if name not in (*_GIVES, *_ALWAYS) and value != args.parser.get_default(name):
+            flag = "--" + name.replace("_", "-")
+            raise ArgumentsError(f"--calibrate measures layers, {flag} is for a plan; leave it out")
+    path = Path(args.calibrate)
+    if path.suffix != ".json":
+        raise ArgumentsError(f"--calibrate {path}: unknown file type; use .json")
+    model = read_model(args.model, args.size, args.model_flags)
+    sequence = args.seq_length or model.sequence
+    if sequence is None or not 0 < sequence < 10**9:
+        raise ArgumentsError(f"--seq-length is {sequence or 'missing'}; give the tokens, say 4096")
+    key, _, number = (args.fix or "micro_batch=1").partition("=")
+    if key != "micro_batch" or not number.isdigit() or not int(number):
+        raise ArgumentsError(
+            f"--fix {args.fix}: --calibrate takes the sequences alone; use --fix micro_batch=2"
+        )
+    if model.mtp_layers or model.num_experts > _MOST_EXPERTS:
+        top_k = min(model.top_k, _MOST_EXPERTS)
+        experts = min(model.num_experts, _MOST_EXPERTS)
+        model = replace(model, mtp_layers=0, num_experts=experts, top_k=top_k)
+    by = Sharding(micro_batch=int(number), sequence=sequence)
+    name, memory_gib, kind = _device_here()
+    if args.devices is not None:
+        kind = parse_devices(args.devices)[1].name
+    if kind not in DEVICES:
+        raise ArgumentsError(
+            f"{name} is not described; say what is nearest to it: --devices 1xKIND of "
+            f"{', '.join(DEVICES)}"
+        )
+    base = DEVICES[kind]
+    seconds = measure(model, by)
+    formula = {part: computation(model, part, by, base, frozenset()) for part in seconds}
+    found = factors(seconds, formula)
+    rows = [["part", "forward ms", "input ms", "weight ms", "of the description's"]]
+    for part, of_part in found:
+        times = [f"{1e3 * each:.3f}" for each in seconds[part]]
+        rows.append([part, *times, " ".join(f"{factor:.2f}" for factor in of_part)])
+    print(aligned(rows))
+    measured_on = (
+        f"{time.strftime('%Y-%m-%d', time.gmtime())} on {name}, {model.name}, {by.micro_batch} "
+        f"x {sequence} tokens: plan --calibrate"
+    )
+    content = {
+        "base": kind,
+        **({} if memory_gib is None else {"memory_gib": round(memory_gib, 1)}),
+        "measured": {part: list(of_part) for part, of_part in found},
+        "seconds": {part: list(each) for part, each in seconds.items()},
+        "sources": {"measured": measured_on},
+    }
+    try:
+        write_text(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise ArgumentsError(cannot_write(path, error, "give another --calibrate")) from error
+    print(f"\nplan with it: --devices 64x{path}")
+    return 0
+
+
+def _device_here() -> tuple[str, float | None, str]:
+    """Return name, memory and kind of this machine's device, as far as they are known."""
+    from megatron_ext import devices
+    from megatron_ext.devices.backend import Accelerator
+
+    device = devices.current()
+    if not isinstance(device, Accelerator):
+        return device.name, None, device.name
+    here = device.runtime.get_device_properties(0)
+    kinds = sorted(DEVICES, key=len, reverse=True)
+    kind = next((kind for kind in kinds if kind in here.name.lower()), "")
+    return here.name, here.total_memory / 2**30, kind
+
+
+def measure(model: ModelSizes, by: Sharding) -> dict[str, Passes]:
+    """Return the seconds of the passes of each part of a model, on this process's device.
+
+    Args:
+        model: The sizes; all experts are on this device.
+        by: Sequences and their length.
+    """
+    kinds = set(model.kinds)
+    if not kinds <= {"dense", "moe"}:
+        raise ArgumentsError(
+            f"--calibrate builds layers of attention with a network, {model.name} has others; "
+            "leave it out"
+        )
+    with _Bench(model, by) as bench:
+        found: dict[str, Passes] = {kind: bench.passes(kind) for kind in sorted(kinds)}
+        kind = min(kinds)
+        layer = found[kind]
+        first, last = (
+            Passes(*(max(0.0, whole - own) for whole, own in zip(both, layer, strict=True)))
+            for both in (bench.passes(kind, pre=True), bench.passes(kind, post=True))
+        )
+    # Looking rows up has no input gradient: all of its backward stands where the formula has it.
+    whole = max(0.0, first.input + first.weight - layer.input)
+    found["embedding"] = Passes(first.forward, whole, 0.0)
+    found["loss"] = last
+    return found
+
+
+class _Bench:
+    """Builds models of one layer with Megatron, in a world of this process."""
+
+    def __init__(self, model: ModelSizes, by: Sharding) -> None:
+        self.model, self.by = model, by
+
+    def __enter__(self) -> _Bench:
+        from megatron_ext import devices
+
+        self.device = devices.current()  # before Megatron is imported
+        import torch
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        self.device.bind(0)
+        torch.distributed.init_process_group(
+            self.device.distributed_backend, store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
+            rank=0,
+            world_size=1,
+        )  # fmt: skip
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import torch
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+    def _built(self, kind: str, *, pre: bool, post: bool) -> Any:
+        import torch
+        from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+        from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+        from torch.nn import functional
+
+        model, on_host = self.model, self.device.name == "cpu"
+        settings: dict[str, Any] = {
+            "num_layers": 1,
+            "hidden_size": model.hidden,
+            "num_attention_heads": model.heads,
+            "ffn_hidden_size": model.ffn,
+            "gated_linear_unit": model.gated,
+            "activation_func": functional.silu if model.gated else functional.gelu,
+            "normalization": "RMSNorm" if model.norm_weights == 1 else "LayerNorm",
+            "add_bias_linear": model.biases,
+            "add_qkv_bias": model.qkv_biases and not model.biases,
+            "qk_layernorm": model.qk_norm,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "use_cpu_initialization": on_host,
+            "bf16": not on_host,
+            "params_dtype": torch.float32 if on_host else torch.bfloat16,
+            "gradient_accumulation_fusion": False,
+        }
+        experts = None
+        if kind == "moe":
+            experts = model.num_experts
+            settings |= {
+                "num_moe_experts": experts,
+                "moe_router_topk": model.top_k,
+                "moe_ffn_hidden_size": model.expert_ffn,
+                "moe_shared_expert_intermediate_size": model.shared_ffn or None,
+                "moe_token_dispatcher_type": "alltoall",
+                "moe_router_load_balancing_type": "none",
+                "moe_grouped_gemm": not on_host,
+            }
+        if model.is_latent:
+            settings |= {
+                "q_lora_rank": model.query_rank or None,
+                "kv_lora_rank": model.key_value_rank,
+                "qk_head_dim": model.head_size - model.rotary_size,
+                "qk_pos_emb_head_dim": model.rotary_size,
+                "v_head_dim": model.value_size,
+                "rope_type": "rope",
+            }
+        else:
+            settings |= {"num_query_groups": model.query_groups, "kv_channels": model.head_size}
+        config = (MLATransformerConfig if model.is_latent else TransformerConfig)(**settings)
+        options = {"num_experts": experts, "qk_layernorm": model.qk_norm}
+        options |= {"multi_latent_attention": model.is_latent}
+        if gpt_layer_specs.HAVE_TE and not on_host:
+            spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+                moe_grouped_gemm=bool(experts), **options
+            )
+        else:
+            spec = gpt_layer_specs.get_gpt_layer_local_spec(
+                normalization=settings["normalization"], **options
+            )
+        built = GPTModel(
+            config, spec, model.vocabulary, self.by.sequence, pre_process=pre, post_process=post,
+            position_embedding_type="learned_absolute" if model.learned_positions else "rope",
+        )  # fmt: skip
+        return built.to(device=self.device.torch_device(), dtype=settings["params_dtype"])
+
+    def passes(self, kind: str, *, pre: bool = False, post: bool = False) -> Passes:
+        """Return the seconds of the passes of a layer with ends of the model, least disturbed."""
+        import torch
+
+        built, by = self._built(kind, pre=pre, post=post), self.by
+        where = self.device.torch_device()
+        shape = by.micro_batch, by.sequence
+        tokens = torch.randint(self.model.vocabulary, shape, device=where)
+        positions = torch.arange(by.sequence, device=where).expand(*shape)
+        mask = torch.ones(1, 1, by.sequence, by.sequence, dtype=torch.bool, device=where).triu(1)
+        hidden = torch.randn(
+            by.sequence, by.micro_batch, self.model.hidden, device=where, requires_grad=True,
+            dtype=next(built.parameters()).dtype,
+        )  # fmt: skip
+
+        def forward() -> Any:
+            if not pre:
+                built.set_input_tensor(hidden)
+            out = built(tokens, positions, mask, labels=tokens if post else None)
+            return out.float().mean() if post else out
+
+        def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+            self.device.synchronize()
+            begin_s = time.perf_counter()
+            result = run()
+            self.device.synchronize()
+            return time.perf_counter() - begin_s, result
+
+        def backward(out: Any) -> float:
+            gradient = None if post else torch.ones_like(out)
+            return timed(lambda: out.backward(gradient))[0]
+
+        forwards, wholes, inputs = [], [], []
+        until_s = time.perf_counter() + _ENOUGH_S
+        number = 0
+        while number <= _LEAST_REPEATS or time.perf_counter() < until_s:
+            built.requires_grad_(True)
+            forward_s, out = timed(forward)
+            whole_s = backward(out)
+            input_s = 0.0
+            if not pre:
+                built.requires_grad_(False)
+                input_s = backward(forward())
+            if number:  # the first one allocates and compiles
+                forwards.append(forward_s)
+                wholes.append(whole_s)
+                inputs.append(input_s)
+            number += 1
+        return Passes(min(forwards), min(inputs), max(0.0, min(wholes) - min(inputs)))
+
+
+def of_trace(
+    directory: Path, model: ModelSizes, device: DeviceKind
+) -> tuple[tuple[str, Passes], ...]:
+    """Return the factors on a device's costs that a traced run of the model shows.
+
+    All kinds of layers get those of the stages between the ends, or of all stages where there are
+    none between; the ends get the rest of theirs. A backward that was not split is shared out as
+    the formula does.
+
+    Raises:
+        DataError: The trace has no such stages, or is of another model.
+    """
+    from megatron_ext.tools.trace.aggregate import read_run
+    from megatron_ext.tools.trace.forecast import measured_costs
+    from megatron_ext.tools.trace.reader import load_schedule
+
+    run, schedule = read_run(directory), load_schedule(directory)
+    if schedule is None:
+        raise DataError(f"{directory} has no schedule.json; trace a run with a pipeline")
+    settings = run.surveys[0].header.settings
+    for name, own in (("num_layers", model.num_layers), ("hidden_size", model.hidden)):
+        if settings.get(name) not in (None, own):
+            raise DataError(
+                f"{directory} is of a model with {name} {settings[name]}, not {own}; give its flags"
+            )
+    if "recompute_granularity" in settings:
+        raise DataError(
+            f"{directory} was traced with recomputation, which hides what layers cost; trace a run "
+            "without --recompute-granularity"
+        )
+    by = Sharding(
+        tensor=int(settings.get("tensor_model_parallel_size", 1)),
+        context=int(settings.get("context_parallel_size", 1)),
+        expert=int(settings.get("expert_model_parallel_size", 1)),
+        micro_batch=int(settings.get("micro_batch_size", 1)),
+        sequence=int(settings.get("seq_length", model.sequence or 0)),
+    )
+    stages = schedule.num_stages
+    layout = settings.get("pipeline_model_parallel_layout")
+    counts = [stage.count("t") for stage in parse_layout(str(layout))] if layout else []
+    if len(counts) != stages:
+        counts = [model.num_layers // stages] * stages
+    if sum(counts) != model.num_layers:
+        raise DataError(f"{directory} does not say how many layers its {stages} stages have")
+    costs = measured_costs(run, schedule)
+    times = list(zip(costs.forward_s, costs.input_s, costs.weight_s, strict=True))
+    names: list[str] = list(model.kinds)
+
+    def formula(name: str) -> Part:
+        return computation(model, name, by, device, frozenset())
+
+    def passes(parts: list[str]) -> Passes:
+        found = [formula(name) for name in parts]
+        return Passes(
+            sum(part.forward for part in found),
+            sum(part.input for part in found),
+            sum(part.weight for part in found),
+        )
+
+    held, start = list[list[str]](), 0
+    for count in counts:
+        held.append(names[start : start + count])
+        start += count
+    middle = range(1, stages - 1) if stages > 2 else range(stages)
+    layers = passes([name for stage in middle for name in held[stage]])
+    if stages <= 2:
+        layers = Passes(*map(sum, zip(layers, passes(["embedding", "loss"]), strict=True)))
+    total = Passes(*map(sum, zip(*(times[stage] for stage in middle), strict=True)))
+    if not schedule.splits_backward:
+        share = (total.input + total.weight) / (layers.input + layers.weight)
+        total = total._replace(input=share * layers.input, weight=share * layers.weight)
+    ratio = Passes(*(own / by_formula for own, by_formula in zip(total, layers, strict=True)))
+    measured = {name: Passes(*(f * r for f, r in zip(passes([name]), ratio, strict=True)))
+                for name in dict.fromkeys(names)}  # fmt: skip
+    for name, stage in (("embedding", 0), ("loss", stages - 1)):
+        mine = passes([name])
+        if stages <= 2:
+            measured[name] = Passes(*(f * r for f, r in zip(mine, ratio, strict=True)))
+            continue
+        inside = passes(held[stage])
+        rest = [t - f * r for t, f, r in zip(times[stage], inside, ratio, strict=True)]
+        if not schedule.splits_backward:
+            backward = rest[1] + rest[2]
+            rest[1:] = [backward * each / (mine.input + mine.weight) for each in mine[1:]]
+        measured[name] = Passes(*(max(0.0, each) for each in rest))
+    return factors(measured, {name: formula(name) for name in measured})
