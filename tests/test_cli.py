@@ -154,10 +154,18 @@ def on_the_standard_library(*words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+FLIGHT = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 1024 "
+    "--bf16 --micro-batch-size 1 --global-batch-size 64 --pipeline-model-parallel-size 4 "
+    "--pipeline-schedule zb-v --disable-bias-linear"
+).split()
+
+
 def test_planning_needs_the_standard_library_alone(tmp_path: Path) -> None:
     for words in (
         ["plan", "--pp", "4", "--microbatches", "8"],
         ["plot", "zb-v", "--pp", "2", "--microbatches", "4", "-o", str(tmp_path / "x.svg")],
+        ["doctor", "--devices", "8xh100", "--", *FLIGHT],
         [],
     ):
         done = on_the_standard_library(*words)

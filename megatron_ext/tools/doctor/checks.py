@@ -1,31 +1,26 @@
-"""The checks of `doctor`: what is installed, this machine, a training's flags, other hosts.
+"""The checks of `doctor`: what is installed, this machine, other hosts.
 
 Each is a generator of findings. They import torch and Megatron, which takes seconds.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import shutil
 import sys
 import typing
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-import psutil
+from typing import TYPE_CHECKING
 
 from megatron_ext import devices
-from megatron_ext.config.flags import read_words
-from megatron_ext.config.hosting import preflight
+from megatron_ext.devices.backend import Accelerator
 from megatron_ext.errors import MegatronExtError, TransportError
-from megatron_ext.schedules.search.policies import arena_slots
-from megatron_ext.schedules.table.validation import validate
+from megatron_ext.planning.hardware import DEVICES, DeviceKind
+from megatron_ext.tools.doctor.flight import Diagnosis
 from megatron_ext.tools.launch.fitness import MIN_SHARED_BYTES, SHARED_MEMORY
 from megatron_ext.tools.launch.supervise import Agents, warnings
 from megatron_ext.upstream import releases
@@ -33,35 +28,11 @@ from megatron_ext.upstream import tree as upstream
 from megatron_ext.version import __version__, code_hash, installed
 
 if TYPE_CHECKING:
-    from megatron_ext.config.active import Pipeline
     from megatron_ext.tools.launch.plan import JobPlan
     from megatron_ext.tools.launch.ssh import Ssh
 
 _MIN_LOCKED_BYTES = 1 << 30
-_MIB, _GIB = 1 << 20, 1 << 30
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """One line of the report."""
-
-    level: Literal["OK", "WARN", "FAIL"]
-    """FAIL: the requested training cannot work. WARN: it works, with a disadvantage."""
-    check: str
-    """The subject of the check, in two or three words."""
-    found: str
-    remedy: str = ""
-    """Remedy; empty if nothing is wrong."""
-
-    @classmethod
-    def of(cls, level: Literal["WARN", "FAIL"], check: str, line: object) -> Diagnosis:
-        """Return the finding of a line `found; remedy`, as all our errors are."""
-        found, _, remedy = str(line).partition("; ")
-        return cls(level, check, found, remedy)
-
-    def __str__(self) -> str:
-        remedy = f"; {self.remedy}" if self.remedy else ""
-        return f"{self.level:<4} {self.check}: {self.found}{remedy}"
+_GIB = 1 << 30
 
 
 def check_versions() -> Iterator[Diagnosis]:
@@ -197,6 +168,24 @@ def check_device() -> Iterator[Diagnosis]:
         yield Diagnosis("OK", "device", f"{shown}, no accelerator is needed")
 
 
+def device_here() -> DeviceKind | None:
+    """Return the description of this machine's device, with the memory that it has.
+
+    None: there is no accelerator, or the planner has no description of it.
+    """
+    try:
+        device = devices.current()
+    except MegatronExtError:
+        return None  # `check_device` reports it
+    if not isinstance(device, Accelerator):
+        return None
+    here = device.runtime.get_device_properties(0)
+    for kind in sorted(DEVICES.values(), key=lambda kind: len(kind.name), reverse=True):
+        if kind.name in here.name.lower():
+            return replace(kind, memory_gib=here.total_memory / _GIB)
+    return None
+
+
 def check_native() -> Iterator[Diagnosis]:
     """Try to load the native core of the transport."""
     from megatron_ext.transport.native import require_native
@@ -279,59 +268,6 @@ def check_rdma() -> Iterator[Diagnosis]:
     else:
         remedy = last.remedy or "--pipeline-transport tcp needs none of this"
         yield Diagnosis("WARN", "RDMA", f"{last.step}: {last.text}", remedy)
-
-
-def check_training(words: Sequence[str]) -> Iterator[Diagnosis]:
-    """Check the flags of a training: what its schedule takes, changes, refuses and allocates.
-
-    Args:
-        words: Its command line, with or without the script, after `--`.
-    """
-    # argparse leaves the separator in, and the script may be named or not.
-    flags = [word for word in words if word != "--"]
-    flags = flags[1:] if flags and flags[0].endswith(".py") else flags
-    found = preflight(flags)
-    for refusal in found.refusals:
-        yield Diagnosis("FAIL", "training", refusal.reason, refusal.remedy)
-    for line in (*found.changes, *found.notices):
-        yield Diagnosis("OK", "training", line)
-    if not found.accepted:
-        return
-    own = "Megatron's own schedule"
-    yield Diagnosis("OK", "training", f"{found.pipeline.name if found.pipeline else own} takes "
-                  "these flags")  # fmt: skip
-    given, pipeline = read_words(flags), found.pipeline or found.transport_only
-    sizes = [given.get(name) for name in ("seq_length", "micro_batch_size", "hidden_size")]
-    if pipeline is None or pipeline.transport == "torch" or not all(sizes):
-        return
-    # A message is the activation of one micro-batch.
-    values = math.prod(size for size in sizes if size)
-    each = arena_bytes(pipeline, values * (2 if given.get("bf16") or given.get("fp16") else 4))
-    whole, available = each * pipeline.pp, psutil.virtual_memory().available
-    shown = f"{each / _MIB:.0f} MiB for each rank at most, {whole / _MIB:.0f} MiB for a pipeline "
-    shown += f"on one machine, {available / _MIB:.0f} MiB available here"
-    remedy = "lower the micro-batch size, or use --pipeline-transport torch, which has no arenas"
-    level: Literal["FAIL", "WARN"] = "FAIL" if whole > available else "WARN"
-    is_much = whole > available // 2
-    yield Diagnosis(level if is_much else "OK", "transport arenas", shown, remedy * is_much)
-
-
-def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
-    """Return the upper bound on the memory of one rank's arenas, in bytes.
-
-    The model's routes are not known here; each adds the messages that skip a stage.
-    """
-    table, peers = pipeline.full, defaultdict[int, set[int]](set)
-    for source, target, _ in validate(table).slots:
-        if source != target:
-            peers[source].add(target)
-            peers[target].add(source)
-    page_bytes = resource.getpagesize()
-    slots = arena_slots(
-        table, pipeline.dynamic.margin if pipeline.dynamic else None, pipeline.config.stash_ratio
-    )
-    most = max(map(len, peers.values()), default=0)
-    return most * slots * math.ceil(message_bytes / page_bytes) * page_bytes
 
 
 def check_hosts(plan: JobPlan, ssh: Ssh, timeout_s: float) -> Iterator[Diagnosis]:

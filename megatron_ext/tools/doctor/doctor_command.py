@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.errors import LaunchError
+from megatron_ext.errors import ArgumentsError, LaunchError
+from megatron_ext.planning.hardware import DEVICES, parse_devices
 from megatron_ext.tools.launch.launch_commands import add_hosts
 
 if TYPE_CHECKING:
-    from megatron_ext.tools.doctor.checks import Diagnosis
+    from megatron_ext.tools.doctor.flight import Diagnosis
     from megatron_ext.tools.launch.plan import JobPlan
 
 __all__ = ["add_subcommand"]
@@ -27,10 +28,17 @@ def add_subcommand(subparsers: Any) -> None:
         help="check this machine, or all hosts of a hostfile",
         usage="megatron-ext doctor [options] [-- pretrain_gpt.py FLAGS...]",
         description="Check versions, patches, device, memory and RDMA of this machine, with "
-        "--hostfile also every host, and after -- the flags of a training and the memory that its "
-        "transport takes. Exit code 1 if anything is a FAIL.",
+        "--hostfile also every host, and after -- the flags of a training: what is refused, known "
+        "to hang, does not fit or leaves devices idle, and the nearest better flags. Exit code 1 "
+        "if anything is a FAIL.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--devices",
+        metavar="NxKIND",
+        help=f"check the flags alone, for so many devices of a kind: {', '.join(DEVICES)}, or a "
+        "file, as `plan` takes it (default: a replica of this machine's)",
+    )
     add_hosts(parser)
     parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=_run)
@@ -38,12 +46,20 @@ def add_subcommand(subparsers: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     """Print the findings of all checks; return 1 if one of them failed."""
-    from megatron_ext.tools.launch import runs
-    from megatron_ext.tools.launch.plan import JobPlan
-    from megatron_ext.tools.launch.start import nodes_of
-
     plan = None
+    if args.devices is not None:
+        for name in ("hostfile", "include", "exclude"):
+            if getattr(args, name) is not None:
+                raise LaunchError(f"--{name} is for machines at hand, --devices for any; give one")
+        if not args.command_words:
+            raise ArgumentsError(
+                "--devices checks the flags of a training; add them: -- pretrain_gpt.py FLAGS"
+            )
     if args.hostfile is not None:
+        from megatron_ext.tools.launch import runs
+        from megatron_ext.tools.launch.plan import JobPlan
+        from megatron_ext.tools.launch.start import nodes_of
+
         nodes = tuple(replace(node, nproc=0) for node in nodes_of(args))  # it counts the devices
         plan = JobPlan(runs.new_run_id(), nodes, ("true",), "/", args.python, per_node=True)
     elif args.include is not None or args.exclude is not None:
@@ -61,6 +77,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _findings(args: argparse.Namespace, plan: JobPlan | None) -> Iterator[Diagnosis]:
     """Run all checks that the flags select, in sequence."""
+    from megatron_ext.tools.doctor.flight import check_training
+
+    if args.devices is not None:
+        yield from check_training(args.command_words, *parse_devices(args.devices))
+        return
     from megatron_ext.tools.doctor import checks
     from megatron_ext.tools.launch.start import ssh_of
 
@@ -75,6 +96,6 @@ def _findings(args: argparse.Namespace, plan: JobPlan | None) -> Iterator[Diagno
     yield from checks.check_memlock()
     yield from checks.check_rdma()
     if args.command_words:
-        yield from checks.check_training(args.command_words)
+        yield from check_training(args.command_words, None, checks.device_here())
     if plan is not None:
         yield from checks.check_hosts(plan, ssh_of(args), args.preflight_timeout)

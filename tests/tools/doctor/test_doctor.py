@@ -15,7 +15,8 @@ import torch
 
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.tools.doctor import checks
-from megatron_ext.tools.doctor.checks import Diagnosis, arena_bytes, check_hosts
+from megatron_ext.tools.doctor.checks import check_hosts
+from megatron_ext.tools.doctor.flight import Diagnosis, arena_bytes, check_training
 from megatron_ext.tools.launch.hostfile import Host
 from megatron_ext.tools.launch.plan import JobPlan, Node
 from megatron_ext.tools.launch.ssh import Ssh
@@ -59,6 +60,8 @@ def test_flags_of_a_training_are_checked() -> None:
         "found": "zb-v takes these flags",
         "remedy": "",
     }
+    [layout] = [one for one in json.loads(done.stdout) if one["check"] == "layout"]
+    assert "--devices 64xh100" in layout["found"]
     done = run_package("doctor", "--", *flags.split(), "--cuda-graph-impl", "local")
     assert done.returncode == 1
     assert "FAIL training: --pipeline-schedule zb-v cannot run with CUDA graphs" in done.stdout
@@ -263,8 +266,8 @@ def test_the_memory_that_messages_take(samples: int, level: str) -> None:
     sizes = "--num-layers 4 --hidden-size 64 --seq-length 128 --micro-batch-size"
     flags = [*sizes.split(), f"{samples}", "--global-batch-size", f"{8 * samples}", "--bf16"]
     flags += ["--pipeline-model-parallel-size", "4", "--pipeline-schedule", "zb-h1"]
-    found = {f.check: f for f in checks.check_training([*flags, "--pipeline-transport", "shm"])}
+    found = {f.check: f for f in check_training([*flags, "--pipeline-transport", "shm"])}
     assert found["training"].level == "OK"
     assert found["transport arenas"].level == level
     assert found["transport arenas"].remedy or level == "OK"
-    assert "transport arenas" not in {f.check for f in checks.check_training(flags)}
+    assert "transport arenas" not in {f.check for f in check_training(flags)}

@@ -1,0 +1,419 @@
+"""Checks the flags of a training without starting anything, for the machine at hand or any other.
+
+What `preflight` refuses, hangs that were published, whether each rank's memory fits, how long
+devices wait, and the flags nearest to these that are better: the planner's forecast with one thing
+changed. Needs neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_ext.config import stages
+from megatron_ext.config.active import base_table, twins_of
+from megatron_ext.config.flags import read_words
+from megatron_ext.config.hosting import batches_of, preflight
+from megatron_ext.config.incompatible import Rule
+from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.planning.layout_search import (
+    Layout,
+    ParallelSizes,
+    Question,
+    forecast,
+    search,
+)
+from megatron_ext.planning.model_sizes import sizes_of_flags
+from megatron_ext.planning.techniques import techniques_of_flags
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX
+from megatron_ext.schedules.search.policies import arena_slots
+from megatron_ext.schedules.table.validation import validate
+
+if TYPE_CHECKING:
+    from megatron_ext.config.active import Pipeline
+    from megatron_ext.config.hosting import Preflight
+    from megatron_ext.planning.hardware import DeviceKind
+    from megatron_ext.planning.techniques import Precision
+
+__all__ = ["Diagnosis", "arena_bytes", "check_training"]
+
+_MIB = 1 << 20
+_MOSTLY_IDLE = 0.5
+"""Share of the pipeline's time in which devices wait, from which it is a warning."""
+_WORTH = 1.1
+"""Times as fast, from which other flags are named though nothing is wrong."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """One line of the report."""
+
+    level: Literal["OK", "WARN", "FAIL"]
+    """FAIL: the requested training cannot work. WARN: it works, with a disadvantage."""
+    check: str
+    """The subject of the check, in two or three words."""
+    found: str
+    remedy: str = ""
+    """Remedy; empty if nothing is wrong."""
+
+    @classmethod
+    def of(cls, level: Literal["WARN", "FAIL"], check: str, line: object) -> Diagnosis:
+        """Return the finding of a line `found; remedy`, as all our errors are."""
+        found, _, remedy = str(line).partition("; ")
+        return cls(level, check, found, remedy)
+
+    def __str__(self) -> str:
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"{self.level:<4} {self.check}: {self.found}{remedy}"
+
+
+def _several_chunks(pp: Any, chunks: Any, layers: Any, layout: Any) -> bool:
+    return bool(chunks or layers or (layout and layout.count("|") + 1 > pp))
+
+
+_CUT = (
+    "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
+_OURS = "--pipeline-schedule"
+KNOWN_HANGS = (
+    Rule(
+        ("variable_seq_lengths", *_CUT),
+        "--variable-seq-lengths",
+        "two ranks exchange shapes in both directions at once, and swap them: hangs or fails "
+        "(Megatron-LM#1450; docs/hangs.md)",
+        f"add {_OURS} interleaved, whose messages have names",
+        lambda varies, pp, *cut: varies and pp == 2 and _several_chunks(pp, *cut),
+    ),
+    Rule(
+        ("variable_seq_lengths", "pipeline_model_parallel_size"),
+        "--variable-seq-lengths",
+        "with four or more stages, ranks exchange shapes in an order that hangs where the calls of "
+        "a batch are started one by one (Megatron-LM#5100; docs/hangs.md)",
+        f"add {_OURS} 1f1b, whose messages carry their shape",
+        lambda varies, pp: varies and pp >= 4,
+    ),
+    Rule(
+        ("pipeline_model_parallel_layout",),
+        "--pipeline-model-parallel-layout",
+        "the last stage has nothing but the loss, which was reported to hang (Megatron-LM#1852)",
+        "give the last stage a layer: ...|tL",
+        lambda layout: layout and set(stages.parse_layout(layout)[-1]) == {"L"},
+    ),
+    Rule(
+        ("pipeline_model_parallel_size", "cuda_graph_impl", "enable_cuda_graph"),
+        "CUDA graphs",
+        "with pipeline parallelism were reported to hang (Megatron-LM#3802)",
+        "leave --cuda-graph-impl and --enable-cuda-graph out",
+        lambda pp, kind, graphs: pp > 1 and (graphs or kind not in (None, "none")),
+    ),
+    Rule(
+        ("expert_model_parallel_size", "overlap_grad_reduce", "world_size"),
+        "--overlap-grad-reduce",
+        "with experts on several ranks of 64 or more devices, all-to-all and reduction can wait "
+        "for each other (Megatron-LM#5749)",
+        "leave --overlap-grad-reduce out if it hangs, and add --hang-timeout 300, which names the "
+        "collectives",
+        lambda experts, overlaps, world: (experts or 1) > 1 and overlaps and (world or 0) >= 64,
+    ),
+)  # fmt: skip
+"""Of Megatron's own schedules, except the last, which no schedule causes."""
+
+
+def check_training(
+    words: Sequence[str], count: int | None = None, device: DeviceKind | None = None
+) -> Iterator[Diagnosis]:
+    """Check the flags of a training: what its schedule takes, changes, refuses and allocates.
+
+    Args:
+        words: Its command line, with or without the script, after `--`.
+        count: Devices of the job; None: those of one replica.
+        device: What they are; None: memory and time are not forecast.
+    """
+    # argparse leaves the separator in, and the script may be named or not.
+    flags = [word for word in words if word != "--"]
+    flags = flags[1:] if flags and flags[0].endswith(".py") else flags
+    found = preflight(flags, world_size=count)
+    for refusal in found.refusals:
+        yield Diagnosis("FAIL", "training", refusal.reason, refusal.remedy)
+    for line in (*found.changes, *found.notices):
+        yield Diagnosis("OK", "training", line)
+    args = Namespace(**read_words(flags))
+    args.world_size = count
+    for kind in ("tensor_model", "pipeline_model", "context", "expert_model"):
+        name = f"{kind}_parallel_size"
+        setattr(args, name, getattr(args, name, None) or 1)
+    if found.pipeline is None:
+        yield from _hangs(args, KNOWN_HANGS)
+    else:
+        yield from _hangs(args, KNOWN_HANGS[-1:])
+    if not found.accepted:
+        return
+    own = "Megatron's own schedule"
+    yield Diagnosis("OK", "training", f"{found.pipeline.name if found.pipeline else own} takes "
+                  "these flags")  # fmt: skip
+    yield from _arenas(found, args)
+    if device is None:
+        line = "memory and time are not forecast: say for which devices, as --devices 64xh100"
+        yield Diagnosis("OK", "layout", line)
+    else:
+        yield from _forecast(found, args, flags, device)
+
+
+def _hangs(args: Namespace, known: Sequence[Rule]) -> Iterator[Diagnosis]:
+    for rule in known:
+        if rule.refuses(args):
+            yield Diagnosis("WARN", "known hang", f"{rule.flag}: {rule.reason}", rule.remedy)
+
+
+def _arenas(found: Preflight, args: Namespace) -> Iterator[Diagnosis]:
+    """Compare the shared memory of a native transport with what this machine has."""
+    pipeline = found.pipeline or found.transport_only
+    sizes = [
+        getattr(args, name, None) for name in ("seq_length", "micro_batch_size", "hidden_size")
+    ]
+    if pipeline is None or pipeline.transport == "torch" or not all(sizes):
+        return
+    import psutil
+
+    is_half = getattr(args, "bf16", False) or getattr(args, "fp16", False)
+    # A message is the activation of one micro-batch.
+    values = math.prod(size for size in sizes if size)
+    each = arena_bytes(pipeline, values * (2 if is_half else 4))
+    whole, available = each * pipeline.pp, psutil.virtual_memory().available
+    shown = f"{each / _MIB:.0f} MiB for each rank at most, {whole / _MIB:.0f} MiB for a pipeline "
+    shown += f"on one machine, {available / _MIB:.0f} MiB available here"
+    remedy = "lower the micro-batch size, or use --pipeline-transport torch, which has no arenas"
+    level: Literal["FAIL", "WARN"] = "FAIL" if whole > available else "WARN"
+    is_much = whole > available // 2
+    yield Diagnosis(level if is_much else "OK", "transport arenas", shown, remedy * is_much)
+
+
+def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
+    """Return the upper bound on the memory of one rank's arenas, in bytes.
+
+    The model's routes are not known here; each adds the messages that skip a stage.
+    """
+    table, peers = pipeline.full, defaultdict[int, set[int]](set)
+    for source, target, _ in validate(table).slots:
+        if source != target:
+            peers[source].add(target)
+            peers[target].add(source)
+    page_bytes = resource.getpagesize()
+    slots = arena_slots(
+        table, pipeline.dynamic.margin if pipeline.dynamic else None, pipeline.config.stash_ratio
+    )
+    most = max(map(len, peers.values()), default=0)
+    return most * slots * math.ceil(message_bytes / page_bytes) * page_bytes
+
+
+def _forecast(
+    found: Preflight, args: Namespace, flags: Sequence[str], device: DeviceKind
+) -> Iterator[Diagnosis]:
+    """Compare memory and waiting with what the devices have, and name better flags."""
+    try:
+        job, plan = planned(found, args, flags, device)
+    except (ArgumentsError, ScheduleError) as error:
+        yield Diagnosis.of("FAIL", "layout", error)
+        return
+    if plan is None:
+        reason = "the planner has no forecast for this schedule or cut"
+        yield Diagnosis("OK", "layout", f"memory and time are not checked: {reason}")
+        return
+    most = max(plan.memory_gib)
+    rank = plan.memory_gib.index(most)
+    limit = device.memory_gib - device.reserve_gib
+    name = plan.schedule if plan.sizes.pp > 1 else "no pipeline"
+    shown = f"rank {rank} needs {most:.1f} GiB of {device.memory_gib:g} ({device.name}, {name})"
+    is_full, idle = most > limit, plan.idle
+    better = nearest(job, plan)
+    remedy = "" if better is None else better.remedy(plan)
+    if most > device.memory_gib:
+        yield Diagnosis("FAIL", "memory", shown, remedy or "use more devices")
+    elif is_full:
+        shown += f", of which {device.reserve_gib:g} are for workspaces and fragments"
+        yield Diagnosis("WARN", "memory", shown, remedy or "use more devices")
+    else:
+        yield Diagnosis("OK", "memory", shown)
+    shown = f"devices wait {100 * idle:.0f} % of the pipeline's time, {plan.step_s:.3g} s a step "
+    shown += "by forecast"
+    if idle >= _MOSTLY_IDLE:
+        yield Diagnosis("WARN", "idle devices", shown, remedy or "give more micro-batches")
+    elif better is not None and not is_full and plan.step_s > _WORTH * better.plan.step_s:
+        yield Diagnosis("OK", "idle devices", shown, remedy)
+    else:
+        yield Diagnosis("OK", "idle devices", shown)
+
+
+def planned(
+    found: Preflight, args: Namespace, flags: Sequence[str], device: DeviceKind
+) -> tuple[Question, Layout | None]:
+    """Return the forecast of a training whose flags were accepted, whether or not it fits.
+
+    Raises:
+        ArgumentsError: Sizes are missing, or do not divide.
+        ScheduleError: The layers do not divide into the stages.
+    """
+    model = sizes_of_flags(flags, "the model")
+    pp, tp, cp = (
+        args.pipeline_model_parallel_size,
+        args.tensor_model_parallel_size,
+        args.context_parallel_size,
+    )
+    name = found.pipeline.name if found.pipeline else base_table(stages.chunks_of_megatron(args))
+    if name.startswith(CSV_PREFIX) or found.config is None or found.config.disaggregation:
+        name = ""
+    twins = twins_of(name) if name else 1
+    batches = batches_of(args, pp, twins)
+    count = args.world_size or tp * pp * cp
+    sequence = model.sequence
+    if sequence is None:
+        raise ArgumentsError("--seq-length is missing; give the tokens, say 4096")
+    mode = frozenset[str]()
+    if getattr(args, "recompute_granularity", None) == "full":
+        mode = frozenset({"full"})
+    elif getattr(args, "recompute_granularity", None) == "selective":
+        mode = frozenset(getattr(args, "recompute_modules", None) or ("core_attn",))
+    precision: Precision = "fp8" if getattr(args, "fp8", None) else "bf16"
+    if getattr(args, "fp8_recipe", None) == "mxfp8":
+        precision = "mxfp8"
+    sizes = ParallelSizes(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=args.expert_model_parallel_size,
+        micro_batch=batches.micro_batch,
+        mode=mode,
+        num_microbatches=batches.total(batches.num_microbatches),
+        replicas=count // (tp * pp * cp),
+    )
+    job = Question(
+        model=model,
+        device=device,
+        num_devices=count,
+        global_batch=list(batches.counts)[-1],
+        sequence=sequence,
+        techniques=techniques_of_flags(flags, precision),
+        fused_loss=bool(getattr(args, "cross_entropy_loss_fusion", False)),
+        overlaps=bool(getattr(args, "overlap_grad_reduce", False)),
+        shards_optimizer=bool(getattr(args, "use_distributed_optimizer", False)),
+    )
+    if not name:
+        return job, None
+    free = replace(job, device=replace(device, memory_gib=1e9))
+    if pp == 1:
+        plan = forecast(free, sizes, "none", 1)
+    else:
+        counts = _counts(found, args, name)
+        chunks = len(counts) * twins // pp
+        plan = forecast(free, sizes, name, chunks, counts)
+    return job, None if plan is None else replace(plan, job=job)
+
+
+def _counts(found: Preflight, args: Namespace, name: str) -> list[int]:
+    """Return the layers of each stage.
+
+    Raises:
+        ScheduleError: They do not divide.
+    """
+    layout = found.arguments.get("pipeline_model_parallel_layout") or stages.layout_text(
+        getattr(args, "pipeline_model_parallel_layout", None)
+    )
+    if layout:
+        return [stage.count("t") for stage in stages.parse_layout(layout)]
+    pp, layers = args.pipeline_model_parallel_size, args.num_layers
+    if found.pipeline is not None:
+        count = found.pipeline.placement.num_stages
+    else:
+        count = pp * stages.chunks_of_megatron(args)
+    ends = [getattr(args, f"decoder_{end}_pipeline_num_layers", None) for end in ("first", "last")]
+    if any(ends) and count == pp:
+        given = sum(end for end in ends if end)
+        between = count - sum(map(bool, ends))
+        each, rest = divmod(layers - given, between) if between else (0, layers - given)
+        if not rest:
+            middle = [each] * between
+            return [*([ends[0]] if ends[0] else []), *middle, *([ends[1]] if ends[1] else [])]
+    # Embedding and loss may count as a layer each.
+    spare = [bool(getattr(args, f"account_for_{end}_in_pipeline_split", False))
+             for end in ("embedding", "loss")]  # fmt: skip
+    each, rest = divmod(layers + sum(spare), count)
+    if rest:
+        raise ScheduleError(
+            f"{layers} layers do not divide into {count} stages of {name}, which Megatron refuses; "
+            f"add {_OURS} {name} --pipeline-layout auto, which cuts them unevenly"
+        )
+    counts = [each] * count
+    counts[0] -= spare[0]
+    counts[-1] -= spare[1]
+    return counts
+
+
+@dataclass(frozen=True)
+class Better:
+    """Other flags, with their forecast."""
+
+    changed: str
+    plan: Layout
+
+    def remedy(self, own: Layout) -> str:
+        """Return the change in words, its forecast, and the flags."""
+        plan = self.plan
+        return (
+            f"try {self.changed} ({max(plan.memory_gib):.1f} GiB, {plan.step_s:.3g} s a step "
+            f"against {own.step_s:.3g}): {plan.flags}"
+        )
+
+
+_CHANGES = {
+    "recompute": "another recomputation",
+    "schedule": "another schedule",
+    "micro_batch": "another micro-batch",
+    "pp": "another pipeline",
+    "tp": "another tensor parallelism",
+    "cp": "another context parallelism",
+    "ep": "another expert parallelism",
+    "layout": "another cut of the layers",
+}
+
+
+def nearest(job: Question, own: Layout) -> Better | None:
+    """Return the fastest layout that fits, is faster than a fitting one, and differs in one thing.
+
+    If there is none, or it gains little where devices mostly wait, several things may differ.
+    """
+    sizes, limit = own.sizes, job.device.memory_gib - job.device.reserve_gib
+    fixed: dict[str, Any] = {
+        name: getattr(sizes, name) for name in ("tp", "pp", "cp", "ep", "micro_batch")
+    }
+    fixed["recompute"] = sizes.mode
+    if sizes.pp > 1:
+        fixed |= {"schedule": own.schedule, "vp": own.chunks}
+    sharded = replace(job, shards_optimizer=True)
+
+    def best(words: str, other: Question, kept: dict[str, Any]) -> list[Better]:
+        try:
+            plans = search(replace(other, fixed=kept), keep=1).plans
+        except ArgumentsError:  # nothing divides
+            return []
+        faster = max(own.memory_gib) > limit or (plans and plans[0].step_s < own.step_s)
+        return [Better(words, plan) for plan in plans if faster]
+
+    found = []
+    for name, words in _CHANGES.items():
+        free = ("schedule", "vp") if name in ("schedule", "pp") else ()
+        kept = {key: fixed[key] for key in fixed if key not in (name, *free)}
+        found += best(words, job, kept)
+    if not job.shards_optimizer:
+        found += best("a sharded optimizer", sharded, fixed)
+    gain = own.step_s / min((each.plan.step_s for each in found), default=math.inf)
+    if not found or (own.idle >= _MOSTLY_IDLE and gain < _WORTH):
+        found += best("another layout", sharded, {})
+    return min(found, key=lambda each: each.plan.step_s, default=None)

@@ -1,0 +1,93 @@
+"""The doctor before a flight: what does not fit, hangs or waits, and flags that are better."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron_ext.planning.hardware import parse_devices
+from megatron_ext.tools.doctor.flight import Diagnosis, check_training
+from tests.config.test_schedule_flags import outcomes
+from tests.ranks import require_training, run_ranks
+
+SIZES = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu --seq-length 4096 "
+    "--max-position-embeddings 4096 --bf16 --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights "
+)
+GPT = SIZES + "--vocab-size 32000 "
+
+
+def flight(flags: str, devices: str = "8xh100", sizes: str = GPT) -> dict[str, Diagnosis]:
+    words = f"{sizes}{flags}".split()
+    found = list(check_training(["pretrain_gpt.py", *words], *parse_devices(devices)))
+    for finding in found:
+        assert finding.remedy or finding.level == "OK", finding
+        assert "\n" not in str(finding)
+    return {finding.check: finding for finding in found}
+
+
+ONE = "--micro-batch-size 1 --global-batch-size {} "
+PP = "--pipeline-model-parallel-size {} "
+DEVICE = ONE.format(64) + PP.format(2)
+TOO_MUCH = "--micro-batch-size 4 --global-batch-size 64 "
+CASES = {
+    "optimizer and activations": (TOO_MUCH, "memory", "FAIL", r"needs 1\d\d\.\d GiB of 79.1"),
+    "fits": (ONE.format(64) + "--use-distributed-optimizer", "memory", "OK", "needs"),
+    "too few micro-batches": (
+        ONE.format(2) + PP.format(8) + "--use-distributed-optimizer", "idle devices", "WARN",
+        r"devices wait 7\d %",
+    ),
+    "devices left over": (ONE.format(64) + PP.format(5), "layout", "FAIL", "world size 8"),
+    "layers left over": (
+        ONE.format(64) + PP.format(2) + "--num-layers 33", "layout", "FAIL",
+        "33 layers do not divide into 2 stages",
+    ),
+    "no sizes": (ONE.format(64) + "--hidden-size 0", "layout", "FAIL", "--hidden-size is missing"),
+    "#1450": (DEVICE + "--num-virtual-stages-per-pipeline-rank 2 --variable-seq-lengths "
+              "--moe-token-dispatcher-type alltoall", "known hang", "WARN", "1450"),
+    "#5100": (ONE.format(64) + PP.format(4) + "--variable-seq-lengths "
+              "--moe-token-dispatcher-type alltoall", "known hang", "WARN", "5100"),
+    "#1852": (
+        DEVICE + "--pipeline-model-parallel-layout Et*32|L", "known hang", "WARN", "1852",
+    ),
+    "graphs": (DEVICE + "--cuda-graph-impl local", "known hang", "WARN", "3802"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_findings(name: str) -> None:
+    flags, check, level, text = CASES[name]
+    finding = flight(flags)[check]
+    assert finding.level == level
+    assert re.search(text, finding.found), finding.found
+
+
+def test_experts_and_reductions_on_many_devices() -> None:
+    flags = ONE.format(256) + "--num-experts 8 --expert-model-parallel-size 8 --overlap-grad-reduce"
+    assert "5749" in flight(flags, "64xh100")["known hang"].found
+    assert "known hang" not in flight(flags, "32xh100")
+
+
+def test_a_schedule_of_ours_does_not_hang() -> None:
+    flags = DEVICE + "--variable-seq-lengths --moe-token-dispatcher-type alltoall "
+    assert "known hang" not in flight(flags + "--pipeline-schedule zb-h1")
+
+
+@pytest.mark.parametrize("name", ["optimizer and activations", "too few micro-batches"])
+def test_the_flags_that_it_names_are_better_and_taken(name: str) -> None:
+    flags, check, *_ = CASES[name]
+    before = flight(flags)
+    better = before[check].remedy.partition(": ")[2].replace("'", "")
+    after = flight(better)
+    assert after["memory"].level == "OK"
+    assert "FAIL" not in {finding.level for finding in after.values()}
+    if name == "too few micro-batches":
+        step, old = (float(re.search(r"([\d.]+) s a step", each["idle devices"].found)[1])  # type: ignore[index]
+                     for each in (after, before))  # fmt: skip
+        assert step < 0.8 * old
+    require_training()
+    rest = "--train-iters 5 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 31999"
+    taken = run_ranks(1, outcomes, [("gpt", f"{SIZES}{rest} {better}", 8)])[0]
+    assert isinstance(taken[0], dict), taken
