@@ -130,6 +130,7 @@ COMMANDS = {
     "__init__.py",  # whether a command imports it
     "__main__.py",
     "cli.py",
+    "errors.py",  # words of what parsers refuse
     "devices/__init__.py",  # the device, before Megatron's parser
     "disaggregation/role_settings.py",  # for config/hosting.py
     "upstream/parent.py",
