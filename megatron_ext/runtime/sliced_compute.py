@@ -37,7 +37,7 @@ __all__ = ["KeptState", "SlicedCompute", "SlicedData", "with_earlier_slices"]
 
 
 @dataclass
-class Running:
+class _Running:
     """The slice whose forward or backward runs."""
 
     kept: _Microbatch
@@ -181,7 +181,7 @@ class KeptState:
     """
 
     def __init__(self) -> None:
-        self.running: Running | None = None
+        self.running: _Running | None = None
         self.microbatches: defaultdict[tuple[int, int], _Microbatch] = defaultdict(_Microbatch)
         """By stage and number."""
 
@@ -207,13 +207,13 @@ class KeptState:
         begin, end = bounds[number : number + 2]
         kept = self.microbatches[stage, microbatch]
         share = (end - begin) / bounds[-1]
-        self.running = Running(kept, number, begin, end, share, backward)
+        self.running = _Running(kept, number, begin, end, share, backward)
         try:
             yield
         finally:
             self.running = None
 
-    def _runs(self) -> Running:
+    def _runs(self) -> _Running:
         assert self.running is not None
         return self.running
 
@@ -444,7 +444,7 @@ class _MaskType:
 _PACKED_BOTTOM_RIGHT: Any = _MaskType()
 
 
-def _spans(running: Running) -> list[tuple[int, int, int]]:
+def _spans(running: _Running) -> list[tuple[int, int, int]]:
     """Return for each packed sequence in a slice its first token, and its first and end here."""
     return [
         (first, max(first, running.begin), min(end, running.end))
@@ -457,7 +457,7 @@ def _sums(lengths: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=like.dtype, device=like.device)
 
 
-def _part_packed(running: Running) -> Any:
+def _part_packed(running: _Running) -> Any:
     """Return the sequences of a slice as Megatron's `PackedSeqParams`, for all but attention."""
     packed = running.kept.packed
     sums = _sums([end - begin for _, begin, end in _spans(running)], packed.cu_seqlens_q)
@@ -467,7 +467,7 @@ def _part_packed(running: Running) -> Any:
     return replace(packed, cu_seqlens_q=sums, cu_seqlens_kv=sums, **unpadded, **alone)
 
 
-def _part_attended(running: Running, packed: Any) -> tuple[int, Any]:
+def _part_attended(running: _Running, packed: Any) -> tuple[int, Any]:
     """Return the first token that a slice attends to, and its sequences with the keys of each."""
     spans = _spans(running)
     queries = [end - begin for _, begin, end in spans]
