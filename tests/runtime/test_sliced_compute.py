@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from megatron_ext.schedules.table.memory import measure
+from megatron_ext.upstream.releases import core_version
 from tests.patches.single import start_parallel, without
 from tests.ranks import RanksFailed, require_training, run_ranks
 from tests.runtime.capture import GPT, PP2, PP4, Captured, run_here, train
 from tests.runtime.test_equality import assert_equal
-from tests.training.helpers import LLAMA, MLA, MOE, bert_flags, report
+from tests.training.helpers import LLAMA, MLA, MOE, bert_flags, gpt_dataset, report
 from tests.training.helpers import train as run_script
 
 UNCLIPPED = "--clip-grad 0 "
@@ -162,6 +163,20 @@ def test_checkpoints_are_those_of_whole_micro_batches(tmp_path: Path) -> None:
         assert len(losses) == len(whole.losses) == 4
         for ours, theirs in zip(losses, whole.losses, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-6, abs=0)
+
+
+@pytest.mark.tree
+@pytest.mark.usefixtures("megatron_lm_path")
+@pytest.mark.skipif(core_version().startswith("0.16"), reason="0.16 reads no packed documents")
+def test_packed_documents_of_upstreams_script(tmp_path: Path) -> None:
+    packed = "--dataloader-inter-document-masking --position-embedding-type rope "
+    data = f"--data-path {gpt_dataset(tmp_path / 'text')} --data-cache-path {tmp_path} "
+    flags = GPT.replace("--mock-data ", f"{data}--split 100,0,0 ") + PP2 + packed
+    flags += "--micro-batch-size 1 --seq-length 32 --lr 1e-2 --train-iters 3 "
+    found = train(2, f"{flags}{SLICES}--pipeline-schedule zb-h1 ")
+    check_losses(found, stock(2, flags))
+    whole = stock(2, flags.replace("--dataloader-inter-document-masking ", ""))
+    assert found.losses[2] != pytest.approx(whole.losses[2], rel=1e-5), "documents are told apart"
 
 
 SHARDED = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce "
