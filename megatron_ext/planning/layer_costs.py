@@ -39,7 +39,8 @@ FULL = frozenset({"full"})
 
 ASSUMPTIONS = {
     "activations": "kept as Transformer Engine keeps them, flash attention, no dropout: inputs and "
-    "outputs of norms, queries, keys, values, attention output, both sides of the activation",
+    "outputs of norms, queries, keys, values, attention output, both sides of the activation; what "
+    "a product takes in its own precision",
     "logits": "10 bytes for each while the loss is computed, 4 with --cross-entropy-loss-fusion; "
     "the 4 is fitted to SimuMax's B200 rows of Llama with one stage",
     "products": "in waves of tiles of 256 x 128, one on each processor, the last wave as long as a "
@@ -353,7 +354,7 @@ def part_of(
 def _norm(books: _Ledger, module: str, wide: float) -> None:
     """Add a norm and the sum with the residual."""
     books.saved["base"] += 2 * wide
-    books.saved[module] += 2 * wide
+    books.saved[module] += books.bytes * wide
     books.pass_over(module, 4 * wide, 6 * wide)
     books.pass_over("base", 6 * wide, 6 * wide)
 
@@ -378,7 +379,7 @@ def _experts(
     # Permuted, and sorted by expert, on both ways: reads and writes of 2 bytes.
     passes = (6 if by.techniques.sends_once else 15) * chosen * width
     books.pass_over("moe", passes, passes, 6)
-    books.saved["moe"] += 2 * chosen * width
+    books.saved["moe"] += books.bytes * chosen * width
     books.experts(chosen / local, width, up, local)
     act = _activation(books, model, "moe", chosen * model.expert_ffn)
     if model.biases and not by.techniques.fuses_experts:  # no kernel has both
@@ -472,7 +473,9 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
     if by.context > 1:
         round_s = gather_s(device, 2 * rows * by.context * each, by.context, t)
         books.wait("attention", max(0.0, round_s - forward), max(0.0, 2 * round_s - backward))
-    books.saved["attention"] += 2 * rows * values + 4 * rows * heads
+    # Attention keeps its output in bf16, a product in fewer bits its own copy.
+    copy = books.bytes if books.precision != "bf16" else 0.0
+    books.saved["attention"] += (2 + copy) * rows * values + 4 * rows * heads
     books.linear("attention", rows, values, hidden)
     return weights + values * hidden + hidden * model.biases + hidden * model.norm_weights
 
@@ -480,7 +483,7 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
 def _activation(books: _Ledger, model: ModelSizes, module: str, elements: float) -> float:
     """Add the activation function; return the bytes of its gradients."""
     inputs = 2 if model.gated else 1
-    books.saved[module] += 2 * elements * (inputs + 1)
+    books.saved[module] += elements * (2 * inputs + books.bytes)
     books.pass_over(module, 2 * elements * (inputs + 1), 2 * elements * (2 * inputs + 1))
     return 2 * elements * (inputs + 1)
 
