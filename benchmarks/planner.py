@@ -8,7 +8,8 @@
 the recomputation of the recipes of that release. Half of the configurations of the latter
 (`fitted`, shuffled by `random.Random(0)`, all rows of a configuration on one side) chose 28 rates
 of `hardware.py` and `layer_costs.py`. SimuMax's rows chose one, and those of Llama with one stage
-the bytes of a logit. Nothing else was fitted; the other half was only read.
+the bytes of a logit. Nothing else was fitted, but errors of all rows were in sight
+when the formulas were made.
 
 `--rows` prints each row of Megatron-Bridge, `--layouts` how evenly layouts that people wrote share
 the work, in recipes of Megatron-Bridge and Primus, beside the planner's cut. `--ranks` lets the
