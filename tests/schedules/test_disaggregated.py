@@ -20,7 +20,6 @@ from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.actions import Action
 from megatron_ext.schedules.table.communication import Transfer, exchanges, lower
 from megatron_ext.schedules.table.memory import slots_needed
-from megatron_ext.schedules.table.route_plan import Route
 
 from .strategies import COSTS
 
@@ -68,38 +67,6 @@ def test_what_forward_ranks_send() -> None:
     assert last.outputs == (Transfer("SEND", Message("F", 2, 0), 3),)
     ships, *_ = exchanges(generate("fbd", 6, 2, activations="ship"), 2)
     assert ships.outputs == (Transfer("SEND", Message("F", 2, 0), 3),)
-
-
-@given(
-    st.sampled_from([4, 6, 8]),
-    st.integers(1, 4),
-    st.lists(
-        st.tuples(st.integers(0, 3), st.sets(st.integers(0, 3), min_size=1)), min_size=1, max_size=4
-    ),
-)
-def test_routes_lead_to_both_ranks_of_a_stage(
-    pp: int, num_microbatches: int, ends: list[tuple[int, set[int]]]
-) -> None:
-    stages = pp // 2
-    routes = tuple(
-        Route(f"route{number}", source % stages, tuple(sorted({t % stages for t in takers})))
-        for number, (source, takers) in enumerate(ends)
-        if min(t % stages for t in takers) >= source % stages
-    )
-    table = dataclasses.replace(generate("fbd", pp, num_microbatches), routes=routes)
-    validate(table)
-    sent, received = [], []
-    for rank, program in enumerate(lower(table)):
-        for step in program:
-            if isinstance(step, Transfer):
-                sides = (rank, step.peer) if step.verb == "SEND" else (step.peer, rank)
-                (sent if step.verb == "SEND" else received).append((*sides, step.message))
-    assert sorted(sent) == sorted(received)
-    assert len(set(sent)) == len(sent), "a name is unique for a pair of ranks"
-    for route in routes:
-        for taker in set(route.takers) - {route.source}:
-            for rank in {taker, pp - 1 - taker} - {stages - 1}:  # the last forward rank runs none
-                assert (route.source, rank, Message("P", route.source, 0)) in sent
 
 
 @pytest.mark.parametrize("mode", MODES)
