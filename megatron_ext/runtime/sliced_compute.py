@@ -674,7 +674,8 @@ class SlicedCompute(StageCompute):
         assert isinstance(place.data, SlicedData)
         item, device = place.data.whole(microbatch), device_of(self.call.chunks)
         group = parallel_state.get_tensor_model_parallel_group()
-        shape = (0 if inputs[0] is None else inputs[0].shape[1], self._bounds[-1])
+        received = next(iter(inputs), None)
+        shape = (0 if received is None else received.shape[1], self._bounds[-1])
         ahead = self.kept.microbatches[stage, microbatch].ahead
         for name in _LOOKS_AHEAD:
             kind = torch.float32 if name == "loss_mask" else torch.int64
