@@ -38,7 +38,8 @@ _TRAINING_HEAD = ("8 layers, hidden size 256, PP 2", "ms a step", "MiB, first st
 _MODEL = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
     "--max-position-embeddings 256 --micro-batch-size 4 --train-iters 4 "
-    "--eval-iters 0 --lr 1e-4 --min-lr 1e-5 --mock-data --tokenizer-type NullTokenizer "
+    "--eval-iters 0 --eval-interval 4 --lr 1e-4 --min-lr 1e-5 --mock-data "
+    "--tokenizer-type NullTokenizer "
     "--vocab-size 1000 --num-workers 0 --log-interval 100 --hidden-dropout 0 --attention-dropout 0 "
     "--pipeline-model-parallel-size 2 --global-batch-size "
 )
