@@ -5,9 +5,11 @@ Measured with the pinned tag. When a count changes, find out why before changing
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.upstream.table import LeftOut, Suite
 
-__all__ = ["SUITES"]
+__all__ = ["SUITES", "suites_for"]
 
 SUITES = (
     Suite(
@@ -333,3 +335,32 @@ SUITES = (
     Suite("test_training.py", ranks=1, passed=3),
     Suite("utils/test_experimental_log_once.py", ranks=1, passed=2),
 )
+
+_LATER = {
+    "dist_checkpointing/test_async_save.py": LeftOut(
+        "package", 1, (r"TestAsyncSave::test_get_async_strategy\[nvrx\]",)
+    ),
+    "inference/contexts/test_dynamic_context.py": LeftOut(
+        "cuda_device", 1, ("TestDynamicContext::test_async_sched_commit_sampled_tokens",)
+    ),
+    "test_parallel_state.py": LeftOut("gloo_race", 1, ("test_expert_all_gather_group",)),
+}
+"""What later releases add to these files that cannot pass on CPU ranks, as of 0.19.0."""
+
+
+def suites_for(pinned: bool) -> tuple[Suite, ...]:
+    """Return the files to run, of the pinned tag's tree or of a later release's.
+
+    A later release has other numbers of tests: there, only a test that fails is a failure.
+    """
+    if pinned:
+        return SUITES
+    return tuple(
+        replace(
+            suite,
+            counted=False,
+            ranks=8 if suite.file == "inference/contexts/test_dynamic_context.py" else suite.ranks,
+            left_out=suite.left_out + ((_LATER[suite.file],) if suite.file in _LATER else ()),
+        )
+        for suite in SUITES
+    )

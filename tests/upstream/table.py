@@ -44,6 +44,7 @@ class Suite:
         left_out: What is not run.
         timeout_s: When the run is killed.
         quick: Whether our own test suite runs it, too.
+        counted: Whether the numbers above are those of the tree; otherwise only failures count.
     """
 
     file: str
@@ -53,6 +54,7 @@ class Suite:
     left_out: tuple[LeftOut, ...] = ()
     timeout_s: float = 240
     quick: bool = False
+    counted: bool = True
 
     def expected(self) -> Counter[str]:
         """Return how many tests end how."""
