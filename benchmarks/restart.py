@@ -5,7 +5,7 @@
 `megatron-ext launch --max-restarts 1` trains a tiny Llama on two stages of this machine, with a
 checkpoint after every second step. A rank is killed with SIGKILL after the fifth. The launcher's
 own lines mark the parts: the failure is noticed and the other processes are ended, a pause of a
-second, the hosts are asked and the agents start, the ranks import, build the model and load the
+second, the hosts answer and the agents start, the ranks import, build the model and load the
 checkpoint, and the first step. The median of the rounds is printed.
 """
 
@@ -42,7 +42,7 @@ _TIMEOUT_S = 300
 _PAUSE = "pause before the first restart"
 _PARTS = {
     "noticed, the other processes ended": r"restart 1 of 1 in (\S+) s",
-    "hosts asked, agents started": r"run \S+-r1: ",
+    "hosts answer, agents start": r"run \S+-r1: ",
     "imports, groups, model, checkpoint": r"loaded .*(?:, going on from| at) iteration",
     "first step": r"iteration +\d+/",
 }

@@ -358,8 +358,8 @@ def main() -> None:
     for num_bytes in SIZES:
         times: dict[str, Times] = {}
         for backend in ("", *["cuda"] * torch.cuda.is_available()):
-            asked = num_bytes, args.rounds, backend
-            times |= run_ranks(2, transport.measure, *asked, timeout_s=300)[0]
+            arguments = num_bytes, args.rounds, backend
+            times |= run_ranks(2, transport.measure, *arguments, timeout_s=300)[0]
         for row in rows_of(num_bytes, times):
             print(
                 f"{num_bytes:>10}  {row['wire']:<16}{1e6 * row['latency_s']:>12.1f}"

@@ -65,13 +65,13 @@ prepare_environment() {
     exec 9>&-
 }
 
-# An environment that is there already keeps its Python. Refuses to go on with it where another one was asked for.
+# An environment that is there already keeps its Python. Refuses to go on with it where PYTHON3 names another one.
 check_choice() {
-    local version='import sys; print("%d.%d" % sys.version_info[:2])' there asked
+    local version='import sys; print("%d.%d" % sys.version_info[:2])' there wanted
     [[ -n ${PYTHON3:-} && -x $PYTHON ]] || return 0
-    there=$("$PYTHON" -c "$version") asked=$("$(find_python)" -c "$version")
-    [[ $there == "$asked" ]] ||
-        fail "PYTHON3=$PYTHON3 is Python $asked, but $REPO/.venv was made with $there; unset PYTHON3, or make it anew: rm -r $REPO/.venv"
+    there=$("$PYTHON" -c "$version") wanted=$("$(find_python)" -c "$version")
+    [[ $there == "$wanted" ]] ||
+        fail "PYTHON3=$PYTHON3 is Python $wanted, but $REPO/.venv was made with $there; unset PYTHON3, or make it anew: rm -r $REPO/.venv"
 }
 
 # Whether prepare_environment would have nothing to install.

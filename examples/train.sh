@@ -92,7 +92,7 @@ several nodes without a hostfile: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
 TEXT
 }
 
-# --- What is asked for ----------------------------------------------------------------------------
+# --- The command line -------------------------------------------------------------------------------
 
 sizes() { compgen -A function size_ | sed 's/^size_//' | paste -sd ' '; }
 
@@ -396,7 +396,7 @@ summary() {
     say "checkpoint in ${OUT#"$REPO"/}/checkpoints, log in ${OUT#"$REPO"/}/log.txt; run again to resume"
 }
 
-# torchrun ends with a report on every rank; what the user can mend was said in one line before it.
+# torchrun ends with a report on every rank; the line before it names what the user can mend.
 explain_failure() {
     local reason reached latest
     if (($1 == 130)); then

@@ -33,7 +33,7 @@ def prepare(
     A schedule with twins is hosted as in training: as half as many pipeline ranks, each twice.
 
     Args:
-        pipeline: What training would be told.
+        pipeline: The settings that training would get.
         probe: Records the ops.
         kind: What a rank's stages are.
         experts: Ranks that exchange tokens.

@@ -44,7 +44,7 @@ _STEP_S = 10e-6
 
 
 def oversleep_s(num_samples: int = 25) -> float:
-    """Return how much later than asked a sleep ends, the median of some milliseconds of sleep."""
+    """Return how much later than wanted a sleep ends, the median of some milliseconds of sleep."""
     found_s = []
     for _ in range(num_samples):
         begin_s = time.perf_counter()
@@ -73,13 +73,13 @@ class Probe:
     waits: bool = False
     """Whether messages take time, and no transport of ours is there to hide them."""
     _late_s: float = field(default_factory=oversleep_s)
-    """How much later than asked a sleep ends."""
+    """How much later than wanted a sleep ends."""
     _over_s: float = 0.0
     """When the op that runs is over, as far as it has spent its time."""
     _kind: Kind = "F"
     """Of the op that runs."""
     _later_s: dict[Kind, float] = field(default_factory=dict)
-    """By kind: how much later than asked its ops end, on the median."""
+    """By kind: how much later than wanted its ops end, on the median."""
     _alive: list[tuple[StorageWeakRef, float]] = field(default_factory=list)
 
     def op(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:

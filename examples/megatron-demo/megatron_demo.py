@@ -58,7 +58,7 @@ class Layout(NamedTuple):
 
 
 class Group:
-    """This rank's peers in one dimension, and what it has told them, in messages and bytes.
+    """This rank's peers in one dimension, and what it has sent them, in messages and bytes.
 
     A group of one never communicates: single-process training is the same code with such groups.
     """
@@ -327,7 +327,7 @@ def train(rows: list[list[Action]], count: int, groups: list[Group], device: str
 
 
 def arguments() -> argparse.Namespace:
-    """Parse and check; a mistake ends in one line, told by one rank."""
+    """Parse and check; a mistake ends in one line, from one rank."""
     parser = argparse.ArgumentParser(description="3D parallelism on one page.")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size")
@@ -362,7 +362,7 @@ def stop(message: str) -> NoReturn:
 
 
 def traffic(groups: list[Group], device: str) -> Iterator[str]:
-    """Yield what all ranks together told each other in one step, by strategy."""
+    """Yield what all ranks together sent each other in one step, by strategy."""
     yield "\ncommunication of one step, all ranks together:"
     for group, (kind, (_, use)) in zip(groups, TALK.items(), strict=True):
         total = torch.tensor([group.messages, group.bytes], device=device)

@@ -249,7 +249,7 @@ class Active:
     """Ranks of the job, as far as the configuration knows."""
     seed: int | None = None
     """Base seed of random numbers drawn by micro-batch; None: Megatron's generators run on."""
-    asked: PipelineConfig | None = None
+    requested: PipelineConfig | None = None
     """The argument of `configure`, for hosts that know the sizes of a job; None: flags."""
     is_sized: bool = True
     """Whether the sizes of the job are known; False: a host has yet to give them."""

@@ -63,14 +63,14 @@ _REWRITTEN = "megatron_ext_rewritten"
 """The attribute in which `_rewrite` keeps (old, new) of the arguments that it changed."""
 
 
-def prepare(args: Namespace, asked: PipelineConfig | None = None) -> None:
+def prepare(args: Namespace, requested: PipelineConfig | None = None) -> None:
     """Activate a configuration, and set the arguments that let Megatron host it.
 
     A second call with the same arguments changes nothing; upstream's tools may make one.
 
     Args:
         args: Parsed arguments with upstream's names; changed in place.
-        asked: The argument of `configure`; None: the flags say what to run.
+        requested: The argument of `configure`; None: the flags say what to run.
 
     Raises:
         ArgumentsError: The flags contradict each other, or Megatron's own flags.
@@ -78,7 +78,7 @@ def prepare(args: Namespace, asked: PipelineConfig | None = None) -> None:
     """
     clear_configuration()
     given = _as_given(args)
-    found = inspect(given, asked)
+    found = inspect(given, requested)
     found.raise_refusals()
     _rewrite(args, found.arguments)
     for line in (*found.changes, *found.notices):
@@ -92,7 +92,7 @@ def prepare(args: Namespace, asked: PipelineConfig | None = None) -> None:
             job=found.job,
             world_size=int(getattr(given, "world_size", None) or 1),
             seed=given.seed if found.config.draws_by_microbatch else None,
-            asked=asked,
+            requested=requested,
         )
     )
 
@@ -376,7 +376,7 @@ def configure(
             transport_only=pipeline if served else None,
             world_size=world_size,
             seed=seed if config.draws_by_microbatch else None,
-            asked=config,
+            requested=config,
         )
     )
     return build
@@ -392,7 +392,7 @@ def count_recomputation(built: Any) -> None:
         built: A `TransformerConfig` or `DistributedDataParallelConfig` of Megatron.
     """
     found = active()
-    if found is None or found.asked is None or found.pipeline is None:
+    if found is None or found.requested is None or found.pipeline is None:
         return
     pipeline, config = found.pipeline, found.pipeline.config
     if not hasattr(built, "recompute_granularity") or config.stash_ratio > 1:
@@ -410,7 +410,7 @@ def count_recomputation(built: Any) -> None:
 def await_host(config: PipelineConfig) -> None:
     """Keep a configuration until a host (`megatron_ext/hosts/`) gives the sizes of its job."""
     _begin(config)
-    activate_configuration(Active(config, asked=config, is_sized=False))
+    activate_configuration(Active(config, requested=config, is_sized=False))
 
 
 def _begin(config: PipelineConfig) -> None:

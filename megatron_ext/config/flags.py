@@ -47,7 +47,7 @@ __all__ = [
     "pipeline_config",
     "read_words",
     "requested_flags",
-    "said_by",
+    "values_in",
     "stash_fields",
 ]
 
@@ -163,7 +163,7 @@ def read_words(words: Sequence[str]) -> dict[str, Any]:
         ArgumentsError: A flag of ours has no such value.
     """
     own = add_arguments(_WordParser(prog="the command line", add_help=False, allow_abbrev=False))
-    own.set_defaults(**said_by(requested_flags(), FLAGS))  # as Megatron's parser gets them
+    own.set_defaults(**values_in(requested_flags(), FLAGS))  # as Megatron's parser gets them
     parsed, others = own.parse_known_args(list(words))
     found: dict[str, Any] = {}
     values: list[Any] = []
@@ -554,7 +554,7 @@ def stash_fields(args: Namespace, name: str, chunks: int | None) -> dict[str, An
     return {"stash_ratio": ratio, "weights_at_once": at_once}
 
 
-def said_by(words: Sequence[str], source: str) -> dict[str, object]:
+def values_in(words: Sequence[str], source: str) -> dict[str, object]:
     """Return the settings that words change, by the names of their arguments.
 
     Args:

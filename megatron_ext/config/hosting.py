@@ -230,19 +230,19 @@ def preflight(
 
 
 def inspect(
-    args: Namespace, asked: PipelineConfig | None = None, *, here: bool = True
+    args: Namespace, requested: PipelineConfig | None = None, *, here: bool = True
 ) -> Preflight:
     """Check a configuration: what it takes, changes and refuses, and what follows for Megatron.
 
     Args:
         args: Arguments with upstream's names, not yet validated by Megatron.
-        asked: The pipeline, as for `configure`; None: the flags choose it.
+        requested: The pipeline, as for `configure`; None: the flags choose it.
         here: Whether this is a process of the job, with its device and its software.
     """
     found = Preflight()
     config = None
     with found.collecting("flags"):
-        config = pipeline_config(args) if asked is None else completed(args, asked)
+        config = pipeline_config(args) if requested is None else completed(args, requested)
     if config is None:
         return found
     if config.disaggregation is not None and has_dropout(args):
@@ -275,7 +275,7 @@ def inspect(
         with found.collecting("disaggregation"):
             _inspect_roles(found, config, args, here=here)
     elif config.schedule is not None:
-        with found.collecting("pipeline_schedule", args if asked is None else None):
+        with found.collecting("pipeline_schedule", args if requested is None else None):
             _inspect_schedule(found, config, args, here=here)
     elif config.wire != "torch" and not torch_is_best(config, _world_size(args), here=here):
         with found.collecting("pipeline_transport"):
@@ -612,17 +612,17 @@ def _global_batches(args: Namespace, step: int) -> tuple[list[int], str]:
     if ramp is None:
         lower, upper = full // step * step, (full // step + 1) * step
         return [full], f"--global-batch-size {f'{lower} or {upper}' if lower else upper}"
-    said = " ".join(map(str, ramp))
+    written = " ".join(map(str, ramp))
     try:
         start, increment, samples = map(int, ramp)
     except ValueError:
         raise ArgumentsError(
-            f"--rampup-batch-size {said}: must be start, increment and samples; give three integers"
+            f"--rampup-batch-size {written}: must be start, increment, samples; give three integers"
         ) from None
     if start < 1 or increment < 1 or start > full or (full - start) % increment:
         lower = start + max(0, full - start) // max(1, increment) * increment
         raise ArgumentsError(
-            f"--rampup-batch-size {said} does not lead from {start} to the --global-batch-size "
+            f"--rampup-batch-size {written} does not lead from {start} to the --global-batch-size "
             f"{full} in steps of {increment}; use --global-batch-size {lower} or "
             f"{lower + increment}, or leave --rampup-batch-size out"
         )

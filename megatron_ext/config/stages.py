@@ -58,7 +58,7 @@ _LETTERS = {"embedding": "E", "encoder": "e", "decoder": "t", "mtp": "m", "loss"
 """Letters of Megatron's layout notation, by layer name."""
 
 
-class _Said(NamedTuple):
+class _CutFlag(NamedTuple):
     """A flag about the stages of each rank."""
 
     flag: str
@@ -68,15 +68,15 @@ class _Said(NamedTuple):
         return f"{self.flag} {self.value}"
 
 
-def _said(args: Namespace) -> _Said | None:
+def _cut_flag(args: Namespace) -> _CutFlag | None:
     found = []
     for flag in (_LAYOUT, _CHUNKS, _LAYERS):
         value = getattr(args, flag[2:].replace("-", "_"), None)
         if value is not None:
-            found.append(_Said(flag, value))
+            found.append(_CutFlag(flag, value))
     pattern = _pattern(args)
     if pattern is not None and "|" in pattern:
-        found.append(_Said(_PATTERN, pattern))
+        found.append(_CutFlag(_PATTERN, pattern))
     if len(found) > 1:
         raise ArgumentsError(
             f"{found[0].flag} and {found[1].flag} exclude each other; leave one of them out"
@@ -84,29 +84,29 @@ def _said(args: Namespace) -> _Said | None:
     return found[0] if found else None
 
 
-def _chunks_of(said: _Said, args: Namespace) -> int:
+def _chunks_of(cut_flag: _CutFlag, args: Namespace) -> int:
     """Return the stages of each rank under the user's flag, as Megatron counts them."""
     pp = args.pipeline_model_parallel_size
-    if said.flag == _CHUNKS:
-        return int(said.value)
-    if said.flag == _LAYOUT:
-        what, count, by = "stages", len(parse_layout(said.value)), pp
-    elif said.flag == _PATTERN:
-        what, count, by = "segments", said.value.count("|") + 1, pp
+    if cut_flag.flag == _CHUNKS:
+        return int(cut_flag.value)
+    if cut_flag.flag == _LAYOUT:
+        what, count, by = "stages", len(parse_layout(cut_flag.value)), pp
+    elif cut_flag.flag == _PATTERN:
+        what, count, by = "segments", cut_flag.value.count("|") + 1, pp
     else:
-        what, count, by = "layers", _num_split(args), pp * said.value
+        what, count, by = "layers", _num_split(args), pp * cut_flag.value
     if by < 1 or count % by:
         raise ArgumentsError(
-            f"{said} does not spread {count} {what} evenly over "
-            f"--pipeline-model-parallel-size {pp}; leave {said.flag} out"
+            f"{cut_flag} does not spread {count} {what} evenly over "
+            f"--pipeline-model-parallel-size {pp}; leave {cut_flag.flag} out"
         )
     return int(count // by)
 
 
-def _makes(said: _Said | None, args: Namespace) -> int | None:
+def _makes(cut_flag: _CutFlag | None, args: Namespace) -> int | None:
     """Return the stages of each rank under the user's flag; None: it does not divide."""
     try:
-        return 1 if said is None else _chunks_of(said, args)
+        return 1 if cut_flag is None else _chunks_of(cut_flag, args)
     except ArgumentsError:
         return None
 
@@ -144,8 +144,8 @@ def chunks_of_megatron(args: Namespace) -> int:
     Raises:
         ArgumentsError: The flags contradict each other, or do not divide.
     """
-    said = _said(args)
-    return 1 if said is None else _chunks_of(said, args)
+    cut_flag = _cut_flag(args)
+    return 1 if cut_flag is None else _chunks_of(cut_flag, args)
 
 
 def num_chunks(args: Namespace, name: str) -> int | None:
@@ -156,7 +156,7 @@ def num_chunks(args: Namespace, name: str) -> int | None:
     """
     if name.startswith(CSV_PREFIX) or not get(name).free_chunks:
         return None
-    made = _makes(_said(args), args)
+    made = _makes(_cut_flag(args), args)
     return made if made is not None and made > 1 else get(name).num_chunks
 
 
@@ -174,13 +174,13 @@ def flags_for(
         ArgumentsError: The user's flags contradict each other.
         ScheduleError: The model cannot have these stages.
     """
-    said = _said(args)
+    cut_flag = _cut_flag(args)
     layers, chunks = _num_layers(args), placement.num_stages // placement.num_ranks
     mtp = getattr(args, "mtp_num_layers", None) or 0
     wanted: dict[str, Any] = {"pipeline_model_parallel_size": placement.num_ranks}
     if chunks > 1 and placement.num_ranks == 2:
         wanted["overlap_p2p_comm"] = True  # see ModelBuild.overlaps_p2p
-    layout = said.value if said is not None and said.flag == _LAYOUT else None
+    layout = cut_flag.value if cut_flag is not None and cut_flag.flag == _LAYOUT else None
     auto = getattr(args, "pipeline_layout", None) == "auto"
     is_hybrid = any(getattr(args, dest, None) for dest in _HYBRID)
     if layout is not None:
@@ -190,8 +190,8 @@ def flags_for(
         raise ArgumentsError(
             f"--pipeline-layout auto cuts the layers, and so does {what}; leave one of them out"
         )
-    if not auto and _fits(args, said, placement):
-        if said is None and chunks > 1:
+    if not auto and _fits(args, cut_flag, placement):
+        if cut_flag is None and chunks > 1:
             wanted["num_virtual_stages_per_pipeline_rank"] = chunks
         return wanted, []
     replaced = {
@@ -244,12 +244,12 @@ def flags_for(
     return wanted, [f"{line} '{cut}'" + (f" in place of {', '.join(instead)}" if instead else "")]
 
 
-def _fits(args: Namespace, said: _Said | None, placement: Placement) -> bool:
+def _fits(args: Namespace, cut_flag: _CutFlag | None, placement: Placement) -> bool:
     """Return whether Megatron makes the stages of a placement of the user's own flags."""
     if placement.name not in _DEALT:
         return False  # only a layout places them so
     chunks = placement.num_stages // placement.num_ranks
-    if (said is not None or chunks == 1) and _makes(said, args) != chunks:
+    if (cut_flag is not None or chunks == 1) and _makes(cut_flag, args) != chunks:
         return False
     if any(getattr(args, dest, None) is not None for dest in _UNEVEN):
         return True

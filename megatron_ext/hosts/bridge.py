@@ -52,8 +52,8 @@ class _Hosted:
 
 def _validate(call: Callable[..., Any], instance: Any, args: _Args, kwargs: _Keywords) -> Any:
     """Activate the requested configuration and adapt Bridge's to it, before Bridge validates."""
-    asked, words = _asked()
-    if asked is None and words is None:
+    requested, words = _requested()
+    if requested is None and words is None:
         _suit_device(Settings(instance))
         return call(*args, **kwargs)
     REGISTRY.raise_mismatches()
@@ -61,37 +61,37 @@ def _validate(call: Callable[..., Any], instance: Any, args: _Args, kwargs: _Key
     active.clear_configuration()
     settings = Settings(instance)
     try:
-        _prepare(settings, asked, words)
+        _prepare(settings, requested, words)
         _check_sizes(sizes)
         result = call(*args, **kwargs)
         _check(settings)
     except BaseException as error:
         active.clear_configuration()
         settings.restore()
-        if asked is not None:  # the program may retry with another Bridge configuration
-            entrances.await_host(asked)
+        if requested is not None:  # the program may retry with another Bridge configuration
+            entrances.await_host(requested)
         if isinstance(error, ArgumentsError | ScheduleError):
-            message = settings.in_fields(str(error), from_python=asked is not None)
+            message = settings.in_fields(str(error), from_python=requested is not None)
             kind = ScheduleError if isinstance(error, ScheduleError) else ArgumentsError
             raise kind(message) from None
         raise
     return result
 
 
-def _asked() -> tuple[PipelineConfig | None, Namespace | None]:
+def _requested() -> tuple[PipelineConfig | None, Namespace | None]:
     """Return the request: `configure`'s `PipelineConfig`, or the parsed flags of the environment.
 
     Raises:
         ArgumentsError: Both are given, or the flags are invalid.
     """
     found, words = active.active(), requested_flags()
-    asked = None if found is None else found.asked
-    if asked is not None and words:
+    requested = None if found is None else found.requested
+    if requested is not None and words:
         raise ArgumentsError(
             f"megatron_ext.configure was called, but {FLAGS} is also set, to "
             f"{' '.join(words)!r}; leave one of them out"
         )
-    return asked, parse_words(words, FLAGS) if words else None
+    return requested, parse_words(words, FLAGS) if words else None
 
 
 def _sizes_of_configure() -> tuple[int, int] | None:
@@ -121,7 +121,7 @@ def _check_sizes(given: tuple[int, int] | None) -> None:
         )
 
 
-def _prepare(settings: Settings, asked: PipelineConfig | None, words: Namespace | None) -> None:
+def _prepare(settings: Settings, requested: PipelineConfig | None, words: Namespace | None) -> None:
     model = settings.container.model
     if getattr(getattr(model, "dist_train", None), "use_dist_train", False) is True:
         raise ArgumentsError(
@@ -138,7 +138,7 @@ def _prepare(settings: Settings, asked: PipelineConfig | None, words: Namespace 
                 "pretrain_gpt.py"
             )
         vars(arguments).update(vars(words))
-    entrances.prepare(arguments, asked)
+    entrances.prepare(arguments, requested)
     _refuse_decentralized(settings.container)
     hosted = active.required().state(_Hosted)
     hosted.settings, hosted.arguments = settings, arguments
@@ -225,7 +225,7 @@ def _refuse_modules(*_call: Any) -> Any:
 
 def _is_asked() -> bool:
     found = active.active()
-    return bool(requested_flags()) or (found is not None and found.asked is not None)
+    return bool(requested_flags()) or (found is not None and found.requested is not None)
 
 
 # -- tied embeddings -----------------------------------------------------------------------------

@@ -31,11 +31,11 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         The same parser.
     """
     from megatron_ext import devices
-    from megatron_ext.config.flags import FLAGS, add_arguments, requested_flags, said_by
+    from megatron_ext.config.flags import FLAGS, add_arguments, requested_flags, values_in
 
     add_arguments(parser)
     parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
-    parser.set_defaults(**said_by(requested_flags(), FLAGS))
+    parser.set_defaults(**values_in(requested_flags(), FLAGS))
     device = devices.current()
     known = {action.dest: action for action in parser._actions}
     backend = known.get("distributed_backend")

@@ -244,15 +244,15 @@ def _costs(args: argparse.Namespace) -> Costs:
 
 def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
     """Return the given options of each schedule, by its name."""
-    said: dict[str, dict[str, Option]] = {}
+    given: dict[str, dict[str, Option]] = {}
     for destination, value in vars(args).items():
         name, _, key = destination.partition(" ")
         if key and value is not None:
             if not {name, "all"}.intersection(args.schedule):
                 named = ", ".join(args.schedule)
                 raise ScheduleError(f"--{name}-{key} is for {name}, not for {named}; leave it out")
-            said.setdefault(name, {})[key] = value
-    return said
+            given.setdefault(name, {})[key] = value
+    return given
 
 
 def _check_sizes(args: argparse.Namespace) -> None:

@@ -105,13 +105,13 @@ def refuse(args: Namespace) -> None:
     settings = dict(_SCRIPT_ONLY)
     if not hasattr(import_module("megatron.training.argument_utils"), "gpt_config_from_args"):
         settings.update(_BUILDERS_ONLY)
-    asked = [name for name, off in settings.items() if getattr(args, name, off) not in (off, None)]
-    if asked:
+    used = [name for name, off in settings.items() if getattr(args, name, off) not in (off, None)]
+    if used:
         raise ArgumentsError(
             "\n".join(
                 f"--{name.replace('_', '-')} needs upstream's own pretrain_gpt.py, which the wheel "
                 "lacks: run `megatron-ext upstream fetch`, or set MEGATRON_LM_PATH"
-                for name in asked
+                for name in used
             )
         )
 

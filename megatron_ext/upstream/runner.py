@@ -136,8 +136,8 @@ def _is_upstreams_need(error: ModuleNotFoundError) -> bool:
         for frame, _ in traceback.walk_tb(error.__traceback__)
         if "importlib" not in frame.f_code.co_filename
     ]
-    asked = (error.name or "").partition(".")[0]
-    return importers[-1].startswith("megatron.") and asked not in {"megatron", "megatron_ext"}
+    missing = (error.name or "").partition(".")[0]
+    return importers[-1].startswith("megatron.") and missing not in {"megatron", "megatron_ext"}
 
 
 def _remedy(package: str) -> str:

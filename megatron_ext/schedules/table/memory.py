@@ -42,7 +42,7 @@ Edge = tuple[int, int, str]
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of each rank, in Ma unless said otherwise."""
+    """Peak memory of each rank, in Ma unless another unit is named."""
 
     activations: tuple[float, ...]
     weight_stash: tuple[float, ...]
