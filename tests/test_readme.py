@@ -108,7 +108,7 @@ def known_flags() -> set[str]:
         flag
         for file in tracked()
         if file.startswith(("tests/", "benchmarks/", "examples/")) and file.endswith(".py")
-        for flag in re.findall(r"add_argument\(\s*\"(--[a-z][\w-]+)\"", text_of(REPO / file))
+        for flag in re.findall(r"add(?:_argument)?\(\s*\"(--[a-z][\w-]+)\"", text_of(REPO / file))
     ]
     parsers = [cli.build_parser()]
     while parsers:
@@ -130,7 +130,8 @@ REMOVED_FLAGS = {
 }
 """Flags of earlier versions, which only the changelog still names."""
 
-FOREIGN_FLAGS = {  # of torchrun, pytest, slime, and of Megatron-LM in any release
+FOREIGN_FLAGS = {  # of torchrun, pytest, slime, DPP's aggregate.py, Megatron-LM in any release
+    "--benchmark_dir",
     "--custom-megatron-init-path",
     "--measure",  # of pytest, by tests/conftest.py
     "--nproc-per-node",
