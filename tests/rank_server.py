@@ -274,9 +274,12 @@ def main() -> None:
     preload()
     gc.freeze()  # a rank's collections would copy every page of what it shares with the server
     send(answers, "ready")
-    while True:
-        try:
-            request = receive(requests)
-        except EOFError:
-            return
-        send(answers, _Run(request).wait(requests.fileno()))
+    try:
+        while True:
+            try:
+                request = receive(requests)
+            except EOFError:
+                return
+            send(answers, _Run(request).wait(requests.fileno()))
+    finally:
+        gc.unfreeze()  # what is still frozen when the interpreter ends, nanobind reports as leaked
