@@ -27,25 +27,23 @@ shortest time of each draw counts, as in dynamic_order.py, since other load only
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common.json_output import add_json, write_json  # noqa: E402
-from benchmarks.schedule_harness import device, launch  # noqa: E402
-from benchmarks.schedule_harness.device import DeviceFigures, Row  # noqa: E402
-from benchmarks.schedule_harness.noise import SCENARIOS  # noqa: E402
-from benchmarks.schedule_harness.ops import Sizes  # noqa: E402
-from benchmarks.schedule_harness.systems import Own, System, device_systems  # noqa: E402
-from megatron_ext.errors import ScheduleError  # noqa: E402
-from tests.fake_musa.build import NoCompiler  # noqa: E402
-from tests.fake_musa.queued import queued  # noqa: E402
-from tests.ranks import RanksFailed  # noqa: E402
+from benchmarks.common.json_output import add_json, write_json
+from benchmarks.common.tables import add_only, chosen, machine
+from benchmarks.schedule_harness import device, launch
+from benchmarks.schedule_harness.device import DeviceFigures, Row
+from benchmarks.schedule_harness.noise import SCENARIOS
+from benchmarks.schedule_harness.ops import Sizes
+from benchmarks.schedule_harness.systems import Own, device_systems
+from megatron_ext.errors import ScheduleError
+from tests.fake_musa.build import NoCompiler
+from tests.fake_musa.queued import queued
+from tests.ranks import RanksFailed
 
 _COSTS = {"copy_us": 10.0, "copied_per_us": 20_000.0, "message_us": 30.0}
 """A copy from device to device and an operation of a communicator, beside their launch."""
@@ -73,9 +71,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME",
         help=f"disturb ops of dynamic orders and their table: {', '.join(_OPS)}",
     )
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="TEXT", help="systems whose name has one of these"
-    )
+    add_only(parser)
     parser.add_argument("--quick", action="store_true", help="three systems, a few short actions")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="for every wait")
     add_json(parser)
@@ -83,21 +79,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.quick:
         args.pp, args.microbatches, args.forward_ms, args.steps = 2, 4, 2.0, 1
         args.scenario = ["quiet"]
-    if not chosen(args):
-        names = "; ".join(system.name for system in device_systems())
-        parser.error(f"no system has {' or '.join(args.only)} in its name; there are: {names}")
-    return args
-
-
-def chosen(args: argparse.Namespace) -> list[System]:
-    """Return the systems to measure."""
+    args.systems = chosen(parser, device_systems(), args.only)
     if args.quick:
-        return [system for system in device_systems() if system.name in _QUICK]
-    return [
-        system
-        for system in device_systems()
-        if not args.only or any(text in system.name for text in args.only)
-    ]
+        args.systems = [system for system in device_systems() if system.name in _QUICK]
+    return args
 
 
 def tables() -> dict[str, str]:
@@ -117,7 +102,7 @@ def measure(args: argparse.Namespace, sizes: Sizes) -> tuple[dict[Row, DeviceFig
     env = queued(connections=args.connections, stuck_s=args.timeout_s / 2, **costs)
     compared = {name for pair in tables().items() for name in pair}
     found, failed = {}, []
-    for system in chosen(args):
+    for system in args.systems:
         for scenario in args.scenario if system.name in compared else ["quiet"]:
             row = Row(system.name, scenario)
             print(f"{system.name}, {scenario}", file=sys.stderr)
@@ -134,16 +119,14 @@ def measure(args: argparse.Namespace, sizes: Sizes) -> tuple[dict[Row, DeviceFig
     return found, failed
 
 
-def conditions(args: argparse.Namespace, load: float) -> str:
-    """Say under which conditions the figures were taken."""
-    packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
+def conditions(args: argparse.Namespace, before: str) -> str:
+    """Return what was measured, and on what machine, as it was before."""
     return (
         f"pp {args.pp}, {args.microbatches} micro-batches, forward = input gradient = weight "
         f"gradient = {args.forward_ms:g} ms, {args.connections} hardware queues, a copy "
         f"{_COSTS['copy_us']:g} us and {_COSTS['copied_per_us'] / 1e3:g} GB/s, a message of a "
         f"communicator {_COSTS['message_us']:g} us, median of {args.steps} steps, each the "
-        f"shortest of {args.repetitions}; {packages}, {os.cpu_count()} cores, load average "
-        f"{load:.1f} before"
+        f"shortest of {args.repetitions}; {before} before"
     )
 
 
@@ -151,7 +134,7 @@ def main() -> int:
     """Measure and print; 1 if a system failed."""
     args = parse()
     launch.clean_up_when_terminated()
-    load = os.getloadavg()[0]
+    before = machine()
     sizes = Sizes(
         pp=args.pp,
         num_microbatches=args.microbatches,
@@ -165,7 +148,7 @@ def main() -> int:
     except NoCompiler as error:
         raise SystemExit(f"device_step.py: the emulated device cannot be built: {error}") from None
     faster = device.speeds(found, tables())
-    text = conditions(args, load)
+    text = conditions(args, before)
     print(f"{device.device_table(found, faster)}\n\n{text}.")
     for reason in failed:
         print(f"\n{reason}", file=sys.stderr)

@@ -24,29 +24,23 @@ the same layer, in the forward and in the input gradient. Columns:
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-_ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common.json_output import add_json, write_json  # noqa: E402
-from benchmarks.schedule_harness import expert_steps, launch  # noqa: E402
-from benchmarks.schedule_harness.expert_steps import ExpertFigures, expert_systems  # noqa: E402
-from benchmarks.schedule_harness.ops import Sizes  # noqa: E402
-from megatron_ext.errors import ScheduleError  # noqa: E402
-from megatron_ext.upstream import releases  # noqa: E402
-from tests.fake_musa.build import NoCompiler  # noqa: E402
-from tests.fake_musa.queued import queued  # noqa: E402
-from tests.ranks import RanksFailed  # noqa: E402
-
-if TYPE_CHECKING:
-    from benchmarks.schedule_harness.systems import System
+from benchmarks.common.json_output import add_json, write_json
+from benchmarks.common.tables import add_only, chosen, machine, markdown
+from benchmarks.schedule_harness import expert_steps, launch
+from benchmarks.schedule_harness.expert_steps import ExpertFigures, expert_systems
+from benchmarks.schedule_harness.ops import Sizes
+from megatron_ext.errors import ScheduleError
+from megatron_ext.upstream import releases
+from tests.fake_musa.build import NoCompiler
+from tests.fake_musa.queued import queued
+from tests.ranks import RanksFailed
 
 _COSTS = {"copy_us": 10.0, "copied_per_us": 20_000.0, "message_us": 30.0}
 """As in device_step.py."""
@@ -81,9 +75,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=32,
         help="hardware queues of a device; exchanges in one with other streams wait for them",
     )
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="TEXT", help="systems whose name has one of these"
-    )
+    add_only(parser)
     parser.add_argument("--quick", action="store_true", help="three systems, a few short actions")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="for every wait")
     add_json(parser)
@@ -91,18 +83,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.quick:
         args.pp, args.microbatches, args.forward_ms = 2, 4, 8.0
         args.steps, args.all_to_all = 1, [0.6]
-    if not chosen(args):
-        names = "; ".join(system.name for system in expert_systems(args.experts))
-        parser.error(f"no system has {' or '.join(args.only)} in its name; there are: {names}")
-    return args
-
-
-def chosen(args: argparse.Namespace) -> list[System]:
-    """Return the systems to measure."""
     systems = expert_systems(args.experts)
+    args.systems = chosen(parser, systems, args.only)
     if args.quick:
-        return [system for system in systems if system.name in _QUICK]
-    return [s for s in systems if not args.only or any(text in s.name for text in args.only)]
+        args.systems = [system for system in systems if system.name in _QUICK]
+    return args
 
 
 def measure(args: argparse.Namespace, sizes: Sizes) -> tuple[Found, list[str]]:
@@ -110,7 +95,7 @@ def measure(args: argparse.Namespace, sizes: Sizes) -> tuple[Found, list[str]]:
     costs = {**_COSTS, "lag_us": 1e3 * args.forward_ms}
     env = queued(connections=args.connections, stuck_s=args.timeout_s / 2, **costs)
     found, failed = {}, []
-    for system in chosen(args):
+    for system in args.systems:
         print(system.name, file=sys.stderr)
         try:
             system.check(sizes.pp, sizes.num_microbatches)
@@ -133,13 +118,13 @@ _HEADER = (
 
 def table(found: Found, part: float) -> str:
     """Return the figures of one share of all-to-all as a Markdown table."""
-    lines = [_HEADER, ("---", *["---:"] * (len(_HEADER) - 1))]
+    rows = []
     upstream = found.get(_UPSTREAM)
     for name, by_share in found.items():
         figures = by_share[part]
         step_s = figures.step_s
         without = found.get(name.removesuffix(", pairs").removesuffix(", overlap"))
-        lines.append(
+        rows.append(
             (
                 name,
                 f"{1e3 * step_s:.0f}",
@@ -152,18 +137,17 @@ def table(found: Found, part: float) -> str:
                 f"{figures.activations:g}",
             )
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(_HEADER, rows, align="---:")
 
 
-def conditions(args: argparse.Namespace, load: float) -> str:
-    """Say under which conditions the figures were taken."""
-    packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
+def conditions(args: argparse.Namespace, before: str) -> str:
+    """Return what was measured, and on what machine, as it was before."""
     return (
         f"pp {args.pp}, {args.experts} ranks of experts, {args.microbatches} micro-batches, "
         f"{expert_steps.LAYERS} layers on each rank, forward = input gradient = weight gradient = "
         f"{args.forward_ms:g} ms besides the exchanges, {args.connections} hardware queues, a "
-        f"message {_COSTS['message_us']:g} us, the shortest of {args.steps} steps; {packages}, "
-        f"{os.cpu_count()} cores, load average {load:.1f} before"
+        f"message {_COSTS['message_us']:g} us, the shortest of {args.steps} steps; {before} "
+        "before"
     )
 
 
@@ -177,7 +161,7 @@ def main() -> int:
             "models only, not of emulated ones; install 0.19 or later"
         )
     launch.clean_up_when_terminated()
-    load = os.getloadavg()[0]
+    before = machine()
     sizes = Sizes(
         pp=args.pp,
         num_microbatches=args.microbatches,
@@ -194,7 +178,7 @@ def main() -> int:
         ) from None
     for part in args.all_to_all:
         print(f"All-to-all {part:g} of a layer's computation:\n\n{table(found, part)}\n")
-    text = conditions(args, load)
+    text = conditions(args, before)
     print(f"{text}.")
     for reason in failed:
         print(f"\n{reason}", file=sys.stderr)

@@ -32,26 +32,25 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import time
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common.json_output import add_json, write_json  # noqa: E402
-from benchmarks.schedule_harness import launch, rank  # noqa: E402
-from benchmarks.schedule_harness.metrics import evaluate  # noqa: E402
-from benchmarks.schedule_harness.ops import HIDDEN, SEQUENCE_LENGTH, Peaks, Sizes  # noqa: E402
-from benchmarks.schedule_harness.systems import Own, System, all_systems  # noqa: E402
-from megatron_ext.errors import ScheduleError  # noqa: E402
-from megatron_ext.schedules import Costs, generate  # noqa: E402
-from megatron_ext.schedules.search.simulate import simulate  # noqa: E402
-from megatron_ext.schedules.table.memory import measure as memory  # noqa: E402
-from tests.ranks import RanksFailed, run_ranks  # noqa: E402
+from benchmarks.common.json_output import add_json, write_json
+from benchmarks.common.tables import add_only, chosen, machine, size
+from benchmarks.schedule_harness import launch, rank
+from benchmarks.schedule_harness.metrics import evaluate
+from benchmarks.schedule_harness.ops import HIDDEN, SEQUENCE_LENGTH, Peaks, Sizes
+from benchmarks.schedule_harness.systems import Own, System, all_systems
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules import Costs, generate
+from megatron_ext.schedules.commands import aligned
+from megatron_ext.schedules.search.simulate import simulate
+from megatron_ext.schedules.table.memory import measure as memory
+from tests.ranks import RanksFailed, run_ranks
 
 _PARTS = ("schedules", "memory", "join")
 _LENGTH = 4 * SEQUENCE_LENGTH
@@ -166,15 +165,8 @@ def text_of(lines: list[Line]) -> str:
     """Return the lines of one size as a table, without columns that are empty."""
     head = ["schedule", "bubble", "measured", "over %", "best", "peak act.", "measured", "ideal %"]
     head += ["weights", "cpu %"]
-    columns = list(zip(head, *(line.cells() for line in lines), strict=True))
-    filled = [
-        [cell.rjust(max(map(len, column))) for cell in column]
-        for column in columns[1:]
-        if any(column[1:])
-    ]
-    width = max(map(len, columns[0]))
-    rows = zip([cell.ljust(width) for cell in columns[0]], *filled, strict=True)
-    return "\n".join("  ".join(row) for row in rows)
+    columns = zip(head, *(line.cells() for line in lines), strict=True)
+    return aligned(list(zip(*(column for column in columns if any(column[1:])), strict=True)))
 
 
 def join(length: int, num_slices: int) -> str:
@@ -230,21 +222,11 @@ def real_memory(length: int, slices: int) -> str:
         figures = (planned, max(saved), 100 * (max(saved) / planned - 1), most)
         kept = max(mine.keys_bytes for mine in found) / keys
         rows.append([f"{name} slices={cut}", *(f"{figure:.2f}" for figure in (*figures, kept))])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    )
-    return "\n".join([f"pp {pp}, {num_microbatches} micro-batches of {length} tokens\n", *lines])
+    return f"pp {pp}, {num_microbatches} micro-batches of {length} tokens\n\n{aligned(rows)}"
 
 
-def size(text: str) -> tuple[int, int]:
-    """Parse `PPxM`."""
-    pp, num_microbatches = map(int, text.split("x"))
-    return pp, num_microbatches
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
+def main() -> int:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--size", nargs="+", type=size, default=[(4, 4), (4, 8), (8, 16)], metavar="PPxM",
@@ -260,23 +242,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="forward of the shortest slice: the whole one is longer where it has to be",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=2, help="measured steps, after another one")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="lines with this")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     parser.add_argument("--simulate", action="store_true", help="compute what to expect only")
+    add_only(parser)
     add_json(parser)
-    return parser.parse_args(argv)
-
-
-def main() -> int:
-    """Measure and print."""
-    args = parse()
+    args = parser.parse_args()
+    compared = chosen(parser, systems(args.slices, args.attention), args.only)
     launch.clean_up_when_terminated()
     lines: list[Line] = []
     for pp, num_microbatches in args.size if "schedules" in args.parts else ():
         found = []
-        for system in systems(args.slices, args.attention):
-            if args.only and not any(text in system.name for text in args.only):
-                continue
+        for system in compared:
             cut = system.slices if isinstance(system, Own) else 1
             forward_s = max(args.forward_ms, cut * args.slice_ms) / 1e3
             sizes = Sizes(pp, num_microbatches, forward_s, 1, args.steps, 60.0)
@@ -289,11 +265,9 @@ def main() -> int:
             print(f"{real_memory(_LENGTH, 8)}\n", flush=True)
         for num_slices in args.slices if "join" in args.parts else ():
             print(join(_LENGTH, num_slices), flush=True)
-    packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
     print(
         f"forward {args.forward_ms:g} ms, of a slice at least {args.slice_ms:g} ms, median of "
-        f"{args.steps} steps; {packages}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}"
+        f"{args.steps} steps; {machine()}"
     )
     if args.json:
         write_json(args.json, {"lines": [asdict(line) for line in lines]})

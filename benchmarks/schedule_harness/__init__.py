@@ -11,13 +11,11 @@ laptop can distinguish schedules and runtimes. `benchmarks/schedules.py` is the 
     noise.py, late.py    random durations of ops and messages
     device_probe.py, device.py    the same on a device behind its host
     expert_steps.py, experts.py    stages with experts, whose exchanges pairs hide
-    lengths.py    micro-batches of unequal lengths, and the ways to run them
-    scenarios.py  comparison of systems in disturbed steps
+    scenarios.py, bound.py    systems in disturbed steps, and the bound of any order
     planned.py    layouts of the planner, with a time for each stage
     launch.py     starts the ranks
-    wakeup.py     the wake-up latency of a process on this machine
-    comparisons.py, bound.py, tried.py    the orders that are compared, and the bound of any order
+    roles.py      one rank of a disaggregated job
+    real_memory.py    what a real model keeps for its backwards
     rank.py       the measurements on one rank
     metrics.py    the metrics, from the records of all ranks
-    report.py     table and picture
 """

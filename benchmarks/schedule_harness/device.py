@@ -10,10 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from .metrics import overhead, replay
-from .noise import SCENARIOS, NoisyTimes
+from benchmarks.common.tables import ratios
+
+from .metrics import draws_of
+from .noise import noisy
 from .ops import Step
 
 if TYPE_CHECKING:
@@ -46,12 +49,7 @@ def measure_on_device(
     """
     from .device_probe import DeviceProbe  # torch: not by the parent, which imports this module
 
-    share, rank_of = system.share(sizes.pp), system.placement(sizes.pp).rank_of
-    draws = [
-        NoisyTimes(sizes.forward_s, share, SCENARIOS[scenario], rank_of, 0, number)
-        for number in range(sizes.steps)
-    ]
-    return measured(system, sizes, DeviceProbe, draws, repetitions)
+    return measured(system, sizes, DeviceProbe, noisy(system, sizes, scenario), repetitions)
 
 
 def measured(
@@ -132,9 +130,7 @@ class DeviceFigures:
     @property
     def of_order(self) -> float:
         """Median over the draws of the time of a step over that of its order."""
-        return statistics.median(
-            step_s / order_s for step_s, order_s in zip(self.seconds, self.order_s, strict=True)
-        )
+        return statistics.median(ratios(self.seconds, self.order_s))
 
     @property
     def waits_per_action(self) -> float:
@@ -153,35 +149,18 @@ def device_figures(
         sizes: How much was run.
         scenario: Name of the disturbance.
     """
-    placement, share = system.placement(sizes.pp), system.share(sizes.pp)
-    by_draw: list[list[tuple[float, float, float]]] = [[] for _ in range(sizes.steps)]
-    spent_s, nominal_s = 0.0, 0.0
+    records = [[each.step for each in rank] for rank in steps]
+    found = draws_of(records, system.placement(sizes.pp), noisy(system, sizes, scenario))
     waits: Counter[str] = Counter()
-    num_actions = 0
-    for position, ranks in enumerate(zip(*steps, strict=True)):
-        number = position % sizes.steps
-        times = NoisyTimes(
-            sizes.forward_s, share, SCENARIOS[scenario], placement.rank_of, 0, number
-        )
-        rows = [rank.step.ops for rank in ranks]
-        nominal = {op: times.seconds(op.kind, op.stage, op.microbatch) for r in rows for op in r}
-        begin_s = min(rank.step.begin_s for rank in ranks)
-        took_s = max(rank.step.end_s for rank in ranks) - begin_s
-        order_s = replay(rows, placement, nominal.__getitem__)
-        by_draw[number].append((took_s, order_s, overhead(rows, placement)))
-        spent_s += sum(op.duration_s for op in nominal)
-        nominal_s += sum(nominal.values())
-        num_actions += len(nominal)
-        for rank in ranks:
-            waits.update(rank.host_waits)
-    seconds, orders_s, overheads = zip(*map(min, by_draw), strict=True)
+    for each in chain.from_iterable(steps):
+        waits.update(each.host_waits)
     return DeviceFigures(
-        seconds=list(seconds),
-        order_s=list(orders_s),
-        overheads=list(overheads),
-        op_inflation=spent_s / nominal_s - 1,
+        seconds=found.seconds,
+        order_s=found.order_s,
+        overheads=found.overheads,
+        op_inflation=found.op_inflation,
         ideal_s=3 * sizes.forward_s * sizes.num_microbatches,
-        num_actions=num_actions,
+        num_actions=sum(len(step.ops) for step in chain.from_iterable(records)),
         host_waits=dict(waits),
     )
 
@@ -204,14 +183,10 @@ def speeds(
         table = found.get(Row(tables.get(row.system, ""), row.scenario))
         if table is not None:
             made[row] = (
-                _median_ratio(table.seconds, dynamic.seconds),
-                _median_ratio(table.order_s, dynamic.order_s),
+                statistics.median(ratios(table.seconds, dynamic.seconds)),
+                statistics.median(ratios(table.order_s, dynamic.order_s)),
             )
     return made
-
-
-def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 _HEADER = (

@@ -32,10 +32,8 @@ from .megatron_core import Chunk, initialize, make_config, record_steps, step_ke
 from .stage import MESSAGE_SHAPE
 
 if TYPE_CHECKING:
-    from megatron_ext.config.sized_pipeline import Pipeline
-
+    from megatron_ext.config.active import Pipeline
     from megatron_ext.schedules import Kind, Placement
-
 
 __all__ = ["ExpertChunk", "ExpertProbe", "prepare", "prepare_own"]
 
