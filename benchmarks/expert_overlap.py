@@ -16,7 +16,7 @@ the same layer, in the forward and in the input gradient. Columns:
     T/bound      T over the simulated time of the table, where a pair takes the larger of both
     hidden %     of what pairs could hide: of each, the smaller of computation and all-to-all
     of all %     of all all-to-all; that of warm-up and cool-down has no partner
-    without      time of the same table without pairs over T
+    gain         simulated time of the same table without pairs over T
     upstream     T over that of Megatron's own overlap under its interleaved schedule
     activations  on the worst rank, in those of one micro-batch on 1/pp of the model
 """
@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace, sizes: Sizes) -> tuple[Found, list[str]]:
 
 
 _HEADER = (
-    "order", "T ms", "work/T", "T/bound", "hidden %", "of all %", "without", "upstream",
+    "order", "T ms", "work/T", "T/bound", "hidden %", "of all %", "gain", "upstream",
     "activations",
 )  # fmt: skip
 
@@ -123,7 +123,6 @@ def table(found: Found, part: float) -> str:
     for name, by_share in found.items():
         figures = by_share[part]
         step_s = figures.step_s
-        without = found.get(name.removesuffix(", pairs").removesuffix(", overlap"))
         rows.append(
             (
                 name,
@@ -132,7 +131,7 @@ def table(found: Found, part: float) -> str:
                 "" if figures.bound_s is None else f"{step_s / figures.bound_s:.3f}",
                 "" if figures.hidden is None else f"{100 * figures.hidden:.1f}",
                 f"{100 * figures.of_all:.1f}",
-                "" if without in (None, by_share) else f"{without[part].step_s / step_s:.3f}",
+                "" if figures.plain_s is None else f"{figures.plain_s / step_s:.3f}",
                 "" if upstream is None else f"{step_s / upstream[part].step_s:.3f}",
                 f"{figures.activations:g}",
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,7 +82,7 @@ class StockExperts(System):
     """Megatron's interleaved schedule with two chunks, whose stages have experts."""
 
     overlaps: bool
-    """Whether with its own overlap of their communication."""
+    """True if its own overlap of their communication is on."""
     experts: int = 2
     """Ranks that exchange tokens."""
 
@@ -148,6 +148,8 @@ class ExpertFigures:
     """Computation of one rank."""
     bound_s: float | None
     """Simulated time of the table where a pair takes the larger of computation and all-to-all."""
+    plain_s: float | None
+    """The same of the table without pairs."""
     hidden: float | None
     """Part of what pairs could hide that they hid; None: there are no pairs."""
     of_all: float
@@ -196,15 +198,19 @@ def expert_figures(
                         could += min(exchange_s, work_s)
             hidden.append(saved / could if could else None)
             of_all.append(saved / total if total else 0.0)
-        bound_s = None
+        bound_s = plain_s = None
         if isinstance(system, Own):
             costs = Costs(1 + part, 1 + part, 1, all_to_all=part / (1 + part))
-            table = system.pipeline(sizes.pp, sizes.num_microbatches).full
-            bound_s = sizes.forward_s * simulate(table, costs).makespan
+            bound_s, plain_s = (
+                sizes.forward_s
+                * simulate(each.pipeline(sizes.pp, sizes.num_microbatches).full, costs).makespan
+                for each in (system, replace(system, pairs=False))
+            )
         found[part] = ExpertFigures(
             seconds=seconds,
             work_s=3 * sizes.forward_s * sizes.num_microbatches,
             bound_s=bound_s,
+            plain_s=plain_s,
             hidden=hidden[seconds.index(min(seconds))],
             of_all=of_all[seconds.index(min(seconds))],
             activations=kept,
