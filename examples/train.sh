@@ -92,7 +92,7 @@ several nodes without a hostfile: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
 TEXT
 }
 
-# --- The command line -------------------------------------------------------------------------------
+# --- The command line -----------------------------------------------------------------------------
 
 sizes() { compgen -A function size_ | sed 's/^size_//' | paste -sd ' '; }
 

@@ -57,8 +57,8 @@ def test_uneven_stages_stay_uneven(tmp_path: Path) -> None:
 
 def test_exchanges_of_experts_tell_what_pairs_hide(tmp_path: Path) -> None:
     costs = replace(EVEN, all_to_all=0.4)
-    told = forecast.forecast(write_run(tmp_path, costs=costs, pairs=True))
-    found = {p.label: p for p in told.predictions}
+    with_pairs = forecast.forecast(write_run(tmp_path, costs=costs, pairs=True))
+    found = {p.label: p for p in with_pairs.predictions}
     for name, label in (("1f1b", "1f1b"), ("zb-v", "zb-v chunks=2")):
         paired, plain = found[f"{label} pairs=True"], found[label]
         timeline = simulate(generate(name, 4, 8, pairs=True), costs)
@@ -70,7 +70,7 @@ def test_exchanges_of_experts_tell_what_pairs_hide(tmp_path: Path) -> None:
     dynamic = found["zb-v chunks=2 pairs=True dpp hint"].hidden
     assert dynamic is not None
     assert dynamic > 0.3
-    assert "hidden %" in forecast.table(told)
+    assert "hidden %" in forecast.table(with_pairs)
 
 
 def test_memory_is_predicted_and_held(tmp_path: Path) -> None:
