@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are
 import torch
 import torch.distributed as dist
 
+from benchmarks.common import tables
 from benchmarks.common.json_output import add_json, write_json
 from megatron_ext import devices
 from megatron_ext.message import Message
@@ -326,7 +327,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as the tables of the page about the transport."""
     sizes = sorted({row["nbytes"] for row in rows})
     of = {(row["wire"], row["nbytes"]): row for row in rows}
-    units = " | ".join(f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in sizes)
+    units = [f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in sizes]
     texts = []
     for title, cell in (
         ("latency in us (times as fast as gloo)",
@@ -334,11 +335,11 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         ("bandwidth in GB/s, one message after the other",
          lambda row: f"{row['bandwidth_bytes_per_s'] / 1e9:.2f}"),
     ):  # fmt: skip
-        lines = [f"| {title} | {units} |", "|---" * (len(sizes) + 1) + "|"]
-        for wire in dict.fromkeys(row["wire"] for row in rows):
-            cells = [cell(of[wire, n]) if (wire, n) in of else "-" for n in sizes]
-            lines.append(f"| {wire} | {' | '.join(cells)} |")
-        texts.append("\n".join(lines))
+        lines = [
+            [wire, *(cell(of[wire, n]) if (wire, n) in of else "-" for n in sizes)]
+            for wire in dict.fromkeys(row["wire"] for row in rows)
+        ]
+        texts.append(tables.markdown([title, *units], lines))
     return "<!-- transport: begin -->\n" + "\n\n".join(texts) + "\n<!-- transport: end -->"
 
 
