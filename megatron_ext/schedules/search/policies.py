@@ -246,7 +246,12 @@ class Hint:
     def _partners(self, index: int) -> list[int] | None:
         """Return the ready actions of which the first can be the partner of another."""
         found = _others(self.progress, index) if self._pairs else None
-        return found if found is not None and self._is_admissible(found[0]) else None
+        if found is None or not self._is_admissible(found[0]):
+            return None
+        # The forward of a pair runs first: a backward chosen for it has freed nothing by then.
+        row = self.progress.row
+        held = self.live - self._change(row[index]) + self._change(row[found[0]])
+        return found if held <= self.cap else None
 
     def _lacks_partner(self) -> bool:
         """Return whether the table pairs the head with an action that has not run, and none can."""

@@ -272,6 +272,20 @@ def test_ranks_pair_what_is_ready(name: str, jitter: float, launch: float) -> No
     assert found.makespan < 0.9 * step(pairs=False).makespan
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "dualpipe-v"])
+@pytest.mark.parametrize("extra", [0, 1])
+def test_a_pair_holds_both_of_its_micro_batches(name: str, extra: int) -> None:
+    """Of a pair with a whole backward, the forward runs before anything is freed."""
+    schedule = generate(name, 4, 16, pairs=True)
+    made = policies("hint", schedule, extra_activations=extra, costs=Costs(all_to_all=0.5))
+    costs = Costs(all_to_all=0.5, latency=0.05, jitter=1.0)
+    found = simulate_dynamic(schedule, made, costs)
+    assert any(found.schedule.pairs)
+    allowed = extra * len(schedule.placement.stages_of[0]) * schedule.pp / schedule.num_stages
+    kept = max(activation_peaks(found.schedule))
+    assert kept <= max(activation_peaks(schedule)) + allowed
+
+
 def test_a_greedy_rule_pairs_what_is_ready() -> None:
     split = split_backwards(generate("interleaved", 4, 16, pairs=True))
     found = simulate_dynamic(split, policies("depth-first", split), Costs(all_to_all=0.5))
