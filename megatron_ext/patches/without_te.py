@@ -53,18 +53,16 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
     # Such a batch holds several sequences one after the other, and a token attends to its own only:
     # the mask is block-diagonal. One sequence after the other is that mask without its zero blocks.
-    parts, done = [], 0
+    parts, done, is_causal = [], 0, "causal" in instance.attn_mask_type.name
     spans, reaches = sequences(packed, num_tokens), sequences(packed, len(given["key"]), "kv")
     for (begin, end), (first, last) in zip(spans, reaches, strict=True):
         if begin > done:
             parts.append(given["value"].new_zeros(begin - done, width))
         own = {"query": query[begin:end].unsqueeze(1)}
         own |= {name: given[name][first:last].unsqueeze(1) for name in names[1:]}
-        mask = None
-        if (ahead := last - first - (end - begin)) != 0:  # the queries are the last tokens
-            mask = torch.ones(
-                end - begin, last - first, dtype=torch.bool, device=given["query"].device
-            )
+        mask, ahead = None, last - first - (end - begin)
+        if ahead and is_causal:  # the queries are the last tokens
+            mask = torch.ones(end - begin, last - first, dtype=torch.bool, device=query.device)
             mask = mask.triu_(1 + ahead)[None, None]
         parts.append(call(**{**given, **own, "attention_mask": mask}).squeeze(1))
         done = end

@@ -4,7 +4,7 @@ Megatron assumes that the first and the last stage are on different ranks, and t
 rank has the loss and logs it. Here both copies of the word embedding live in one process, and
 losses must be sent to the rank that logs. In other placements these functions do nothing.
 
-Which layers each rank builds, Megatron asks `PipelineParallelLayerLayout`. Upstream's class assigns
+Each rank builds the layers that a `PipelineParallelLayerLayout` gives it. Upstream's class assigns
 stages to ranks round-robin; `PlacedLayout` follows a `Placement`.
 """
 

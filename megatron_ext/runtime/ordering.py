@@ -102,8 +102,8 @@ def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
 
 
 Choice = int | tuple[int, int]
-"""What a rank runs next: the position of an exchange of the table, or those of a forward and a
-backward, as a pair."""
+"""Position of the exchange of the table that a rank runs next, or those of a forward and a backward,
+as a pair."""
 
 
 class Order(Protocol):
@@ -113,7 +113,7 @@ class Order(Protocol):
         """Return the messages that the order itself receives, beyond those of the actions."""
 
     def __iter__(self) -> Iterator[Choice]:
-        """Yield choices; the caller runs each before it asks for the next."""
+        """Yield choices; the caller runs each before it takes the next."""
 
     def handed(self, message: Message) -> None:
         """Record that a tensor is available for another stage of this rank."""

@@ -39,7 +39,7 @@ class PlannedCompute(StageCompute):
     """Runs the actions of a training step with pairs; those outside of pairs take plans too."""
 
     observers: Sequence[Observer] = ()
-    """Those that exchanges of tokens are reported to."""
+    """Observers of the exchanges of tokens."""
 
     def __post_init__(self) -> None:
         """Make Megatron's stream for communication, once in a process."""

@@ -48,7 +48,7 @@ class _Running:
     end: int
     """The token after its last one."""
     share: float
-    """Its tokens, as a share of the micro-batch's."""
+    """Tokens of the slice, as a share of the micro-batch's."""
     is_backward: bool
     """Whether layers that run are recomputed."""
     mask: torch.Tensor | None = None
@@ -156,7 +156,7 @@ class _Weighed(torch.autograd.Function):
 
 @dataclass
 class _Microbatch:
-    """What the layers of one stage keep for one micro-batch."""
+    """State that the layers of one stage keep for one micro-batch."""
 
     attention: dict[int, tuple[_Kept, _Kept]] = field(default_factory=dict)
     """Keys and values by id of the layer."""
@@ -674,14 +674,15 @@ class SlicedCompute(StageCompute):
         assert isinstance(place.data, SlicedData)
         item, device = place.data.whole(microbatch), device_of(self.call.chunks)
         group = parallel_state.get_tensor_model_parallel_group()
-        received = next(iter(inputs), None)
-        shape = (0 if received is None else received.shape[1], self._bounds[-1])
         ahead = self.kept.microbatches[stage, microbatch].ahead
         for name in _LOOKS_AHEAD:
             kind = torch.float32 if name == "loss_mask" else torch.int64
             if item is not None:
                 tensor = item[name].to(device, kind)
             else:
+                received = inputs[0]
+                assert received is not None, "the first stage predicts no later tokens"
+                shape = received.shape[1], self._bounds[-1]
                 tensor = torch.empty(shape, dtype=kind, device=device)
             if group.size() > 1:
                 source = parallel_state.get_tensor_model_parallel_src_rank()

@@ -106,7 +106,7 @@ class RankState:
 
     @property
     def lasting(self) -> str:
-        """How long it has been doing that, and where its training thread is, if that is known."""
+        """Duration of that, and the place of its training thread, if that is known."""
         return f"for {self.since_s:.1f} s" + (f", at {self.where}" if self.where else "")
 
 

@@ -19,7 +19,8 @@ from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
 from tests.runtime.capture import GPT, PP2, PP4, run_here, train
 from tests.runtime.test_equality import EP2, PAIRS, UNCLIPPED, assert_equal, stock
-from tests.training.helpers import LLAMA, MOE
+from tests.runtime.test_sliced_compute import BALANCED, FULL
+from tests.training.helpers import LLAMA, MLA, MOE
 
 pytestmark = pytest.mark.usefixtures("emulated_musa")
 
@@ -45,6 +46,23 @@ def test_pairs_have_a_stream_for_communication(schedule: str, connections: int) 
     found = train(4, f"{flags}--pipeline-schedule {schedule} {PAIRS}", device="musa", env=env)
     assert found.pairs > 0
     assert_equal(found, stock(4, flags))
+
+
+@pytest.mark.parametrize(
+    ("model", "connections"),
+    [
+        pytest.param("", 8, id="gpt, 8"),
+        pytest.param("", 1, id="gpt, 1", marks=pytest.mark.slow),
+        pytest.param(MLA, 8, id="latent, 8", marks=pytest.mark.slow),
+        pytest.param(MLA, 1, id="latent, 1", marks=pytest.mark.slow),
+        pytest.param(LLAMA + BALANCED + FULL, 8, id="experts, 8", marks=pytest.mark.slow),
+        pytest.param(LLAMA + BALANCED + FULL, 1, id="experts, 1", marks=pytest.mark.slow),
+    ],
+)
+def test_slices_keep_what_later_ones_read(model: str, connections: int) -> None:
+    flags = f"{GPT}{UNCLIPPED}{PP2}{model}--pipeline-slices 4 --pipeline-schedule zb-v --use-dpp "
+    env = queued(connections=connections, jitter_us=100, seed=connections)
+    assert_equal(train(2, flags, device="musa", env=env), train(2, flags))
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])

@@ -39,13 +39,14 @@ if TYPE_CHECKING:
 __all__ = ["exchanging", "marked_pairs", "paired"]
 
 _USUAL = 0.6
-"""All-to-all over the computation beside it, where costs do not say."""
+"""All-to-all over the computation beside it, where costs have none: the middle of the three that
+`benchmarks/expert_overlap.py` measures."""
 _MOST_LEAD = 3
 """Micro-batches by which an order that is placed anew may be ahead of its table."""
 
 
 def exchanging(costs: Costs) -> Costs:
-    """Return costs with a share of all-to-all, the usual one if they say none.
+    """Return costs with a share of all-to-all, the usual one if they have none.
 
     Equal times, the default, are those of computation: all-to-all makes forwards and input
     gradients longer than weight gradients. Others were measured with it.

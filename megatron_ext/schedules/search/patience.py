@@ -6,8 +6,8 @@ latency, so jumping ahead immediately makes them slower. Two strategies avoid th
 filler, and waiting as long as in the table. Among the strategies that lose nothing, simulation
 picks the one that is faster when durations vary a little.
 
-Tables with pairs wait. A rank whose head only lacks its partner waits for it, but no
-longer than what the pair gains.
+Tables with pairs wait. A rank whose head only lacks its partner waits for it, but no longer than
+what the pair gains.
 """
 
 from __future__ import annotations

@@ -65,7 +65,9 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     ends = not walk(moved, lambda _rank, _index, _taken: (True, True))
     found = [moved.rows] if ends else []
     shares = shares_of_equal_cost(num_slices, costs.attention)
-    if not ends or _is_longer(moved, even, schedule, whole):
+    # Slices that take longer than 1/k of as many micro-batches, by more than noise, are placed anew.
+    least = simulate(schedule, whole).makespan / num_slices
+    if not ends or simulate(moved, even).makespan > least * (1 + 1e-6):
         rank_peaks = (max(live_counts(row)) for row in schedule.rows)
         chunks = max(map(len, schedule.placement.stages_of))
         cap = (max(rank_peaks) + chunks * (num_slices - 1)) / num_slices
@@ -89,12 +91,6 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
         return round(timeline.makespan, 9), timeline.peak_activations
 
     return min((replace(table, rows=rows, slices=shares) for rows in found), key=time_and_memory)
-
-
-def _is_longer(table: Schedule, costs: Costs, whole: Schedule, costs_of_whole: Costs) -> bool:
-    """Return whether slices take longer than 1/k of as many micro-batches, by more than noise."""
-    least = simulate(whole, costs_of_whole).makespan / table.num_slices
-    return simulate(table, costs).makespan > least * (1 + 1e-6)
 
 
 def _of_slice(action: Action, num_slices: int) -> Action:
