@@ -38,6 +38,7 @@ from megatron_ext.config.incompatible import (
     forbids_splitting,
     refusals,
     rules_of_dynamic_order,
+    rules_of_fields,
     rules_of_table,
 )
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
@@ -254,16 +255,14 @@ def inspect(
         args = copy(args)
         vars(args).update(found.arguments)
     implies = {"--use-dpp": config.dynamic, FLAG: config.disaggregation}
-    draws = next((flag for flag, one in implies.items() if one), "--microbatch-rng")
-    for subject, group, is_on in (
-        (draws, "microbatch_rng", config.draws_by_microbatch),
-        (draws, "stock_microbatch_rng", config.draws_by_microbatch and config.schedule is None),
-        ("--pipeline-balance pack", "pack", config.balance == "pack"),
-        (f"--pipeline-slices {config.slices}", "slices", config.slices > 1),
-        ("--variable-seq-lengths", "lengths", config.variable_seq_lengths),
-    ):
-        if is_on:
-            found.refuse(subject, args, RULES[group])
+    subjects = {
+        "microbatch_rng": next((flag for flag, one in implies.items() if one), "--microbatch-rng"),
+        "balance": f"--pipeline-balance {config.balance}",
+        "slices": f"--pipeline-slices {config.slices}",
+        "variable_seq_lengths": "--variable-seq-lengths",
+    }
+    for name, rules in rules_of_fields(config).items():
+        found.refuse(subjects[name], args, rules)
     if config.slices > 1 and not getattr(args, "reset_attention_mask", False):
         # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
         found.arguments |= {"create_attention_mask_in_dataloader": False}

@@ -30,6 +30,7 @@ __all__ = [
     "refuse",
     "refuse_built",
     "rules_of_dynamic_order",
+    "rules_of_fields",
     "rules_of_table",
 ]
 
@@ -45,10 +46,6 @@ MEGATRON_FIELDS = {
 Rules know the arguments."""
 
 
-def _any(*values: Any) -> bool:
-    return any(values)
-
-
 class Rule(NamedTuple):
     """A setting of Megatron's to refuse."""
 
@@ -58,7 +55,7 @@ class Rule(NamedTuple):
     reason: str
     remedy: str
     """Flags to leave out, use or add in place of those; `{subject}` is the feature's own flag."""
-    when: Callable[..., Any] = _any
+    when: Callable[..., Any] = lambda *values: any(values)
     """Whether their values, None for missing ones, are refused; by default if any is set."""
 
     def refuses(self, args: Namespace) -> bool:
@@ -675,6 +672,22 @@ def forbids_splitting(args: Namespace) -> bool:
     return any(rule.refuses(args) for rule in RULES["split"])
 
 
+def rules_of_fields(config: PipelineConfig) -> dict[str, tuple[Rule, ...]]:
+    """Return the rules of what a configuration adds to any schedule, by the field that adds it."""
+    found: dict[str, tuple[Rule, ...]] = {}
+    if config.draws_by_microbatch:
+        is_stock = config.schedule is None and config.dynamic is None
+        stock = RULES["stock_microbatch_rng"] if is_stock else ()
+        found["microbatch_rng"] = RULES["microbatch_rng"] + stock
+    if config.balance == "pack":
+        found["balance"] = RULES["pack"]
+    if config.slices > 1:
+        found["slices"] = RULES["slices"]
+    if config.variable_seq_lengths:
+        found["variable_seq_lengths"] = RULES["lengths"]
+    return found
+
+
 def rules_of_table(table: Schedule) -> tuple[Rule, ...]:
     """Return the rules of one table: for its split backwards, its placement, its twins."""
     rules = RULES["split"] if table.splits_backward else ()
@@ -719,17 +732,11 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
     args = Namespace(**{**fields, **renamed, "world_size": world_size})
     # The pattern is an argument of the model, not of its configuration.
     args.hybrid_layer_pattern = getattr(args, "is_hybrid_model", None)
-    if config.draws_by_microbatch:
-        stock = RULES["stock_microbatch_rng"] if config.schedule is None else ()
-        refuse("microbatch_rng", args, (*RULES["microbatch_rng"], *stock))
-    if config.balance == "pack":
-        refuse("balance pack", args, RULES["pack"])
-    if config.slices > 1:
-        # A spec chooses the layers, not `transformer_impl`; they are checked at the first step.
-        args.transformer_impl = None
-        refuse(f"slices {config.slices}", args, RULES["slices"])
-    if config.variable_seq_lengths:
-        refuse("variable_seq_lengths", args, RULES["lengths"])
+    # A spec chooses the layers, not `transformer_impl`; slices check them at the first step.
+    args.transformer_impl = None
+    valued = {"balance": f"balance {config.balance}", "slices": f"slices {config.slices}"}
+    for name, rules in rules_of_fields(config).items():
+        refuse(valued.get(name, name), args, rules)
     if config.schedule is None and config.dynamic is None:
         # Megatron fills its own group size in; another one is refused when flags are parsed.
         args.microbatch_group_size_per_vp_stage = None

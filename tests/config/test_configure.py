@@ -247,6 +247,7 @@ _BY_PROGRAMS: list[tuple[dict[str, Any], dict[str, Any], bool, str]] = [
         "dynamic cannot run with --moe-router-load-balancing-type global_aux_loss",
     ),
     (_PAIRS, _OVERLAP, False, ""),
+    ({"dynamic": DynamicOrder(), "pairs": True}, _OVERLAP, False, ""),
     (_PAIRS, _EXPERTS, False, "1f1b has pairs=True, but the model"),
     ({"transport": "shm"}, {"use_ring_exchange_p2p": True}, False, "--use-ring-exchange-p2p"),
     ({"transport": "shm"}, {}, False, ""),
