@@ -552,6 +552,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
             lambda kind, layers: kind == "ship" and layers,
         ),
         Rule(
+            (_SHIPS, "is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
+            "--fbd-activations ship and hybrid models (--hybrid-override-pattern, "
+            "--hybrid-layer-pattern)",
+            "forward ranks ship the inputs of a block of transformer layers",
+            "use --fbd-activations recompute",
+            lambda kind, *hybrid: kind == "ship" and any(hybrid),
+        ),
+        Rule(
             ("use_tp_pp_dp_mapping",),
             "--use-tp-pp-dp-mapping",
             "the two roles of a stage are neighbours in the default order of ranks",

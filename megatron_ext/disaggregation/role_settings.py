@@ -49,7 +49,7 @@ def job_of(args: Namespace, config: PipelineConfig) -> Job:
         activations=wanted.activations,
         timeout_s=config.message_timeout_s,
         sequence_parallel=bool(args.sequence_parallel and args.tensor_model_parallel_size > 1),
-        message_bytes=_message_bytes(args),
+        message_bytes=_message_bytes(args, ships=wanted.activations == "ship"),
         gathers_late=_gathers_late(args),
         ends_by_itself=any(getattr(args, dest, None) for dest in _ENDS),
     )
@@ -115,12 +115,13 @@ def profiles_with_torch(args: Namespace) -> bool:
     return all(getattr(args, dest, False) for dest in ("profile", "use_pytorch_profiler"))
 
 
-def _message_bytes(args: Namespace) -> int:
-    """Return the bytes of one activation `[s, b, h]` in fp32, or of a stage's shipped ones."""
+def _message_bytes(args: Namespace, *, ships: bool) -> int:
+    """Return the bytes of one activation `[s, b, h]` in fp32, or of a stage's shipped ones.
+
+    A stage with more layers than the others sends longer ones, in pieces.
+    """
     one: int = 4 * args.seq_length * args.micro_batch_size * args.hidden_size
-    if args.fbd_activations != "ship":
-        return one
-    layers: int = args.num_layers // args.pipeline_model_parallel_size
+    layers: int = args.num_layers // args.pipeline_model_parallel_size if ships else 0
     return one * (layers + 1)
 
 

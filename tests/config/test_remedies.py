@@ -114,6 +114,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--moe-use-upcycling",
             MERGED + "--num-experts 8 --world-size 48",
             SHIP + "--mtp-num-layers 1",
+            SHIP + f"--hybrid-layer-pattern {'M*M-' * 8}",
             "--use-tp-pp-dp-mapping",
             "--use-mp-args-from-checkpoint-args",
             "--rerun-mode report_stats",
