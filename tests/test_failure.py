@@ -7,10 +7,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.upstream import releases
+from megatron_ext.upstream import failure, releases
 from megatron_ext.upstream import tree as upstream
 from tests.commands import run_python
 from tests.ranks import RankRun, start_script
@@ -163,3 +164,16 @@ def test_ranks_of_one_launcher_report_an_error_once() -> None:
 def test_ranks_that_cannot_know_of_each_other_all_report() -> None:
     ended = run_python("-c", REPORT, WORLD_SIZE="2", RANK="1")
     assert ended.stderr == "megatron_ext: error: no such schedule\n"
+
+
+def test_an_interrupt_without_save_counts_no_checkpoint_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("latest_checkpointed_iteration.txt").write_text("90")
+    args = SimpleNamespace(curr_iteration=3, save=None, load=None)
+    variables = SimpleNamespace(_GLOBAL_ARGS=args)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", variables)
+    monkeypatch.setenv("RANK", "0")
+    failure.report_interrupt()
+    assert "interrupted at iteration 3; nothing was saved" in capsys.readouterr().err

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 __all__ = ["interrupts", "report", "report_interrupt", "to_resume", "watching_other_hosts"]
 
 _HELD_S = 0.3
-"""For how long a rank that has reported stays at least, which keeps the others on its host from it.
-It ends before they do, so that a launcher shows the log of a rank with a reason."""
+"""Shortest stay of a rank that has reported, which keeps the others on its host from it. It ends
+before they do, so that a launcher shows the log of a rank with a reason."""
 _OTHERS_S = 1.0
 _CAUSE_S = 5.0
-"""For how long a rank that lost another one stays at most. torchrun takes the rank that ends first
+"""Longest stay of a rank that lost another one. torchrun takes the rank that ends first
 for the one that failed, and the interpreter's exit of the one with the reason takes seconds."""
 _CONNECT_S = 5.0
 _LOOK_S = 1.0
@@ -64,7 +64,7 @@ def report(error: BaseException) -> None:
 
 
 def _wait_for_the_cause() -> None:
-    """Wait until torchrun has seen the end of another rank, and ends this one."""
+    """Wait, for `_CAUSE_S` at most, until torchrun has seen another rank end and ends this one."""
     ended = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
     ended.wait(_CAUSE_S)
@@ -93,7 +93,8 @@ def report_interrupt() -> None:
     args = getattr(variables, "_GLOBAL_ARGS", None)
     if args is not None and getattr(args, "curr_iteration", None):
         # Megatron counts a step when the next one begins, and saves before that.
-        iteration = max(args.curr_iteration, last_saved(args.save) or 0)
+        saved = None if args.save is None else _last_saved(args.save)
+        iteration = max(args.curr_iteration, saved or 0)
         line = f"interrupted at iteration {iteration}; {to_resume(args.save, args.load)}"
     sys.stderr.write(f"megatron_ext: {line}\n")
     sys.stderr.flush()
@@ -103,7 +104,7 @@ def to_resume(save: str | None, load: str | None) -> str:
     """Describe the last checkpoint of a training, and how to go on from it."""
     if save is None:
         return "nothing was saved (--save DIR --load DIR)"
-    last = last_saved(save)
+    last = _last_saved(save)
     if last is None:
         return f"no checkpoint yet in {save}"
     return f"checkpoint {last}; " + (
@@ -111,10 +112,10 @@ def to_resume(save: str | None, load: str | None) -> str:
     )
 
 
-def last_saved(save: str | None) -> int | None:
+def _last_saved(save: str) -> int | None:
     """Return the iteration of the last whole checkpoint in a folder, if there is one."""
     try:
-        return int((Path(save or "") / "latest_checkpointed_iteration.txt").read_text())
+        return int((Path(save) / "latest_checkpointed_iteration.txt").read_text())
     except (OSError, ValueError):  # or that of a release, which has no number
         return None
 
@@ -122,8 +123,8 @@ def last_saved(save: str | None) -> int | None:
 class interrupts:  # noqa: N801 - a context manager, named as those of contextlib
     """Counts Ctrl-C while the block runs.
 
-    A rank that waits in a collective hears of its peers' end first: what ends it then is an error
-    of the connection, though nobody but the user is its reason.
+    A rank that waits in a collective notices the end of its peers first: an error of the connection
+    then ends it, though nobody but the user is its reason.
     """
 
     def __init__(self) -> None:
