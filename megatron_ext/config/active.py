@@ -212,7 +212,7 @@ class Environment:
     run: tuple[str, str] = ("", "")
     """torchrun's run id and restart count; empty without torchrun."""
     rendezvous_host: str = "localhost"
-    """Where processes find each other: torchrun's MASTER_ADDR."""
+    """Host on which processes find each other: torchrun's MASTER_ADDR."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:

@@ -82,7 +82,7 @@ def prepare(args: Namespace, requested: PipelineConfig | None = None) -> None:
     found.raise_refusals()
     _rewrite(args, found.arguments)
     for line in (*found.changes, *found.notices):
-        _tell(given, "%s", line)
+        _log_on_first_rank(given, "%s", line)
     assert found.config is not None
     activate_configuration(
         Active(
@@ -112,7 +112,7 @@ def check(args: Namespace) -> None:
     except ArgumentsError:
         clear_configuration()
         raise
-    _tell_what_runs(args)
+    _log_what_runs(args)
 
 
 def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
@@ -140,35 +140,37 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
             )
 
 
-def _tell_what_runs(args: Namespace) -> None:
+def _log_what_runs(args: Namespace) -> None:
     found = required()
     job = found.job
     if job is not None:
         if job.rank == 0:
             count = batches_of(args, job.ranks.pp, 1).num_microbatches
-            _tell(args, "%s", roles_in_words(args, job, count))
+            _log_on_first_rank(args, "%s", roles_in_words(args, job, count))
         return
     if getattr(args, "rank", 0) != 0:
         return
     if found.config.tracing is not None and getattr(args, "skip_train", False):
-        _tell(args, "--trace records training steps; --skip-train leaves none to record")
+        _log_on_first_rank(
+            args, "--trace records training steps; --skip-train leaves none to record"
+        )
     if found.transport_only is not None:
         over = found.transport_only.transport
-        _tell(args, "pipeline schedule: Megatron's own; messages over %s", over)
+        _log_on_first_rank(args, "pipeline schedule: Megatron's own; messages over %s", over)
     if found.pipeline is not None:
-        _tell(args, "%s", running(found.pipeline))
+        _log_on_first_rank(args, "%s", running(found.pipeline))
         slower = None
         if found.config.dynamic is not None:
             slower = warning(found.pipeline)
         if slower is not None:
-            _tell(args, "%s", slower)
+            _log_on_first_rank(args, "%s", slower)
         between = found.pipeline.placement.num_stages - 2
         # Transformer Engine reads no mask; Megatron's own attention takes a causal one without it.
         has_mask = getattr(args, "reset_attention_mask", False) and getattr(
             args, "create_attention_mask_in_dataloader", False
         )
         if has_mask and between > 0 and getattr(args, "transformer_impl", None) == "local":
-            _tell(
+            _log_on_first_rank(
                 args,
                 "--reset-attention-mask: Megatron gives the mask to the first and the last stage "
                 "only, so layers of the %d stages between attend across documents",
@@ -266,7 +268,7 @@ def warning(pipeline: Pipeline) -> str | None:
     )
 
 
-def _tell(args: Namespace, message: str, *values: object) -> None:
+def _log_on_first_rank(args: Namespace, message: str, *values: object) -> None:
     """Log a notice on rank 0, as a warning: scripts without logging set-up hide lower levels."""
     if getattr(args, "rank", 0) == 0:
         _LOG.warning(message, *values)

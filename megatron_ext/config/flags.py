@@ -47,8 +47,8 @@ __all__ = [
     "pipeline_config",
     "read_words",
     "requested_flags",
-    "values_in",
     "stash_fields",
+    "values_in",
 ]
 
 _Parsed = TypeVar("_Parsed")
@@ -599,7 +599,7 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
 
 def flag_names(args: Namespace) -> dict[str, str]:
     """Return the flag of each field, for messages; several flags may have chosen the schedule."""
-    chooser = "--use-dpp"
+    chooser = _DPP
     if getattr(args, "enable_bitpipe_schedule", False):
         chooser = "--enable-bitpipe-schedule"
     chosen, name = chooser, getattr(args, "pipeline_schedule", None)

@@ -52,7 +52,7 @@ ranks. shm, tcp, rdma: the native core over this wire only."""
 DevicePath = Literal["auto", "staged", "ipc"]
 
 DEVICE_PATHS: tuple[DevicePath, ...] = ("auto", "staged", "ipc")
-"""How device tensors reach other ranks: through pinned host memory, or directly by CUDA IPC."""
+"""Ways of device tensors to other ranks: through pinned host memory, or directly by CUDA IPC."""
 
 Activations = Literal["recompute", "ship"]
 
@@ -221,7 +221,7 @@ class PipelineConfig:
     """Transport of activations and gradients; None: torch, or auto with `dynamic` or
     `disaggregation`."""
     device_path: DevicePath = "auto"
-    """How device tensors reach other ranks if the transport is not torch. auto: under the transport
+    """Way of device tensors to other ranks if the transport is not torch. auto: under the transport
     auto from device to device for each pair of ranks that can, otherwise staged."""
     node_ips: tuple[str, ...] = ()
     """Addresses of nodes or ranks, for wires between hosts; empty: detected."""

@@ -301,7 +301,7 @@ def ends_of_layout(layout: str) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBuild:
-    """How Megatron hosts a pipeline."""
+    """Settings with which Megatron hosts a pipeline."""
 
     pipeline_model_parallel_size: int
     """Pipeline ranks that Megatron sees: half of the real ones if two pipelines are mirrored."""

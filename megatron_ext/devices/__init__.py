@@ -1,8 +1,8 @@
 """Device backends `cpu`, `cuda` and `musa`, and the one of this process.
 
 The process selects once, before the import of upstream, from `MEGATRON_EXT_DEVICE` or
-`--device-backend`; `auto` picks the first whose software stack is
-installed. Only modules of this package name devices and collective backends.
+`--device-backend`; `auto` picks the first whose software stack is installed. Only modules of this
+package name devices and collective backends.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ device by *redirects*: plain attribute assignments into torch, listed as data. A
 assigns anything itself; `megatron_ext.patches.device` turns the table into registry patches, so
 every redirect is listed by `megatron-ext patches list` and undone by `deactivate()`.
 
-Only code that asks for a CUDA device is translated. No tensor claims to live where it does not.
+Only code that requests a CUDA device is translated. No tensor claims to live where it does not.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ def _refuse_modules(*_call: Any) -> Any:
     )
 
 
-def _is_asked() -> bool:
+def _is_requested() -> bool:
     found = active.active()
     return bool(requested_flags()) or (found is not None and found.requested is not None)
 
@@ -341,7 +341,7 @@ PATCHES = (
         "config:megatron_mimo_runtime_config_update",
         _refuse_modules,
         "runs several pipelines with its own 1F1B and would ignore the chosen schedule",
-        when=_is_asked,
+        when=_is_requested,
     ),
     _patch(
         "train_step",

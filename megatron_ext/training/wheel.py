@@ -49,7 +49,7 @@ _SCRIPT_ONLY = {
     "sft": False,
     "use_legacy_models": False,
 }
-"""Settings that upstream's script itself acts on, with the value that asks for nothing."""
+"""Settings that upstream's script itself acts on, with the value that has no effect."""
 
 _BUILDERS_ONLY = {
     "experimental_attention_variant": None,

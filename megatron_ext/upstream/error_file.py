@@ -15,8 +15,8 @@ _PATH = "TORCHELASTIC_ERROR_FILE"
 class WholeErrorFile(ErrorHandler):
     """Writes the file whole or not at all.
 
-    When a rank is killed, its peers fail, and torchrun sends them SIGTERM while they write. It ends
-    with a traceback of its own if it finds half a file, and nobody learns which rank was first.
+    When a rank is killed, its peers fail, and torchrun sends them SIGTERM while they write. Half a
+    file ends torchrun with a traceback of its own, and its report of the first failure is lost.
     """
 
     def record_exception(self, e: BaseException) -> None:

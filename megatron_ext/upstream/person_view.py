@@ -37,7 +37,7 @@ _RANK = re.compile(r"\[rank\d+\]: ")
 """torch's mark before each line of a traceback, once ranks are connected."""
 
 _LAUNCHER = ("ChildFailedError", "SignalException")
-"""How torchrun ends if a rank fails, or at Ctrl-C."""
+"""Errors with which torchrun ends if a rank fails, or at Ctrl-C."""
 
 # What a machine lacks on purpose, what a first run cannot have, and Megatron's notes to itself.
 _HARMLESS = re.compile(

@@ -1,6 +1,6 @@
 """The releases of Megatron that this package runs on, and the one that is installed.
 
-Reads files, imports nothing of Megatron. Later code asks for signatures, not for versions
+Reads files, imports nothing of Megatron. Later code looks at signatures, not at versions
 (`megatron_ext/upstream/signatures.py`); versions decide which rows of the patch tables apply, which
 fingerprints are compared, and what is refused before anything starts.
 """

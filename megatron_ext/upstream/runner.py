@@ -36,7 +36,7 @@ from megatron_ext.upstream import tree as upstream
 __all__ = ["Start", "choose", "execute", "run"]
 
 _LOST = re.compile(r"Connection (?:closed|reset) by peer(?: \S+\d)?|remote process exited")
-"""How a collective of gloo or NCCL fails where another rank has ended."""
+"""Message of a collective of gloo or NCCL that fails because another rank has ended."""
 
 _DUMPS_STACKS = "megatron.core.inference.data_parallel_inference_coordinator"
 
@@ -118,7 +118,7 @@ def execute(start: Start) -> None:
 
 
 def _address_of_one() -> None:
-    """Let a process that no launcher started be a world of one: torch asks it for an address."""
+    """Let a process that no launcher started be a world of one: torch needs its address."""
     if os.environ.get("WORLD_SIZE", "1") != "1" or "MASTER_ADDR" in os.environ:
         return
     with socket.socket() as probe:

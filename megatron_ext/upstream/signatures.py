@@ -144,11 +144,11 @@ def mtp_on_this_rank(config: Any, *, vp_stage: int | None) -> bool:
         vp_stage: The chunk; None where a rank has one.
     """
     module = "megatron.core.transformer.multi_token_prediction"
-    ask = import_module(module).mtp_on_this_rank
+    decide = import_module(module).mtp_on_this_rank
     if "config" in parameters(f"{module}:mtp_on_this_rank"):
-        return bool(ask(config, ignore_virtual=False, vp_stage=vp_stage))
+        return bool(decide(config, ignore_virtual=False, vp_stage=vp_stage))
     return bool(
-        ask(
+        decide(
             layout=config.pipeline_model_parallel_layout,
             mtp_num_layers=config.mtp_num_layers,
             ignore_virtual=False,

@@ -89,7 +89,7 @@ def test_what_upstreams_flags_can_ask_for_is_refused(dest: str, value: object, r
 
 
 def test_each_role_is_an_ordinary_job() -> None:
-    """Four replicas were asked for, so there are two; each micro-batch has 2 of 8 samples."""
+    """The flags describe four replicas, so there are two; each micro-batch has 2 of 8 samples."""
     flags = (GPT + FBD + PP2 + "--use-distributed-optimizer --save x --save-interval 1").split()
     found = []
     for rank in range(8):

@@ -1,4 +1,4 @@
-"""The example script asks for what its comment says, and Llama 3 takes the flag."""
+"""The example script starts what its comment promises, and Llama 3 takes the flag."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_steps_that_loss_scaling_skips() -> None:
 
 
 def run_signalled(argv: list[str]) -> tuple[str, Captured]:
-    """Train as one rank; one backward rank is told to end after its second step."""
+    """Train as one rank; one backward rank gets SIGTERM after its second step."""
     from megatron.training import training
 
     from megatron_ext.disaggregation.job import current

@@ -200,7 +200,7 @@ def refused(
         pretrain(config)
     after = {f.name: getattr(model, f.name) for f in fields(model)}
     assert {name for name in before if before[name] is not after[name]} <= {"params_dtype"}
-    assert (active.active() is None) == (settings is None)  # what was asked for is still asked for
+    assert (active.active() is None) == (settings is None)  # the request is still in force
     return str(caught.value)
 
 

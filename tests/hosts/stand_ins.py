@@ -17,7 +17,7 @@ __all__ = ["install"]
 
 
 class _Anything(type):
-    """Classes that may be inherited from and asked for attributes."""
+    """Classes that may be inherited from and have every attribute."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -40,7 +40,7 @@ class _StandIn(ModuleType):
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, loader=None, is_package=True)
         self.__path__: list[str] = []
-        self.__version__ = "0.0.0"  # too old for all that asks
+        self.__version__ = "0.0.0"  # too old for every check of a version
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

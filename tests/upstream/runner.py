@@ -35,7 +35,7 @@ _WORST_FIRST = ("failed", "passed", "skipped", "left out")
 
 @dataclass(frozen=True)
 class Result:
-    """How a suite ended."""
+    """Outcome of a suite."""
 
     suite: Suite
     outcomes: dict[str, str]

@@ -345,7 +345,7 @@ _LATER = {
     ),
     "test_parallel_state.py": LeftOut("gloo_race", 1, ("test_expert_all_gather_group",)),
 }
-"""What later releases add to these files that cannot pass on CPU ranks, as of 0.19.0."""
+"""Tests that later releases add to these files and that cannot pass on CPU ranks, as of 0.19.0."""
 
 
 def suites_for(pinned: bool) -> tuple[Suite, ...]:
@@ -359,6 +359,7 @@ def suites_for(pinned: bool) -> tuple[Suite, ...]:
         replace(
             suite,
             counted=False,
+            # From 0.17 on one of its tests has eight tensor-parallel ranks.
             ranks=8 if suite.file == "inference/contexts/test_dynamic_context.py" else suite.ranks,
             left_out=suite.left_out + ((_LATER[suite.file],) if suite.file in _LATER else ()),
         )
