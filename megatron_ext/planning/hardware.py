@@ -35,7 +35,7 @@ class DeviceKind:
     """Dense bf16."""
     flops_8bit: float
     flops_4bit: float = 0.0
-    """0: the device has no such products."""
+    """0: it has no such products."""
     memory_bytes: float
     """Peak traffic of its memory."""
     link_bytes: float
@@ -95,10 +95,18 @@ class DeviceKind:
     """Where each number is from."""
 
     def peak(self, precision: Precision) -> float:
-        """Return the operations per second of a precision, as the data sheet has them."""
+        """Return the operations per second of a precision, as the data sheet has them.
+
+        Raises:
+            ArgumentsError: The device does not have it.
+        """
         if precision == "bf16":
             return self.flops
-        return self.flops_4bit or self.flops_8bit if precision == "nvfp4" else self.flops_8bit
+        if precision != "nvfp4":
+            return self.flops_8bit
+        if not self.flops_4bit:
+            raise ArgumentsError(f"{self.name} has no products in 4 bits; use --precision fp8")
+        return self.flops_4bit
 
     def product_rate(self, precision: Precision) -> float:
         """Return the operations per second of large products in training."""
@@ -120,6 +128,8 @@ _HALF = (
     "Megatron-Bridge's performance summary; benchmarks/planner.py says which"
 )
 _ESTIMATE = "as on B200; not measured on this device"
+_PEAKS = ("flops", "flops_8bit", "flops_4bit")
+_GEMM = ("gemm", "gemm_8bit", "gemm_block", "gemm_4bit")
 _COMMON = dict.fromkeys(("kernel_s", "message_s", "hop_s", "collective", "gemm_weight"), _SIMUMAX)
 _COMMON |= dict.fromkeys(
     (
@@ -131,11 +141,16 @@ _COMMON |= dict.fromkeys(
 )
 _COMMON |= {
     "tile_bytes": "assumed: two steps of a loop over 128 bytes",
+    "memory_gib": "capacity that torch names when it is out of memory, within half a GiB",
     "reserve_gib": "reserved less allocated memory of SimuMax's B200 runs: 1.0 to 4.3 GiB, "
     "and about 1 GiB for the context and communicators",
+    "node_size": "eight in a machine",
 }
-_OTHERS = dict.fromkeys(_COMMON, _ESTIMATE) | {"reserve_gib": _COMMON["reserve_gib"]}
-_GEMM = ("gemm", "gemm_8bit", "gemm_block", "gemm_4bit")
+_OTHERS = dict.fromkeys(_COMMON, _ESTIMATE) | {
+    **{name: _COMMON[name] for name in ("memory_gib", "reserve_gib", "node_size")},
+    "processors": "unknown: products run without waves",
+    **dict.fromkeys(("gemm_block", "gemm_4bit"), "assumed"),
+}
 _HOPPER: dict[str, Any] = {
     "processors": 132,
     "flops": 989e12,
@@ -149,15 +164,18 @@ _HOPPER: dict[str, Any] = {
     "link_bytes": 450 * _GB,
     "network_bytes": 50 * _GB,
     "sources": _COMMON
+    | dict.fromkeys(_PEAKS, "NVIDIA, H100 SXM and H200 data sheets, without sparsity")
     | {
-        "flops": "NVIDIA, H100 SXM and H200 data sheets, without sparsity",
+        "processors": "multiprocessors of an H100 SXM",
         "memory_bytes": "NVIDIA, H100 SXM and H200 data sheets",
         "link_bytes": "NVLink 4: 900 GB/s in both directions",
         "network_bytes": "one 400 Gb/s adapter for each device (DGX H100)",
         "gemm": _HALF + "; cuBLAS reaches 700 to 750 TFLOP/s for 8192^3",
         "gemm_8bit": _HALF,
         "gemm_block": "as gemm_8bit",
+        "gemm_4bit": "not used: it has no such products",
         "attention_forward": "FlashAttention-3 (2407.08608), causal, head 128, 4k to 16k",
+        "attention_backward": "assumed: the forward's, in the proportion of B200",
     },
 }
 _BLACKWELL: dict[str, Any] = {
@@ -166,10 +184,12 @@ _BLACKWELL: dict[str, Any] = {
     "link_bytes": 900 * _GB,
     "sources": _COMMON
     | dict.fromkeys(_GEMM, _HALF + "; shares of a precision differ by one factor for each device")
+    | dict.fromkeys(_PEAKS, "NVIDIA, data sheet of DGX or NVL72, without sparsity")
     | {
-        "flops": "NVIDIA, data sheet of DGX or NVL72, without sparsity",
+        "processors": "multiprocessors of a B200",
         "memory_bytes": "NVIDIA, data sheet of DGX or NVL72",
-        "link_bytes": "NVLink 5: 1.8 TB/s in both directions; of 72 devices in a rack, 64 used",
+        "link_bytes": "NVLink 5: 1.8 TB/s in both directions",
+        "node_size": "eight in a DGX; of the 72 in a rack, 64 used",
         "network_bytes": "one adapter for each device: 400 Gb/s, with B300 and GB300 800 Gb/s",
     },
 }
@@ -198,7 +218,7 @@ DEVICES = {
             | {
                 "sources": _BLACKWELL["sources"]
                 | {
-                    "gemm": "chosen on SimuMax's 43 rows, the only number that they gave; its "
+                    "gemm": "chosen on SimuMax's 43 rows, the only rate that they gave; its "
                     "micro-benchmarks have 0.49"
                 }
             },
@@ -259,8 +279,8 @@ DEVICES = {
             attention_forward=0.35,
             attention_backward=0.25,
             sources=_OTHERS
+            | dict.fromkeys(_PEAKS, "AMD, MI300X data sheet, without sparsity")
             | {
-                "flops": "AMD, MI300X data sheet, without sparsity",
                 "memory_bytes": "AMD, MI300X data sheet",
                 "link_bytes": "7 Infinity Fabric links of 64 GB/s",
                 "network_bytes": "one 400 Gb/s adapter for each device",
@@ -280,8 +300,11 @@ DEVICES = {
             network_bytes=50 * _GB,
             gemm=0.60,
             sources=_OTHERS
+            | dict.fromkeys(
+                _PEAKS, "Moore Threads' announcement of 1,000 TFLOP/s in 8 bits; bf16 half of it"
+            )
             | {
-                "flops": "Moore Threads' announcement of 1,000 TFLOP/s in 8 bits; bf16 half of it",
+                "memory_gib": "80 GB less what other devices of that size do not show",
                 "memory_bytes": "Moore Threads' announcement",
                 "link_bytes": "MTLink 4: 784 GB/s in both directions",
                 "network_bytes": "one 400 Gb/s adapter for each device",
@@ -301,8 +324,10 @@ DEVICES = {
             network_bytes=1 * _GB,
             message_s=200e-6,
             launch_s=0.0,
-            sources=_OTHERS
-            | {"flops": "one core; a stand-in, so that small models can be planned"},
+            sources=dict.fromkeys(
+                (each.name for each in fields(DeviceKind)),
+                "a stand-in for one core, so that small models can be planned",
+            ),
         ),
     )
 }

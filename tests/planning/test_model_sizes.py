@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.planning.hardware import DEVICES, parse_devices
+from megatron_ext.planning.hardware import DEVICES, DeviceKind, parse_devices
 from megatron_ext.planning.layer_costs import Sharding, model_flops, part_of
 from megatron_ext.planning.model_sizes import ModelSizes, read_model
 
@@ -133,6 +134,17 @@ def test_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_number_of_a_device_has_a_source() -> None:
+    numbers = {each.name for each in fields(DeviceKind)} - {
+        "name",
+        "measured",
+        "seconds",
+        "sources",
+    }
     for device in DEVICES.values():
-        rates = {"flops", "memory_bytes", "link_bytes", "gemm", "gemm_8bit"}
-        assert device.name == "cpu" or rates <= set(device.sources), device.name
+        assert numbers <= set(device.sources), device.name
+
+
+def test_a_precision_that_a_device_lacks_is_an_error() -> None:
+    assert DEVICES["b200"].peak("nvfp4") > DEVICES["b200"].peak("mxfp8")
+    with pytest.raises(ArgumentsError, match="h100 has no products in 4 bits; use"):
+        DEVICES["h100"].product_rate("nvfp4")
