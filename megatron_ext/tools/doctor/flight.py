@@ -159,7 +159,7 @@ def check_training(
     own = "Megatron's own schedule"
     yield Diagnosis("OK", "training", f"{found.pipeline.name if found.pipeline else own} takes "
                   "these flags")  # fmt: skip
-    yield from _arenas(found, args)
+    yield from _arenas(found, args, is_here=count is None)
     if device is None:
         line = "memory and time are not forecast: say for which devices, as --devices 64xh100"
         yield Diagnosis("OK", "layout", line)
@@ -173,23 +173,28 @@ def _hangs(args: Namespace, known: Sequence[Rule]) -> Iterator[Diagnosis]:
             yield Diagnosis("WARN", "known hang", f"{rule.flag}: {rule.reason}", rule.remedy)
 
 
-def _arenas(found: Preflight, args: Namespace) -> Iterator[Diagnosis]:
-    """Compare the shared memory of a native transport with what this machine has."""
+def _arenas(found: Preflight, args: Namespace, *, is_here: bool) -> Iterator[Diagnosis]:
+    """Yield the shared memory of a native transport; here it is compared with what there is."""
     pipeline = found.pipeline or found.transport_only
     sizes = [
         getattr(args, name, None) for name in ("seq_length", "micro_batch_size", "hidden_size")
     ]
     if pipeline is None or pipeline.transport == "torch" or not all(sizes):
         return
-    import psutil
-
     is_half = getattr(args, "bf16", False) or getattr(args, "fp16", False)
     # A message is the activation of one micro-batch.
     values = math.prod(size for size in sizes if size)
     each = arena_bytes(pipeline, values * (2 if is_half else 4))
-    whole, available = each * pipeline.pp, psutil.virtual_memory().available
+    whole = each * pipeline.pp
     shown = f"{each / _MIB:.0f} MiB for each rank at most, {whole / _MIB:.0f} MiB for a pipeline "
-    shown += f"on one machine, {available / _MIB:.0f} MiB available here"
+    shown += "on one machine"
+    if not is_here:
+        yield Diagnosis("OK", "transport arenas", shown)
+        return
+    import psutil
+
+    available = psutil.virtual_memory().available
+    shown += f", {available / _MIB:.0f} MiB available here"
     remedy = "lower the micro-batch size, or use --pipeline-transport torch, which has no arenas"
     level: Literal["FAIL", "WARN"] = "FAIL" if whole > available else "WARN"
     is_much = whole > available // 2
@@ -281,9 +286,11 @@ def planned(
         mode = frozenset({"full"})
     elif getattr(args, "recompute_granularity", None) == "selective":
         mode = frozenset(getattr(args, "recompute_modules", None) or ("core_attn",))
-    precision: Precision = "fp8" if getattr(args, "fp8", None) else "bf16"
-    if getattr(args, "fp8_recipe", None) == "mxfp8":
-        precision = "mxfp8"
+    precision: Precision = "bf16"
+    if getattr(args, "fp4", None):
+        precision = "nvfp4"
+    elif getattr(args, "fp8", None):
+        precision = "mxfp8" if getattr(args, "fp8_recipe", None) == "mxfp8" else "fp8"
     sizes = ParallelSizes(
         tp=tp,
         pp=pp,

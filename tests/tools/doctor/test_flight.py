@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
@@ -68,6 +69,24 @@ def test_experts_and_reductions_on_many_devices() -> None:
     flags = ONE.format(256) + "--num-experts 8 --expert-model-parallel-size 8 --overlap-grad-reduce"
     assert "5749" in flight(flags, "64xh100")["known hang"].found
     assert "known hang" not in flight(flags, "32xh100")
+
+
+def test_the_precision_of_the_flags_counts() -> None:
+    steps = []
+    for precision in ("", "--fp8-format hybrid", "--fp4-format e2m1"):
+        found = flight(ONE.format(64) + precision, "8xb200")["idle devices"].found
+        steps.append(float(re.search(r"([\d.]+) s a step", found)[1]))  # type: ignore[index]
+    assert steps == sorted(set(steps), reverse=True)
+    lacking = flight(ONE.format(64) + "--fp4-format e2m1")["layout"]
+    assert str(lacking) == "FAIL layout: h100 has no products in 4 bits; use fp8"
+
+
+def test_messages_of_other_devices_are_not_compared_with_the_memory_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)  # the standard library is enough
+    flags = DEVICE + "--pipeline-schedule zb-h1 --pipeline-transport shm"
+    assert flight(flags)["transport arenas"].found.endswith("MiB for a pipeline on one machine")
 
 
 def test_a_schedule_of_ours_does_not_hang() -> None:
