@@ -13,7 +13,7 @@ from megatron_ext.errors import ArgumentsError
 if TYPE_CHECKING:
     from megatron_ext.planning.techniques import Precision
 
-__all__ = ["DEVICES", "DeviceKind", "parse_devices"]
+__all__ = ["DEVICES", "DeviceKind", "kind_of", "parse_devices"]
 
 _GB = 1e9
 
@@ -105,7 +105,7 @@ class DeviceKind:
         if precision != "nvfp4":
             return self.flops_8bit
         if not self.flops_4bit:
-            raise ArgumentsError(f"{self.name} has no products in 4 bits; use --precision fp8")
+            raise ArgumentsError(f"{self.name} has no products in 4 bits; use fp8")
         return self.flops_4bit
 
     def product_rate(self, precision: Precision) -> float:
@@ -331,6 +331,13 @@ DEVICES = {
         ),
     )
 }
+
+
+def kind_of(name: str) -> DeviceKind | None:
+    """Return the description of a device by the name that its driver shows; None: there is none."""
+    # The longest first: a GB200 is no B200.
+    kinds = sorted(DEVICES.values(), key=lambda kind: len(kind.name), reverse=True)
+    return next((kind for kind in kinds if kind.name in name.lower()), None)
 
 
 def parse_devices(text: str) -> tuple[int, DeviceKind]:

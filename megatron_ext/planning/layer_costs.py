@@ -45,15 +45,19 @@ ASSUMPTIONS = {
     "the 4 is fitted to SimuMax's B200 rows of Llama with one stage",
     "products": "in waves of tiles of 256 x 128, one on each processor, the last wave as long as a "
     "full one; at least as long as their operands take through memory",
-    "host": "starts about 35 kernels for the forward of a dense layer and 110 of a mixture, twice "
-    "as many for the backward; graphs leave out the experts unless flags say otherwise; where the "
-    "host waits for the tokens of each expert, part of what runs at the same time shows",
+    "host": "starts about 30 to 40 kernels for the forward of a dense layer in bf16 and 105 to 170 "
+    "of a mixture, twice as many for the backward; graphs leave out the experts unless flags say "
+    "otherwise; where the host waits for the tokens of each expert, part of what runs at the same "
+    "time shows",
     "tensor parallelism": "two gathers and two scatters of [s, b, h] for each layer and pass, "
     "mostly behind products, but with NVFP4 or --disable-tp-comm-overlap-ag not",
     "context parallelism": "keys and values go round behind attention; what is longer shows",
     "experts": "tokens balanced; all-to-all of one copy of a token for each rank and node, with "
     "--moe-token-dispatcher-type alltoall of all; behind computation only with "
     "--overlap-moe-expert-parallel-comm",
+    "recomputation": "of layers, norms, networks, experts and MLA's up projections; flash "
+    "attention keeps no scores, so core_attn saves nothing; moe_act and shared_experts count as "
+    "kept",
     "precision": "products of layers, not attention, embedding or output; quantizing an element "
     "moves 6 (fp8), 3.5 (mxfp8) or 10 bytes (nvfp4), of which the last two are fitted",
     "data parallelism": "gradients are reduced in fp32, with --grad-reduce-in-bf16 in bf16, behind "
@@ -81,8 +85,6 @@ _BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
 """Of an operand's element in a product."""
 _CASTS = {"bf16": 0.0, "fp8": 6.0, "mxfp8": 3.5, "nvfp4": 10.0}
 """Bytes of traffic for each element that is quantized, once with and once without transposing."""
-
-
 _LAUNCHES = {"bf16": 3, "fp8": 4, "mxfp8": 6, "nvfp4": 8}
 """Kernels for the forward of a product with what quantizes its operands."""
 

@@ -21,7 +21,7 @@ from megatron_ext.config.stages import parse_layout
 from megatron_ext.errors import ArgumentsError, DataError
 from megatron_ext.files import cannot_write, write_text
 from megatron_ext.planning.calibration import Passes, computation, factors
-from megatron_ext.planning.hardware import DEVICES, parse_devices
+from megatron_ext.planning.hardware import DEVICES, kind_of, parse_devices
 from megatron_ext.planning.layer_costs import Sharding
 from megatron_ext.planning.model_sizes import read_model
 from megatron_ext.schedules.commands import aligned
@@ -87,15 +87,13 @@ def _calibrate(args: argparse.Namespace) -> int:
         experts = min(model.num_experts, _MOST_EXPERTS)
         model = replace(model, mtp_layers=0, num_experts=experts, top_k=top_k)
     by = Sharding(micro_batch=int(number), sequence=sequence)
-    name, memory_gib, kind = _device_here()
-    if args.devices is not None:
-        kind = parse_devices(args.devices)[1].name
-    if kind not in DEVICES:
+    name, memory_gib = _device_here()
+    base = kind_of(name) if args.devices is None else parse_devices(args.devices)[1]
+    if base is None or base.name not in DEVICES:
         raise ArgumentsError(
             f"{name} is not described; say what is nearest to it: --devices 1xKIND of "
             f"{', '.join(DEVICES)}"
         )
-    base = DEVICES[kind]
     seconds = measure(model, by)
     formula = {part: computation(model, part, by, base, frozenset()) for part in seconds}
     found = factors(seconds, formula)
@@ -109,7 +107,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         f"x {sequence} tokens: plan --calibrate"
     )
     content = {
-        "base": kind,
+        "base": base.name,
         **({} if memory_gib is None else {"memory_gib": round(memory_gib, 1)}),
         "measured": {part: list(of_part) for part, of_part in found},
         "seconds": {part: list(each) for part, each in seconds.items()},
@@ -123,18 +121,16 @@ def _calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _device_here() -> tuple[str, float | None, str]:
-    """Return name, memory and kind of this machine's device, as far as they are known."""
+def _device_here() -> tuple[str, float | None]:
+    """Return name and memory of this machine's device; None: it has no memory of its own."""
     from megatron_ext import devices
     from megatron_ext.devices.backend import Accelerator
 
     device = devices.current()
     if not isinstance(device, Accelerator):
-        return device.name, None, device.name
+        return device.name, None
     here = device.runtime.get_device_properties(0)
-    kinds = sorted(DEVICES, key=len, reverse=True)
-    kind = next((kind for kind in kinds if kind in here.name.lower()), "")
-    return here.name, here.total_memory / 2**30, kind
+    return here.name, here.total_memory / 2**30
 
 
 def measure(model: ModelSizes, by: Sharding) -> dict[str, Passes]:
@@ -351,10 +347,10 @@ def of_trace(
     )
     stages = schedule.num_stages
     layout = settings.get("pipeline_model_parallel_layout")
-    counts = [stage.count("t") for stage in parse_layout(str(layout))] if layout else []
-    if len(counts) != stages:
-        counts = [model.num_layers // stages] * stages
-    if sum(counts) != model.num_layers:
+    counts = [model.num_layers // stages] * stages
+    if layout is not None:
+        counts = [stage.count("t") for stage in parse_layout(str(layout))]
+    if len(counts) != stages or sum(counts) != model.num_layers:
         raise DataError(f"{directory} does not say how many layers its {stages} stages have")
     costs = measured_costs(run, schedule)
     times = list(zip(costs.forward_s, costs.input_s, costs.weight_s, strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.planning.hardware import DEVICES, DeviceKind, parse_devices
+from megatron_ext.planning.hardware import DEVICES, DeviceKind, kind_of, parse_devices
 from megatron_ext.planning.layer_costs import Sharding, model_flops, part_of
 from megatron_ext.planning.model_sizes import ModelSizes, read_model
 
@@ -134,14 +134,19 @@ def test_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_number_of_a_device_has_a_source() -> None:
-    numbers = {each.name for each in fields(DeviceKind)} - {
-        "name",
-        "measured",
-        "seconds",
-        "sources",
-    }
+    others = {"name", "measured", "seconds", "sources"}
+    numbers = {each.name for each in fields(DeviceKind)} - others
     for device in DEVICES.values():
         assert numbers <= set(device.sources), device.name
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("NVIDIA GB200", "gb200"), ("NVIDIA B200", "b200"), ("NVIDIA H100 80GB HBM3", "h100")],
+)
+def test_the_name_that_a_driver_shows_gives_the_kind(name: str, kind: str) -> None:
+    assert kind_of(name) is DEVICES[kind]
+    assert kind_of("NVIDIA A10") is None
 
 
 def test_a_precision_that_a_device_lacks_is_an_error() -> None:

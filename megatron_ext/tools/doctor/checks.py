@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from megatron_ext import devices
 from megatron_ext.devices.backend import Accelerator
 from megatron_ext.errors import MegatronExtError, TransportError
-from megatron_ext.planning.hardware import DEVICES, DeviceKind
+from megatron_ext.planning.hardware import DeviceKind, kind_of
 from megatron_ext.tools.doctor.flight import Diagnosis
 from megatron_ext.tools.launch.fitness import MIN_SHARED_BYTES, SHARED_MEMORY
 from megatron_ext.tools.launch.supervise import Agents, warnings
@@ -180,10 +180,8 @@ def device_here() -> DeviceKind | None:
     if not isinstance(device, Accelerator):
         return None
     here = device.runtime.get_device_properties(0)
-    for kind in sorted(DEVICES.values(), key=lambda kind: len(kind.name), reverse=True):
-        if kind.name in here.name.lower():
-            return replace(kind, memory_gib=here.total_memory / _GIB)
-    return None
+    kind = kind_of(here.name)
+    return None if kind is None else replace(kind, memory_gib=here.total_memory / _GIB)
 
 
 def check_native() -> Iterator[Diagnosis]:
