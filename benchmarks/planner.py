@@ -13,7 +13,7 @@ when the formulas were made.
 
 `--rows` prints each row of Megatron-Bridge, `--layouts` how evenly layouts that people wrote share
 the work, in recipes of Megatron-Bridge and Primus, beside the planner's cut. `--ranks` lets the
-planner search for each configuration, and prints where the published layout ranks: minutes.
+planner search for each configuration, and prints where the published layout ranks: 5 minutes.
 
 With `--measured` the pipelines of layouts run here, five minutes: more than 40 layouts of 8 ranks,
 all schedules, with the planner's cut of a model of 30 layers. Stages sleep what their layers cost
@@ -176,7 +176,8 @@ def print_measured(rows: Sequence[dict[str, Any]]) -> None:
 def ranks() -> list[tuple[dict[str, Any], int | None]]:
     """Return each configuration of Megatron-Bridge with the rank of its layout among all.
 
-    Sizes alone are compared: tp, pp, cp, ep and micro-batch. None: it is not among the first 20.
+    Sizes alone are compared: tp, pp, cp, ep and micro-batch. None: they are not among those of the
+    best 60 layouts, or do not fit by forecast.
     """
     data = json.loads(ROWS.read_text(encoding="utf-8"))
     found: dict[str, tuple[dict[str, Any], int | None]] = {}
@@ -265,7 +266,10 @@ def main(words: Sequence[str] = ()) -> None:
     if args.ranks:
         found = [rank for _, rank in ranks()]
         first = sum(rank is not None and rank <= 5 for rank in found)
-        print(f"\n{first} of {len(found)} published layouts rank in the first five")
+        print(
+            f"\n{first} of {len(found)} published layouts rank in the first five, "
+            f"{found.count(None)} have sizes that the best 60 do not have"
+        )
 
 
 if __name__ == "__main__":
