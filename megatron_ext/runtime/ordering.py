@@ -102,7 +102,7 @@ def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
 
 
 Choice = int | tuple[int, int]
-"""Position of the exchange of the table that a rank runs next, or those of a forward and a backward,
+"""Position of the exchange that a rank runs next, or those of a forward and a backward,
 as a pair."""
 
 

@@ -65,7 +65,7 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     ends = not walk(moved, lambda _rank, _index, _taken: (True, True))
     found = [moved.rows] if ends else []
     shares = shares_of_equal_cost(num_slices, costs.attention)
-    # Slices that take longer than 1/k of as many micro-batches, by more than noise, are placed anew.
+    # Slices that take more than 1/k of as many micro-batches, beyond noise, are placed anew.
     least = simulate(schedule, whole).makespan / num_slices
     if not ends or simulate(moved, even).makespan > least * (1 + 1e-6):
         rank_peaks = (max(live_counts(row)) for row in schedule.rows)
