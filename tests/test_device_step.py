@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,11 +87,10 @@ def test_every_schedule_is_measured_on_both_paths_beside_upstream() -> None:
     assert {peer.module for peer in peers} == {"megatron_core"}
 
 
-@pytest.mark.usefixtures("emulated_musa")
-def test_command(tmp_path: Path) -> None:
-    script, path = ROOT / "benchmarks" / "device_step.py", tmp_path / "figures.json"
+def quick_run(script: str, path: Path) -> tuple[str, dict[str, Any]]:
+    """Run a benchmark without failures; return what it prints, and its JSON."""
     done = subprocess.run(
-        [sys.executable, str(script), "--quick", "--json", str(path)],
+        [sys.executable, str(ROOT / "benchmarks" / script), "--quick", "--json", str(path)],
         capture_output=True,
         text=True,
         timeout=580,
@@ -99,9 +99,15 @@ def test_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     content = json.loads(path.read_text())
     assert content["failures"] == []
+    return done.stdout, content
+
+
+@pytest.mark.usefixtures("emulated_musa")
+def test_command(tmp_path: Path) -> None:
+    printed, content = quick_run("device_step.py", tmp_path / "figures.json")
     names = ["megatron-core 1F1B", "communicator: 1f1b", "ipc: 1f1b"]
     assert [row["system"] for row in content["measured"]] == names
-    assert all(f"| {name} | quiet |" in done.stdout for name in names)
+    assert all(f"| {name} | quiet |" in printed for name in names)
     order_s = 2e-3 * simulate(SYSTEMS["ipc: 1f1b"].pipeline(2, 4).full).makespan
     for row in content["measured"]:
         assert row["order_s"] == [pytest.approx(order_s)]
@@ -147,17 +153,7 @@ def test_pairs_are_measured_under_every_schedule_beside_upstream() -> None:
 )
 @pytest.mark.usefixtures("emulated_musa")
 def test_command_of_pairs(tmp_path: Path) -> None:
-    script, path = ROOT / "benchmarks" / "expert_overlap.py", tmp_path / "figures.json"
-    done = subprocess.run(
-        [sys.executable, str(script), "--quick", "--json", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    content = json.loads(path.read_text())
-    assert content["failures"] == []
+    printed, content = quick_run("expert_overlap.py", tmp_path / "figures.json")
     stock, paired, plain = content["measured"]
     assert stock["system"] == "megatron-core interleaved, overlap"
     assert (plain["hidden"], plain["of_all"]) == (None, 0)
@@ -166,4 +162,4 @@ def test_command_of_pairs(tmp_path: Path) -> None:
         next(s for s in expert_systems(2) if s.name == "zb-v, pairs").pipeline(2, 4).full
     )
     assert paired["activations"] == table.peak_activations
-    assert "| zb-v, pairs |" in done.stdout
+    assert "| zb-v, pairs |" in printed
