@@ -31,8 +31,7 @@ os.environ.setdefault("MEGATRON_EXT_DEVICE", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import megatron_ext  # noqa: F401  (arms the patches before Megatron is imported)
-from megatron_ext.patches.aliases import replace_aliases
-from megatron_ext.patches.point import PatchPoint, Site
+from megatron_ext.patches.point import PatchPoint, Site, replace_aliases
 from megatron_ext.patches.registry import REGISTRY
 
 _STAGES, _MICROBATCHES = 2, 4

@@ -16,18 +16,15 @@ __all__ = ["REGISTRY", "TABLES", "arm", "disarm", "register", "rows"]
 
 TABLES = (
     "arguments",
+    "checkpoints",
     "disaggregation",
-    "dist_checkpointing",
     "effects",
     "folded_pipelines",
     "off_cuda",
-    "optimizer",
-    "p2p",
     "sliced_layers",
     "split_backward",
     "schedules",
     "trace",
-    "training_init",
     "without_te",
 )
 """Modules of this package with a tuple `PATCHES`, by upstream area."""

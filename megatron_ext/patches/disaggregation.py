@@ -10,11 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from inspect import signature
 from typing import Any
 
 from megatron_ext.disaggregation.job import current, has_role
-from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch, by_name
 
 __all__ = ["PATCHES"]
 
@@ -31,10 +30,6 @@ def _on_any_rank() -> bool:
 
 
 _on_forward_rank, _on_backward_rank = partial(has_role, "forward"), partial(has_role, "backward")
-
-
-def _given(call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Kwargs:
-    return signature(call).bind(*args, **kwargs).arguments
 
 
 def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -56,7 +51,7 @@ def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Build the model of a forward rank, without trainable parameters."""
-    given = _given(call, args, kwargs)
+    given = by_name(call, args, kwargs)
     [provider] = [name for name in _PROVIDERS if name in given]
     provide = given[provider]
 
@@ -79,7 +74,7 @@ def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     """Run a step without an optimizer; backward ranks know whether the step was skipped."""
     from megatron_ext.disaggregation.step import step_done
 
-    given = _given(call, args, kwargs)
+    given = by_name(call, args, kwargs)
     arguments = sys.modules["megatron.training"].get_args()
     given["forward_backward_func"](
         forward_step_func=given["forward_step_func"],
@@ -98,7 +93,7 @@ def _send_weights(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     from megatron_ext.disaggregation.step import step_done
 
     results = call(*args, **kwargs)
-    step_done(_given(call, args, kwargs)["model"], updated=not results[1])
+    step_done(by_name(call, args, kwargs)["model"], updated=not results[1])
     return results
 
 
@@ -106,7 +101,7 @@ def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.disaggregation.trainer import share_evaluation
 
     losses, *others = call(*args, **kwargs)
-    share_evaluation(_given(call, args, kwargs)["model"], losses or {})
+    share_evaluation(by_name(call, args, kwargs)["model"], losses or {})
     return losses, *others
 
 
@@ -114,7 +109,7 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     """Receive the losses of the evaluation that forward ranks run, for the log."""
     from megatron_ext.disaggregation.trainer import share_evaluation
 
-    given = _given(call, args, kwargs)
+    given = by_name(call, args, kwargs)
     arguments = sys.modules["megatron.training"].get_args()
     rounds = given.get("eval_iters") or arguments.eval_iters
     # Since 0.18 evaluations may have a separate batch size.
@@ -128,7 +123,7 @@ def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> boo
     from megatron_ext.disaggregation.trainer import share_exit
 
     is_over = has_role("backward") and call(*args, **kwargs)
-    return share_exit(_given(call, args, kwargs)["model"], is_over=is_over)
+    return share_exit(by_name(call, args, kwargs)["model"], is_over=is_over)
 
 
 def _ends_by_itself() -> bool:
@@ -164,7 +159,7 @@ def _silent(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
 
 
 def _same_flag(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    return _given(call, args, kwargs)["report_memory_flag"]
+    return by_name(call, args, kwargs)["report_memory_flag"]
 
 
 def _patch(name: str, target: str, fn: Callable[..., Any], reason: str, **options: Any) -> Patch:

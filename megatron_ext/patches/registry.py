@@ -27,16 +27,11 @@ import wrapt
 
 from megatron_ext.errors import PatchConflict, UpstreamMismatch
 from megatron_ext.patches import drift
-from megatron_ext.patches.aliases import (
-    Copy,
-    bound_objects,
-    replace_aliases,
-    restore_aliases,
-)
 from megatron_ext.patches.point import (
     MISSING,
     Args,
     Call,
+    Copy,
     Kwargs,
     Patch,
     PatchPoint,
@@ -44,10 +39,14 @@ from megatron_ext.patches.point import (
     Site,
     State,
     always,
+    bound_objects,
+    by_name,
+    replace_aliases,
+    restore_aliases,
 )
 from megatron_ext.upstream import releases
 
-__all__ = ["REGISTRY", "Args", "Call", "Kwargs", "Patch", "Registry", "Row", "always"]
+__all__ = ["REGISTRY", "Args", "Call", "Kwargs", "Patch", "Registry", "Row", "always", "by_name"]
 
 _LOG = logging.getLogger(__name__)
 

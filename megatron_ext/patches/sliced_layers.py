@@ -5,12 +5,11 @@ They act only inside `KeptState.of`, which the runtime opens for the actions of 
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any
 
 from megatron_ext.config import active
-from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch, by_name
 from megatron_ext.upstream.signatures import megatron_arguments
 
 __all__ = ["PATCHES"]
@@ -29,11 +28,6 @@ def _runs_slice() -> bool:
     return found is not None and found.running is not None
 
 
-def _named(call: Call, args: Args, kwargs: Kwargs) -> Kwargs:
-    """Return arguments by name, whichever way they are given."""
-    return dict(inspect.signature(call).bind(*args, **kwargs).arguments)
-
-
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Let the queries of a slice attend to all tokens up to its end."""
     return _state().attend(call, instance, *args, **kwargs)
@@ -41,19 +35,19 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _begin_forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Give the layers of a model the packed sequences of the slice."""
-    given = _named(call, args, kwargs)
+    given = by_name(call, args, kwargs)
     _state().begin_forward(given)
     return call(**given)
 
 
 def _positions(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the rotary positions of a slice, from its first token on."""
-    return _state().positions(call, _named(call, args, kwargs))
+    return _state().positions(call, by_name(call, args, kwargs))
 
 
 def _look_ahead(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Remember which tensors are tokens and which are positions."""
-    given = _named(call, args, kwargs)
+    given = by_name(call, args, kwargs)
     _state().look_ahead(given["input_ids"], given["position_ids"])
     return call(**given)
 
