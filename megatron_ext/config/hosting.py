@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
-from megatron_ext.config import stages
+from megatron_ext.config import incompatible, stages
 from megatron_ext.config.active import Environment, Pipeline, base_table, twins_of
 from megatron_ext.config.flags import (
     DROPPED,
@@ -395,11 +395,9 @@ def _with_splittable_layers(
     """
     if not pipeline.full.splits_backward or not hasattr(args, "transformer_impl"):
         return pipeline
-    from megatron_ext.runtime.te_layers import left_whole, why_not
-
-    reason = why_not(args, here=here)
+    reason = incompatible.why_te_cannot_split(args, here=here)
     if reason is None:
-        notice = left_whole(args, here=here)
+        notice = incompatible.te_leaves_whole(args, here=here)
         if notice is not None:
             found.notices.append(f"--pipeline-schedule {pipeline.name}: {notice}")
         if getattr(args, "tp_comm_overlap", False) and args.transformer_impl != "local":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.errors import ArgumentsError
@@ -32,6 +33,10 @@ __all__ = [
     "rules_of_dynamic_order",
     "rules_of_fields",
     "rules_of_table",
+    "te_leaves_whole",
+    "uses_te",
+    "why_not_split",
+    "why_te_cannot_split",
 ]
 
 
@@ -765,3 +770,66 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
         refuse(subject, args, RULES["placed"])
     if config.dynamic is not None:
         refuse("dynamic", args, rules_of_dynamic_order(args, pipeline.placement))
+
+
+def why_not_split(config: Any) -> str | None:
+    """Return why this `TransformerConfig` rules out split backwards, with the remedy, or None.
+
+    Refused are upstream features that split, reorder or capture backwards themselves.
+    """
+    if config.cuda_graph_impl != "none":
+        return (
+            f"the backward cannot be split with --cuda-graph-impl {config.cuda_graph_impl}, which "
+            f"replays it whole; use none"
+        )
+    if config.defer_embedding_wgrad_compute:
+        return (
+            "--defer-embedding-wgrad-compute moves the weight gradient of the output layer "
+            "itself; leave it out where the backward is split"
+        )
+    if config.enable_autocast:
+        return "the backward cannot be split under torch's autocast; use --bf16 or --fp16 instead"
+    return why_te_cannot_split(config)
+
+
+def uses_te(config: Any, *, here: bool = True) -> bool:
+    """Return whether layers of Transformer Engine are built, here or where it is installed."""
+    chosen = config.transformer_impl == "transformer_engine"
+    return chosen and (not here or find_spec("transformer_engine") is not None)
+
+
+def why_te_cannot_split(config: Any, *, here: bool = True) -> str | None:
+    """Return why Transformer Engine's layers cannot be split as configured, or None.
+
+    Args:
+        config: A `TransformerConfig`, or arguments with the same names.
+        here: Whether the layers are built in this process, with what is installed.
+    """
+    if not uses_te(config, here=here) or not here:
+        return None
+    from megatron.core.utils import get_te_version, is_te_min_version
+
+    if is_te_min_version("2.3.0"):
+        return None
+    return (
+        f"Transformer Engine {get_te_version()} cannot postpone weight gradients; use 2.3 "
+        "or later, or --transformer-impl local"
+    )
+
+
+def te_leaves_whole(config: Any, *, here: bool = True) -> str | None:
+    """Return which weight gradients of Transformer Engine's layers stay in I, and why, or None.
+
+    Args:
+        config: See `why_te_cannot_split`.
+        here: See `why_te_cannot_split`.
+    """
+    if not uses_te(config, here=here) or config.multi_latent_attention:
+        return None
+    if not config.add_bias_linear and not config.add_qkv_bias:
+        return None
+    return (
+        "weight gradients of the projections to queries, keys and values are computed in I, "
+        "because Transformer Engine computes them together with those of the biases; "
+        "--disable-bias-linear without --add-qkv-bias moves them to W"
+    )

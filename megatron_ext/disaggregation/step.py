@@ -27,7 +27,7 @@ from megatron_ext.runtime.ordering import TableOrder
 from megatron_ext.runtime.program import Table, make_program, shape_between_stages
 from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.runtime.sync import GradientSync, NoSync, ParameterSync
-from megatron_ext.runtime.tree_compute import agree_trees
+from megatron_ext.runtime.trees import agree_trees
 from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.upstream.signatures import default_groups

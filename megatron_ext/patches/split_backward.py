@@ -15,7 +15,7 @@ from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
-__all__ = ["PATCHES"]
+__all__ = ["PATCHES", "prepare_config"]
 
 _RUNTIME = "megatron_ext.runtime.runtime"
 
@@ -33,14 +33,14 @@ def _splitting() -> bool:
 
 def _linear(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Defer the weight gradient of a linear layer."""
-    from megatron_ext.runtime import weight_gradients
+    from megatron_ext.runtime import split
 
-    return weight_gradients.linear(call, _record(), *args, **kwargs)
+    return split.linear(call, _record(), *args, **kwargs)
 
 
 def _embedding(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Mark a weight that the output layer of the same stage may share."""
-    from megatron_ext.runtime.weight_gradients import mark_embedding
+    from megatron_ext.runtime.split import mark_embedding
 
     mark_embedding(instance.weight)
     return call(*args, **kwargs)
@@ -54,17 +54,29 @@ def _splits() -> bool:
 
 def _config(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Refuse layers that cannot be split, and prepare those with built-in support."""
-    from megatron_ext.runtime.split import prepare_config, why_not
+    from megatron_ext.config.incompatible import why_not_split
 
     call(*args, **kwargs)
-    reason = why_not(instance)
+    reason = why_not_split(instance)
     if reason is not None:
         raise ScheduleError(reason)
     prepare_config(instance)
 
 
-def _has_grouped_gemm() -> bool:
-    return find_spec("grouped_gemm") is not None
+def prepare_config(config: Any) -> None:
+    """Make Transformer Engine's layers postpone their weight gradients to W.
+
+    Call it after creating the `TransformerConfig` and before building the model. Without
+    Transformer Engine it changes nothing.
+    """
+    from megatron_ext.config.incompatible import uses_te
+
+    if uses_te(config):
+        # Megatron allows it only together with its own overlap of expert communication, and checks
+        # that when a configuration is created.
+        config.delay_wgrad_compute = True
+        # A reduce-scatter under W would hold back what I is for.
+        config.tp_comm_bulk_wgrad = False
 
 
 def _grouped_ops(original: Any) -> Any:
@@ -74,7 +86,7 @@ def _grouped_ops(original: Any) -> Any:
         record = _record()
         if record is None:
             return original.gmm(*args, **kwargs)
-        from megatron_ext.runtime.weight_gradients import grouped_product
+        from megatron_ext.runtime.split import grouped_product
 
         return grouped_product(original.gmm, record, *args, **kwargs)
 
@@ -106,7 +118,7 @@ PATCHES = (
         target="megatron.core.transformer.moe.grouped_gemm_util:ops",
         kind="set",
         fn=_grouped_ops,
-        when=_has_grouped_gemm,
+        when=lambda: find_spec("grouped_gemm") is not None,
         until="0.17",
         feature="schedules",
         reason="computes both gradients of grouped experts at once",

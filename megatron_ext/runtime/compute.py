@@ -320,6 +320,11 @@ class StageCompute:
         is_first = stage not in self._stages  # in this step
         call, place = self.call, self._stage(stage)
         store: list[Any] = []
+        # Upstream's partial checkpointing: of the live micro-batches, it spares the first few.
+        limit = call.config.num_microbatches_with_partial_activation_checkpoints
+        checkpoints_all = None
+        if limit is not None:
+            checkpoints_all = self._forwards % max(self.table.max_live, 1) >= limit
         with self._around_forward(stage, microbatch):
             outputs: Tensors
             outputs, num_tokens = upstream.forward_step(
@@ -332,7 +337,7 @@ class StageCompute:
                 call.config,
                 cp_group_size=call.cp_group_size,
                 collect_non_loss_data=call.collect_non_loss_data,
-                checkpoint_activations_microbatch=self._checkpoints_all_layers(),
+                checkpoint_activations_microbatch=checkpoints_all,
                 is_first_microbatch=upstream.check_first_val_step(
                     call.first_val_step, call.forward_only, is_first
                 ),
@@ -465,23 +470,12 @@ class StageCompute:
             contexts.append(
                 refusing_long_sequences(place.model, stage, microbatch, self.call.cp_group_size)
             )
-        if len(contexts) > 1:
-            return _nested(contexts)
-        return contexts[0] if contexts else _UNCHANGED
-
-    def _checkpoints_all_layers(self) -> bool | None:
-        """Return whether this forward checkpoints all layers; None without a limit."""
-        # Upstream's partial checkpointing: of the live micro-batches, it spares the first few.
-        limit = self.call.config.num_microbatches_with_partial_activation_checkpoints
-        return None if limit is None else self._forwards % max(self.table.max_live, 1) >= limit
-
-
-@contextmanager
-def _nested(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+        if len(contexts) < 2:
+            return contexts[0] if contexts else _UNCHANGED
+        with ExitStack() as entered:
+            for context in contexts:
+                entered.enter_context(context)
+            return entered.pop_all()
 
 
 @functools.cache

@@ -65,7 +65,13 @@ def refusing_long_sequences(
         return
 
     def check(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        longest = _longest(args[0] if args else kwargs.get("input_ids"), kwargs, cp_size)
+        tokens = args[0] if args else kwargs.get("input_ids")
+        packed = kwargs.get("packed_seq_params")
+        longest = 0 if tokens is None else tokens.shape[-1] * cp_size
+        if packed is not None and packed.max_seqlen_q is not None:
+            longest = int(packed.max_seqlen_q)
+        elif packed is not None and packed.cu_seqlens_q is not None:
+            longest = int(packed.cu_seqlens_q.diff().max())
         if longest > limit:
             raise ScheduleError(
                 f"stage {stage}, micro-batch {microbatch}: a sequence has {longest} tokens, the "
@@ -78,16 +84,6 @@ def refusing_long_sequences(
         yield
     finally:
         hook.remove()
-
-
-def _longest(tokens: torch.Tensor | None, kwargs: dict[str, Any], cp_size: int) -> int:
-    """Return the length of the longest sequence of a batch `[b, s]`, packed or not."""
-    packed = kwargs.get("packed_seq_params")
-    if packed is not None and packed.max_seqlen_q is not None:
-        return int(packed.max_seqlen_q)
-    if packed is not None and packed.cu_seqlens_q is not None:
-        return int(packed.cu_seqlens_q.diff().max())
-    return 0 if tokens is None else tokens.shape[-1] * cp_size
 
 
 def check_handed_on(

@@ -34,7 +34,6 @@ import torch
 
 from megatron_ext.config.active import process_state
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime.trees import Leaf
 
 __all__ = [
     "Batch",
@@ -327,11 +326,11 @@ class RouteStore:
             if known.value is not None and known.value.requires_grad:
                 known.takers.add(gradient)
 
-    def look(self, batch: Batch, name: str) -> Leaf:
+    def look(self, batch: Batch, name: str) -> tuple[torch.Size, torch.dtype]:
         """Return the shape and dtype of a published tensor, which its gradient shares."""
         look = self._known[batch, name].look
         assert look is not None
-        return Leaf(tuple(look[0]), look[1], requires_grad=True)
+        return look
 
     def pop_gradients(self, batch: Batch, names: Sequence[str]) -> list[torch.Tensor]:
         """Return and reset the gradient sums so far, to send to the next rank; zeros if empty."""

@@ -45,10 +45,9 @@ from megatron_ext.runtime.program import (
 )
 from megatron_ext.runtime.run_ahead import device_of, run_ahead_of
 from megatron_ext.runtime.sliced_compute import KeptState, SlicedCompute
-from megatron_ext.runtime.split import SplitBackward
+from megatron_ext.runtime.split import SplitBackward, overwrites_first
 from megatron_ext.runtime.sync import GradientSync, ParameterSync
-from megatron_ext.runtime.te_layers import overwrites_first
-from megatron_ext.runtime.tree_compute import Forms, TreeEnds, agree_trees, channels_of_routes
+from megatron_ext.runtime.trees import Forms, TreeEnds, agree_trees, channels_of_routes
 from megatron_ext.schedules.table.validation import check_first_gradients
 from megatron_ext.transport.observed import observed
 from megatron_ext.transport.torch_dist import groups_of_ranks
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.ordering import Agreement
     from megatron_ext.runtime.program import Table
     from megatron_ext.runtime.run_ahead import RunAhead
-    from megatron_ext.runtime.tree_compute import TreeSteps
+    from megatron_ext.runtime.trees import TreeSteps
     from megatron_ext.schedules.table.placement import Placement
     from megatron_ext.schedules.table.route_plan import Route
     from megatron_ext.transport.base import Transport
@@ -275,7 +274,11 @@ class Runtime:
             parameters=ParameterSync(call.config, call.chunks, table),
             transport=self.transport,
             timeout_s=self.pipeline.timeout_s,
-            name_of=self._name_of,
+            name_of=lambda rank: (
+                f"rank {dist.get_rank()} (pipeline rank {table.rank})"
+                if rank is None
+                else f"rank {rank}"
+            ),
             run_pair=compute.run_pair if isinstance(compute, PlannedCompute) else None,
             run_ahead=self.run_ahead,
             observers=listening,
@@ -313,12 +316,6 @@ class Runtime:
                 "schedule 1f1b is as fast",
                 table.schedule.label,
             )
-
-    def _name_of(self, rank: int | None) -> str:
-        """Return the name of a global rank for error messages; None stands for this rank."""
-        if rank is None:
-            return f"rank {dist.get_rank()} (pipeline rank {self.groups.pp.rank()})"
-        return f"rank {rank}"
 
     def _program(
         self, table: Table, shapes: Shapes, dtype: torch.dtype, forms: Forms | None
@@ -369,6 +366,8 @@ class Runtimes:
     """The running step of Megatron's own schedule, if its messages travel over our transport."""
     stock_transports: dict[int, tuple[Any, Transport]] = field(default_factory=dict)
     """For Megatron's own schedules: (pipeline group, transport) by the group's id."""
+    last_counts: tuple[float, list[float]] | None = None
+    """When the counts for writers of scalars were read last, and what they were."""
 
     def __iter__(self) -> Iterator[Runtime]:
         return iter(self.by_group.values())

@@ -1,13 +1,15 @@
 """Splits a stage's backward: I computes input gradients, W computes weight gradients.
 
-F and I of a micro-batch run inside `SplitBackward.defer(stage, microbatch)`; W is
-`SplitBackward.run(stage, microbatch)`. In between, the two operands of each weight gradient are
-kept: the layer's input and the gradient of its output.
+The backward of a linear layer is two GEMMs: the input gradient, which the previous stage waits for,
+and the weight gradient, which is not needed before the optimizer step. F and I of a micro-batch run
+inside `SplitBackward.defer(stage, microbatch)`; W is `SplitBackward.run(stage, microbatch)`. In
+between, the two operands of each weight gradient are kept: the layer's input and the gradient of
+its output. The result is bitwise equal to upstream's backward. The idea comes from "Zero Bubble
+Pipeline Parallelism" (Qi et al., 2023).
 
 Deferred to W: the weights of Column- and RowParallelLinear (attention, MLP, sequential experts, the
-output layer), grouped experts, and Transformer Engine layers built for it (`prepare_config`,
-`SplitBackward.register_modules`). Everything else stays in I: embeddings and weights tied to one on
-the same stage, norms, biases, the router.
+output layer), grouped experts, and Transformer Engine layers built for it. Everything else stays in
+I: embeddings and weights tied to one on the same stage, norms, biases, the router.
 
 Contract with the executor:
 
@@ -21,28 +23,40 @@ Contract with the executor:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from megatron_ext.runtime import te_layers
-from megatron_ext.runtime.te_layers import DelayedModules, prepare_config
-from megatron_ext.runtime.weight_gradients import (
-    Fetching,
-    Record,
-    WeightGradient,
-    accumulate,
-    in_stream,
-    stream_of_backward,
+import torch
+from megatron.core.parallel_state import get_global_memory_buffer
+from megatron.core.tensor_parallel import layers
+from megatron.core.utils import (
+    get_tensor_model_parallel_group_if_none,
+    prepare_input_tensors_for_wgrad_compute,
 )
 
-if TYPE_CHECKING:
-    import torch
+from megatron_ext.errors import ScheduleError
+from megatron_ext.upstream.signatures import linear_parameters
 
-__all__ = ["Progress", "SplitBackward", "prepare_config", "why_not"]
+__all__ = [
+    "DelayedModules",
+    "Fetching",
+    "Progress",
+    "Record",
+    "SplitBackward",
+    "WeightGradient",
+    "accumulate",
+    "grouped_product",
+    "is_splittable",
+    "linear",
+    "mark_embedding",
+    "overwrites_first",
+]
 
 _Key = tuple[int, int]
 Progress = Callable[[AbstractSet[int]], None]
@@ -73,8 +87,8 @@ class SplitBackward:
     def register_modules(self, stage: int, module: torch.nn.Module) -> None:
         """Register the model chunk of a stage, so that W reaches its Transformer Engine layers.
 
-        Call it before each step; known chunks cost nothing. Without it, layers built with
-        `prepare_config` would postpone their weight gradients forever.
+        Call it before each step; known chunks cost nothing. Without it, layers built to postpone
+        their weight gradients would do so forever.
         """
         known = self._modules.get(stage)
         if known is None or known.module is not module:
@@ -203,21 +217,597 @@ class _Deferral:
         self._split.end()
 
 
-def why_not(config: Any) -> str | None:
-    """Return why this `TransformerConfig` rules out split backwards, with the remedy, or None.
+# -- weight gradients that wait --------------------------------------------------------------------
 
-    Refused are upstream features that split, reorder or capture backwards themselves.
+
+_EMBEDDING = "megatron_ext_is_embedding"
+
+_BUFFERS = ("mpu", "megatron_ext.mpu")
+"""Megatron's memory for gathered inputs, and a second one, which a gather writes while a GEMM reads
+the first."""
+
+
+class WeightGradient(Protocol):
+    """A deferred weight-gradient GEMM."""
+
+    weight: torch.nn.Parameter
+    fused: bool
+    """Whether the GEMM kernel itself accumulates into `main_grad`."""
+
+    def fetch(self, buffer: str) -> None:
+        """Start to gather an operand that other ranks have a part of, if there is one.
+
+        Args:
+            buffer: The name of Megatron's global memory that the operand may take.
+        """
+
+    def compute(self) -> torch.Tensor | None:
+        """Return the gradient; if `fused`, accumulate it into `main_grad` and return None."""
+
+
+Record = Callable[[WeightGradient], None]
+"""Stores a deferred gradient; called in the layer's backward."""
+
+
+def mark_embedding(weight: torch.nn.Parameter) -> None:
+    """Mark a weight as an embedding's, so that its gradient is never deferred."""
+    # A stage may tie it to the output layer. Autograd sums the gradients of both uses in the
+    # backward. Deferring one would add the two to `main_grad` separately and change the last bits.
+    setattr(weight, _EMBEDDING, True)
+
+
+def is_splittable(weight: torch.Tensor) -> bool:
+    """Return whether a weight's gradient may be deferred.
+
+    False for embeddings (see `mark_embedding`), for weights computed from parameters, and for
+    Megatron's FSDP, whose gradients have no memory of their own.
     """
-    if config.cuda_graph_impl != "none":
-        return (
-            f"the backward cannot be split with --cuda-graph-impl {config.cuda_graph_impl}, which "
-            f"replays it whole; use none"
+    return weight.is_leaf and not (hasattr(weight, _EMBEDDING) or hasattr(weight, "__fsdp_param__"))
+
+
+class Fetching:
+    """Starts gathers of operands one gradient ahead of the GEMMs, so that they overlap.
+
+    All tensor-parallel ranks of a stage compute the same gradients in the same order, which is also
+    the order of the gathers.
+
+    Args:
+        gradients: All gradients of a W, in the order in which they will be computed.
+    """
+
+    def __init__(self, gradients: Iterable[WeightGradient]) -> None:
+        self._ahead = deque(gradients)
+        self._num_started = 0
+        self.advance()
+
+    def advance(self) -> None:
+        """Start the next gather, just before a gradient is computed."""
+        if self._ahead:
+            self._ahead.popleft().fetch(_BUFFERS[self._num_started % 2])
+            self._num_started += 1
+
+
+def stream_of_backward(weight: torch.Tensor) -> Any:
+    """Return the stream in which the backward of a weight's layer runs now; None on a CPU."""
+    if weight.device.type == "cpu":
+        return None
+    return torch.get_device_module(weight.device).current_stream(weight.device)
+
+
+@contextmanager
+def in_stream(stream: Any) -> Iterator[None]:
+    """Work in a stream, after the work of the current one and before what that will do next."""
+    # Megatron's shared experts run in a stream of their own (--moe-shared-expert-overlap), which
+    # their operands belong to. Freed by another stream's W, that memory would be given to the next
+    # kernel of their own while W still reads it.
+    if stream is None:
+        yield
+        return
+    runtime = torch.get_device_module(stream.device)
+    current = runtime.current_stream(stream.device)
+    if current == stream:
+        yield
+        return
+    stream.wait_stream(current)
+    with runtime.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+@torch.no_grad()
+def accumulate(products: list[WeightGradient], fetching: Fetching) -> None:
+    """Compute one weight's deferred gradients, accumulate them and drop their operands.
+
+    They go to `main_grad`, or to `grad` without DDP.
+
+    Args:
+        products: The gradients of one weight; empty afterwards.
+        fetching: Fetches the operands of these and of later gradients.
+    """
+    weight = products[0].weight
+    total: torch.Tensor | None = None
+    # Unfused gradients are summed first, in the order of their records, and the sum is added once,
+    # as autograd does for several uses of a weight in one backward: the same bits.
+    products.reverse()
+    while products:
+        fetching.advance()
+        product = products.pop().compute()
+        total = product if total is None or product is None else total.add_(product)
+    if total is None:
+        return
+    gradient = getattr(weight, "main_grad", None)
+    if gradient is None:
+        gradient = weight.grad
+    if gradient is None:
+        weight.grad = total.view_as(weight)
+    else:
+        gradient.add_(total.view_as(gradient))
+
+
+class _Unchanged:
+    """Checks that kept operands were not modified in place."""
+
+    def __init__(self, *operands: torch.Tensor) -> None:
+        self._versions = [operand._version for operand in operands]
+
+    def check(self, *operands: torch.Tensor) -> None:
+        if [operand._version for operand in operands] != self._versions:
+            raise RuntimeError(
+                "an operand of a weight gradient was modified in place between the backward of its "
+                "layer and W; the layer cannot be split"
+            )
+
+
+# -- Column- and RowParallelLinear -----------------------------------------------------------------
+
+
+@dataclass
+class _LinearGradient:
+    """`grad_output.t() @ input`, computed as upstream does: `[out, in]`."""
+
+    weight: Any  # a parameter, with the attributes that DDP gives it
+    input: torch.Tensor
+    grad_output: torch.Tensor
+    gather_group: torch.distributed.ProcessGroup | None
+    """The group over which sequence parallelism splits `input`; None if it is whole."""
+    fused: bool
+    _unchanged: _Unchanged = field(init=False)
+    _gathered: tuple[torch.Tensor, torch.distributed.Work] | None = field(default=None, init=False)
+    """The whole input `[s, b, h]`, and when it is there."""
+
+    def __post_init__(self) -> None:
+        self._unchanged = _Unchanged(self.input, self.grad_output)
+
+    def fetch(self, buffer: str) -> None:
+        if self.gather_group is None:
+            return
+        size = [self.input.size(0) * self.gather_group.size(), *self.input.shape[1:]]
+        whole = get_global_memory_buffer().get_tensor(size, self.input.dtype, buffer)
+        arrival = layers.dist_all_gather_func(
+            whole, self.input, group=self.gather_group, async_op=True
         )
-    if config.defer_embedding_wgrad_compute:
-        return (
-            "--defer-embedding-wgrad-compute moves the weight gradient of the output layer "
-            "itself; leave it out where the backward is split"
+        self._gathered = whole, arrival
+
+    def compute(self) -> torch.Tensor | None:
+        self._unchanged.check(self.input, self.grad_output)
+        total_input = self.input
+        if self._gathered is not None:
+            total_input, arrival = self._gathered
+            arrival.wait()
+        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
+            self.grad_output, total_input
         )
-    if config.enable_autocast:
-        return "the backward cannot be split under torch's autocast; use --bf16 or --fp16 instead"
-    return te_layers.why_not(config)
+        if not self.fused:
+            return torch.matmul(grad_output.t(), total_input)
+        main_grad = self.weight.main_grad
+        kernels = layers.fused_weight_gradient_mlp_cuda
+        if main_grad.dtype == torch.float32:
+            kernels.wgrad_gemm_accum_fp32(total_input, grad_output, main_grad)
+        else:
+            kernels.wgrad_gemm_accum_fp16(total_input, grad_output, main_grad)
+        return None
+
+
+# Given such a list, upstream's backward appends the output gradient and skips the weight gradient.
+# Upstream postpones the output layer's weight gradient to the end of the step that way.
+class _GradOutputBuffer:
+    """Stands in for upstream's `grad_output_buffer` list."""
+
+    def __init__(
+        self,
+        record: Record,
+        weight: Any,
+        input_: torch.Tensor,
+        gather_group: torch.distributed.ProcessGroup | None,
+        fused: bool,
+    ) -> None:
+        self._record = record
+        self._weight = weight
+        self._input = input_.detach()  # without its graph
+        self._gather_group = gather_group
+        self._fused = fused
+
+    def append(self, grad_output: torch.Tensor) -> None:
+        """Record the deferred gradient; called by upstream's backward."""
+        if getattr(self._weight, "main_grad", self) is None:
+            del self._weight.main_grad  # upstream's backward set it: no DDP, no such attribute
+        self._record(
+            _LinearGradient(self._weight, self._input, grad_output, self._gather_group, self._fused)
+        )
+
+
+# If upstream skips the weight gradient, it skips the flattening too. The sum would then run over
+# the dimensions s and b separately, which changes the last bits.
+class _AddBias(torch.autograd.Function):
+    """Adds a bias whose gradient is summed over flattened tokens, as in upstream's layer."""
+
+    @staticmethod
+    def forward(_ctx: Any, output: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return output + bias
+
+    @staticmethod
+    def backward(_ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat, _ = prepare_input_tensors_for_wgrad_compute(grad_output, grad_output)
+        return grad_output, flat.sum(dim=0)
+
+
+def linear(
+    call: Callable[..., torch.Tensor], record: Record, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Run upstream's linear layer; its backward passes the weight gradient to `record`.
+
+    Weights that cannot be split (`is_splittable`) take upstream's path unchanged.
+
+    Args:
+        call: Upstream's `linear_with_grad_accumulation_and_async_allreduce`.
+        record: Stores the deferred gradient.
+        *args: Arguments of `call`.
+        **kwargs: Arguments of `call`.
+
+    Returns:
+        The output of `call`.
+    """
+    given = {**dict(zip(linear_parameters(), args, strict=False)), **kwargs}
+    weight, bias = given["weight"], given["bias"]
+    if given.get("grad_output_buffer") is not None or not is_splittable(weight):
+        return call(**given)
+    group = None
+    if given["sequence_parallel"]:
+        group = get_tensor_model_parallel_group_if_none(given.get("tp_group"))
+    # Upstream's backward skips the weight GEMM only with fusion on. If the user did not ask for
+    # fusion, no fused kernel runs.
+    fused = given["gradient_accumulation_fusion"]
+    given.update(
+        bias=None,
+        gradient_accumulation_fusion=True,
+        grad_output_buffer=_GradOutputBuffer(record, weight, given["input"], group, fused),
+        wgrad_deferral_limit=0,
+    )
+    output = call(**given)
+    return output if bias is None else _AddBias.apply(output, bias)
+
+
+# -- grouped experts -------------------------------------------------------------------------------
+
+
+@dataclass
+class _GroupedGradient:
+    """The weight gradients of all experts, computed by the backward of the library's `gmm`."""
+
+    weight: torch.nn.Parameter
+    experts: torch.Tensor
+    """A separate leaf that shares the weight's memory."""
+    product: torch.autograd.graph.GradientEdge
+    """The output of `gmm`; only `experts` requires grad in its graph."""
+    grad_output: torch.Tensor
+    fused: bool = False
+    _unchanged: _Unchanged = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._unchanged = _Unchanged(self.grad_output)
+
+    def fetch(self, buffer: str) -> None:
+        """Do nothing: this rank has all operands."""
+
+    def compute(self) -> torch.Tensor:
+        self._unchanged.check(self.grad_output)
+        (gradient,) = torch.autograd.grad(self.product, self.experts, self.grad_output)
+        return gradient
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The library's `gmm` with a backward that computes only the gradient of the tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: torch.Tensor,
+        experts: torch.Tensor,
+        gmm: Callable[..., torch.Tensor],
+        record: Record,
+        batch_sizes: torch.Tensor,
+        trans_b: bool,
+    ) -> torch.Tensor:
+        leaf = experts.detach().requires_grad_()
+        with torch.enable_grad():
+            product = gmm(tokens.detach(), leaf, batch_sizes, trans_b=trans_b)
+        ctx.kept = (leaf, torch.autograd.graph.get_gradient_edge(product))
+        ctx.parameter = experts._base
+        ctx.call = (gmm, record, batch_sizes, trans_b)
+        return product.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gmm, record, batch_sizes, trans_b = ctx.call
+        experts, product = ctx.kept
+        weight = ctx.parameter
+        ctx.kept = None
+        grad_output = grad_output.contiguous()
+        record(_GroupedGradient(weight, experts, product, grad_output))
+        grad_tokens = None
+        if ctx.needs_input_grad[0]:
+            grad_tokens = gmm(grad_output, experts.detach(), batch_sizes, trans_b=not trans_b)
+        placeholder = None
+        if hasattr(weight, "grad_added_to_main_grad"):
+            # DDP's hook requires a gradient, but ignores it if grad_added_to_main_grad is set.
+            placeholder = torch.empty_like(experts)
+            weight.grad_added_to_main_grad = True
+        return grad_tokens, placeholder, None, None, None, None
+
+
+def grouped_product(
+    gmm: Callable[..., torch.Tensor],
+    record: Record,
+    tokens: torch.Tensor,
+    experts: torch.Tensor,
+    batch_sizes: torch.Tensor,
+    trans_b: bool = False,
+) -> torch.Tensor:
+    """Multiply each expert's tokens by its weights; the backward records the weight gradient.
+
+    Builds of grouped_gemm differ, so nothing of the library but `gmm` is called. The weight
+    gradient comes from `gmm`'s own backward, on a graph that contains the weights alone.
+
+    Args:
+        gmm: `ops.gmm` of the grouped_gemm library.
+        record: Stores the deferred gradient.
+        tokens: Argument of `gmm`, `[tokens, in]`, sorted by expert.
+        experts: Argument of `gmm`: the experts' weights, a view of the parameter.
+        batch_sizes: Argument of `gmm`: tokens per expert.
+        trans_b: Argument of `gmm`: whether `experts` is transposed.
+    """
+    weight = experts._base
+    if weight is None or not is_splittable(weight) or not torch.is_grad_enabled():
+        return gmm(tokens, experts, batch_sizes, trans_b=trans_b)
+    product: torch.Tensor = _GroupedProduct.apply(
+        tokens, experts, gmm, record, batch_sizes, trans_b
+    )
+    return product
+
+
+# -- Transformer Engine ----------------------------------------------------------------------------
+
+
+# A layer built with `delay_wgrad_compute` (`patches/split_backward.py`) queues the operands of its
+# weight gradient, and `backward_dw` computes the oldest entry. Written against the sources of
+# Transformer Engine 2.3 and later. Tested with stand-ins for its layers, and on the CPU with the
+# layers of 2.20, whose kernels have not run: they need a GPU.
+
+
+def overwrites_first(module: torch.nn.Module) -> bool:
+    """Return whether layers of a chunk overwrite their weight gradients at a step's first batch."""
+    return any(
+        getattr(layer, "fuse_wgrad_accumulation", False)
+        and getattr(layer, "is_first_microbatch", None) is not None
+        and not getattr(layer, "disable_parameter_transpose_cache", False)
+        for layer in module.modules()
+    )
+
+
+class DelayedModules:
+    """The layers of one stage that postpone their weight gradients themselves.
+
+    Once registered here, they postpone inside `delaying` only.
+
+    Args:
+        module: The stage's model chunk.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        built: list[Any] = []
+        for layer in module.modules():
+            store: Any = getattr(layer, "wgrad_store", None)
+            if store is not None and store.context is not None:  # built to postpone
+                store.disable_delay_wgrad_compute()
+                built.append(layer)
+        self._layers = [layer for layer in reversed(built) if _can_postpone(layer)]
+        self.weights = frozenset(weight for layer in self._layers for weight in _weights(layer))
+        """Ids of the parameters of the layers that postpone."""
+        self._counted = [0] * len(self._layers)
+        self._notes: deque[tuple[int, list[int]]] = deque()
+        self._streams: dict[int, Any] = {}
+        """By id of a layer: the stream in which it runs backward."""
+        for layer in self._layers:
+            layer.wgrad_store.put = partial(self._put, layer)
+        self._unfused = [
+            weight
+            for layer in self._layers
+            if not layer.fuse_wgrad_accumulation
+            for weight in _matrices(layer)
+            if hasattr(weight, "main_grad")
+        ]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no layer of the stage postpones anything."""
+        return not self._layers
+
+    @contextmanager
+    def delaying(self) -> Iterator[None]:
+        """Return a context in which the layers postpone their weight gradients."""
+        self._switch(on=True)
+        for weight in self._unfused:
+            # DDP's hooks fire in I, want a gradient and add it, unless it is added already.
+            gradient = weight.main_grad.new_zeros((), dtype=weight.dtype)
+            weight.grad, weight.grad_added_to_main_grad = gradient.expand(weight.shape), True
+        try:
+            yield
+        finally:
+            self._switch(on=False)
+            for weight in self._unfused:
+                weight.grad, weight.grad_added_to_main_grad = None, False
+
+    def _put(self, layer: Any, operands: list[Any], product: Callable[..., Any]) -> None:
+        """Queue the operands of a weight gradient in place of `WeightGradStore.put`."""
+        if any(getattr(layer, name, False) for name in _GATHERS_IN_USER_BUFFERS):
+            operands = [_copied(operand) for operand in operands]
+        self._streams[id(layer)] = stream_of_backward(next(layer.parameters()))
+        type(layer.wgrad_store).put(layer.wgrad_store, operands, product)
+
+    def _switch(self, *, on: bool) -> None:
+        for layer in self._layers:
+            store = layer.wgrad_store
+            (store.enable_delay_wgrad_compute if on else store.disable_delay_wgrad_compute)()
+
+    def note(self, microbatch: int) -> None:
+        """Attribute the entries queued since the last call to this micro-batch."""
+        # The queues do not know micro-batches, but each `defer` ends with this call. With pairs
+        # there is a `defer` for each part of a layer.
+        sizes = [_queued(layer) for layer in self._layers]
+        added = [size - counted for size, counted in zip(sizes, self._counted, strict=True)]
+        if not any(added):
+            return
+        self._counted = sizes
+        if self._notes and self._notes[-1][0] == microbatch:
+            added = [sum(both) for both in zip(self._notes.pop()[1], added, strict=True)]
+        self._notes.append((microbatch, added))
+
+    def run(self, microbatch: int, finished: Callable[..., None]) -> None:
+        """Compute a micro-batch's postponed weight gradients, last layer first.
+
+        Args:
+            microbatch: 0 to m-1.
+            finished: Called after each layer with the ids of its parameters.
+
+        Raises:
+            ScheduleError: TE's store is FIFO, and this is not the oldest micro-batch in it.
+        """
+        if not any(noted == microbatch for noted, _ in self._notes):
+            return
+        oldest, counts = self._notes[0]
+        if oldest != microbatch:
+            raise ScheduleError(
+                f"W of micro-batch {microbatch} comes before W of {oldest}, but Transformer Engine "
+                f"computes weight gradients in the order of the backwards; use a schedule that "
+                f"keeps this order, or --transformer-impl local"
+            )
+        self._notes.popleft()
+        self._counted = [all_ - now for all_, now in zip(self._counted, counts, strict=True)]
+        self._switch(on=True)
+        try:
+            for layer, remaining in zip(self._layers, self._counted, strict=True):
+                with in_stream(self._streams.get(id(layer))), _biases_are_done(layer):
+                    _compute(layer, remaining)
+                finished(*_weights(layer))
+        finally:
+            self._switch(on=False)
+
+    def waiting(self) -> list[int]:
+        """Return the micro-batches whose W has not run, oldest first."""
+        return [microbatch for microbatch, _ in self._notes]
+
+    def clear(self) -> None:
+        """Drop all queued operands."""
+        self._notes.clear()
+        self._counted = [0] * len(self._layers)
+        for layer in self._layers:
+            with layer.wgrad_store.context.mutex:
+                layer.wgrad_store.context.queue.clear()
+
+
+def _compute(layer: Any, remaining: int) -> None:
+    """Run a layer's `backward_dw` until so many entries are left in its queue.
+
+    Without gradient accumulation fusion `backward_dw` leaves a gradient in `grad`, over what is
+    there, and W adds it to `main_grad`: DDP's hook has fired in I.
+    """
+    weights = [] if layer.fuse_wgrad_accumulation else _matrices(layer)
+    older = [weight.grad for weight in weights]
+    # Summed first and added once, as autograd does for several uses of a weight: the same bits.
+    totals: list[Any] = [None] * len(weights)
+    while _queued(layer) > remaining:
+        for weight in weights:
+            weight.grad = None
+        layer.backward_dw()  # one entry, or two in a layer with two weights
+        for index, weight in enumerate(weights):
+            if weight.grad is not None:
+                total = totals[index]
+                totals[index] = weight.grad if total is None else total + weight.grad
+    for weight, kept, total in zip(weights, older, totals, strict=True):
+        main_grad = getattr(weight, "main_grad", None)
+        weight.grad = kept
+        if total is not None and main_grad is not None:
+            main_grad.add_(total)
+        elif total is not None:
+            weight.grad = total if kept is None else kept + total
+
+
+_GATHERS_IN_USER_BUFFERS = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
+"""Settings of a layer with --tp-comm-overlap whose operands may lie in a buffer that the backward
+of the next layer fills again."""
+
+
+def _copied(operand: Any) -> Any:
+    """Return an operand in memory of its own; a quantised one keeps its object."""
+    if not hasattr(operand, "prepare_for_saving"):
+        return operand.clone()
+    tensors, holder = operand.prepare_for_saving()
+    holder.restore_from_saved([None if one is None else one.clone() for one in tensors])
+    return holder
+
+
+def _matrices(layer: Any) -> list[Any]:
+    """Return the weights whose gradients a layer postpones."""
+    named = layer.named_parameters(recurse=False)
+    return [one for name, one in named if "weight" in name and "layer_norm" not in name]
+
+
+def _weights(layer: Any) -> list[int]:
+    return [id(parameter) for parameter in layer.parameters(recurse=False)]
+
+
+def _can_postpone(layer: Any) -> bool:
+    """Return whether a layer's `backward_dw` sets the gradients of its own weights, and no more."""
+    # Of several weights put together it would set the gradient of the copy.
+    several = len(getattr(layer, "weight_names", ())) > 1 and not hasattr(layer, "num_gemms")
+    if several and not layer.fuse_wgrad_accumulation:
+        return False
+    # DDP's hooks expect bias gradients in I. Most layers let Megatron add their bias, and then
+    # autograd computes its gradient there. A layer that adds its bias itself (attention's QKV
+    # projection) gets both gradients from one GEMM, so both stay in I (`te_leaves_whole`).
+    if not getattr(layer, "use_bias", False):
+        return True
+    if hasattr(layer, "fc1_bias"):  # two weights; the first bias is never Megatron's
+        return False
+    return not layer.apply_bias or getattr(layer, "gemm_bias_unfused_add", False)
+
+
+@contextmanager
+def _biases_are_done(layer: Any) -> Iterator[None]:
+    """Keep `backward_dw` from setting bias gradients."""
+    # It does so for every bias without a `grad`, the normal state after DDP's hooks. It would fail,
+    # because autograd has computed these gradients in I and the layer does not have them.
+    named = layer.named_parameters(recurse=False)
+    biases = [bias for name, bias in named if "bias" in name and bias.grad is None]
+    for bias in biases:
+        bias.grad = bias.detach()  # any tensor of that shape
+    try:
+        yield
+    finally:
+        for bias in biases:
+            bias.grad = None
+
+
+def _queued(layer: Any) -> int:
+    return int(layer.wgrad_store.context.qsize())

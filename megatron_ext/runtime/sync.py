@@ -137,7 +137,17 @@ class GradientSync:
         # Not `chunk.start_grad_sync`, which can neither force an all-reduce nor start a part of the
         # buckets.
         if number not in self._buckets:
-            self._buckets[number] = _bucket_groups(self._chunks[number])
+            # In parameter order, which backwards complete from the end. An order by completion
+            # would differ between peers: experts, which have their own reduction group, may receive
+            # no tokens on some of them.
+            chunk: Any = self._chunks[number]
+            place = {id(parameter): index for index, parameter in enumerate(chunk.parameters())}
+            groups = [
+                _BucketGroup(group, frozenset(map(id, group.params)))
+                for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+            ]
+            groups.sort(key=lambda found: min(place[weight] for weight in found.weights))
+            self._buckets[number] = groups
         waiting = self._buckets[number]
         while waiting and waiting[-1].weights.isdisjoint(remaining):
             waiting.pop().group.start_grad_sync(force_all_reduce=self._force_all_reduce)
@@ -169,18 +179,6 @@ class _BucketGroup(NamedTuple):
     group: Any
     weights: frozenset[int]
     """Ids of its parameters."""
-
-
-def _bucket_groups(chunk: Any) -> list[_BucketGroup]:
-    """Return a chunk's bucket groups in parameter order; backwards complete them from the end."""
-    # An order by completion would differ between peers: experts, which have their own reduction
-    # group, may receive no tokens on some of them.
-    place = {id(parameter): index for index, parameter in enumerate(chunk.parameters())}
-    groups = [
-        _BucketGroup(group, frozenset(map(id, group.params)))
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-    ]
-    return sorted(groups, key=lambda found: min(place[weight] for weight in found.weights))
 
 
 class ParameterSync:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config import active
@@ -27,13 +26,6 @@ _SHOWN = "MEGATRON_EXT_STEP_BUBBLE"
 # Share of the ranks' time in steps that is in no action; activations and gradients of all ranks
 # together; share of the actions that ran before an earlier one of the table.
 _BUBBLE, _SENT, _JUMPED = "pipeline/bubble", "pipeline/sent bytes per s", "pipeline/out of order"
-
-
-@dataclass
-class _Last:
-    """When the counts were read last, and what they were."""
-
-    read: tuple[float, list[float]] | None = None
 
 
 def are_asked_for(settings: Mapping[str, Any]) -> bool:
@@ -86,7 +78,7 @@ def since_last() -> dict[str, float] | None:
     import torch.distributed as dist
 
     from megatron_ext import devices
-    from megatron_ext.runtime.runtime import totals
+    from megatron_ext.runtime.runtime import Runtimes, totals
 
     # Of all steps so far; what is new since the last call is the difference.
     measured, sent_bytes = totals()
@@ -97,9 +89,9 @@ def since_last() -> dict[str, float] | None:
         float(measured.actions),
         float(sent_bytes),
     ]  # fmt: skip
-    last = active.required().state(_Last)
-    begin_s, before = last.read or (None, [0.0] * len(counts))
-    last.read = now_s, counts
+    runtimes = active.required().state(Runtimes)
+    begin_s, before = runtimes.last_counts or (None, [0.0] * len(counts))
+    runtimes.last_counts = now_s, counts
     new = [count - old for count, old in zip(counts, before, strict=True)]
     # Before the first call, the time in steps stands for the time that passed.
     new.append(now_s - begin_s if begin_s is not None else measured.wall_s)

@@ -112,9 +112,10 @@ def test_megatron_has_to_agree(args: Namespace) -> None:
 def test_layers_that_cannot_be_split_are_refused(
     args: Namespace, monkeypatch: pytest.MonkeyPatch, schedule: str, refused: bool
 ) -> None:
-    from megatron_ext.runtime import te_layers
+    from megatron_ext.config import incompatible
 
-    monkeypatch.setattr(te_layers, "why_not", lambda args, **_: f"{args.transformer_impl} is old")
+    why = lambda args, **_: f"{args.transformer_impl} is old"  # noqa: E731
+    monkeypatch.setattr(incompatible, "why_te_cannot_split", why)
     args.transformer_impl, args.data_parallel_size = "transformer_engine", 1
     if not refused:
         choose(args, schedule)
@@ -131,10 +132,10 @@ def test_layers_that_are_left_whole_are_told(
     schedule: str,
     told: bool,
 ) -> None:
-    from megatron_ext.runtime import te_layers
+    from megatron_ext.config import incompatible
 
-    monkeypatch.setattr(te_layers, "why_not", lambda _args, **_: None)
-    monkeypatch.setattr(te_layers, "find_spec", lambda name: name)
+    monkeypatch.setattr(incompatible, "why_te_cannot_split", lambda _args, **_: None)
+    monkeypatch.setattr(incompatible, "find_spec", lambda name: name)
     vars(args).update(transformer_impl="transformer_engine", data_parallel_size=1)
     vars(args).update(add_bias_linear=True, add_qkv_bias=False, multi_latent_attention=False)
     choose(args, schedule)

@@ -122,8 +122,8 @@ def config() -> None:
     from megatron.core import utils
     from megatron.core.transformer import TransformerConfig
 
+    from megatron_ext.config import incompatible
     from megatron_ext.errors import ScheduleError
-    from megatron_ext.runtime import te_layers
     from tests.pipelines import make_pipeline, use
 
     def make(**settings: Any) -> TransformerConfig:
@@ -131,7 +131,7 @@ def config() -> None:
 
     autocast = {"enable_autocast": True, "autocast_dtype": None}
     fused = {"gradient_accumulation_fusion": True, "add_bias_linear": False}
-    te_layers.find_spec = lambda name: ModuleSpec(name, None)
+    incompatible.find_spec = lambda name: ModuleSpec(name, None)
     utils.is_te_min_version = lambda _version: True
     for name in (None, "1f1b"):
         use(None if name is None else make_pipeline(name, 2, 4))

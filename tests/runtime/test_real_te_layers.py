@@ -1,4 +1,4 @@
-"""Transformer Engine's own layers, on a machine without a GPU: what `te_layers` relies on.
+"""Transformer Engine's own layers, on a machine without a GPU: what `split` relies on.
 
 Their kernels need a GPU, their Python does not: it builds the layers on the CPU, and its autograd
 functions and `backward_dw` run with torch's products and norm in place of the kernels.
@@ -15,12 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime.split import SplitBackward
-from megatron_ext.runtime.te_layers import (
-    DelayedModules,
-    overwrites_first,
-    prepare_config,
-)
+from megatron_ext.patches.split_backward import prepare_config
+from megatron_ext.runtime.split import DelayedModules, SplitBackward, overwrites_first
 
 te = pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
 

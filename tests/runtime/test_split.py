@@ -238,9 +238,9 @@ def _config(**settings: Any) -> SimpleNamespace:
     ],
 )
 def test_what_cannot_be_split_is_said(settings: dict[str, Any], reason: str) -> None:
-    from megatron_ext.runtime.split import why_not
+    from megatron_ext.config.incompatible import why_not_split
 
-    assert why_not(_config()) is None
-    answer = why_not(_config(**settings))
+    assert why_not_split(_config()) is None
+    answer = why_not_split(_config(**settings))
     assert answer is not None
     assert reason in answer

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.config import incompatible
+from megatron_ext.config.incompatible import te_leaves_whole, why_not_split
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime import te_layers
-from megatron_ext.runtime.split import SplitBackward, prepare_config, why_not
+from megatron_ext.patches.split_backward import prepare_config
+from megatron_ext.runtime import split
+from megatron_ext.runtime.split import SplitBackward
 
 
 class _Store:
@@ -330,7 +333,7 @@ class _Quantised:
 def test_quantised_operands_get_memory_of_their_own() -> None:
     operand = _Quantised()
     buffer = operand.data
-    assert te_layers._copied(operand) is operand
+    assert split._copied(operand) is operand
     buffer.zero_()
     assert operand.data.tolist() == [1.0, 1.0]
 
@@ -380,7 +383,7 @@ def test_gradients_of_biases_without_ddp_stay() -> None:
 def test_a_layer_of_two_weights_with_biases_is_left_whole() -> None:
     layer = _TwoWeights(delay=True)
     layer.use_bias, layer.fc1_bias = True, torch.nn.Parameter(torch.zeros(4))
-    delayed = te_layers.DelayedModules(layer)
+    delayed = split.DelayedModules(layer)
     assert delayed.is_empty
     assert not layer.wgrad_store.enabled
 
@@ -465,12 +468,12 @@ def test_a_gradient_before_that_of_the_first_forward_is_lost(forwards: tuple[int
 
 def test_layers_that_overwrite_are_known() -> None:
     chunk = torch.nn.Sequential(torch.nn.LayerNorm(4), _Overwriting())
-    assert te_layers.overwrites_first(chunk)
+    assert split.overwrites_first(chunk)
     chunk[1].disable_parameter_transpose_cache = True  # then Megatron names no first one
-    assert not te_layers.overwrites_first(chunk)
+    assert not split.overwrites_first(chunk)
     chunk[1].disable_parameter_transpose_cache, chunk[1].fuse_wgrad_accumulation = False, False
-    assert not te_layers.overwrites_first(chunk)
-    assert not te_layers.overwrites_first(_Chunk(delay=True))
+    assert not split.overwrites_first(chunk)
+    assert not split.overwrites_first(_Chunk(delay=True))
 
 
 def _config(**settings: Any) -> SimpleNamespace:
@@ -499,7 +502,7 @@ def te_version(monkeypatch: pytest.MonkeyPatch) -> Any:
         from packaging.version import Version
 
         spec = ModuleSpec("transformer_engine", None)
-        monkeypatch.setattr(te_layers, "find_spec", lambda _name: spec)
+        monkeypatch.setattr(incompatible, "find_spec", lambda _name: spec)
         monkeypatch.setattr(utils, "get_te_version", lambda: Version(version))
         monkeypatch.setattr(utils, "_te_version", Version(version))
         monkeypatch.setattr(
@@ -521,23 +524,23 @@ def test_layers_are_told_before_they_are_built(te_version: Any) -> None:
 
 def test_old_layers_cannot_postpone(te_version: Any) -> None:
     te_version("2.2.0")
-    assert "Transformer Engine 2.2.0" in (why_not(_config()) or "")
-    assert why_not(_config(transformer_impl="local")) is None
+    assert "Transformer Engine 2.2.0" in (why_not_split(_config()) or "")
+    assert why_not_split(_config(transformer_impl="local")) is None
 
 
 def test_its_layers_can_be_split(te_version: Any) -> None:
-    assert why_not(_config(tp_comm_overlap=True)) is None  # it is not installed
+    assert why_not_split(_config(tp_comm_overlap=True)) is None  # it is not installed
     te_version("2.3.0")
-    assert why_not(_config()) is None
-    assert why_not(_config(add_bias_linear=True)) is None
-    assert why_not(_config(tp_comm_overlap=True, gradient_accumulation_fusion=False)) is None
+    assert why_not_split(_config()) is None
+    assert why_not_split(_config(add_bias_linear=True)) is None
+    assert why_not_split(_config(tp_comm_overlap=True, gradient_accumulation_fusion=False)) is None
 
 
 @pytest.mark.parametrize("flag", ["add_bias_linear", "add_qkv_bias"])
 def test_layers_that_add_a_bias_are_said_to_stay_whole(flag: str, te_version: Any) -> None:
     biased = _config(**{flag: True})
-    assert te_layers.left_whole(biased) is None  # it is not installed
+    assert te_leaves_whole(biased) is None  # it is not installed
     te_version("2.9.0")
-    assert "queries, keys and values are computed in I" in str(te_layers.left_whole(biased))
-    assert te_layers.left_whole(_config()) is None
-    assert te_layers.left_whole(_config(**{flag: True}, multi_latent_attention=True)) is None
+    assert "queries, keys and values are computed in I" in str(te_leaves_whole(biased))
+    assert te_leaves_whole(_config()) is None
+    assert te_leaves_whole(_config(**{flag: True}, multi_latent_attention=True)) is None
