@@ -1,8 +1,4 @@
-"""Patches on `megatron.training.arguments`: our flags, the device's defaults, and their rules.
-
-Upstream parses up to three times in one process (in-process restart and checkpoint tools parse
-again), so nothing here may rely on a single call.
-"""
+"""Patches on `megatron.training.arguments`: our flags, the device's defaults, and their rules."""
 
 from __future__ import annotations
 
@@ -33,6 +29,8 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     from megatron_ext import devices
     from megatron_ext.config.flags import FLAGS, add_arguments, requested_flags, values_in
 
+    # Of each parser anew: upstream parses up to three times in one process (in-process restart and
+    # checkpoint tools parse again), so nothing here may rely on a single call.
     add_arguments(parser)
     parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     parser.set_defaults(**values_in(requested_flags(), FLAGS))
@@ -67,20 +65,15 @@ def _is_format(text: str, values: dict[str, Any]) -> bool:
         return False
 
 
-def _add_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> ArgumentParser:
-    return prepare_parser(call(*args, **kwargs))
-
-
 def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:
-    """Check our flags first, then upstream's.
-
-    In between, a schedule rewrites some arguments, because Megatron hosts it under other sizes.
-    """
+    """Check our flags first, then upstream's."""
     from megatron_ext.config import entrances
     from megatron_ext.patches.listing import text_table
 
     given = args[0] if args else kwargs["args"]
     REGISTRY.raise_mismatches()
+    # Before upstream's checks: a schedule rewrites some arguments, because Megatron hosts it under
+    # other sizes, and what upstream computes from them has to follow.
     entrances.prepare(given)
     try:
         validated: Namespace = call(*args, **kwargs)
@@ -97,7 +90,7 @@ PATCHES = (
     Patch(
         id="arguments.flags",
         target=f"{_MODULE}:add_megatron_arguments",
-        fn=_add_flags,
+        fn=lambda call, _instance, args, kwargs: prepare_parser(call(*args, **kwargs)),
         feature="arguments",
         reason="lacks the flags of megatron_ext and the defaults of the device in use",
     ),

@@ -1,10 +1,4 @@
-"""Patches on checkpoints: of the distributed optimizer, with torch's Adam in it, and of enums.
-
-torch's Adam, the fallback without TE and Apex, keeps a `step` tensor for each parameter, TE's and
-Apex's one for each group. Upstream handles that in `state_dict` and `load_state_dict`, but no
-checkpoint survives the round trip: saving asserts, loading raises, or all parameters share one
-`step` tensor, which each of them increments. Resuming needs all of these rows.
-"""
+"""Patches on checkpoints: of the distributed optimizer, with torch's Adam in it, and of enums."""
 
 from __future__ import annotations
 
@@ -24,6 +18,10 @@ _COMMON = "megatron.core.dist_checkpointing.strategies.common"
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
+# torch's Adam, the fallback without TE and Apex, keeps a `step` tensor for each parameter, TE's and
+# Apex's one for each group. Upstream handles that in `state_dict` and `load_state_dict`, but no
+# checkpoint survives the round trip: saving asserts, loading raises, or all parameters share one
+# `step` tensor, which each of them increments. Resuming needs all rows with this condition.
 def _torch_adam() -> bool:
     return not getattr(sys.modules.get(_MODULE), "HAVE_APEX_OR_TE", True)
 

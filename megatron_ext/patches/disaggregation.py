@@ -25,10 +25,6 @@ _UTILS = (
 _PROVIDERS = ("model_provider_func", "build_model_func")
 
 
-def _on_any_rank() -> bool:
-    return current() is not None
-
-
 _on_forward_rank, _on_backward_rank = partial(has_role, "forward"), partial(has_role, "backward")
 
 
@@ -126,12 +122,8 @@ def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> boo
     return share_exit(by_name(call, args, kwargs)["model"], is_over=is_over)
 
 
-def _ends_by_itself() -> bool:
-    job = current()
-    return job is not None and job.ends_by_itself
-
-
 def _replays() -> bool:
+    # Asked at each layer: without an import, for where nothing is shipped.
     ship = sys.modules.get("megatron_ext.disaggregation.ship")
     return ship is not None and ship.current_replay() is not None
 
@@ -158,10 +150,6 @@ def _silent(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
     """Print nothing: the backward ranks print it."""
 
 
-def _same_flag(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    return by_name(call, args, kwargs)["report_memory_flag"]
-
-
 def _patch(name: str, target: str, fn: Callable[..., Any], reason: str, **options: Any) -> Patch:
     return Patch(
         id=f"disaggregation.{name}",
@@ -169,7 +157,7 @@ def _patch(name: str, target: str, fn: Callable[..., Any], reason: str, **option
         fn=fn,
         reason=reason,
         feature="disaggregation",
-        **{"when": _on_any_rank, **options},
+        **{"when": lambda: current() is not None, **options},
     )
 
 
@@ -242,12 +230,12 @@ PATCHES = (
         f"{_TRAINING}:checkpoint_and_decide_exit",
         _end_together,
         "decides among the processes of one role whether time is up or a signal has come",
-        when=_ends_by_itself,
+        when=lambda: (job := current()) is not None and job.ends_by_itself,
     ),
     _patch(
         "log",
         f"{_TRAINING}:training_log",
-        _same_flag,
+        lambda call, _instance, args, kwargs: by_name(call, args, kwargs)["report_memory_flag"],
         "logs each step; forward ranks know neither losses nor norms",
         kind="replace",
         when=_on_forward_rank,

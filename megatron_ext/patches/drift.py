@@ -1,11 +1,9 @@
 """The drift guard: is an upstream function still the one that a patch was written for?
 
 `fingerprints/MINOR.json` holds, for one minor release of Megatron, the hash of every file with
-targets, and the hash and signature of each target. A file with an equal hash needs no closer look,
-which keeps imports fast. Otherwise the guard compares the targets themselves, by source tokens
-without comments, docstrings, layout and annotations, so harmless edits do not matter. A target may
-have further hashes, `reviewed`: edits that somebody has read, and that its patches fit. A release
-newer than all fingerprints is compared with the newest. `tests/versions/compare.py` writes them.
+targets, and the hash and signature of each target. A target may have further hashes, `reviewed`:
+edits that somebody has read, and that its patches fit. A release newer than all fingerprints is
+compared with the newest. `tests/versions/compare.py` writes them.
 """
 
 from __future__ import annotations
@@ -104,6 +102,7 @@ def missing_module(target: str) -> UpstreamMismatch | None:
 
 def log(mismatches: Sequence[UpstreamMismatch], release: releases.Release | None) -> None:
     """Log one line, on one rank, about a run on an untested Megatron."""
+    # Before torch.distributed knows ranks, so the launcher's variable has to do.
     if os.environ.get("RANK", "0") != "0":
         return
     if mismatches and policy() == "warn":
@@ -135,7 +134,8 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
     pinned, module = _load(), target.partition(":")[0]
     pin = pinned["targets"].get(target)
     path = getattr(sys.modules.get(module), "__file__", None)
-    # Most files are as they were: one hash of each instead of one of each function.
+    # Most files are as they were: one hash of each instead of one of each function, whose source
+    # would have to be parsed, keeps imports fast.
     if pin is None or (path is not None and _file_hash(path) == pinned["files"].get(module)):
         return None
     found = fingerprint(original)
@@ -183,6 +183,7 @@ def fingerprint_of_source(source: str) -> dict[str, str]:
             if isinstance(argument, ast.arg):
                 argument.annotation = None
         signature = f"({ast.unparse(defined.args)})"
+    # Without comments, docstrings, layout and annotations, so that harmless edits do not matter.
     tokens = "\0".join(_tokens(source))
     return {"sha256": hashlib.sha256(tokens.encode()).hexdigest(), "signature": signature}
 

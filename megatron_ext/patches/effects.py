@@ -75,6 +75,7 @@ def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("forward_only") or not _is_due():
             return schedule(*args, **kwargs)
+        # Before the step: what it trains on must be right already, and its failure may hide why.
         progress, model = active.required().state(_Checked), kwargs["model"]
         _check_model(model if isinstance(model, list) else [model], progress.steps)
         result = schedule(*args, **kwargs)

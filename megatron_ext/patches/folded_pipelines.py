@@ -46,6 +46,7 @@ def _place_segment(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> tu
     if len(segments) != chosen.placement.num_stages:
         return cast("tuple[list[str], int]", call(*args, **kwargs))
     given = dict(zip(("pp_group", "vp_stage"), others, strict=False), **kwargs)
+    # Upstream deals segments out round-robin: given them in that order, it deals this rank its own.
     dealt = [segments[stage] for chunk in zip(*stages_of, strict=True) for stage in chunk]
     layers, _ = call("|".join(dealt), *others, **kwargs)
     stage = stages_of[given["pp_group"].rank()][given["vp_stage"]]
@@ -74,6 +75,7 @@ def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> b
 
 def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the first rank the only member of the embedding groups, whatever the script says."""
+    # It holds both copies of the embedding, and the sum over a group of one is no communication.
 
     def first(ranks: list[int]) -> list[int]:
         return ranks[:1]

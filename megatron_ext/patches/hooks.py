@@ -1,9 +1,7 @@
 """Import hooks: locate Megatron's packages, and run a callback just before the first one.
 
 A finder at the front of `sys.meta_path`, which Python queries just before a module executes, runs
-the callback and decides which Megatron is used. `megatron` is a namespace package, so
-`megatron.core` of the installed wheel and `megatron.training` of a source tree merge (since 0.17
-the wheel has one too; a tree's own scripts get their own). `sys.path` stays as the user set it.
+the callback and decides which Megatron is used. `sys.path` stays as the user set it.
 """
 
 from __future__ import annotations
@@ -38,14 +36,11 @@ _TRITON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kerne
 
 
 class _MegatronFinder(MetaPathFinder):
-    """Places `megatron.core` and `megatron.training`; runs callbacks before packages.
-
-    Args:
-        before: Callbacks by package; each is called once.
-    """
+    """Places `megatron.core` and `megatron.training`; runs callbacks before packages."""
 
     def __init__(self, before: dict[str, Callable[[], object]]) -> None:
         self.before = before
+        """Callbacks by package; each is called once."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -60,6 +55,8 @@ class _MegatronFinder(MetaPathFinder):
         if fullname == "megatron.core":
             core = releases.installed_core()
             return PathFinder.find_spec(fullname, [str(core.parent)]) if core else None
+        # `megatron` is a namespace package, so `megatron.core` of the wheel and these of a tree
+        # merge. Since 0.17 the wheel has some of them too; a tree's own scripts get the tree's.
         if fullname in _TREE_PACKAGES:
             tree = upstream.find_tree()
             return PathFinder.find_spec(fullname, [str(tree / "megatron")]) if tree else None

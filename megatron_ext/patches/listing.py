@@ -20,12 +20,11 @@ _LOG = logging.getLogger(__name__)
 def import_targets() -> list[str]:
     """Import every module with patches, so that their state can be listed.
 
-    This silences Megatron's warnings about missing kernels, which matter only for training.
-
     Returns:
         The missing modules, for example `megatron.training` without a Megatron-LM tree.
     """
     absent = []
+    # Megatron warns about missing kernels, which matter only for training.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("megatron.core")

@@ -7,9 +7,6 @@ A `Patch` defines what changes, why and when. `Patch.kind` selects one of two me
   and the wraps around it by `(order, id)`. No active patch: the original runs.
 * `set` assigns a value once. It is for constants and for functions too hot for a proxy.
 
-`deactivate()` restores every original, in its own module and in every module that has copied the
-name since.
-
 The technique (post-import hooks, transparent proxies) is wrapt's; see its documentation on monkey
 patching for the background.
 """
@@ -66,7 +63,7 @@ class Registry:
         self._ids: dict[str, list[Patch]] = {}  # all rows, those for other releases too
         self._has_logged = False
         self.acted: set[str] = set()
-        """Ids of the wraps and replacements that have run in this process."""
+        """Ids of the wraps and replacements that have run in this process (`effects`)."""
         self._hooked: set[str] = set()
         self._copies: list[Copy] = []  # what was mended in other modules
         self._seen: set[str] = set()  # modules that were patched before: arming again is not late
@@ -145,6 +142,7 @@ class Registry:
 
     def deactivate(self) -> None:
         """Restore every original, aliases included; patches stay registered. Idempotent."""
+        # Points that an undo cannot reach ask this flag at each call, so it comes first.
         self.active = False
         self._uninstall(self._sites.values())
 
@@ -214,11 +212,7 @@ class Registry:
         return True
 
     def _resolve(self, site: Site) -> None:
-        """Find the target and compare it with the pin.
-
-        Raises:
-            UpstreamMismatch: The target does not exist.
-        """
+        """Find the target and compare it with the pin; a missing one is an `UpstreamMismatch`."""
         module = sys.modules[site.first.module]
         try:
             if site.first.creates:

@@ -21,11 +21,6 @@ def is_chosen() -> bool:
     return active.pipeline() is not None
 
 
-def _awaits_sizes() -> bool:
-    found = active.active()
-    return found is not None and not found.is_sized
-
-
 def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
     from megatron_ext.config.pipeline_config import ConfigurationError
 
@@ -64,11 +59,6 @@ def _check_built(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     count_recomputation(instance)
 
 
-def _has_pairs() -> bool:
-    pipeline = active.pipeline()
-    return pipeline is not None and pipeline.config.pairs
-
-
 def _check_without_overlap(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Have Megatron check everything but its own overlap, whose limits are wider in pairs."""
     given = {name: getattr(instance, name) for name in _CHECKED_WITH_OVERLAP}
@@ -85,10 +75,6 @@ _CHECKED_WITH_OVERLAP = (
     "ep_overlap_early_attn_memory_release",
 )
 """The overlap, and what Megatron accepts only with it."""
-
-
-def _is_stock_and_draws_by_microbatch() -> bool:
-    return active.draws_by_microbatch() and not is_chosen()
 
 
 def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -179,6 +165,7 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _over_ours(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.runtime.megatron_messages import communicate
 
+    # The shape travels with the tensor; outside of a step (None) the call is not one of a pipeline.
     without_shape = {name: value for name, value in kwargs.items() if name != "tensor_shape"}
     done = communicate(**without_shape)
     return call(*args, **kwargs) if done is None else done
@@ -231,7 +218,7 @@ PATCHES = (
         target=f"{_SCHEDULES}:get_forward_backward_func",
         fn=_refuse,
         kind="replace",
-        when=_awaits_sizes,
+        when=lambda: (found := active.active()) is not None and not found.is_sized,
         feature="schedules",
         reason="would train under Megatron's own schedule although another one was requested",
     ),
@@ -249,7 +236,7 @@ PATCHES = (
         id="schedules.pairs",
         target=_CONFIG,
         fn=_check_without_overlap,
-        when=_has_pairs,
+        when=lambda: (pipeline := active.pipeline()) is not None and pipeline.config.pairs,
         order=20,  # inside schedules.model_config, which reads the true settings
         feature="schedules",
         reason="checks its own overlap of expert communication, under its interleaved schedule; "
@@ -269,7 +256,7 @@ PATCHES = (
         id="schedules.microbatch_rng",
         target=f"{_SCHEDULES}:forward_step",
         fn=_draw_by_microbatch,
-        when=_is_stock_and_draws_by_microbatch,
+        when=lambda: active.draws_by_microbatch() and not is_chosen(),
         feature="schedules",
         reason="dropout depends on the order of computation; with --microbatch-rng Megatron's own "
         "schedules draw the same masks as all others",

@@ -19,6 +19,7 @@ _RUNTIME = "megatron_ext.runtime.sliced_compute"
 
 def _state() -> Any:
     """Return what layers keep; None if no runtime of slices is loaded."""
+    # Without an import: layers ask at each call, and most runs have no slices.
     runtime, found = sys.modules.get(_RUNTIME), active.active()
     return None if runtime is None or found is None else found.state(runtime.KeptState)
 
@@ -73,10 +74,8 @@ def _share(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _with_length_of_slice(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Let a script's forward step read the length of the slice as that of sequences.
-
-    Scripts give tensor-parallel ranks buffers of this length.
-    """
+    """Let a script's forward step read the length of the slice as that of sequences."""
+    # Scripts give tensor-parallel ranks buffers of this length, which they receive the slice in.
     arguments, running = megatron_arguments(), _state().running
     if arguments is None:
         return call(*args, **kwargs)

@@ -29,11 +29,9 @@ def _without_te() -> bool:
 
 
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run the attention of each sequence of a packed batch; of any other batch as it is.
-
-    Query, key and value are `[t, heads, width]`, the result `[t, heads * width]`; zeros for tokens
-    of no sequence, which pad the batch.
-    """
+    """Run the attention of each sequence of a packed batch; of any other batch as it is."""
+    # Query, key and value are `[t, heads, width]`, the result `[t, heads * width]`; zeros for
+    # tokens of no sequence, which pad the batch.
     names = ("query", "key", "value")
     given = dict(zip((*names, "attention_mask"), args, strict=False), **kwargs)
     packed = given.pop("packed_seq_params", None)
@@ -114,15 +112,6 @@ def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -
         instance.hidden_size_per_partition = v_channels * instance.num_attention_heads_per_partition
 
 
-def _is_none_of_te(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> bool:
-    return False
-
-
-def _local_spec(_original: Any) -> Any:
-    """Make Megatron's own layers the script's default; there are no others here."""
-    return sys.modules[_BERT_SPECS].bert_layer_local_spec
-
-
 def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Build torch's norm for a split sequence."""
     # A norm acts on each token, so it can run on a split sequence; only the gradients of its
@@ -185,7 +174,7 @@ PATCHES = (
         id="bert.te_spec",
         target=f"{_BERT_SPECS}:bert_layer_with_transformer_engine_spec",
         kind="set",
-        fn=_local_spec,
+        fn=lambda _original: sys.modules[_BERT_SPECS].bert_layer_local_spec,
         creates=True,
         when=_without_te,
         reason="pretrain_bert.py always imports this name, and without Transformer Engine the "
@@ -205,7 +194,7 @@ PATCHES = (
     Patch(
         id="mtp.inference_layers",
         target="megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
-        fn=_is_none_of_te,
+        fn=lambda _call, _instance, _args, _kwargs: False,
         when=_without_te,
         since="0.20",
         reason="without Transformer Engine the classes are mocks, which isinstance refuses: no "

@@ -50,13 +50,10 @@ __all__ = [
 class MicrobatchData:
     """The items of one chunk's data iterator for one step; micro-batch i always gets item i.
 
-    Megatron's forward steps call `next`, so without it the order of calls, which differs between
-    stages, would decide which tokens a micro-batch gets.
-
     Args:
         iterator: Megatron's iterator; None on ranks that read no data.
         exchange: Swaps an item with the twin's. Required on stages that run the twin's
-            micro-batches: their data (such as BERT's padding mask) must match the activations.
+            micro-batches.
         taken: Called with each micro-batch and its item before a forward step reads it.
     """
 
@@ -82,6 +79,8 @@ class MicrobatchData:
         """
         if self._iterator is None:
             return None
+        # Megatron's forward steps call `next`: without this the order of calls, which differs
+        # between stages, would decide which tokens a micro-batch gets.
         if hasattr(self._iterator, "__next__"):
             return map(self.take, repeat(microbatch))
         if microbatch != self._fetched or self._exchange is not None:
@@ -111,6 +110,7 @@ class MicrobatchData:
                 f"the forward step called next() a second time for micro-batch {microbatch}; with "
                 f"--pipeline-schedule call it once for each micro-batch"
             ) from None
+        # The data of such a stage, BERT's padding mask for one, must match its activations.
         if self._exchange is not None:
             item = self._exchange(item)
         if self._taken is not None:

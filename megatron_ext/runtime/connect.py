@@ -148,13 +148,12 @@ class _Opening:
     def native(
         self, peers: Set[int], slot_bytes: int | None = None, *, wire: Wire | None = None
     ) -> NativeTransport:
-        """Open the native transport to some peers, with slots for whole tensors by default.
-
-        Short slots hold notes about tensors: for a dynamic order two for each.
-        """
+        """Open the native transport to some peers, with slots for whole tensors by default."""
         environment = required().environment
         name = self.pipeline.transport if wire is None else wire
         assert name != "torch"
+        # Short slots hold notes about tensors, of which a dynamic order sends two for each: one
+        # when the sender has launched it, one when it is there.
         num_notes = 2 if slot_bytes and self.pipeline.dynamic is not None else 1
         sizes = [
             math.prod(shape) * self.dtype.itemsize for shape in self.known if shape is not None
@@ -196,7 +195,7 @@ class _Opening:
             owns_host=peers is None,
             reports_copies=self.pipeline.dynamic is not None,
         )
-        # A process that just ends looks to its peers as if it had died.
+        # At exit too: a process that just ends looks to its peers as if it had died.
         atexit.register(transport.close)
         return transport
 
@@ -209,11 +208,9 @@ class _Opening:
 
 
 def _between_devices(opening: _Opening, reach: Reach, channels: Sequence[Channel]) -> Transport:
-    """Open the best path for each pair of ranks.
-
-    Devices that reach each other exchange tensors directly. Other pairs use torch.distributed if
-    the order is that of a table, and otherwise the native core.
-    """
+    """Open the best path for each pair of ranks: direct where devices reach each other."""
+    # Only a dynamic order asks what has arrived, which torch.distributed cannot answer; under a
+    # table it serves the other pairs, and the native core stays out of their way.
     if opening.pipeline.transport == "torch":
         left = [channel for channel in channels if not reach.direct & {*channel[:2]}]
         over_torch = opening.over_torch(left)  # collective, even if this rank has no such pair

@@ -101,6 +101,7 @@ def forward_backward(
         seq_length=length,
     )
     timer = config.timers and config.timers("forward-backward", log_level=1)
+    # Megatron logs this timer by its name, whichever schedule runs.
     if timer:
         timer.start(barrier=config.barrier_with_L1_time)
     with grad_and_param_sync_disabled(config, forward_only):
@@ -152,16 +153,15 @@ def _one_for_each(data: Any, num_chunks: int) -> list[Any]:
             "this rank cannot share; give an iterator, such as iter(data_loader), or a list of one "
             "for each chunk"
         )
-    # Megatron's RerunDataIterator has no __iter__. Forward steps write into the items they read.
+    # Each chunk reads all micro-batches, at its own pace. Megatron's RerunDataIterator has no
+    # __iter__. Copies, because forward steps write into the items that they read.
     return [map(copy, branch) for branch in tee(map(next, repeat(shared)), num_chunks)]
 
 
 def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
-    """Check that models have what Megatron's steps read of them.
-
-    Raises:
-        ScheduleError: A chunk lacks an attribute; names all that it lacks.
-    """
+    """Check that models have what Megatron's steps read of them, and name all that they lack."""
+    # Once, before the first step: in the middle of one a missing attribute would end this rank
+    # while its peers wait for its tensors.
     for chunk in chunks:
         layers = [chunk]
         while isinstance(below := getattr(layers[-1], "module", None), torch.nn.Module):
@@ -181,11 +181,7 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) -> None:
-    """Check that the forward step can make schedule plans, through which pairs run.
-
-    Raises:
-        ScheduleError: It cannot, or a model cannot.
-    """
+    """Check that models and the forward step can make schedule plans, through which pairs run."""
     remedy = "leave --overlap-moe-expert-parallel-comm out"
     for chunk in map(unwrap_model, chunks):
         if not hasattr(chunk, "build_schedule_plan"):

@@ -44,9 +44,10 @@ RunPair = Callable[["Action", "Action", "Tensors", "Tensors"], tuple["Tensors", 
 """Runs a forward and the backward of another micro-batch together: takes both and the inputs of
 each, as `Compute.run` does, and returns the outputs of each."""
 
+# A plain tuple because one is created between every two actions, where the device may wait.
 Executed = tuple[int, "Action", float]
 """(position in table order, action, duration in seconds of host time, of which the two of a pair
-have a half each). A plain tuple because one is created between every two actions."""
+have a half each)."""
 
 _NOTHING = nullcontext()
 
@@ -247,6 +248,7 @@ class Executor:
         self._begins = [o for o in observers if overrides(o, "begin_action")]
         self._ends = [o for o in observers if overrides(o, "end_action")]
         self._remaining = dict(self.table.actions_by_stage)
+        # Before the first action: some wires need a message's size, or a buffer, before it arrives.
         self.transport.begin([*self.order.expected(), *self.program.expected], self.table.slots)
         exchanges = self.program.exchanges
         begins = self.table.begins
@@ -257,6 +259,7 @@ class Executor:
             else:
                 forward, backward = choice
                 self._run(choice, exchanges[forward]._replace(partner=exchanges[backward]))
+        # Here, so that a send that fails is an error of this step and not of what comes next.
         self.transport.flush(self.timeout_s)
         wall_s = time.perf_counter() - begin_s
         self._check_complete()
@@ -359,6 +362,7 @@ class Executor:
             self.compute.release(tensors)
 
     def _check_complete(self) -> None:
+        # An order that ends early would leave out gradients, and nothing else would show it.
         executed = {position for position, _, _ in self._executed}
         row = self.table.schedule.rows[self.table.rank]
         skipped = set(range(len(row))) - executed

@@ -187,9 +187,7 @@ def item_cost(item: Any, cost: LengthCost) -> float:
 class BalancedStep:
     """The order of one training step on this rank.
 
-    The file's micro-batch `order[i]` runs as micro-batch i of the table. All ranks that read data
-    see the same lengths, so they choose the same order without a message; ranks that read no data
-    keep the table's order. The gradient is the same sum, in this order.
+    The file's micro-batch `order[i]` runs as micro-batch i of the table.
     """
 
     schedule: Schedule
@@ -235,6 +233,9 @@ class BalancedStep:
 
     def _decided(self, items: Iterator[Any]) -> dict[int, Any]:
         """Choose the micro-batches and their order; return them by number."""
+        # All ranks that read data see the same lengths, so they choose the same order without a
+        # message; ranks that read none keep the table's. The gradient is the same sum, in this
+        # order.
         if self.replicas is None:
             held = self._numbered(self._fetched(items))
             costs = {number: item_cost(item, self.length_cost) for number, item in held.items()}
@@ -314,10 +315,6 @@ class BalancedStep:
 class ReplicaExchange:
     """The data-parallel replicas of this rank's stages, which share out their micro-batches.
 
-    Each replica reads its micro-batches as ever, so data loaders, checkpoints and the global batch
-    stay as they are. Then all exchange costs, compute the same assignment, and send what another
-    replica runs.
-
     Micro-batches have the numbers that Megatron's samplers give them: of `size` replicas, replica r
     reads r, r + size, r + 2 * size and so on.
     """
@@ -374,6 +371,8 @@ class ReplicaExchange:
             ScheduleError: A micro-batch holds other things than tensors and plain data.
             TransportError: Another replica does not answer.
         """
+        # Each replica has read its own micro-batches as ever, so data loaders, checkpoints and the
+        # global batch stay as they are; all compute these shares, and send what another one runs.
         shares = deal_out(costs, self.size, fills)
         if all(number % self.size == r for r, share in enumerate(shares) for number in share):
             return dict(held)
@@ -424,6 +423,7 @@ def _packed(items: dict[int, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(items, buffer)
     buffer.seek(0)
+    # The receiver loads weights only: what it would refuse is an error here, where its cause is.
     refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if refused:
         raise ScheduleError(

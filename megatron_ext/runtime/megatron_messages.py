@@ -1,9 +1,7 @@
 """Carries the tensors of Megatron's own schedules over a megatron_ext transport.
 
 Megatron's 1F1B and interleaved schedules run unmodified; only the P2P transport is replaced, at
-`P2PCommunicator._communicate`. These schedules match tensors by call order, not by name. So the
-n-th tensor of a direction gets the name of the n-th message in the table of the same schedule,
-which sender and receiver both know.
+`P2PCommunicator._communicate`.
 """
 
 from __future__ import annotations
@@ -68,8 +66,6 @@ def communicate(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, _Request] | None] | None:
     """Replace `P2PCommunicator._communicate`.
 
-    Shapes travel with the tensors, so variable sequence lengths need no separate exchange.
-
     Args:
         tensor_send_next: Activation for the next pipeline rank, `[s, b, h]`.
         tensor_send_prev: Gradient for the previous pipeline rank, `[s, b, h]`.
@@ -98,6 +94,7 @@ def communicate(
         requests["send_next"] = _Request()
     activation = gradient = None
     if recv_prev:
+        # Empty: shapes travel with the tensors, so variable lengths need no exchange beforehand.
         activation = step.promise()
         requests["recv_prev"] = _Request(step.arrival("F", activation))
     if recv_next:
@@ -122,6 +119,9 @@ class _Request:
             self._arrive = None
 
 
+# Megatron's schedules match tensors by call order, not by name. So the n-th tensor of a direction
+# gets the name of the n-th message in the table of the same schedule, which sender and receiver
+# both know.
 @dataclass
 class StockStep:
     """The messages of one step on this rank, queued by direction in table order."""
@@ -206,6 +206,7 @@ def _begin(
     peers = Peers(dist.get_process_group_ranks(groups.pp))
     key = id(groups.pp)
     device = device_of(chunks)
+    # Kept over steps, by the id of the group, which the entry keeps alive.
     if key not in transports:
         length = keywords.get("decoder_seq_length") or keywords["seq_length"]
         shape = shape_between_stages(config, groups, length, keywords["micro_batch_size"])

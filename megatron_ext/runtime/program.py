@@ -110,10 +110,8 @@ class Table:
 
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
-        """The (stage, micro-batch) pairs with a W. A stage may have split and whole backwards.
-
-        Slices are numbered through the step, as micro-batches.
-        """
+        """The (stage, micro-batch) pairs with a W. A stage may have split and whole backwards."""
+        # Slices are numbered through the step, as micro-batches (`SlicedCompute`).
         count = self.schedule.num_slices
         return frozenset(
             (a.stage, a.microbatch * count + a.slice)
@@ -152,6 +150,7 @@ def make_table(
         ScheduleError: The schedule cannot run this number of micro-batches.
     """
     if not backward:
+        # Not the table without its backwards: forwards alone have a shorter order, one for all.
         placement = pipeline.placement
         schedule = forward_only(placement, num_microbatches)
         # Nothing bounds what routes have under way but the number of micro-batches.
@@ -178,6 +177,7 @@ def check_agreement(
     Raises:
         ScheduleError: Tables differ in a group. Every rank of that group raises it.
     """
+    # Ranks with different tables would wait for messages that nobody sends, until their time-outs.
     # 15 hexadecimal digits fit an int64.
     mine = torch.tensor([int(table.schedule.digest[:15], 16)], device=device)
     for group in groups:
@@ -331,13 +331,12 @@ class Program:
 def make_program(table: Table, ends: Ends) -> Program:
     """Resolve the source or destination of every tensor in a step.
 
-    Peers and names depend only on the table and the shapes, so steps share one program.
-
     Args:
         table: The table of this rank.
         ends: Resolves its transfers to peers and tensors.
     """
-    # Between two actions the device waits for the host, so nothing may be looked up there.
+    # Between two actions the device waits for the host, so nothing may be looked up there. Peers
+    # and names depend only on the table and the shapes, so steps share one program.
     resolved = tuple(_resolved(exchange, ends) for exchange in table.exchanges)
     if table.schedule.disaggregated:  # needs a transport that matches messages by name
         turns = [(transfer, 0) for transfer in table.arrivals]

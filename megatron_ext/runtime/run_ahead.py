@@ -1,9 +1,4 @@
-"""Bounds how far the host runs ahead of the device.
-
-A host that launches a whole step at once holds the memory of every message of that step: a tensor
-that a copy stream uses becomes free only when the device has reached the copy. So each action ends
-with an event, and the host launches the next one only while few are unfinished.
-"""
+"""Bounds how far the host runs ahead of the device."""
 
 from __future__ import annotations
 
@@ -37,6 +32,9 @@ def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
     return torch.empty(0, device=torch.cuda.current_device()).device
 
 
+# A host that launches a whole step at once holds the memory of every message of that step: a tensor
+# that a copy stream uses becomes free only when the device has reached the copy. So each action
+# ends with an event, and the host launches the next one only while few are unfinished.
 class RunAhead:
     """Counts and times the actions that the device has finished. One thread makes all calls.
 
@@ -167,6 +165,7 @@ class RunAhead:
             if wake is not None:
                 self._ended_s.append(took_s)
             self._changed.notify_all()
+        # Outside of the lock: it rings the transport, whose thread may be about to ask `ended_s`.
         if wake is not None:
             wake()
 

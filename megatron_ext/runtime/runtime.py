@@ -133,13 +133,13 @@ def in_words(together: Measured, pipeline: Pipeline, device: str, where: str = "
     Args:
         together: The sum over all ranks.
         pipeline: The pipeline that ran.
-        device: Type of the compute device. Idle time is reported for "cpu" only: times are host
-            times, and any other device still computes when the launching call returns.
+        device: Type of the compute device.
         where: Qualifier if `together` does not cover all ranks.
     """
     schedule = pipeline.full
     order = "table" if pipeline.dynamic is None else pipeline.dynamic.policy
     figures = [f"{100 * together.out_of_order / together.actions:.1f} % of actions out of order"]
+    # Times are the host's, and any other device still computes when the call that launches returns.
     if device == "cpu":
         figures.append(f"{100 * (1 - together.busy_s / together.wall_s):.1f} % of the time idle")
     figures.append(
@@ -458,13 +458,11 @@ def runtime_of(
 
 
 def _exchange(pipeline: Pipeline, peers: Peers, rank: int) -> TwinExchange | None:
-    """Create the process group of twins that run each other's micro-batches; None without any.
-
-    Collective over all ranks of the job.
-    """
+    """Create the process group of twins that run each other's micro-batches; None without any."""
     placement = pipeline.placement
     if not placement.twin_hops:
         return None
+    # Ranks without such twins take part too: making groups is collective over all ranks of the job.
     pairs = []
     if any(map(placement.is_crossed, placement.stages_of[rank])):
         assert peers.twin is not None
@@ -477,10 +475,7 @@ def _exchange(pipeline: Pipeline, peers: Peers, rank: int) -> TwinExchange | Non
 def _replicas(
     pipeline: Pipeline, groups: ProcessGroupCollection, device: torch.device
 ) -> ReplicaExchange | None:
-    """Create the process group of replicas that share out their micro-batches; None without any.
-
-    Collective over all ranks of the job.
-    """
+    """Create the process group of replicas that share out micro-batches. Collective, all ranks."""
     if pipeline.config.balance != "pack":
         return None
     found = getattr(groups, "dp", None) or parallel_state.get_data_parallel_group()

@@ -1,8 +1,7 @@
 """Decides when gradient reductions and parameter gathers over data-parallel ranks start.
 
-Megatron's DDP runs both; the schedule only decides when. Data-parallel peers must start the same
-collectives in the same order, although each peer may run its actions in a different order. So
-reductions start in the order in which the table completes its chunks, and gathers in stage order.
+Megatron's DDP runs both; the schedule only decides when: reductions in the order in which the table
+completes its chunks, gathers in stage order.
 
 Without `--overlap-grad-reduce` this module starts nothing; `finalize_model_grads` reduces.
 """
@@ -47,6 +46,8 @@ class GradientSync:
         self._splits = splits
         self._placement = table.schedule.placement
         self._by_hooks = not table.split_stages
+        # The table's order, whatever this rank runs: peers must start the same collectives in the
+        # same order, and under a dynamic order each runs its actions in another one.
         self._order = table.reduction_order
         """Stages of this rank; the first `_started` of them have been started."""
         self._started = 0
@@ -128,12 +129,7 @@ class GradientSync:
                 self._reduce(number, remaining=frozenset())
 
     def _reduce(self, number: int, remaining: AbstractSet[int]) -> None:
-        """Start a chunk's next reductions, up to the first bucket group with a remaining weight.
-
-        Args:
-            number: The chunk.
-            remaining: Ids of the weights whose gradients are not computed yet.
-        """
+        """Start a chunk's next reductions, up to the first bucket group with a remaining weight."""
         # Not `chunk.start_grad_sync`, which can neither force an all-reduce nor start a part of the
         # buckets.
         if number not in self._buckets:
@@ -196,6 +192,7 @@ class ParameterSync:
         """At a stage's first use, start the gather of the next chunk; at the first, of two."""
         if self._functions is None:
             return
+        # One chunk ahead: its gather then overlaps the forward of the one before it.
         ahead = 2 if self._started == 0 else 1
         for number in self._order[self._started : self._started + ahead]:
             self._functions[number](self._chunks[number].parameters())
