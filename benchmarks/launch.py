@@ -1,21 +1,29 @@
-"""The cost of `megatron-ext launch`: over plain torchrun, with many hosts, with many log lines.
+"""The cost of `megatron-ext launch`: over plain torchrun, with many hosts and lines, after a kill.
 
-    python benchmarks/launch.py [--rounds N] [--hosts N] [--lines N] [--json FILE]
+    python benchmarks/launch.py [WHAT ...] [--rounds N] [--quick] [--json FILE]
 
-- overhead: torchrun and the launcher start a script on this machine, alternately. The launcher's
-  overhead is the difference of the medians, in wall-clock time and in CPU time, which is the more
-  reliable one on a busy machine.
-- hosts: one agent for each host, through a stand-in for ssh that runs them here, so they share this
-  machine's cores; real hosts start in parallel. Measured are the time from the start of the
-  launcher to the first output of every host's command, and from Ctrl-C to the launcher's exit.
-- lines: one process prints as fast as it can. Measured are the lines per second over the whole run,
-  up to the display of the last one, and the peak memory of launcher and agent.
+`torchrun`  torchrun and the launcher start a script on this machine, in turn. What the launcher
+            adds is the difference of the medians, in time and in processor time, which is the more
+            reliable one on a busy machine.
+`hosts`     one agent for each host, through a stand-in for ssh that runs them here, so they share
+            this machine's cores; real hosts start in parallel. Measured are the time from the start
+            of the launcher to the first output of every host's command, and from Ctrl-C to the
+            launcher's exit.
+`lines`     one process prints as fast as it can. Measured are the lines per second over the whole
+            run, up to the display of the last one, and the peak memory of launcher and agent.
+`restart`   from a killed rank to the next training step. With `--max-restarts 1` a tiny Llama is
+            trained on two stages, with a checkpoint after every second step; a rank is killed with
+            SIGKILL after the fifth. The launcher's own lines mark the parts: the failure is noticed
+            and the other processes are ended, a pause of a second, the hosts answer and the agents
+            start, the ranks import, build the model and load the checkpoint, and the first step.
+            The median of the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import resource
 import signal
 import statistics
@@ -34,8 +42,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common.json_output import add_json, write_json
 from benchmarks.common.tables import markdown
 
+Row = tuple[str, str, str]
+"""What, how much, and the aim."""
+
 _LINE = "iteration {} | lm loss: 1.234567E+00 | grad norm: 0.123 | elapsed time (ms): 123.4"
 _TIMEOUT_S = 300
+_FLAGS = (
+    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 88 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --tokenizer-type "
+    "NullTokenizer --vocab-size 100 --mock-data --micro-batch-size 2 --lr 1e-3 --train-iters 8 "
+    "--eval-iters 0 --eval-interval 8 --log-interval 1 --num-workers 0 "
+    "--pipeline-model-parallel-size 2 --use-dpp --save-interval 2 --save {0} --load {0}"
+)
+_KILLED_AFTER = 5
+_PAUSE = "pause before the first restart"
+_PARTS = {
+    "noticed, the other processes ended": r"restart 1 of 1 in (\S+) s",
+    "hosts answer, agents start": r"run \S+-r1: ",
+    "imports, groups, model, checkpoint": r"loaded .*(?:, going on from| at) iteration",
+    "first step": r"iteration +\d+/",
+}
+"""Parts that take time, and the line that ends each. The first also names the pause after it."""
 
 
 def command(directory: Path, hosts: str, *words: str) -> list[str]:
@@ -66,7 +94,7 @@ def _spent_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def measure_overhead(directory: Path, rounds: int) -> dict[str, float]:
+def torchrun(directory: Path, rounds: int) -> list[Row]:
     """Compare torchrun and the launcher with a script that does nothing."""
     (directory / "nothing.py").write_text("")
     ways = {
@@ -83,19 +111,22 @@ def measure_overhead(directory: Path, rounds: int) -> dict[str, float]:
             if process.returncode != 0:
                 raise SystemExit(f"{argv} ended with {process.returncode}")
             times[name].append((time.perf_counter() - begin_s, _spent_s() - before_s))
-    found = {}
-    for index, kind in enumerate(("", "cpu_")):
-        for name, values in times.items():  # the first round warms up
-            found[f"{name}_{kind}s"] = statistics.median(value[index] for value in values[1:])
-        found[f"overhead_{kind}s"] = found[f"launch_{kind}s"] - found[f"torchrun_{kind}s"]
-    return found
+    # The first round warms up.
+    plain, ours = (
+        [statistics.median(values) for values in zip(*times[name][1:], strict=True)]
+        for name in ("torchrun", "launch")
+    )
+    return [
+        ("torchrun, a script that does nothing", f"{plain[0]:.2f} s ({plain[1]:.2f} s)", ""),
+        ("what launching adds", f"{ours[0] - plain[0]:.2f} s ({ours[1] - plain[1]:.2f} s)", "1 s"),
+    ]
 
 
-def measure_hosts(directory: Path, num_hosts: int) -> dict[str, float]:
+def hosts(directory: Path, num_hosts: int) -> list[Row]:
     """Start and stop a command on many hosts."""
-    hosts = "".join(f"host{number}\n" for number in range(num_hosts))
+    hostfile = "".join(f"host{number}\n" for number in range(num_hosts))
     begin_s, before_s = time.perf_counter(), _spent_s()
-    argv = command(directory, hosts, "--per-node", "--", "sh", "-c", "echo up; exec sleep 1000")
+    argv = command(directory, hostfile, "--per-node", "--", "sh", "-c", "echo up; exec sleep 1000")
     with start(directory, argv, subprocess.DEVNULL) as launcher:
         assert launcher.stdout is not None
         for _ in range(num_hosts):
@@ -106,13 +137,12 @@ def measure_hosts(directory: Path, num_hosts: int) -> dict[str, float]:
         ended_s = time.perf_counter()
     if launcher.returncode != 128 + signal.SIGINT:
         raise SystemExit(f"{num_hosts} hosts: the launcher ended with {launcher.returncode}")
-    return {
-        "hosts": num_hosts, "start_s": started_s - begin_s, "stop_s": ended_s - started_s,
-        "cpu_s": _spent_s() - before_s,
-    }  # fmt: skip
+    took = f"{started_s - begin_s:.1f} s and {ended_s - started_s:.1f} s"
+    name = f"{num_hosts} hosts: start, stop"
+    return [(name, f"{took} ({_spent_s() - before_s:.1f} s)", "5 s together")]
 
 
-def measure_lines(directory: Path, num_lines: int) -> dict[str, float]:
+def lines(directory: Path, num_lines: int) -> list[Row]:
     """Show lines that are printed faster than they can be."""
     code = f"import sys\nfor i in range({num_lines}): print({_LINE!r}.format(i))"
     argv = command(directory, "localhost", "--per-node", "--", sys.executable, "-c", code)
@@ -137,38 +167,99 @@ def measure_lines(directory: Path, num_lines: int) -> dict[str, float]:
         watcher.join()
     if shown != num_lines:
         raise SystemExit(f"{shown} of {num_lines} lines were shown")
-    launcher_mib, agent_mib = peak_mib
-    return {
-        "lines": num_lines, "lines_per_s": num_lines / seconds, "launcher_peak_mib": launcher_mib,
-        "agent_peak_mib": agent_mib,
-    }  # fmt: skip
+    memory = "{:.0f} and {:.0f} MiB".format(*peak_mib)
+    return [
+        ("log lines for each second", f"{num_lines / seconds:,.0f}", "50,000"),
+        ("memory of launcher and agent meanwhile", memory, "bounded"),
+    ]
+
+
+def one_restart(directory: Path) -> dict[str, float]:
+    """Run a job whose rank 1 is killed; return the seconds of each part."""
+    argv = command(
+        directory, "localhost slots=2\n", "--max-restarts", "1", "--num-microbatches", "4", "--raw",
+        "--", "pretrain_gpt.py", *_FLAGS.format(directory / "saved").split(),
+    )  # fmt: skip
+    with start(directory, argv, subprocess.STDOUT) as job:
+        watchdog = threading.Timer(_TIMEOUT_S, job.terminate)  # ends the lines of a job that hangs
+        watchdog.start()
+        assert job.stdout is not None
+        seen: list[str] = []
+
+        def line_with(pattern: str) -> tuple[float, re.Match[str]]:
+            for line in job.stdout:
+                if match := re.search(pattern, line):
+                    return time.monotonic(), match
+                seen.append(line)
+            raise SystemExit(f"the job ended before {pattern!r}:\n" + "".join(seen[-30:]))
+
+        try:
+            last_s, _ = line_with(rf"iteration +{_KILLED_AFTER}/")
+            _rank_of(job.pid, 1).kill()
+            found: dict[str, float] = {}
+            for part, ends in _PARTS.items():
+                now_s, match = line_with(ends)
+                found[part], last_s = now_s - last_s, now_s
+                if match.groups():
+                    found[_PAUSE] = float(match[1])
+                    last_s += found[_PAUSE]  # of no part but its own
+            return found
+        finally:
+            watchdog.cancel()
+            job.terminate()
+
+
+def _rank_of(launcher: int, rank: int) -> psutil.Process:
+    """Return the process of a rank."""
+    for process in psutil.Process(launcher).children(recursive=True):
+        try:
+            environment = process.environ()
+        except psutil.Error:
+            continue  # it ended meanwhile
+        if "LOCAL_RANK" in environment and environment.get("RANK") == str(rank):
+            return process
+    raise SystemExit(f"no process of rank {rank} was found")
+
+
+def restart(directory: Path, rounds: int) -> list[Row]:
+    """Return the median time of each part of a restart."""
+    found = []
+    for number in range(rounds):
+        folder = directory / f"restart-{number}"
+        folder.mkdir()
+        found.append(one_restart(folder))
+    rows = {part: statistics.median(one[part] for one in found) for part in found[0]}
+    rows["from a killed rank to the next step"] = statistics.median(
+        sum(one.values()) for one in found
+    )
+    return [(part, f"{seconds:.1f} s", "") for part, seconds in rows.items()]
 
 
 def main() -> None:
     """Measure and print the table of docs/launching.md."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hosts", type=int, default=64)
-    parser.add_argument("--lines", type=int, default=1_000_000)
+    # What each part runs: rounds, hosts, lines.
+    parts = {torchrun: 5, hosts: 64, lines: 1_000_000, restart: 3}
+    names = [part.__name__ for part in parts]
+    parser.add_argument("what", nargs="*", help=f"parts, of {', '.join(names)} (default: all)")
+    parser.add_argument("--rounds", type=int, help="of torchrun and restart (default: 5 and 3)")
+    parser.add_argument("--quick", action="store_true", help="one round, few hosts and lines")
     add_json(parser)
     args = parser.parse_args()
+    if unknown := set(args.what) - set(names):
+        parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(names)}")
+    if args.rounds:
+        parts |= {torchrun: args.rounds, restart: args.rounds}
+    if args.quick:
+        parts = {torchrun: 1, hosts: 4, lines: 10_000, restart: 1}
+    rows = []
     with tempfile.TemporaryDirectory(prefix="megatron_ext_launch_") as scratch:
-        over = measure_overhead(Path(scratch), args.rounds)
-        hosts = measure_hosts(Path(scratch), args.hosts)
-        lines = measure_lines(Path(scratch), args.lines)
-    plain = f"{over['torchrun_s']:.2f} s ({over['torchrun_cpu_s']:.2f} s of the processor)"
-    added = f"{over['overhead_s']:.2f} s ({over['overhead_cpu_s']:.2f} s)"
-    many = f"{hosts['start_s']:.1f} s and {hosts['stop_s']:.1f} s ({hosts['cpu_s']:.1f} s)"
-    memory = f"{lines['launcher_peak_mib']:.0f} and {lines['agent_peak_mib']:.0f} MiB"
-    print(markdown(("", "measured", "aim"), [
-        ("torchrun, a script that does nothing", plain, ""),
-        ("what launching adds", added, "1 s"),
-        (f"{hosts['hosts']:.0f} hosts: start, stop", many, "5 s together"),
-        ("log lines for each second", f"{lines['lines_per_s']:,.0f}", "50,000"),
-        ("memory of launcher and agent meanwhile", memory, "bounded"),
-    ]))  # fmt: skip
+        for part, count in parts.items():
+            if not args.what or part.__name__ in args.what:
+                rows += part(Path(scratch), count)
+    print(markdown(("", "measured", "aim"), rows))
     if args.json:
-        write_json(args.json, {"overhead": over, "hosts": hosts, "lines": lines})
+        write_json(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -225,8 +225,8 @@ def test_figures_that_cannot_be_written_are_one_line(tmp_path: Path, kind: str) 
     path = {"folder": tmp_path, "missing folder": tmp_path / "no/x", "full": Path("/dev/full")}[
         kind
     ]
-    few = ("--pp", "2", "--microbatches", "2", "--repeats", "1", "--schedules", "1f1b")
-    done = run_python(str(ROOT / "benchmarks/schedule_tables.py"), *few, "--json", str(path))
+    program = str(ROOT / "benchmarks/overhead.py"), "tables", "--quick"
+    done = run_python(*program, "--json", str(path))
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     assert f"{path} cannot be written" in done.stderr.splitlines()[-1]
@@ -253,13 +253,28 @@ def test_figures_that_were_there_survive_a_disk_that_fills_up(tmp_path: Path) ->
 @pytest.mark.slow
 def test_the_way_from_a_killed_rank_to_the_next_step_is_broken_down(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    program = str(ROOT / "benchmarks/restart.py")
-    done = run_python(program, "--rounds", "1", "--json", str(figures))
+    program = str(ROOT / "benchmarks/launch.py")
+    done = run_python(program, "restart", "--quick", "--json", str(figures))
     assert done.returncode == 0, done.stdout + done.stderr
-    [parts] = json.loads(figures.read_text())
-    assert len(parts) == 5
-    assert all(seconds > 0 for seconds in parts.values())
-    assert all(part in done.stdout for part in parts)
+    rows = json.loads(figures.read_text())
+    assert len(rows) == 6
+    assert all(float(seconds.removesuffix(" s")) > 0 for _, seconds, _ in rows)
+    assert all(part in done.stdout for part, *_ in rows)
+
+
+@pytest.mark.parametrize("part", ["executor", "tables", "traces", "tracing"])
+def test_overheads_are_measured(part: str, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    program = str(ROOT / "benchmarks/overhead.py")
+    done = run_python(program, part, "--quick", "--json", str(figures))
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = {
+        "executor": {"megatron-core 1F1B", "megatron_ext, gloo: zb-h1"},
+        "tables": {"interleaved", "1f1b", "zb-v"},
+        "traces": {"aggregate", "report"},
+        "tracing": {"megatron_ext, gloo: 1f1b", "event"},
+    }[part]
+    assert names <= set(json.loads(figures.read_text())[part])
 
 
 def test_recipes_are_counted_by_schedule_and_by_what_refuses_them(tmp_path: Path) -> None:

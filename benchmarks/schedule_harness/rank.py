@@ -6,20 +6,16 @@ import gc
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from .ops import OpTimes, Peaks, Sizes, Step
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from .stage import Probe
-    from .systems import Own, System
+    from .systems import System
 
-__all__ = ["begin_together", "measure", "measure_memory", "measure_overhead", "measure_traced",
-           "prepare"]  # fmt: skip
+__all__ = ["begin_together", "measure", "measure_memory", "prepare"]
 
 
 def measure(
@@ -51,56 +47,11 @@ def measure(
     return records[sizes.warmup :]
 
 
-def measure_overhead(system: System, sizes: Sizes) -> float:
-    """Return the processor time of this thread outside of ops, for each op, in the best step."""
-    step, probe = prepare(system, sizes)
-    found_s = []
-    for _ in range(sizes.warmup + sizes.steps):
-        begin_together()
-        probe.cpu_s, begin_s = 0.0, time.thread_time()  # of this thread: waits do not count
-        step()
-        outside_s = time.thread_time() - begin_s - probe.cpu_s
-        ops, _ = probe.take()
-        found_s.append(outside_s / len(ops))
-    begin_together()
-    return min(found_s[sizes.warmup :])
-
-
 def measure_memory(*sizes: object) -> Peaks:
     """Return what this rank of a real model keeps; takes what `real_memory.measure` does."""
     from . import real_memory
 
     return real_memory.measure(*sizes)  # type: ignore[arg-type]
-
-
-def measure_traced(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, float]]:
-    """Return pairs of seconds of this rank: a step that is not traced, and the one traced after it.
-
-    Both are steps of one run, so what the machine does meanwhile meets both alike. The trace goes
-    to `directory`; `sizes.steps` are pairs.
-    """
-    from megatron_ext.config.active import required
-    from megatron_ext.config.pipeline_config import Tracing
-    from megatron_ext.tracing.session import Session, subscribe
-
-    tracing = Tracing(interval=2, iterations=1, directory=directory)
-    step, _ = prepare(replace(system, tracing=tracing), sizes)
-    subscribe(required())  # the groups exist, and no runtime yet
-    [observer] = required().observers
-    assert isinstance(observer, Session)
-    found_s = []
-    # The first of each two is traced; one more in the beginning, so that pairs end with it.
-    for _ in range(2 * sizes.warmup + 1 + 2 * sizes.steps):
-        begin_together()
-        begin_s = time.perf_counter()
-        observer.begin_iteration(sizes.num_microbatches)
-        step()
-        observer.end_iteration()
-        found_s.append(time.perf_counter() - begin_s)
-    begin_together()
-    observer.close()
-    measured = found_s[2 * sizes.warmup + 1 :]
-    return list(zip(measured[::2], measured[1::2], strict=True))
 
 
 def prepare(

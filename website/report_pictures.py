@@ -1,6 +1,6 @@
 """Takes the screenshots of the report in docs/tracing.md, from a real run.
 
-    python benchmarks/report_pictures.py [--only-report DIR]        # about a minute, needs Chromium
+    python website/report_pictures.py [--only-report DIR]        # about a minute, needs Chromium
 
 It trains the tiny Llama 3 of the quick start on four ranks with --use-dpp and --trace, writes the
 report and captures the top of the page in the light and the dark theme.

@@ -1,0 +1,434 @@
+"""What this package costs beside the work: imports, patches, its executor, tables and traces.
+
+    python benchmarks/overhead.py WHAT ... [--quick] [--json FILE]
+
+`imports`   the time that `import megatron_ext` adds to `import megatron.core`, each in a fresh
+            interpreter, in turn. On devices other than CUDA the patches keep Megatron from
+            compiling its fused functions, and so from importing torch's compiler, which takes
+            longer than all the rest: the fair baseline there is Megatron without it.
+`patches`   the calls of a training step that go through patch points while no feature is in use,
+            times what a point takes longer than a function that was put there by hand.
+`executor`  processor time of a step outside of Megatron's `forward_step` and `backward_step` (or,
+            for W, of the split), for each action, the best step: on one rank, which sends no
+            messages, and on two, where most actions receive or send one. Megatron's own loop is
+            measured alike.
+`tables`    processor time to generate, validate and simulate tables of 64 ranks and 1024
+            micro-batches.
+`tracing`   the median difference between a traced step and the one before it, on stages that sleep,
+            and the steps of all schedules as `plan --trace-dir` predicts them from the trace of
+            1f1b alone; then the time and the bytes of an event.
+`traces`    time and memory of `aggregate` and `report` on a synthetic trace in the recorder's
+            format: an interleaved pipeline of 8 ranks and 8 replicas, 100 iterations of 1000
+            spans. If the headless browser of the report's tests is installed, it then opens the
+            report, and an empty page as the baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import timeit
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
+
+from benchmarks.common.json_output import add_json, write_json
+from benchmarks.common.tables import machine, markdown
+from benchmarks.schedule_harness import launch, rank
+from benchmarks.schedule_harness.ops import Sizes
+from benchmarks.schedule_harness.systems import Own, all_systems
+from megatron_ext.schedules import generate, simulate, validate
+from megatron_ext.tracing.records import (
+    Header,
+    Span,
+    directory_name,
+    file_name,
+    header_line,
+    iteration_line,
+)
+from tests.ranks import run_ranks, train_here
+from tests.tools.trace import browser
+
+Answer = tuple[str, dict[str, Any]]
+"""A table, and its figures."""
+
+_IMPORTS = {
+    "megatron.core": "import megatron.core",
+    "the same without torch's compiler":
+        "import torch; torch.compile = lambda f=None, **_: f or (lambda g: g); "
+        "import megatron.core",
+    "megatron_ext and megatron.core": "import megatron_ext, megatron.core",
+}  # fmt: skip
+
+
+def imports(quick: bool) -> Answer:
+    """Compare imports, whose kinds alternate, so that other load meets all alike."""
+    environment = {**os.environ, "PYTHONPATH": sys.path[0]}
+    found_s: dict[str, list[float]] = {name: [] for name in _IMPORTS}
+    for turn in range(2 if quick else 12):
+        for name, statement in _IMPORTS.items():
+            code = (
+                f"import time; b = time.perf_counter(); {statement}; print(time.perf_counter()-b)"
+            )
+            argv = [sys.executable, "-W", "ignore", "-c", code]
+            printed = subprocess.check_output(argv, env=environment, text=True, timeout=300)
+            if turn:  # the first one fills the caches of files and bytecode
+                found_s[name].append(float(printed.split()[-1]))
+    ours = found_s["megatron_ext and megatron.core"]
+    rows = [
+        (name, f"{statistics.median(s):.3f}",
+         *(f"{1e3 * (best(ours) - best(s)):.0f}" for best in (statistics.median, min)))
+        for name, s in found_s.items()
+    ]  # fmt: skip
+    head = ("import", "s", "ours adds, ms (medians)", "ms (minima); bar: 100")
+    return markdown(head, rows), found_s
+
+
+_MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 --lr 1e-4 "
+    "--min-lr 1e-5 --eval-iters 0 --eval-interval 99 --log-interval 1 --mock-data --num-workers 0 "
+    "--tokenizer-type NullTokenizer --vocab-size 512 --pipeline-model-parallel-size 2"
+)
+
+
+def count_calls(flags: list[str]) -> list[tuple[int, float]]:
+    """Train as one rank; return the calls through patch points and the seconds of each step."""
+    from megatron_ext import devices
+    from megatron_ext.patches.registry import REGISTRY
+
+    devices.current()  # before Megatron is imported
+    from megatron.training import training
+
+    dispatch, train_step, count, steps = REGISTRY._dispatch, training.train_step, 0, []
+
+    def counting(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return dispatch(*args)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        before, begin_s = count, time.perf_counter()
+        result = train_step(*args, **kwargs)
+        steps.append((count - before, time.perf_counter() - begin_s))
+        return result
+
+    REGISTRY.deactivate()
+    REGISTRY._dispatch = counting  # type: ignore[method-assign]
+    REGISTRY.activate()
+    training.train_step = timed
+    train_here("gpt", flags)
+    return steps
+
+
+def point_s() -> tuple[float, float]:
+    """Return what a call takes through a patch point, and through a function put there by hand."""
+    import megatron_ext  # noqa: F401 - its registry is active
+    from megatron_ext.patches.point import Patch, PatchPoint, Site
+    from megatron_ext.patches.registry import REGISTRY
+
+    def own(value: int) -> int:
+        return value
+
+    def wrap(call: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    def by_hand(*args: Any, **kwargs: Any) -> Any:
+        return wrap(own, None, args, kwargs)
+
+    site = Site("none:own", [Patch("benchmark.own", "none:own", "measured", wrap)])
+    point = PatchPoint(own, partial(REGISTRY._dispatch, site), enabled=lambda: REGISTRY.active)
+    count = 100_000
+    through, plain = (
+        min(timeit.repeat(partial(function, 1), number=count)) / count
+        for function in (point, by_hand)
+    )
+    return through, plain
+
+
+def patches(quick: bool) -> Answer:
+    """Relate what patch points add to the step of a small GPT on two stages."""
+    from benchmarks import overhead  # ranks find functions by the name of their module
+
+    flags = [*_MODEL.split(), "--train-iters", "4" if quick else "30"]
+    steps = run_ranks(2, overhead.count_calls, flags, timeout_s=300)[-1][2:]
+    calls, step_s = (statistics.median(column) for column in zip(*steps, strict=True))
+    through_s, plain_s = point_s()
+    share = calls * (through_s - plain_s) / step_s
+    rows = [
+        ("calls through patch points in a step", f"{calls:g}"),
+        ("a call through one, us", f"{1e6 * through_s:.2f}"),
+        ("a call through a function put there by hand, us", f"{1e6 * plain_s:.2f}"),
+        ("a step, ms", f"{1e3 * step_s:.0f}"),
+        ("what patch points add to it, % (bar: 1)", f"{100 * share:.3f}"),
+    ]
+    return markdown(("", "found"), rows), {"calls": calls, "step_s": step_s, "share": share}
+
+
+_LOOPS = (
+    "megatron-core 1F1B",
+    *(f"megatron_ext, gloo: {name}" for name in ("gpipe", "1f1b", "zb-h1")),
+)
+
+
+def outside_s(system: Own, sizes: Sizes) -> float:
+    """Return the processor time of this rank outside of ops, for each op, in the best step."""
+    step, probe = rank.prepare(system, sizes)
+    found_s = []
+    for _ in range(sizes.warmup + sizes.steps):
+        rank.begin_together()
+        probe.cpu_s, begin_s = 0.0, time.thread_time()  # of this thread: waits do not count
+        step()
+        spent_s = time.thread_time() - begin_s - probe.cpu_s
+        ops, _ = probe.take()
+        found_s.append(spent_s / len(ops))
+    rank.begin_together()
+    return min(found_s[sizes.warmup :])
+
+
+def executor(quick: bool) -> Answer:
+    """Run ops that take no time under Megatron's loop and under the executor."""
+    from benchmarks import overhead
+
+    found, count, steps = {}, *((8, 2) if quick else (64, 20))
+    for system in (system for system in all_systems() if system.name in _LOOPS):
+        found[system.name] = [
+            1e6 * max(launch.run(overhead.outside_s, system, Sizes(n, count, 0.0, 2, steps, 60.0)))
+            for n in (1, 2)
+        ]
+    rows = [(name, *(f"{us:.0f}" for us in by_ranks)) for name, by_ranks in found.items()]
+    return markdown(("us for each action", "one rank (bar: 50)", "two ranks"), rows), found
+
+
+def tables(quick: bool) -> Answer:
+    """Generate, validate and simulate; the best of three."""
+    pp, num_microbatches = (8, 32) if quick else (64, 1024)
+    found = {}
+    for name in ("interleaved", "1f1b", "zb-v"):
+        runs = []
+        for _ in range(1 if quick else 3):
+            ticks = [time.process_time()]
+            schedule = generate(name, pp, num_microbatches)
+            for phase in (None, validate, simulate):
+                if phase is not None:
+                    phase(schedule)
+                ticks.append(time.process_time())
+            runs.append([end_s - begin_s for begin_s, end_s in itertools.pairwise(ticks)])
+        found[name] = min(runs, key=sum)
+    rows = [(name, *(f"{s:.2f}" for s in (*each, sum(each)))) for name, each in found.items()]
+    head = (f"s, pp {pp}, {num_microbatches} micro-batches", "generate", "validate", "simulate",
+            "together (bar: 2)")  # fmt: skip
+    return markdown(head, rows), found
+
+
+def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, float]]:
+    """Return pairs of seconds of this rank: a step that is not traced, and the one traced after it.
+
+    Both are steps of one run, so what the machine does meanwhile meets both alike. The trace goes
+    to `directory`; `sizes.steps` are pairs.
+    """
+    from megatron_ext.config.active import required
+    from megatron_ext.config.pipeline_config import Tracing
+    from megatron_ext.tracing.session import Session, subscribe
+
+    tracing = Tracing(interval=2, iterations=1, directory=directory)
+    step, _ = rank.prepare(replace(system, tracing=tracing), sizes)
+    subscribe(required())  # the groups exist, and no runtime yet
+    [observer] = required().observers
+    assert isinstance(observer, Session)
+    found_s = []
+    # The first of each two is traced; one more in the beginning, so that pairs end with it.
+    for _ in range(2 * sizes.warmup + 1 + 2 * sizes.steps):
+        rank.begin_together()
+        begin_s = time.perf_counter()
+        observer.begin_iteration(sizes.num_microbatches)
+        step()
+        observer.end_iteration()
+        found_s.append(time.perf_counter() - begin_s)
+    rank.begin_together()
+    observer.close()
+    measured = found_s[2 * sizes.warmup + 1 :]
+    return list(zip(measured[::2], measured[1::2], strict=True))
+
+
+def event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, float]:
+    """Return the seconds of the processor and the bytes of the file that an event takes."""
+    from megatron_ext.tracing.recorder import Recorder, Sampling
+
+    header = Header(0, 0, 0, 0, (1, 1, 1), "host", "boot", 1, 1)
+    recorder = Recorder(lambda: (directory, header), sampling=Sampling(rounds, rounds))
+    best_s = float("inf")
+    for _ in range(rounds):
+        recorder.begin_iteration()
+        begin_s = time.process_time()
+        for number in range(count):
+            about = {"from": 2, "for": "F", "stage": 3, "microbatch": number, "bytes": 8 << 20}
+            recorder.add("receive", recorder.stamp(), about)
+        recorder.end_iteration()
+        best_s = min(best_s, time.process_time() - begin_s)  # with the write of its iteration
+    recorder.close()
+    [path] = directory.iterdir()
+    return best_s / count, path.stat().st_size / (count * rounds)
+
+
+def tracing(quick: bool) -> Answer:
+    """Trace every second step of each schedule."""
+    from benchmarks import overhead
+    from megatron_ext.tools.trace.forecast import forecast
+
+    pp, count, forward_ms, pairs = (2, 4, 5, 1) if quick else (4, 8, 40, 5)
+    sizes = Sizes(pp, count, forward_ms / 1e3, 1, pairs, 60.0)
+    systems = [s for s in all_systems() if isinstance(s, Own) and s.transport == "torch"]
+    systems = [s for s in systems if not s.costs.latency and (not quick or s.schedule == "1f1b")]
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="megatron_ext_tracing_") as scratch:
+        for system in systems:
+            folder = Path(scratch) / system.name
+            by_rank = launch.run(overhead.traced_s, system, sizes, folder, repeats=2)
+            # A step is as long as on its slowest rank.
+            steps = [[max(kind) for kind in zip(*each, strict=True)]
+                     for each in zip(*by_rank, strict=True)]  # fmt: skip
+            found[system.name] = {
+                "step_s": statistics.median(plain for plain, _ in steps),
+                "added": statistics.median(traced / plain - 1 for plain, traced in steps),
+            }
+        run = Path(scratch) / "megatron_ext, gloo: 1f1b"
+        predicted = {p.label: p.step_s for p in forecast(run).predictions}
+        event_s, event_bytes = event(Path(scratch) / "events")
+    rows = []
+    for system in systems:
+        table = system.pipeline(pp, count).schedule(count // system.weight_copies)
+        step_s, guess_s = found[system.name]["step_s"], predicted[table.label]
+        added, off = 100 * found[system.name]["added"], 100 * (guess_s / step_s - 1)
+        rows.append((system.name, f"{1e3 * step_s:.1f}", f"{added:.1f}", f"{1e3 * guess_s:.1f}",
+                     f"{off:.1f}"))  # fmt: skip
+    head = (f"pp {pp}, {count} micro-batches, forward {forward_ms} ms, {pairs} pairs of steps",
+            "step ms", "tracing %", "predicted ms", "off %")  # fmt: skip
+    text = f"an event: {1e6 * event_s:.1f} us of the processor, {event_bytes:.0f} bytes of the file"
+    found["event"] = {"processor_s": event_s, "file_bytes": event_bytes}
+    return f"{markdown(head, rows)}\n\n{text}", found
+
+
+_STEP_NS = 400_000_000
+_DRAWN = """
+requestAnimationFrame(() => { document.body.dataset.drawn = 1; });
+document.getElementById("data")?.remove();  // the browser prints the page: not its data as well
+"""
+
+
+def spans(rank: int, ranks: int, count: int) -> list[Span]:
+    """Return the spans of one iteration: receive, wait, action, send, and again."""
+    found, now = [], 1000
+    last, after = (rank - 1) % ranks, (rank + 1) % ranks
+    for index in range(count // 4):
+        microbatch, stage = index // 2 % 512, rank + ranks * (index % 2)
+        message = {"for": "F", "stage": stage, "microbatch": microbatch}
+        action = {"microbatch": microbatch, "model_chunk": index % 2, "stage": stage, "pp_rank": 3}
+        sent = {"to": after, "for": "F", "stage": stage + 1, "microbatch": microbatch}
+        for name, length, about in (
+            ("wait", 20_000, {"cause": "input", "on": last, **message}),
+            ("receive", 5_000, {"from": last, **message, "bytes": 8 << 20}),
+            ("forward" if index % 3 else "backward", 1_200_000, action),
+            ("send", 8_000, {**sent, "bytes": 8 << 20}),
+        ):
+            found.append(Span(name, now, now + length, about))
+            now += length + 500
+    return found
+
+
+def write_run(directory: Path, ranks: int, iterations: int, events: int) -> int:
+    """Write the traces of a run; return their bytes."""
+    replicas = 8
+    sizes = (replicas, ranks // replicas, 1)
+    directory.mkdir()
+    total = 0
+    for number in range(ranks):
+        data, pipeline = number % replicas, number // replicas
+        header = Header(number, data, pipeline, 0, sizes, "host", f"boot-{number // 8}", 1, 1)
+        path = directory / file_name(data, pipeline, 0)
+        body = spans(number, ranks, events)
+        with path.open("w", encoding="utf-8") as file:
+            file.write(header_line(header))
+            for iteration in range(1, iterations + 1):
+                end = {"iteration": iteration, "duration_wall": _STEP_NS, "memory_bytes": 1 << 30}
+                file.write(iteration_line(header.row, iteration * _STEP_NS, body, end))
+            file.write("]\n")
+        total += path.stat().st_size
+    return total
+
+
+def opening_s(page: Path) -> float:
+    """Return how long a browser takes from its start until a page is drawn, at best of three."""
+    found_s = []
+    for _ in range(3):
+        begin_s = time.perf_counter()
+        browser.look(page, _DRAWN)
+        found_s.append(time.perf_counter() - begin_s)
+    return min(found_s)
+
+
+def traces(quick: bool) -> Answer:
+    """Put the traces of a large run together and show them."""
+    ranks, iterations, events = (8, 2, 100) if quick else (64, 100, 1000)
+    rows, found = [], {}
+    with tempfile.TemporaryDirectory(prefix="megatron_ext_traces_") as scratch:
+        directory = Path(scratch) / directory_name((8, ranks // 8, 1), dynamic=False)
+        size, count = write_run(directory, ranks, iterations, events), ranks * iterations * events
+        for command in ("aggregate", "report"):
+            words = [sys.executable, "-m", "megatron_ext", command, "--trace-dir", str(directory)]
+            before, begin_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+            subprocess.run(words, check=True, stdout=sys.stderr)
+            took_s = time.perf_counter() - begin_s
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            found[command] = {"s": took_s, "processor_s": cpu_s, "max_rss_kib": after.ru_maxrss}
+            memory = f"{after.ru_maxrss / 2**20:.2f} GiB"
+            rows.append((command, f"{took_s:.1f}", f"{cpu_s:.1f}", memory))
+        if any(map(shutil.which, browser.NAMES)):
+            page, empty = directory / "report.html", Path(scratch) / "empty.html"
+            empty.write_text("<!doctype html><html><body></body></html>")
+            name = f"the browser with the report ({page.stat().st_size / 2**20:.1f} MiB)"
+            for what, file in ((name, page), ("the browser with an empty page", empty)):
+                rows.append((what, f"{opening_s(file):.1f}", "", ""))
+    run = (
+        f"{ranks} ranks x {iterations} iterations x {events} events: {size / 2**20:.0f} MiB, "
+        f"{size / count:.0f} bytes for an event"
+    )
+    head = (run, "s", "s of processors", "of a process at most")
+    return markdown(head, rows), found
+
+
+_PARTS = {part.__name__: part for part in (imports, patches, executor, tables, tracing, traces)}
+
+
+def main() -> None:
+    """Measure and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="+", choices=list(_PARTS), help="what is measured")
+    parser.add_argument("--quick", action="store_true", help="small and few, as a test")
+    add_json(parser)
+    args = parser.parse_args()
+    launch.clean_up_when_terminated()
+    print(machine())
+    figures = {}
+    for name in args.what:
+        text, figures[name] = _PARTS[name](args.quick)
+        print(f"\n{text}", flush=True)
+    if args.json:
+        write_json(args.json, figures)
+
+
+if __name__ == "__main__":
+    main()
