@@ -10,6 +10,7 @@ bubble and memory.
 from __future__ import annotations
 
 import logging
+import re
 from argparse import Namespace
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
@@ -26,12 +27,12 @@ from megatron_ext.config.active import (
     required,
     twins_of,
 )
-from megatron_ext.config.flags import stash_fields
-from megatron_ext.config.hosting import batches_of, inspect, torch_is_best
+from megatron_ext.config.flags import FIELD_OF, stash_fields
+from megatron_ext.config.hosting import batches_of, inspect
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig, is_of_type
-from megatron_ext.config.stages import ModelBuild, build_of, check_ranks
+from megatron_ext.config.stages import ModelBuild, build_of
 from megatron_ext.disaggregation.role_settings import roles_in_words
-from megatron_ext.errors import ArgumentsError, DeviceError
+from megatron_ext.errors import ArgumentsError, DeviceError, ScheduleError
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.schedules import commands
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
@@ -366,22 +367,63 @@ def configure(
     assert pipeline_ranks is not None
     assert num_microbatches is not None
     assert num_layers is not None
+    name = config.schedule or base_table(config.chunks)
+    twins = twins_of(name)
+    if num_microbatches % twins:
+        raise ConfigurationError(
+            "{num_microbatches} {count} must be even for the two mirrored pipelines of {name}; "
+            "use {fewer} or {more}",
+            count=num_microbatches,
+            name=name,
+            fewer=num_microbatches - 1,
+            more=num_microbatches + 1,
+        )
     world_size = world_size or pipeline_ranks
-    pipeline = _pipeline(config, pipeline_ranks, num_microbatches, world_size)
-    build = build_of(pipeline, num_layers, mtp_num_layers=mtp_num_layers, layout=layout)
-    runs = config.schedule is not None or config.dynamic is not None
-    served = not runs and pipeline_ranks > 1 and pipeline.transport != "torch"
+    given = Namespace(
+        world_size=world_size,
+        tensor_model_parallel_size=1,  # Megatron's other sizes are replicas here
+        pipeline_model_parallel_size=pipeline_ranks,
+        num_virtual_stages_per_pipeline_rank=None if layout else config.chunks,
+        pipeline_model_parallel_layout=layout,
+        num_layers=num_layers,
+        mtp_num_layers=mtp_num_layers,
+        micro_batch_size=1,
+        global_batch_size=num_microbatches * max(1, world_size // pipeline_ranks),
+    )
+    # Without a schedule and a second rank there are no messages to carry.
+    has_work = config.schedule or config.dynamic or pipeline_ranks > 1
+    found = inspect(given, config if has_work else replace(config, transport="torch"))
+    try:
+        found.raise_refusals()
+    except (ArgumentsError, ScheduleError) as error:
+        raise type(error)(_in_parameters(str(error))) from None
+    build = build_of(
+        found.pipeline
+        or found.transport_only
+        or Pipeline(replace(config, schedule=name), pipeline_ranks, num_microbatches),
+        num_layers,
+        mtp_num_layers=mtp_num_layers,
+        layout=found.arguments.get("pipeline_model_parallel_layout", layout),
+    )
     activate_configuration(
         Active(
             config,
-            pipeline if runs else None,
-            transport_only=pipeline if served else None,
+            found.pipeline,
+            transport_only=found.transport_only,
             world_size=world_size,
             seed=seed if config.draws_by_microbatch else None,
             requested=config,
         )
     )
+    for line in (*found.changes, *found.notices):
+        if required().environment.local_rank == 0:
+            _LOG.warning("%s", _in_parameters(line))
     return build
+
+
+def _in_parameters(message: str) -> str:
+    """Return a message with the names of `configure` and `PipelineConfig` in place of flags."""
+    return re.sub(r"--[a-z0-9-]+", lambda flag: FIELD_OF.get(flag[0], flag[0]), message)
 
 
 def count_recomputation(built: Any) -> None:
@@ -434,30 +476,3 @@ def _select_device(name: str) -> None:
             f"device {name} came after the {found.name} backend was armed (megatron.core was "
             f"imported before); call configure first, or set MEGATRON_EXT_DEVICE={name}"
         )
-
-
-def _pipeline(
-    config: PipelineConfig, pipeline_ranks: int, num_microbatches: int, world_size: int
-) -> Pipeline:
-    """Return the pipeline, after proving that its table exists."""
-    name = config.schedule or base_table(config.chunks)
-    twins = twins_of(name)
-    if config.schedule is not None or config.dynamic is not None:
-        check_ranks(name, pipeline_ranks, twins)
-    if num_microbatches % twins:
-        raise ConfigurationError(
-            "{num_microbatches} {count} must be even for the two mirrored pipelines of {name}; "
-            "use {fewer} or {more}",
-            count=num_microbatches,
-            name=name,
-            fewer=num_microbatches - 1,
-            more=num_microbatches + 1,
-        )
-    pipeline = Pipeline(
-        replace(config, schedule=name),
-        pipeline_ranks,
-        num_microbatches // twins,
-        over_torch=torch_is_best(config, world_size),
-    )
-    validate(pipeline.full)
-    return pipeline

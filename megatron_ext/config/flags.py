@@ -68,6 +68,10 @@ REMOVED = {"--fbd-forward-device": "leave it out: forward ranks compute on the s
 _FLAG_OF = {
     "schedule": "--pipeline-schedule",
     "pipeline_ranks": "--pipeline-model-parallel-size",
+    "chunks": "--num-virtual-stages-per-pipeline-rank",
+    "layout": "--pipeline-model-parallel-layout",
+    "num_layers": "--num-layers",
+    "mtp_num_layers": "--mtp-num-layers",
     "costs": "--pipeline-costs",
     "pairs": "--overlap-moe-expert-parallel-comm",
     "dynamic": _DPP,
@@ -586,14 +590,16 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
         return config
     if chunks is None:
         chunks = stages.num_chunks(args, name)
-    # Pairs hide the communication of experts, which one rank alone does not have.
-    is_spread = (
-        getattr(args, "num_experts", None)
-        and (getattr(args, "expert_model_parallel_size", None) or 1) > 1
-    )
-    wanted = config.pairs or getattr(args, "overlap_moe_expert_parallel_comm", False)
+    pairs = config.pairs
+    if hasattr(args, "num_experts") or not pairs:
+        # Pairs hide the communication of experts, which one rank alone does not have.
+        is_spread = (
+            getattr(args, "num_experts", None)
+            and (getattr(args, "expert_model_parallel_size", None) or 1) > 1
+        )
+        wanted = pairs or getattr(args, "overlap_moe_expert_parallel_comm", False)
+        pairs = bool(is_spread and wanted)
     fields = {} if config.stash_ratio > 1 else stash_fields(args, name, chunks)
-    pairs = bool(is_spread and wanted)
     return replace(config, schedule=name, chunks=chunks, pairs=pairs, **fields)
 
 

@@ -37,9 +37,7 @@ from megatron_ext.config.incompatible import (
     dropped,
     forbids_splitting,
     refusals,
-    rules_of_dynamic_order,
-    rules_of_fields,
-    rules_of_table,
+    rules_of,
 )
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.config.stages import check_ranks
@@ -59,6 +57,7 @@ from megatron_ext.upstream.tree import setting_names
 
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
+    from megatron_ext.schedules.table.actions import Schedule
 
 __all__ = ["Preflight", "batches_of", "inspect", "preflight", "torch_is_best"]
 
@@ -125,9 +124,25 @@ class Preflight:
             kind = ScheduleError if self._kinds == {ScheduleError} else ArgumentsError
             raise kind("\n".join(map(str, self.refusals)))
 
-    def refuse(self, subject: str, args: Namespace, rules: Iterable[Rule]) -> None:
-        """Add the settings that exclude a feature, see `incompatible.refusals`."""
-        self.add(ArgumentsError, refusals(subject, args, rules))
+    def refuse(
+        self, config: PipelineConfig, args: Namespace, table: Schedule | None = None
+    ) -> None:
+        """Add the settings that exclude what a configuration runs, see `incompatible.rules_of`."""
+        implies = {"--use-dpp": config.dynamic, FLAG: config.disaggregation}
+        subjects = {
+            "microbatch_rng": next((flag for flag, one in implies.items() if one), None)
+            or "--microbatch-rng",
+            "balance": f"--pipeline-balance {config.balance}",
+            "slices": f"--pipeline-slices {config.slices}",
+            "variable_seq_lengths": "--variable-seq-lengths",
+            "disaggregation": FLAG,
+            "schedule": f"--pipeline-schedule {config.schedule}",
+            "pairs": "--overlap-moe-expert-parallel-comm",
+            "dynamic": "--use-dpp",
+            "transport": f"--pipeline-transport {config.wire}",
+        }
+        for name, rules in rules_of(config, args, table):
+            self.add(ArgumentsError, refusals(subjects[name], args, rules))
 
     def drop(self, args: Namespace, rules: Iterable[Rule]) -> None:
         """Switch settings off, and say so."""
@@ -254,15 +269,7 @@ def inspect(
         found.drop(args, RULES["dropped_by_roles"])
         args = copy(args)
         vars(args).update(found.arguments)
-    implies = {"--use-dpp": config.dynamic, FLAG: config.disaggregation}
-    subjects = {
-        "microbatch_rng": next((flag for flag, one in implies.items() if one), "--microbatch-rng"),
-        "balance": f"--pipeline-balance {config.balance}",
-        "slices": f"--pipeline-slices {config.slices}",
-        "variable_seq_lengths": "--variable-seq-lengths",
-    }
-    for name, rules in rules_of_fields(config).items():
-        found.refuse(subjects[name], args, rules)
+    found.refuse(config, args)
     if config.slices > 1 and not getattr(args, "reset_attention_mask", False):
         # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
         found.arguments |= {"create_attention_mask_in_dataloader": False}
@@ -294,7 +301,6 @@ def _inspect_roles(
 ) -> None:
     """Check forward and backward ranks; a wrong number of processes ends the check."""
     assert config.disaggregation is not None
-    found.refuse(FLAG, args, (*RULES["roles"], *RULES["schedule"]))
     found.drop(args, (*RULES["dropped"], *RULES["dropped_by_line"]))
     with found.collecting("num_layers"):
         if here or getattr(args, "num_layers", None):
@@ -326,9 +332,7 @@ def _inspect_schedule(
     name = config.schedule
     assert name is not None
     subject = f"--pipeline-schedule {name}"
-    found.refuse(subject, args, RULES["schedule"])
     if config.pairs:
-        found.refuse("--overlap-moe-expert-parallel-comm", args, RULES["pairs"])
         found.arguments["overlap_moe_expert_parallel_comm"] = True
     elif getattr(args, "overlap_moe_expert_parallel_comm", False):
         found.notices.append(
@@ -357,10 +361,8 @@ def _inspect_schedule(
     )
     if batches is not None:
         prove(pipeline, batches)
-    found.refuse(subject, args, rules_of_table(pipeline.full))
+    found.refuse(config, args, pipeline.full)
     found.drop(args, dropped(pipeline.full))
-    if config.dynamic is not None:
-        found.refuse("--use-dpp", args, rules_of_dynamic_order(args, pipeline.placement))
     with found.collecting("transformer_impl"):
         pipeline = _with_splittable_layers(found, args, pipeline, here=here)
     found.pipeline = pipeline
@@ -433,11 +435,11 @@ def _inspect_own(found: Preflight, config: PipelineConfig, args: Namespace) -> N
             f"{flag} carries tensors between pipeline ranks, --pipeline-model-parallel-size {pp} "
             f"has no second rank; leave it out"
         )
-    found.refuse(flag, args, RULES["transport"])
     chunks = stages.chunks_of_megatron(args)
     batches = batches_of(args, pp, twins=1)
     own = replace(config, schedule=base_table(chunks), chunks=chunks if chunks > 1 else None)
     pipeline = Pipeline(own, pp, batches.num_microbatches)
+    found.refuse(config, args, pipeline.full)
     for global_batch, count in batches.counts.items():
         if chunks > 1 and count % pp:
             # The groups in which Megatron sends micro-batches around must be full.

@@ -30,9 +30,7 @@ __all__ = [
     "refusals",
     "refuse",
     "refuse_built",
-    "rules_of_dynamic_order",
-    "rules_of_fields",
-    "rules_of_table",
+    "rules_of",
     "te_leaves_whole",
     "uses_te",
     "why_not_split",
@@ -685,23 +683,40 @@ def forbids_splitting(args: Namespace) -> bool:
     return any(rule.refuses(args) for rule in RULES["split"])
 
 
-def rules_of_fields(config: PipelineConfig) -> dict[str, tuple[Rule, ...]]:
-    """Return the rules of what a configuration adds to any schedule, by the field that adds it."""
-    found: dict[str, tuple[Rule, ...]] = {}
-    if config.draws_by_microbatch:
-        is_stock = config.schedule is None and config.dynamic is None
-        stock = RULES["stock_microbatch_rng"] if is_stock else ()
-        found["microbatch_rng"] = RULES["microbatch_rng"] + stock
-    if config.balance == "pack":
-        found["balance"] = RULES["pack"]
-    if config.slices > 1:
-        found["slices"] = RULES["slices"]
-    if config.variable_seq_lengths:
-        found["variable_seq_lengths"] = RULES["lengths"]
+def rules_of(
+    config: PipelineConfig, args: Namespace, table: Schedule | None = None
+) -> list[tuple[str, tuple[Rule, ...]]]:
+    """Return the rules of a configuration, each group by the field that brings it.
+
+    Args:
+        config: The pipeline.
+        args: Settings by Megatron's argument names.
+        table: That of the schedule, where it is known; without a schedule that of Megatron's own,
+            where our transport carries its messages.
+    """
+    is_stock = config.schedule is None and config.dynamic is None
+    stock = RULES["stock_microbatch_rng"] if is_stock else ()
+    found = [
+        ("microbatch_rng", RULES["microbatch_rng"] + stock if config.draws_by_microbatch else ()),
+        ("balance", RULES["pack"] if config.balance == "pack" else ()),
+        ("slices", RULES["slices"] if config.slices > 1 else ()),
+        ("variable_seq_lengths", RULES["lengths"] if config.variable_seq_lengths else ()),
+    ]
+    if config.disaggregation is not None:
+        found.append(("disaggregation", RULES["roles"] + RULES["schedule"]))
+    elif not is_stock:
+        found.append(("schedule", RULES["schedule"]))
+        found.append(("pairs", RULES["pairs"] if config.pairs else ()))
+    if table is not None and is_stock:
+        found.append(("transport", RULES["transport"]))
+    elif table is not None:
+        found.append(("schedule", _rules_of_table(table)))
+        if config.dynamic is not None:
+            found.append(("dynamic", _rules_of_dynamic_order(args, table.placement)))
     return found
 
 
-def rules_of_table(table: Schedule) -> tuple[Rule, ...]:
+def _rules_of_table(table: Schedule) -> tuple[Rule, ...]:
     """Return the rules of one table: for its split backwards, its placement, its twins."""
     rules = RULES["split"] if table.splits_backward else ()
     if table.placement.name in ("v", "w"):
@@ -717,7 +732,7 @@ def dropped(table: Schedule) -> tuple[Rule, ...]:
     return rules + RULES["dropped_by_line"] if one_chunk else rules
 
 
-def rules_of_dynamic_order(args: Namespace, placement: Placement) -> tuple[Rule, ...]:
+def _rules_of_dynamic_order(args: Namespace, placement: Placement) -> tuple[Rule, ...]:
     """Return the rules of ranks that choose their order.
 
     Tensor-, context- and expert-parallel ranks follow one leader; data-parallel replicas do not.
@@ -747,29 +762,30 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
     args.hybrid_layer_pattern = getattr(args, "is_hybrid_model", None)
     # A spec chooses the layers, not `transformer_impl`; slices check them at the first step.
     args.transformer_impl = None
-    valued = {"balance": f"balance {config.balance}", "slices": f"slices {config.slices}"}
-    for name, rules in rules_of_fields(config).items():
-        refuse(valued.get(name, name), args, rules)
-    if config.schedule is None and config.dynamic is None:
+    is_stock = config.schedule is None and config.dynamic is None
+    if is_stock:
         # Megatron fills its own group size in; another one is refused when flags are parsed.
         args.microbatch_group_size_per_vp_stage = None
-        refuse(f"transport {config.wire}", args, RULES["transport"])
-        return
-    subject = f"schedule {pipeline.name}"
-    table = pipeline.full
     overlaps = getattr(args, "overlap_moe_expert_parallel_comm", None)
-    if overlaps not in (None, config.pairs):
+    if not is_stock and overlaps not in (None, config.pairs):
         raise ArgumentsError(
-            f"{subject} has pairs={config.pairs}, but the model "
+            f"schedule {pipeline.name} has pairs={config.pairs}, but the model "
             f"overlap_moe_expert_parallel_comm={overlaps}; give both the same value"
         )
-    # Megatron's other objects know nothing of experts.
-    of_pairs = RULES["pairs"] if config.pairs and overlaps is not None else ()
-    refuse(subject, args, (*RULES["schedule"], *of_pairs, *dropped(table), *rules_of_table(table)))
-    if pipeline.is_folded:
-        refuse(subject, args, RULES["placed"])
-    if config.dynamic is not None:
-        refuse("dynamic", args, rules_of_dynamic_order(args, pipeline.placement))
+    groups = rules_of(config, args, pipeline.full)
+    if not is_stock:
+        placed = RULES["placed"] if pipeline.is_folded else ()
+        groups.append(("schedule", dropped(pipeline.full) + placed))
+    valued = {
+        "balance": f"balance {config.balance}",
+        "slices": f"slices {config.slices}",
+        "schedule": f"schedule {pipeline.name}",
+        "transport": f"transport {config.wire}",
+    }
+    for name, rules in groups:
+        # Megatron's other objects know nothing of experts.
+        if name != "pairs" or overlaps is not None:
+            refuse(valued.get(name, name), args, rules)
 
 
 def why_not_split(config: Any) -> str | None:

@@ -81,6 +81,17 @@ _REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "must be even and at least 4; use pipeline_ranks 4 or",
     ),
     ({"schedule": "bitpipe"}, {"num_microbatches": 7}, "must be even for the two mirrored"),
+    (
+        {"transport": "shm", "chunks": 2},
+        {"num_microbatches": 6},
+        "sends micro-batches in groups of pp = 4",
+    ),
+    (
+        {"schedule": "zb-v"},
+        {"layout": "Et|tL"},
+        "layout Et|tL must have E once, t 16 times (num_layers)",
+    ),
+    ({"schedule": "zb-v"}, {"world_size": 6}, "world size 6 is not a multiple of"),
     ({"dynamic": DynamicOrder()}, {}, "need a seed; pass seed"),
     ({"disaggregation": megatron_ext.Disaggregation()}, {}, "both roles"),
     ({"device": "musa"}, {}, "device musa came after the cpu backend was armed"),

@@ -164,9 +164,14 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
         _shown_ranks(args.show, complete.world_size)
     if args.dry_run:
         print(complete.dry_run(), end="")
-        if plan.per_node:
-            return 0
-        found = preflight(complete.command[1:], world_size=complete.world_size)
+        words, ranks = complete.command, complete.world_size
+        scripts = [place for place, word in enumerate(words) if word.endswith(".py")] or [
+            len(words)
+        ]
+        if plan.per_node:  # any command; flags of a training follow its script
+            each = flag_value(words[: scripts[0]], "--nproc-per-node") or ""
+            ranks = len(plan.nodes) * int(each) if each.isdigit() else 0
+        found = preflight(words[scripts[0] + 1 :], world_size=ranks or None)
         for line in (*found.changes, *found.notices):
             _say(line)
         for refusal in found.refusals:

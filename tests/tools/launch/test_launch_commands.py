@@ -200,9 +200,11 @@ def test_a_dry_run_asks_nobody_and_can_be_run_by_hand(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_checks_the_flags_of_the_training() -> None:
+@pytest.mark.parametrize("command", ["job.py", "--per-node torchrun --nproc-per-node 2 job.py"])
+def test_a_dry_run_checks_the_flags_of_the_training(command: str) -> None:
     flags = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --use-megatron-fsdp"
-    done = launch("gone:2 addr=127.0.0.1", "--dry-run", "--", "job.py", *flags.split())
+    before, words = (["--per-node"], command.split()[1:]) if " " in command else ([], [command])
+    done = launch("gone:2 addr=127.0.0.1", "--dry-run", *before, "--", *words, *flags.split())
     assert done.returncode == 2
     assert done.stdout.startswith("# gone")
     assert "error: --pipeline-schedule zb-v cannot run with --use-megatron-fsdp" in done.stderr
