@@ -174,9 +174,12 @@ def _rank_main(request: Request, rank: int, parent: int) -> None:
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     n = str(request.num_ranks)
+    failure = directory / "failures" / str(rank) / "error.json"  # laid out as torchrun has it
+    failure.parent.mkdir(parents=True)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=n, LOCAL_WORLD_SIZE=n,
         GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
+        TORCHELASTIC_ERROR_FILE=str(failure),
         TMPDIR=request.directory,  # helpers of a rank leave nothing in /tmp
     )  # fmt: skip
     tempfile.tempdir = None

@@ -161,6 +161,18 @@ def test_ranks_of_one_launcher_report_an_error_once() -> None:
     assert ended.stderr == "megatron_ext: error: no such schedule\n"
 
 
+def test_a_rank_that_fails_after_the_first_has_ended_does_not_repeat_its_line(
+    tmp_path: Path,
+) -> None:
+    for rank, printed in enumerate(["megatron_ext: error: no such schedule\n", ""]):
+        path = tmp_path / str(rank) / "error.json"
+        path.parent.mkdir()
+        ended = run_python(
+            "-c", REPORT, WORLD_SIZE="2", RANK=str(rank), TORCHELASTIC_ERROR_FILE=str(path)
+        )
+        assert ended.stderr == printed
+
+
 def test_ranks_that_cannot_know_of_each_other_all_report() -> None:
     ended = run_python("-c", REPORT, WORLD_SIZE="2", RANK="1")
     assert ended.stderr == "megatron_ext: error: no such schedule\n"

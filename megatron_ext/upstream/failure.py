@@ -151,7 +151,7 @@ class interrupts:  # noqa: N801 - a context manager, named as those of contextli
 
 
 def _is_first(line: str) -> bool:
-    """Return whether no other rank of this host, still running, has reported the same line.
+    """Return whether no other rank of this host has reported the same line.
 
     The claim is a name of a socket in no file system: it ends with its process, so it stays open.
     """
@@ -164,6 +164,12 @@ def _is_first(line: str) -> bool:
         claim.close()
         return error.errno != errno.EADDRINUSE
     claim.detach()
+    # The first to report may have ended: on a loaded host a rank comes seconds later. torchrun has
+    # its reason in a file, in the folder beside this rank's.
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    with suppress(OSError):  # torchrun removes the folder once it has read it
+        ended = Path(own).parent.parent.glob("*/error.json") if own else ()
+        return not any(json.dumps(line) in path.read_text() for path in ended)
     return True
 
 
