@@ -78,7 +78,7 @@ DEVICE_MUTANTS = (
         _SHARING,
         "            copy.record_stream(current)\n",
         "",
-        _on("ipc", "kernels"),
+        _on("ipc", "kernels of rank 1"),
     ),
     Mutant(
         "a copy to the host does not wait for what computes its tensor",
@@ -99,7 +99,7 @@ DEVICE_MUTANTS = (
         _COPIES,
         "        copy.record_stream(current)\n",
         "",
-        _on("shm", "kernels"),
+        _on("shm", "kernels of rank 1"),
     ),
     Mutant(
         "a message leaves before it was copied to the host",
