@@ -38,7 +38,7 @@ _LATER = (
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron_ext.upstream.runner",
     "megatron_ext.runtime.megatron_messages",
-    "megatron_ext.disaggregation.trainer",
+    "megatron_ext.disaggregation.step",
     "megatron_ext.transport.native_transport",
     "tests.runtime.capture",
 )

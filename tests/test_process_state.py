@@ -180,7 +180,7 @@ BOUNDARIES = (
     "config/active.py",
     "config/flags.py",
     "devices/__init__.py",
-    "devices/gloo.py",
+    "devices/cpu.py",
     "devices/host.py",
     "patches/device.py",
     "patches/drift.py",

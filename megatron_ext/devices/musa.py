@@ -1,23 +1,36 @@
 """Moore Threads GPUs: `torch.cuda` means `torch.musa`, "cuda" means "musa" and NCCL means MCCL.
 
-`torch.version.musa` identifies the stack, not a present GPU, so a machine without one (CI, a login
-node) can parse arguments and list patches.
+torch_musa mirrors the interface of `torch.cuda` under `torch.musa`, so comparing the two modules
+yields most redirects; the others add what torch_musa lacks (NVTX) or does differently. If torchada
+(the vendor's own translation layer) is installed, it owns `torch.cuda`, and this module adds only
+what torchada leaves to the caller.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from importlib.util import find_spec
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.devices import translate
 from megatron_ext.devices.backend import Accelerator, Copies, Redirect, Sharing
 from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, Lack, flag
+from megatron_ext.devices.translate import calling, nvtx_redirects, to
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
 
 __all__ = ["MusaDevice"]
+
+_LOG = logging.getLogger(__name__)
+
+_SAME = "torch_musa offers the same under torch.musa"
 
 _ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": (
@@ -83,6 +96,8 @@ class MusaDevice(Accelerator):
         """Check for the MUSA build of torch and its extension."""
         import torch
 
+        # The stack, not a present GPU: a machine without one (CI, a login node) can parse arguments
+        # and list patches.
         if getattr(torch.version, "musa", None) is None:
             return (
                 f"torch {torch.__version__} comes without torch_musa; install torch_musa and the "
@@ -92,9 +107,15 @@ class MusaDevice(Accelerator):
 
     def redirects(self) -> Iterator[Redirect]:
         """List the redirects from CUDA names to MUSA, without those that torchada makes."""
-        from megatron_ext.devices import on_musa
-
-        yield from on_musa.redirects()
+        cuda_to_musa = translate.translator("musa", indexed=True)
+        yield from translate.spelling_redirects("musa")
+        yield from _completions(cuda_to_musa)
+        if _torchada() is not None:
+            return
+        yield from _namespace(cuda_to_musa)
+        yield from nvtx_redirects()
+        yield from translate.tensor_redirects(cuda_to_musa, pinning=True)
+        yield from translate.collective_redirects("mccl")
 
     def argument_errors(self, args: Any) -> list[str]:
         """Refuse features that need NVIDIA's libraries or a missing Transformer Engine."""
@@ -121,3 +142,117 @@ class MusaDevice(Accelerator):
 @functools.cache
 def _has_te() -> bool:
     return find_spec("transformer_engine") is not None
+
+
+def _musa() -> Any:
+    """Return `torch.musa`, which torch's stubs do not know."""
+    import torch
+
+    return vars(torch)["musa"]
+
+
+def _torchada() -> ModuleType | None:
+    """Import torchada if it is installed; the import activates its translation."""
+    # `_ENVIRONMENT_WITH_TORCHADA` has configured it: the device is armed before its redirects.
+    if find_spec("torchada") is None:
+        _LOG.info("torch.cuda means torch.musa: redirected by megatron_ext")
+        return None
+    torchada = import_module("torchada")
+    version = getattr(torchada, "__version__", "of unknown version")
+    _LOG.info("torch.cuda means torch.musa: redirected by torchada %s", version)
+    return torchada
+
+
+def _namespace(cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
+    """List the redirects of every name of `torch.cuda` that torch_musa has too."""
+    import torch
+
+    # torch_musa refuses `torch.device("cuda")` as an argument, so these translate it.
+    def same(name: str, value: Any) -> Callable[[Any], object]:
+        if isfunction(value):
+            return calling(translate.translated_argument(value, cuda_to_musa))
+        if name in {"ExternalStream", "Stream", "device"}:
+            return to(translate.translated_class(value, cuda_to_musa))
+        return to(value)
+
+    musa = _musa()
+    private = ("_is_in_bad_fork", "_lazy_call", "_lazy_init")
+    different = {"get_device_properties", "is_available"}
+    for name in sorted({*torch.cuda.__all__, *private} - different):
+        value = getattr(musa, name, None)
+        if callable(value):
+            yield Redirect(f"torch.cuda:{name}", same(name, value), _SAME)
+    for name in torch.cuda.random.__all__:
+        yield Redirect(f"torch.cuda.random:{name}", same(name, getattr(musa, name)), _SAME)
+    for name in ("GradScaler", "autocast", "custom_bwd", "custom_fwd"):
+        yield Redirect(f"torch.cuda.amp:{name}", to(getattr(musa.amp, name)), _SAME)
+    yield Redirect(
+        "torch.cuda:default_generators",
+        to(_LazyGenerators()),
+        "torch_musa creates its generators only at the first use of the device",
+    )
+
+
+def _completions(cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
+    """List the functions of `torch.cuda` that neither torch_musa nor torchada provides as such."""
+    import torch
+
+    musa = _musa()
+    yield Redirect(
+        "torch.cuda:is_available",
+        calling(musa.is_available),
+        "upstream asserts it at start-up; torchada leaves it at False",
+    )
+    yield Redirect(
+        "torch.cuda:get_device_properties",
+        to(lambda device=None: musa.get_device_properties(cuda_to_musa(device))),
+        "upstream omits the argument for the current device, torch_musa requires it",
+    )
+    yield Redirect(
+        "torch.nn:Module._apply",
+        _keep_attributes,
+        "torch creates new parameters when it moves host parameters to a device of this kind, and "
+        "upstream's attributes on them (sequence_parallel, shared, ...) would be lost",
+    )
+    if hasattr(torch.cuda, "device_memory_used"):
+
+        def device_memory_used(device: Any = None) -> int:
+            free, total = musa.mem_get_info(cuda_to_musa(device))
+            return int(total - free)
+
+        yield Redirect(
+            "torch.cuda:device_memory_used",
+            to(device_memory_used),
+            "upstream logs it; torch_musa has free and total memory instead",
+        )
+
+
+def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy the attributes of parameters to their replacements."""
+
+    # torch moves CUDA parameters by exchanging their data, so they stay the same objects. It does
+    # not support that between the host and a device registered by an extension.
+    @functools.wraps(original)
+    def apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        before = dict(self._parameters)
+        result: torch.nn.Module = original(self, *args, **kwargs)
+        for name, parameter in before.items():
+            moved = self._parameters[name]
+            if moved is not None and moved is not parameter:
+                for attribute, value in vars(parameter).items():
+                    vars(moved).setdefault(attribute, value)
+        return result
+
+    return apply
+
+
+class _LazyGenerators:
+    """`torch.cuda.default_generators`, looked up lazily: torch_musa creates them at first use."""
+
+    def __getitem__(self, index: Any) -> Any:
+        musa = _musa()
+        musa._lazy_init()
+        return musa.default_generators[index]
+
+    def __len__(self) -> int:
+        return int(_musa().device_count())

@@ -6,20 +6,16 @@ The executor, the transfer of new weights and the exchanges between steps share 
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from megatron_ext import devices
-from megatron_ext.config.active import count_transport, required
+from megatron_ext.config.active import required
 from megatron_ext.disaggregation.ranks import Place
 from megatron_ext.disaggregation.worlds import shared_store
 from megatron_ext.errors import TransportError
-from megatron_ext.transport.address import own_address
-from megatron_ext.transport.native_transport import NativeTransport
+from megatron_ext.runtime.connect import open_native, through_host
 from megatron_ext.transport.observed import observed
-from megatron_ext.transport.staging import staged
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +44,24 @@ class RoleLink:
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job = job
         self._device = device
-        self.wire: Transport = observed(_open(job, device), required().observers)
+        config = required().config
+        assert config.wire != "torch", "the configuration refuses it"
+        host = open_native(
+            "roles",
+            shared_store(),
+            job.rank,
+            job.ranks.num_ranks,
+            _neighbours(job),
+            config=config,
+            wire=config.wire,
+            slots=job.window + 2,  # a message may stay in its slot while computation uses it
+            slot_bytes=job.message_bytes,
+            timeout_s=job.timeout_s,
+            device=device,
+        )
+        # Through host memory: the configuration refuses `device_path` ipc here.
+        transport = through_host(host, device, job.timeout_s)
+        self.wire: Transport = observed(transport, required().observers)
 
     @property
     def timeout_s(self) -> float:
@@ -105,39 +118,6 @@ class RoleLink:
     def abort(self, reason: str) -> None:
         """Abort the job, and tell the neighbours why."""
         self.wire.abort(reason)
-
-
-def _open(job: Job, device: torch.device) -> Transport:
-    config, environment = required().config, required().environment
-    wire = config.wire
-    assert wire != "torch", "the configuration refuses it"
-    ip = own_address(
-        wire,
-        config.node_ips,
-        job.rank,
-        job.ranks.num_ranks,
-        environment.local_world_size,
-        environment.rendezvous_host,
-    )
-    host = NativeTransport(
-        shared_store(),
-        job.rank,
-        _neighbours(job),
-        run_id="/".join(["roles", *environment.run, str(count_transport("roles"))]),
-        wire=wire,
-        ip=ip,
-        rail=environment.local_rank,
-        ranks_per_node=environment.local_world_size,
-        slots=job.window + 2,  # a message may stay in its slot while computation uses it
-        slot_bytes=job.message_bytes,
-        connect_timeout_s=job.timeout_s,
-        checksums=config.checksums,
-        for_device=device.type != "cpu",
-    )
-    # Through host memory: the configuration refuses `device_path` ipc here.
-    transport = staged(host, devices.current().copies(device), timeout_s=job.timeout_s)
-    atexit.register(transport.close)
-    return transport
 
 
 def _neighbours(job: Job) -> list[int]:

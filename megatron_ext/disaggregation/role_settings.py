@@ -37,6 +37,11 @@ def job_of(args: Namespace, config: PipelineConfig) -> Job:
     """
     wanted = config.disaggregation
     assert wanted is not None
+    # Of one activation `[s, b, h]` in fp32, or of a stage's shipped ones; a stage with more layers
+    # than the others sends longer messages, in pieces.
+    message_bytes = 4 * args.seq_length * args.micro_batch_size * args.hidden_size
+    if wanted.activations == "ship":
+        message_bytes *= args.num_layers // args.pipeline_model_parallel_size + 1
     return Job(
         rank_map(
             args.world_size,
@@ -49,7 +54,7 @@ def job_of(args: Namespace, config: PipelineConfig) -> Job:
         activations=wanted.activations,
         timeout_s=config.message_timeout_s,
         sequence_parallel=bool(args.sequence_parallel and args.tensor_model_parallel_size > 1),
-        message_bytes=_message_bytes(args, ships=wanted.activations == "ship"),
+        message_bytes=message_bytes,
         gathers_late=_gathers_late(args),
         ends_by_itself=any(getattr(args, dest, None) for dest in _ENDS),
     )
@@ -113,16 +118,6 @@ def _forward_settings(args: Namespace, job: Job) -> dict[str, Any]:
 def profiles_with_torch(args: Namespace) -> bool:
     """Return whether torch's profiler is on, which writes beside the files of TensorBoard."""
     return all(getattr(args, dest, False) for dest in ("profile", "use_pytorch_profiler"))
-
-
-def _message_bytes(args: Namespace, *, ships: bool) -> int:
-    """Return the bytes of one activation `[s, b, h]` in fp32, or of a stage's shipped ones.
-
-    A stage with more layers than the others sends longer ones, in pieces.
-    """
-    one: int = 4 * args.seq_length * args.micro_batch_size * args.hidden_size
-    layers: int = args.num_layers // args.pipeline_model_parallel_size if ships else 0
-    return one * (layers + 1)
 
 
 def _gathers_late(args: Namespace) -> bool:

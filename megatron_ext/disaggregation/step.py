@@ -1,4 +1,4 @@
-"""One training step of one role; replaces Megatron's schedules.
+"""One training step of one role, which replaces Megatron's schedules, and exchanges between steps.
 
 Contract: `forward_backward_pipelining_without_interleaving` of
 `megatron/core/pipeline_parallel/schedules.py`. A forward rank runs the F of its row without a graph
@@ -7,10 +7,13 @@ and sends its outputs to both roles; a backward rank runs the R and B of its row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.utils import get_model_config
 
 from megatron_ext.config.active import required
@@ -19,7 +22,7 @@ from megatron_ext.disaggregation.link import RoleLink
 from megatron_ext.disaggregation.role_compute import BackwardCompute, ForwardCompute, RoleEnds
 from megatron_ext.disaggregation.ship import Layers
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
-from megatron_ext.disaggregation.worlds import Roles, beat
+from megatron_ext.disaggregation.worlds import Roles, beat, hand_over
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute
 from megatron_ext.runtime.executor import Executor
@@ -32,11 +35,15 @@ from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.upstream.signatures import default_groups
 
-if TYPE_CHECKING:
-    import torch
-
-
-__all__ = ["RoleRuntime", "forward_backward", "link_of_this_rank", "step_done", "weights_s"]
+__all__ = [
+    "RoleRuntime",
+    "forward_backward",
+    "share_evaluation",
+    "share_exit",
+    "shared_progress",
+    "step_done",
+    "weights_s",
+]
 
 
 @dataclass
@@ -177,11 +184,6 @@ def step_done(chunks: Sequence[torch.nn.Module], *, updated: bool) -> None:
         runtime.due += 1
 
 
-def link_of_this_rank(chunks: Sequence[torch.nn.Module]) -> RoleLink:
-    """Return the link, opened at first use; forward ranks receive pending weights first."""
-    return _ready(chunks).link
-
-
 def weights_s() -> float:
     """Return the average time in seconds that a transfer of new weights took so far.
 
@@ -235,3 +237,67 @@ def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...] | 
         return None
     length = call.get("decoder_seq_length") or call["seq_length"]
     return shape_between_stages(config, groups, length, call["micro_batch_size"])
+
+
+# -- exchanges besides tensors, which every rank of a job calls ------------------------------------
+
+_PROGRESS = (
+    "iteration",
+    "num_floating_point_operations_so_far",
+    "consumed_train_samples",
+    "skipped_train_samples",
+    "consumed_valid_samples",
+)
+
+
+def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
+    """Resume forward ranks from the checkpoint that backward ranks have loaded.
+
+    Args:
+        counters: Counters of the training, by the names of Megatron's arguments; may hold others.
+
+    Returns:
+        The counters of the backward ranks; empty in an ordinary job.
+    """
+    if current() is None:
+        return {}
+    mine = {name: counters[name] for name in _PROGRESS if name in counters}
+    found: dict[str, Any] = hand_over(
+        "progress of the checkpoint", mine, to="forward", pause=time.sleep
+    )
+    consumed = found.get("consumed_train_samples", counters["consumed_train_samples"])
+    update_num_microbatches(consumed_samples=consumed, verbose=False)
+    return found
+
+
+def share_exit(chunks: Sequence[torch.nn.Module], *, is_over: bool) -> bool:
+    """Return whether backward ranks have found that the training ends with this step.
+
+    Args:
+        chunks: The model of this rank, in its wrappers.
+        is_over: What this rank has found; ignored on forward ranks.
+    """
+    link = _ready(chunks).link
+    return bool(hand_over("end of the training", is_over, to="forward", pause=link.wire.poll))
+
+
+def share_evaluation(
+    chunks: Sequence[torch.nn.Module], losses: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Send the losses of an evaluation from forward ranks, which run it, to the ranks that log.
+
+    Args:
+        chunks: The model of this rank, in its wrappers.
+        losses: On forward ranks, the losses of the last stage.
+
+    Returns:
+        The losses, in fp32 on the host.
+    """
+    link = _ready(chunks).link
+    shared = hand_over(
+        "losses of an evaluation",
+        {key: loss.tolist() for key, loss in losses.items()},
+        to="backward",
+        pause=link.wire.poll,
+    )
+    return {key: torch.tensor(loss, dtype=torch.float32) for key, loss in shared.items()}

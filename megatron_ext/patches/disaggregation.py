@@ -58,7 +58,7 @@ def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
 
 
 def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    from megatron_ext.disaggregation.trainer import shared_progress
+    from megatron_ext.disaggregation.step import shared_progress
 
     made = call(*args, **kwargs)
     progress = vars(sys.modules["megatron.training"].get_args())
@@ -94,7 +94,7 @@ def _send_weights(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 
 
 def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    from megatron_ext.disaggregation.trainer import share_evaluation
+    from megatron_ext.disaggregation.step import share_evaluation
 
     losses, *others = call(*args, **kwargs)
     share_evaluation(by_name(call, args, kwargs)["model"], losses or {})
@@ -103,7 +103,7 @@ def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Receive the losses of the evaluation that forward ranks run, for the log."""
-    from megatron_ext.disaggregation.trainer import share_evaluation
+    from megatron_ext.disaggregation.step import share_evaluation
 
     given = by_name(call, args, kwargs)
     arguments = sys.modules["megatron.training"].get_args()
@@ -116,7 +116,7 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 
 def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
     """Let backward ranks, which save checkpoints, decide when a job ends that may end any time."""
-    from megatron_ext.disaggregation.trainer import share_exit
+    from megatron_ext.disaggregation.step import share_exit
 
     is_over = has_role("backward") and call(*args, **kwargs)
     return share_exit(by_name(call, args, kwargs)["model"], is_over=is_over)

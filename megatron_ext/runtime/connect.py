@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,14 +24,16 @@ from megatron_ext.transport.torch_dist import Channel, TorchTransport
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
+    from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.devices.backend import Sharing
     from megatron_ext.runtime.program import Peers, Shapes
     from megatron_ext.schedules.table.placement import Placement
     from megatron_ext.schedules.table.route_plan import Route
     from megatron_ext.transport.address import Wire
     from megatron_ext.transport.base import Transport
+    from megatron_ext.transport.rendezvous import Store
 
-__all__ = ["channels_of", "open_transport"]
+__all__ = ["channels_of", "open_native", "open_transport", "through_host"]
 
 
 def channels_of(placement: Placement, rank: int, peers: Peers) -> list[Channel]:
@@ -149,7 +151,6 @@ class _Opening:
         self, peers: Set[int], slot_bytes: int | None = None, *, wire: Wire | None = None
     ) -> NativeTransport:
         """Open the native transport to some peers, with slots for whole tensors by default."""
-        environment = required().environment
         name = self.pipeline.transport if wire is None else wire
         assert name != "torch"
         # Short slots hold notes about tensors, of which a dynamic order sends two for each: one
@@ -158,28 +159,18 @@ class _Opening:
         sizes = [
             math.prod(shape) * self.dtype.itemsize for shape in self.known if shape is not None
         ]
-        ip = own_address(
-            name,
-            self.pipeline.config.node_ips,
-            self.rank,
-            dist.get_world_size(),
-            environment.local_world_size,
-            environment.rendezvous_host,
-        )
-        return NativeTransport(
+        return open_native(
+            "pipeline",
             dist.distributed_c10d._get_default_store(),
             self.rank,
+            dist.get_world_size(),
             peers,
-            run_id="/".join(["pipeline", *environment.run, str(count_transport("pipeline"))]),
+            config=self.pipeline.config,
             wire=name,
-            ip=ip,
-            rail=environment.local_rank,
-            ranks_per_node=environment.local_world_size,
             slots=self.slots * num_notes,
             slot_bytes=slot_bytes or max(sizes, default=_SLOT_BYTES),
-            connect_timeout_s=self.pipeline.timeout_s,
-            checksums=self.pipeline.config.checksums,
-            for_device=self.device.type != "cpu",
+            timeout_s=self.pipeline.timeout_s,
+            device=self.device,
         )
 
     def direct(
@@ -195,16 +186,81 @@ class _Opening:
             owns_host=peers is None,
             reports_copies=self.pipeline.dynamic is not None,
         )
-        # At exit too: a process that just ends looks to its peers as if it had died.
+        # At exit too, see `through_host`.
         atexit.register(transport.close)
         return transport
 
     def staged(self, host: NativeTransport) -> Transport:
         """Return a transport that carries the device's tensors over a host transport."""
-        copies = devices.current().copies(self.device)
-        transport = staged(host, copies, timeout_s=self.pipeline.timeout_s)
-        atexit.register(transport.close)
-        return transport
+        return through_host(host, self.device, self.pipeline.timeout_s)
+
+
+def open_native(
+    label: str,
+    store: Store,
+    rank: int,
+    num_ranks: int,
+    peers: Iterable[int],
+    *,
+    config: PipelineConfig,
+    wire: Wire,
+    slots: int,
+    slot_bytes: int,
+    timeout_s: float,
+    device: torch.device,
+) -> NativeTransport:
+    """Open the native core, on the address that the configuration and the launcher give this host.
+
+    Args:
+        label: Names the transports of one purpose, which are numbered.
+        store: Key-value store in which processes find each other.
+        rank: Rank of this process among those of the job.
+        num_ranks: Processes of the job.
+        peers: Ranks of its peers; each of them names this one.
+        config: Has the addresses of hosts, and says whether messages carry checksums.
+        wire: shm, tcp, rdma or auto.
+        slots: Messages of each peer that have room here.
+        slot_bytes: Size of a slot.
+        timeout_s: How long to wait for the peers.
+        device: Of the tensors that it will carry, itself or copies of them.
+
+    Raises:
+        TransportError: See `NativeTransport`.
+    """
+    environment = required().environment
+    local_world_size = environment.local_world_size
+    host = environment.rendezvous_host
+    # The number tells a transport from those that earlier configurations opened in this store.
+    run_id = "/".join([label, *environment.run, str(count_transport(label))])
+    return NativeTransport(
+        store,
+        rank,
+        peers,
+        run_id=run_id,
+        wire=wire,
+        ip=own_address(wire, config.node_ips, rank, num_ranks, local_world_size, host),
+        rail=environment.local_rank,
+        ranks_per_node=local_world_size,
+        slots=slots,
+        slot_bytes=slot_bytes,
+        connect_timeout_s=timeout_s,
+        checksums=config.checksums,
+        for_device=device.type != "cpu",
+    )
+
+
+def through_host(host: NativeTransport, device: torch.device, timeout_s: float) -> Transport:
+    """Return a transport for a device's tensors over one of the host, closed at exit at the latest.
+
+    Args:
+        host: Carries host tensors; closed with the result.
+        device: The device.
+        timeout_s: How long a step waits for the sends of the previous one.
+    """
+    transport = staged(host, devices.current().copies(device), timeout_s=timeout_s)
+    # A process that just ends looks to its peers as if it had died.
+    atexit.register(transport.close)
+    return transport
 
 
 def _between_devices(opening: _Opening, reach: Reach, channels: Sequence[Channel]) -> Transport:

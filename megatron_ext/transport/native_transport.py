@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +32,7 @@ from megatron_ext.transport.base import Expected, Stats
 from megatron_ext.transport.dtypes import CAPSULE_CODE_OF, CODE_OF, plain, tensor_on
 from megatron_ext.transport.native import require_native
 from megatron_ext.transport.rdma_probe import probe
-from megatron_ext.transport.rendezvous import Connection, Store, connect_peers
+from megatron_ext.transport.rendezvous import Store, connect_peers
 
 if TYPE_CHECKING:
     from megatron_ext.transport._C import Endpoint, Link, PeerReport
@@ -178,44 +178,34 @@ class NativeTransport:
         num_over_tcp = for_device and sum(wire == "tcp" for wire in self._wires.values())
         if num_over_tcp:  # fixed memory for what arrives over TCP, before a peer can send
             self._memory.append(self._endpoint.add_buffers(num_over_tcp * ((slots + 1) // 2)))
-        self._add_links(connections, ip or "", connect_timeout_s, silence_s, rail)
+        links: dict[int, Link] = {}
+        try:
+            # All links are made before one is finished: both ends have to take part in that.
+            for peer, (via, _, socket) in connections.items():
+                if via == "shm":
+                    links[peer] = native.ShmLink(self._endpoint, peer, socket)
+                elif via == "tcp":
+                    links[peer] = native.TcpLink(self._endpoint, peer, socket, silence_s)
+                else:
+                    links[peer] = native.RdmaLink(
+                        self._endpoint, peer, socket, ip or "", rail, silence_s
+                    )
+            for peer, link in sorted(links.items()):
+                if isinstance(link, native.ShmLink):
+                    link.accept(connect_timeout_s)
+                elif isinstance(link, native.RdmaLink):
+                    link.connect(connect_timeout_s)
+                    _log.info("rank %d and rank %d: %s", rank, peer, link.text)
+                if isinstance(link, (native.ShmLink, native.RdmaLink)):
+                    self._memory += [link.slots, link.peer_slots]
+                self._endpoint.add(peer, link)
+        finally:
+            for connection in connections.values():
+                connection.socket.close()  # the links have duplicates of their own
         if spin_s is None:  # no rank may have to share a CPU with one that spins
             num_local = ranks_per_node or 1 + list(self._wires.values()).count("shm")
             spin_s = _SPIN_S if num_local <= len(os.sched_getaffinity(0)) else 0.0
         self._endpoint.set_spin(spin_s)
-
-    def _add_links(
-        self,
-        connections: Mapping[int, Connection],
-        ip: str,
-        timeout_s: float,
-        silence_s: float,
-        rail: int,
-    ) -> None:
-        """Link the endpoint to all peers over the wires of their connections; close these."""
-        native, endpoint = require_native(), self._usable()
-        links: dict[int, Link] = {}
-        try:
-            # All links are made before one is finished: both ends have to take part in that.
-            for peer, (wire, _, socket) in connections.items():
-                if wire == "shm":
-                    links[peer] = native.ShmLink(endpoint, peer, socket)
-                elif wire == "tcp":
-                    links[peer] = native.TcpLink(endpoint, peer, socket, silence_s)
-                else:
-                    links[peer] = native.RdmaLink(endpoint, peer, socket, ip, rail, silence_s)
-            for peer, link in sorted(links.items()):
-                if isinstance(link, native.ShmLink):
-                    link.accept(timeout_s)
-                elif isinstance(link, native.RdmaLink):
-                    link.connect(timeout_s)
-                    _log.info("rank %d and rank %d: %s", self._rank, peer, link.text)
-                if isinstance(link, (native.ShmLink, native.RdmaLink)):
-                    self._memory += [link.slots, link.peer_slots]
-                endpoint.add(peer, link)
-        finally:
-            for connection in connections.values():
-                connection.socket.close()
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step. Messages of peers that are ahead may have arrived already."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from megatron_ext.devices import gloo
+from megatron_ext.devices import cpu
 from tests.ranks import run_ranks
 
 _STRESS_S = 20.0
@@ -57,7 +57,7 @@ def options_of_a_caller_are_kept() -> None:
 
 def test_torch_since_2_15_hands_over_what_older_ones_do_not_know() -> None:
     made: list[tuple[Any, ...]] = []
-    initialize = gloo._one_worker(lambda *args: made.append(args))
+    initialize = cpu._one_worker(lambda *args: made.append(args))
     initialize(None, "store", 0, 2, timeout=timedelta(seconds=5), enable_reconfigure=False)
     [(_, store, rank, size, options)] = made
     assert (store, rank, size) == ("store", 0, 2)

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from megatron_ext.devices import on_musa
+from megatron_ext.devices import musa
 from megatron_ext.devices.musa import MusaDevice
 
 
@@ -40,7 +40,7 @@ def test_plain_arguments_are_accepted():
 
 
 def test_who_redirects_is_logged(caplog, monkeypatch):
-    monkeypatch.setattr(on_musa, "find_spec", lambda name: None)
+    monkeypatch.setattr(musa, "find_spec", lambda name: None)
     with caplog.at_level(logging.INFO):
-        assert on_musa._torchada() is None
+        assert musa._torchada() is None
     assert "redirected by megatron_ext" in caplog.text

@@ -21,7 +21,7 @@ _OUTSIDE_OF = tuple(
 
 # Of this package: calls that name a CUDA device go through these.
 _TRANSLATIONS = tuple(
-    f"/megatron_ext/{part}" for part in ("devices/translate.py", "devices/on_musa.py", "patches/")
+    f"/megatron_ext/{part}" for part in ("devices/translate.py", "devices/musa.py", "patches/")
 )
 
 
