@@ -4,7 +4,7 @@
         [--only TEXT ...] [--forward-ms T] [--slice-ms T] [--steps N] [--parts PART ...]
         [--simulate] [--json FILE]
 
-Without options it takes about five minutes on two cores. Its parts:
+Without options it takes about eight minutes on two cores. Its parts:
 
 `schedules`: stages sleep, processes and messages are real, as in `schedules.py`. A forward of a
 micro-batch on 1/pp of the model is the unit of time; its two gradients take as long. With a share
@@ -17,10 +17,16 @@ of attention in a forward, slices have equal cost. Columns:
                simulated, and measured as tensors in memory
     weights    copies of each weight
     cpu %      of all cores, what the ranks' processes took; there are few cores, and ranks sleep
+    gap us     from the end of an action to the begin of the next one of its rank, whose input was
+               there: the median, with the wait for a core that other ranks use
     ideal %    with attention: the time of the simulated order over that without, minus 1
 
+Below a table stands what the executor computes between two actions of it, with its messages: the
+processor's time, in which waits for a core do not count.
+
 `memory`: one step of a GPT on CPU ranks at 4096 tokens, a layer on each rank, attention recomputed.
-What autograd keeps at most, over what it keeps of one whole micro-batch, beside the table's peak.
+What autograd keeps at most, over what it keeps of one whole micro-batch, beside the table's peak,
+which bounds a dynamic order too.
 
 `join`: what attention of a slice pays to join its keys and values with those before it, beside
 attention itself.
@@ -78,6 +84,8 @@ class Line:
     peak: float | None = None
     cpu: float | None = None
     """Share of all cores, 0 to 1."""
+    gap_s: float | None = None
+    """Median from the end of an op to the begin of the next of its rank."""
     ideal: float | None = None
     """Simulated time over that of slices without attention, minus 1."""
 
@@ -88,7 +96,8 @@ class Line:
         figures = (self.of_order, self.bubble, over, best, self.peak_of_order, self.peak)
         texts = ("" if figure is None else f"{figure:.2f}" for figure in (*figures, ideal))
         cores = "" if cpu is None else f"{cpu:.0f}"
-        return [self.name, *texts, f"{self.weights}x", cores]
+        gap = "" if self.gap_s is None else f"{1e6 * self.gap_s:.0f}"
+        return [self.name, *texts, f"{self.weights}x", cores, gap]
 
 
 def systems(slices: list[int], attention: list[float]) -> list[System]:
@@ -157,6 +166,7 @@ def line_of(system: System, sizes: Sizes, *, simulates: bool) -> Line | None:
         order_s = (line.of_order + work) * sizes.forward_s
         line.over, line.best = found.median_s / order_s - 1, found.min_s / order_s - 1
     line.peak = found.peak_live
+    line.gap_s = found.gap_s
     line.cpu = found.cpu_s * len(steps) / found.median_s / len(os.sched_getaffinity(0))
     return line
 
@@ -164,9 +174,22 @@ def line_of(system: System, sizes: Sizes, *, simulates: bool) -> Line | None:
 def text_of(lines: list[Line]) -> str:
     """Return the lines of one size as a table, without columns that are empty."""
     head = ["schedule", "bubble", "measured", "over %", "best", "peak act.", "measured", "ideal %"]
-    head += ["weights", "cpu %"]
+    head += ["weights", "cpu %", "gap us"]
     columns = zip(head, *(line.cells() for line in lines), strict=True)
     return aligned(list(zip(*(column for column in columns if any(column[1:])), strict=True)))
+
+
+def executors_own(systems: list[System], pp: int, num_microbatches: int) -> str:
+    """Return the processor's time between actions, of whole micro-batches and of most slices."""
+    of_slices = [s for s in systems if isinstance(s, Own) and s.schedule == "zb-h1"]
+    ends = {cut: s for s in of_slices if not s.attention and (cut := s.slices)}
+    found = []
+    for cut in sorted({min(ends), max(ends)}) if ends else ():
+        # Ops may be short: their own time does not count.
+        sizes = Sizes(pp, num_microbatches, 2e-3 * cut, 1, 2, 60.0)
+        most_s = max(launch.run(rank.measure_overhead, ends[cut], sizes))
+        found.append(f"{1e6 * most_s:.0f} us with slices={cut}")
+    return f"zb-h1, processor time between two actions: {', '.join(found)}\n" if found else ""
 
 
 def join(length: int, num_slices: int) -> str:
@@ -205,15 +228,16 @@ def real_memory(length: int, slices: int) -> str:
     """Return what a real model keeps, as a table beside what the schedule's says."""
     pp, num_microbatches = 4, 4
 
-    def peaks(name: str, count: int, cut: int) -> list[Peaks]:
-        sizes = (name, pp, count, cut, length)
+    def peaks(name: str, count: int, cut: int, dynamic: bool = False) -> list[Peaks]:
+        sizes = (name, pp, count, cut, length, dynamic)
         return run_ranks(pp, rank.measure_memory, *sizes, timeout_s=600)
 
     one = peaks("1f1b", 1, 1)
     keys = 2 * 4 * length * HIDDEN
     rows = [["schedule", "peak act.", "measured", "off %", "keys, values", "measured"]]
-    for name, cut in (("1f1b", 1), ("1f1b", slices), ("zb-h1", slices)):
-        found = peaks(name, num_microbatches, cut)
+    runs = (("1f1b", 1, False), ("1f1b", slices, False), ("zb-h1", slices, False))
+    for name, cut, dynamic in (*runs, ("zb-h1", slices, True)):
+        found = peaks(name, num_microbatches, cut, dynamic)
         saved = [
             mine.saved_bytes / whole.saved_bytes for mine, whole in zip(found, one, strict=True)
         ]
@@ -221,7 +245,8 @@ def real_memory(length: int, slices: int) -> str:
         most = max(mine.planned_keys for mine in found)
         figures = (planned, max(saved), 100 * (max(saved) / planned - 1), most)
         kept = max(mine.keys_bytes for mine in found) / keys
-        rows.append([f"{name} slices={cut}", *(f"{figure:.2f}" for figure in (*figures, kept))])
+        label = f"{name} slices={cut}" + (", dynamic" if dynamic else "")
+        rows.append([label, *(f"{figure:.2f}" for figure in (*figures, kept))])
     return f"pp {pp}, {num_microbatches} micro-batches of {length} tokens\n\n{aligned(rows)}"
 
 
@@ -238,7 +263,7 @@ def main() -> int:
     )
     parser.add_argument("--forward-ms", type=float, default=80, help="forward of 1/pp of the model")
     parser.add_argument(
-        "--slice-ms", type=float, default=10,
+        "--slice-ms", type=float, default=25,
         help="forward of the shortest slice: the whole one is longer where it has to be",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=2, help="measured steps, after another one")
@@ -260,6 +285,8 @@ def main() -> int:
             found += [] if line is None else [line]
         lines += found
         print(f"pp {pp}, {num_microbatches} micro-batches\n\n{text_of(found)}\n", flush=True)
+        if not args.simulate:
+            print(executors_own(compared, pp, num_microbatches), flush=True)
     if not args.simulate:
         if "memory" in args.parts:
             print(f"{real_memory(_LENGTH, 8)}\n", flush=True)

@@ -70,12 +70,22 @@ def test_slices_run_their_table_and_keep_what_the_simulator_says(name: str) -> N
     assert figures.peak_live == pytest.approx(timeline.peak_activations, abs=0.01)
 
 
-@pytest.mark.parametrize("name", ["zb-h1", pytest.param("1f1b", marks=pytest.mark.slow)])
-def test_a_real_model_in_slices_keeps_what_its_table_says(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [
+        ("zb-h1", False),
+        pytest.param("1f1b", False, marks=pytest.mark.slow),
+        pytest.param("zb-h1", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_real_model_in_slices_keeps_what_its_table_says(name: str, dynamic: bool) -> None:
+    """In a dynamic order at most that."""
     [one, _] = run_ranks(2, rank.measure_memory, "1f1b", 2, 1, 1, 256)
-    [first, _] = run_ranks(2, rank.measure_memory, name, 2, 4, 4, 256)
+    [first, _] = run_ranks(2, rank.measure_memory, name, 2, 4, 4, 256, dynamic)
     assert 1 < first.planned < 1.5
-    assert first.saved_bytes / one.saved_bytes == pytest.approx(first.planned, rel=0.05)
+    found = first.saved_bytes / one.saved_bytes
+    assert found <= 1.05 * first.planned
+    assert dynamic or found >= 0.95 * first.planned
     width = 2 * 4 * 256 * HIDDEN
     assert 1 < first.keys_bytes / width <= first.planned_keys
 

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.config.active import Active, Pipeline, activate_configuration, required
-from megatron_ext.config.pipeline_config import PipelineConfig
+from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
 from megatron_ext.runtime.entry import forward_backward
 from megatron_ext.runtime.executor import Observer
 from megatron_ext.runtime.runtime import Runtimes
@@ -68,7 +68,14 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def measure(schedule: str, pp: int, num_microbatches: int, slices: int, length: int) -> Peaks:
+def measure(
+    schedule: str,
+    pp: int,
+    num_microbatches: int,
+    slices: int,
+    length: int,
+    dynamic: bool = False,
+) -> Peaks:
     """Train one step of a GPT as one of `pp` ranks.
 
     Args:
@@ -77,14 +84,15 @@ def measure(schedule: str, pp: int, num_microbatches: int, slices: int, length: 
         num_microbatches: Of one sample each.
         slices: Of each micro-batch.
         length: Tokens of a sample.
+        dynamic: Whether ranks choose the order, with `--use-dpp --dpp-extra-activations 0`.
     """
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pp)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    pipeline = Pipeline(
-        PipelineConfig(schedule=schedule, slices=slices, transport="shm"), pp, num_microbatches
-    )
+    order = DynamicOrder(extra_activations=0) if dynamic else None
+    chosen = PipelineConfig(schedule=schedule, slices=slices, transport="shm", dynamic=order)
+    pipeline = Pipeline(chosen, pp, num_microbatches)
     activate_configuration(Active(pipeline.config, pipeline))
     config = TransformerConfig(
         num_layers=pp,

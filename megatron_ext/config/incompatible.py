@@ -451,13 +451,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
             lambda factor: factor is not None,
         ),
         Rule(
-            ("mtp_num_layers", "calculate_per_token_loss"),
-            "--mtp-num-layers with --calculate-per-token-loss",
-            "Megatron weighs the loss of later tokens by the tokens of the slice",
-            "leave one of them out",
-            lambda layers, per_token: layers and per_token,
-        ),
-        Rule(
             ("mtp_num_layers", "mtp_use_repeated_layer"),
             "--mtp-use-repeated-layer",
             "a layer that runs twice would keep keys and values of two kinds",

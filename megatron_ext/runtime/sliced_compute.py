@@ -275,7 +275,8 @@ class KeptState:
         """Adapt the arguments of `GPTModel.forward` to a slice.
 
         Args:
-            given: The arguments by name. Packed sequences become those of the slice.
+            given: The arguments by name. Packed sequences become those of the slice; the loss mask
+                becomes that of the micro-batch where the stage predicts later tokens.
 
         Raises:
             ScheduleError: There is padding between packed sequences.
@@ -293,9 +294,10 @@ class KeptState:
                     )
                 kept.packed, kept.documents = packed, tuple(dict.fromkeys(sums))
             given["packed_seq_params"] = _part_packed(running)
-        if kept.ahead and given.get("loss_mask") is None:
-            whole = kept.ahead["loss_mask"][0][0]
-            given["loss_mask"] = whole[:, running.begin : running.end]
+        if kept.ahead:
+            # Megatron only shifts it, which `roll` does, and from 0.17 on weighs the losses of
+            # later tokens by its sum, which has to be that of the micro-batch.
+            given["loss_mask"] = kept.ahead["loss_mask"][0][0]
 
     def positions(self, call: Any, given: Mapping[str, Any]) -> Any:
         """Return the rotary positions of a slice, `[s, 1, 1, width]`, as Megatron's layers do.

@@ -94,7 +94,6 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--context-parallel-size 2",
             EXPERTS + "--moe-router-load-balancing-type global_aux_loss",
             EXPERTS + "--moe-expert-capacity-factor 1.0",
-            "--mtp-num-layers 1 --calculate-per-token-loss",
             "--mtp-num-layers 1 --mtp-use-repeated-layer",
             f"--hybrid-layer-pattern {'M*M-' * 8}",
             "--experimental-attention-variant dsa",

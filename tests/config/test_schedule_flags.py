@@ -305,8 +305,6 @@ REFUSED = {
             [f"--pipeline-slices 4 cannot run with {refused}", remedy],
         )
         for flags, refused, remedy in [
-            ("--mtp-num-layers 1 --calculate-per-token-loss", "--mtp-num-layers with",
-             "leave one of them out"),
             ("--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor: an", "leave it out"),
             ("--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type other",
              "use --moe-router-load-balancing-type aux_loss"),
