@@ -152,6 +152,7 @@ def state(kind: type[_State]) -> _State:
 
 def keep_for_ever(what: object) -> None:
     """Keep an object alive until the process exits, because torch holds its address."""
+    # Beyond `reset` too: a later object at the same address would be taken for this one.
     _PROCESS.immortal.append(what)
 
 
@@ -183,6 +184,7 @@ def count_devices(directory: Path = Path("/dev")) -> int:
     Args:
         directory: Directory of device files.
     """
+    # The environment first: the drivers show also devices that this job must not use.
     for name in VISIBLE_DEVICES:
         visible = os.environ.get(name)
         if visible:

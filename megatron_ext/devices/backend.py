@@ -37,13 +37,14 @@ class Redirect:
     Args:
         target: `module:attribute.path`, as in `megatron_ext.patches.registry.Patch`.
         make: Called once, when the redirect is installed, with the value that is there now (`None`
-            with `creates`); returns the new value. Taking the original as an argument keeps the
-            table free of references to torch, so that it can be built before torch is imported.
+            with `creates`); returns the new value.
         reason: One sentence for `megatron-ext patches list`.
         creates: The attribute does not exist in this torch; installing adds it, undoing removes it.
     """
 
     target: str
+    # With the original as an argument, tables have no references to torch, and can be built before
+    # torch is imported.
     make: Callable[[Any], object]
     reason: str
     creates: bool = False
@@ -264,5 +265,6 @@ class Accelerator:
 
     def timing_event(self) -> TimingEvent:
         """Return an event of the GPU's clock; a thread that waits for it sleeps."""
+        # blocking: a thread that waits for it sleeps; by default it would spin on a core.
         event: TimingEvent = self.runtime.Event(enable_timing=True, blocking=True)
         return event

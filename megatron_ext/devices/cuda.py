@@ -75,6 +75,7 @@ def why_idle() -> str | None:
 
     if (torch.version.cuda is None and torch.version.hip is None) or torch.cuda.is_available():
         return None
+    # Only the initialisation says why; `is_available` answers False and no more.
     try:
         torch.cuda.init()
     except RuntimeError as error:

@@ -1,8 +1,7 @@
 """Streams, events, random numbers and memory counters of the host, in the shape of `torch.cuda`'s.
 
-On the host every operation is finished when its call returns. So all streams are one, waits are
-no-ops, and an event is a point in time: its `elapsed_time` is a real measurement. The "device"
-generator is torch's default generator. Memory counters report the operating system's figures.
+The "device" generator is torch's default generator. Memory counters report the operating system's
+figures.
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
+# On the host every operation is finished when its call returns. So all streams are one, waits are
+# no-ops, and an event is a point in time: its `elapsed_time` is a real measurement.
 class Event:
     """A point in time on the host's clock."""
 
@@ -102,6 +103,7 @@ class Stream:
         """Wait for another stream: nothing to wait for."""
 
 
+# By thread, as CUDA's: a thread of the transport must not change the stream of the one that trains.
 class _Streams(threading.local):
     def __init__(self) -> None:
         self.default = Stream()

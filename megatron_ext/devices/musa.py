@@ -110,6 +110,7 @@ class MusaDevice(Accelerator):
         cuda_to_musa = translate.translator("musa", indexed=True)
         yield from translate.spelling_redirects("musa")
         yield from _completions(cuda_to_musa)
+        # Two translations of one name would translate what the other has translated already.
         if _torchada() is not None:
             return
         yield from _namespace(cuda_to_musa)
@@ -126,6 +127,7 @@ class MusaDevice(Accelerator):
         """Copy in streams; register host memory if torch_musa has a call for it."""
         from megatron_ext.devices.copies import StreamCopies
 
+        # Not all releases of torch_musa bind these calls; without them copies wait for the host.
         driver = self.runtime.musart()
         register = getattr(driver, "musaHostRegister", None)
         unregister = getattr(driver, "musaHostUnregister", None)

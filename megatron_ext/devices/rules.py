@@ -17,8 +17,7 @@ class Lack:
     """A combination of upstream arguments that the backend cannot run.
 
     Args:
-        refuses: Whether parsed arguments request the combination. It reads arguments with
-            `getattr(args, name, default)`, because a YAML configuration may lack any of them.
+        refuses: Whether parsed arguments request the combination.
         message: Value, rule and remedy.
     """
 
@@ -28,6 +27,7 @@ class Lack:
 
 def flag(dest: str) -> Callable[[Any], bool]:
     """Return a `Lack.refuses` that tests one switch."""
+    # Not `args.dest`, here and below: a YAML configuration may lack any argument.
     return lambda args: bool(getattr(args, dest, False))
 
 

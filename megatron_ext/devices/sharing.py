@@ -1,9 +1,7 @@
 """Device memory shared by two processes of one host: one writes, the other reads.
 
 Buffers come from the allocator of the device's runtime, which also exports them
-(`cudaIpcGetMemHandle` and others; torch_musa's runtime has the same under `musa`). Events of both
-processes order the work of the two devices, as in TensorPipe's channel for CUDA IPC: no host thread
-waits.
+(`cudaIpcGetMemHandle` and others; torch_musa's runtime has the same under `musa`).
 """
 
 from __future__ import annotations
@@ -143,6 +141,7 @@ class RuntimeSharing:
             with self._runtime.stream(self._out):
                 target = _tensor(buffer, tensor.shape, tensor.dtype)
                 target.copy_(tensor, non_blocking=True)
+            # The caller frees it, and its allocator would give the memory to the current stream.
             tensor.record_stream(self._out)
             self._out.record_event(buffer.used)
 
@@ -154,6 +153,8 @@ class RuntimeSharing:
         self, buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
         """Copy out of a buffer in a separate stream; the current stream waits for it."""
+        # Events of both processes order the work of the two devices, as in TensorPipe's channel for
+        # CUDA IPC: no host thread waits.
         with self._runtime.device(self._device):
             self._in.wait_event(buffer.used_there)
             with self._runtime.stream(self._in):

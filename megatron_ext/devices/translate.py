@@ -130,6 +130,7 @@ def translated_class(base: type, translate: Translator) -> type:
     The result constructs instances of `base`, and `isinstance` accepts every instance of `base`.
     """
 
+    # A metaclass, because Megatron both calls such a class and tests instances against it.
     class Spelled(type):
         __call__ = staticmethod(translated_argument(base, translate))
 
@@ -249,6 +250,7 @@ def spelling_redirects(kind: str) -> Iterator[Redirect]:
 
     def being_cuda(original: Any) -> property:
         def is_cuda(self: Any) -> bool:
+            # For Megatron's modules alone: all other code gets the true answer.
             if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
                 return bool(self.device.type == kind)
             return bool(original.__get__(self))

@@ -68,9 +68,12 @@ class Job:
     @property
     def window(self) -> int:
         """Micro-batches that a forward rank may run ahead of the backward rank of its stage."""
-        # Their messages wait in memory. With equal stages, fewer than two for each stage are enough
-        # to lose no time, in either mode and for any number of tensor-parallel ranks that a forward
-        # rank replaces.
+        # A backward rank grants one more credit with each micro-batch that it begins. That bounds
+        # the messages waiting on any process: backwards of neighbouring stages are one micro-batch
+        # apart, and nobody overtakes the forwards. It cannot deadlock: the credit for a micro-batch
+        # depends only on earlier ones. Their messages wait in memory. With equal stages, fewer than
+        # two for each stage are enough to lose no time, in either mode and for any number of
+        # tensor-parallel ranks that a forward rank replaces.
         return 2 * self.ranks.pp
 
     @property

@@ -1,9 +1,7 @@
 """Maps the rank of a process in a disaggregated job to its role and position.
 
 Tensor-parallel ranks are innermost, then the two roles, then context-parallel ranks, data-parallel
-replicas and pipeline stages. So the two roles of one part of the model are neighbours, the last
-process of the job is a backward rank of the last stage, and the order of either role is Megatron's
-own. For TP 2, PP 2 and one replica:
+replicas and pipeline stages. For TP 2, PP 2 and one replica:
 
     plain   0 1 forward, 2 3 backward of stage 0; 4 5 forward, 6 7 backward of stage 1
     merged  0 forward, 1 2 backward of stage 0; 3 forward, 4 5 backward of stage 1
@@ -61,6 +59,9 @@ class RankMap:
 
     def place(self, rank: int) -> Place:
         """Return role and position of a global rank."""
+        # The two roles of one part of the model are neighbours, which exchange the most; the last
+        # process is a backward rank of the last stage, which logs; either role has Megatron's own
+        # order.
         block, offset = divmod(rank, self.role_tp("forward") + self.tp)
         pp, dp = divmod(block, self.dp)
         if offset < self.role_tp("forward"):

@@ -2,11 +2,6 @@
 
 A forward rank runs its F without a graph and sends its outputs to both roles. A backward rank runs
 R, which builds the graph of one micro-batch, and then B, so it keeps the graph of one micro-batch.
-
-A forward rank may run `Job.window` micro-batches ahead of the backward rank of its stage, which
-grants one more credit with each that it begins. That bounds the messages waiting on any process:
-backwards of neighbouring stages are one micro-batch apart, and nobody overtakes the forwards. It
-cannot deadlock either: the credit for a micro-batch depends only on earlier ones.
 """
 
 from __future__ import annotations
@@ -99,6 +94,7 @@ class ForwardCompute:
         saving: AbstractContextManager[Saved] = nullcontext(Saved(with_generators=False))
         if self._layers is not None:
             saving = self._layers.saving(with_generators=active.draws_by_microbatch())
+        # Without a graph, which R builds on the backward rank.
         with saving as saved, torch.no_grad(), drawn(action):
             [made] = self._compute.forward(stage, microbatch, inputs or [None])
         results: Tensors = [made] if self._feeds_forward else []

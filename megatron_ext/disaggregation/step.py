@@ -82,7 +82,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     runtime, config = _ready(chunks), get_model_config(chunks[0])
     if call.get("forward_only"):
-        beat()
+        beat()  # backward ranks wait for all of an evaluation, however long it takes
         with runtime.link.explaining_failures():
             groups = default_groups()
             shape = _shape(config, groups, call)
@@ -222,6 +222,8 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
             WeightReceiver(job, link, chunks) if forward else None,
             layers,
         )
+        # Whatever the two roles were initialised or loaded with, from here on their weights are
+        # equal.
         if runtime.sender is not None:
             runtime.sender.send(updated=True)
     if runtime.receiver is not None:

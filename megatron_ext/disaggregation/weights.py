@@ -1,9 +1,7 @@
 """Transfers new weights from backward ranks, which train them, to forward ranks.
 
 After each optimizer step a backward rank announces whether it updated its weights and sends them in
-buckets. Sends are asynchronous, so the next forwards and the loading of data overlap with them. A
-forward rank receives them before its next forward. The first transfer synchronises both roles,
-whatever they were initialised or loaded with.
+buckets. A forward rank receives them before its next forward.
 """
 
 from __future__ import annotations
@@ -161,6 +159,8 @@ class WeightSender:
         self._isend(notice, _message(self._job, 0))
         if updated:
             self._link.begin([], 1)
+            # Nothing is flushed: the next forwards and the loading of data overlap with these
+            # sends.
             for number, flat in enumerate(self._flats(), start=1):
                 self._isend(flat.cpu(), _message(self._job, number))
             self.num_transfers += 1

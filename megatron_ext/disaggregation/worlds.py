@@ -61,6 +61,7 @@ def join(backend: str) -> None:
     job = _job()
     timeout = timedelta(seconds=job.timeout_s)
     everyone = rendezvous("env://", rank=job.rank, world_size=job.ranks.num_ranks, timeout=timeout)
+    # The launcher's own rendezvous, so a role needs no address besides MASTER_ADDR.
     store, _, _ = next(iter(everyone))
     store.set_timeout(timeout)
     required().state(Roles).store = store
@@ -113,6 +114,7 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
         if job.role_rank == job.ranks.role_size(job.role) - 1:
             store.set(key, json.dumps(value))
         return value
+    # Not `store.wait`: it would not notice that a rank of the other role has died.
     beats, left_s = -1, job.timeout_s
     while not store.check([key]):
         if left_s <= 0:

@@ -44,18 +44,17 @@ def register() -> None:
 def arm() -> None:
     """Register all tables, hook Megatron's import and activate the registry. Idempotent."""
     register()
+    # Before the registry is active: where Megatron is imported already, this registers the
+    # redirects of the device, and one sweep mends the copies of all names.
     hooks.install(before_core=device.arm)
     REGISTRY.activate()
 
 
 def disarm() -> None:
-    """Restore every original, the environment and the import hooks. Idempotent.
-
-    This ends an observation (`--trace`, `--hang-timeout`), which no longer sees steps.
-    """
+    """Restore every original, the environment and the import hooks. Idempotent."""
     found = active.active()
     if found is not None:
-        found.end_observation()
+        found.end_observation()  # or --hang-timeout would wait for steps that nobody reports
     REGISTRY.deactivate()
     hooks.remove()
     device.restore_environment()

@@ -39,6 +39,7 @@ def arm() -> Device:
     # Just before `megatron.core` first executes, whose `tensor_parallel/random.py` copies names of
     # `torch.cuda` at import. Later the registry's sweep by identity repairs the copies.
     device, done = devices.current(), devices.state(_Done)
+    # What the user has set stays, and `restore_environment` must not touch it.
     for variable, (value, _reason) in device.environment.items():
         if variable not in os.environ:
             done.environment[variable] = os.environ[variable] = value
@@ -88,6 +89,8 @@ def restore_environment() -> None:
 
 
 def _patches(device: Device) -> Iterator[Patch]:
+    # As `set`: redirected factories are on the hot path, where a proxy costs more than the
+    # redirect.
     for redirect in device.redirects():
         yield Patch(
             id=f"{device.name}.{redirect.target.replace(':', '.')}",

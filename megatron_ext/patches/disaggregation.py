@@ -30,6 +30,7 @@ _on_forward_rank, _on_backward_rank = partial(has_role, "forward"), partial(has_
 
 def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Start torch.distributed among the processes of one role, before upstream would."""
+    # Upstream then finds it initialised, and goes on with the processes that it has.
     from megatron_ext import devices
     from megatron_ext.disaggregation import worlds
 
@@ -47,6 +48,8 @@ def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Build the model of a forward rank, without trainable parameters."""
+    # In the provider: what wraps the model afterwards makes room for a gradient of each trained
+    # one.
     given = by_name(call, args, kwargs)
     [provider] = [name for name in _PROVIDERS if name in given]
     provide = given[provider]
@@ -68,6 +71,7 @@ def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 
 def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run a step without an optimizer; backward ranks know whether the step was skipped."""
+    # Losses stay on the backward ranks, which log; the results have the form of upstream's.
     from megatron_ext.disaggregation.step import step_done
 
     given = by_name(call, args, kwargs)

@@ -56,6 +56,7 @@ def _place_segment(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> tu
 def _instead(module: str, name: str) -> Callable[[Call, Any, Args, Kwargs], Any]:
     """Return a replacement that calls upstream's function for the first rank."""
 
+    # By name at each call: that function may be patched itself.
     def run(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         return getattr(sys.modules[module], name)(*args, **kwargs)
 
@@ -130,6 +131,7 @@ def check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs
     if optimizer is not None and options.get("is_loading"):
         found = options["metadata"].get("distrib_optim_sharding_type")
         module = sys.modules["megatron.core.optimizer.distrib_optimizer"]
+        # Only formats that index state by parameter fit other stages than those that saved it.
         fits = module.DistributedOptimizer.checkpoint_fully_reshardable_formats
         if found is not None and found not in fits:
             raise DataError(

@@ -14,6 +14,7 @@ from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+from megatron_ext import devices
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
 
@@ -64,7 +65,9 @@ class _MegatronFinder(MetaPathFinder):
         # uses. CPU and some MUSA builds of torch lack Triton: they get a stand-in that raises when
         # called.
         if fullname == _TRITON_KERNELS and find_spec("triton") is None:
-            return spec_from_file_location(fullname, Path(__file__).with_name("no_triton.py"))
+            return spec_from_file_location(
+                fullname, Path(devices.__file__).with_name("no_triton.py")
+            )
         return None
 
 

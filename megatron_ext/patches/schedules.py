@@ -34,6 +34,7 @@ def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
 def _ours(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.runtime.entry import forward_backward, refuse_modules
 
+    # Releases differ in what they pass: whatever of it are process groups is checked.
     for groups in (*args, *kwargs.values()):
         refuse_modules(groups)
     return forward_backward
@@ -54,6 +55,7 @@ def _check_built(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     found = active.required()
     pipeline = found.pipeline or found.transport_only
     assert pipeline is not None
+    # A configuration object may be built before the process group.
     ranks = distributed.get_world_size() if distributed.is_initialized() else found.world_size
     refuse_built(instance, found.config, pipeline, ranks)
     count_recomputation(instance)
@@ -61,6 +63,7 @@ def _check_built(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
 
 def _check_without_overlap(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Have Megatron check everything but its own overlap, whose limits are wider in pairs."""
+    # Off while Megatron checks: its rules of the overlap are those of its interleaved schedule.
     given = {name: getattr(instance, name) for name in _CHECKED_WITH_OVERLAP}
     vars(instance).update(dict.fromkeys(given, False))
     try:

@@ -83,6 +83,7 @@ def _grouped_ops(original: Any) -> Any:
     """Return the library's operations with a product that can defer weight gradients."""
 
     def gmm(*args: Any, **kwargs: Any) -> Any:
+        # Not a condition of the row: `set` is evaluated once, and this changes with each action.
         record = _record()
         if record is None:
             return original.gmm(*args, **kwargs)

@@ -63,6 +63,7 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
             observer.begin_iteration(kwargs["num_microbatches"])
         try:
             return schedule(*args, **kwargs)
+        # A complete step ends with the optimizer, whose rows report it.
         except BaseException:
             for observer in observers:
                 observer.end_iteration()
@@ -104,7 +105,8 @@ def _forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _backward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Report a backward, which Megatron gives nothing but the output that it starts from."""
+    """Report a backward of Megatron's own schedules."""
+    # Megatron gives it nothing but the output that it starts from; `_forward` has marked that.
     output = args[1] if len(args) > 1 else kwargs["output_tensor"]
     first = output[0] if isinstance(output, list) else output
     action = _action("B", *getattr(first, _ACTION, (0, 0)))

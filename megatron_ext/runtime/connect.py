@@ -93,6 +93,7 @@ def open_transport(
         routes,
     )
     transport: Transport
+    # By settings that are the same on all ranks: each branch is collective.
     if pipeline.config.tries_ipc and backend.reaches_peers:
         reach = find_reach(opening.peers, lambda: backend.sharing(device))
         transport = _between_devices(opening, reach, channels)

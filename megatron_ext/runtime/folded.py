@@ -138,6 +138,7 @@ def share_losses(
     """
     if not is_folded():
         return dict(losses)
+    # As objects on the host: names and shapes differ between models, and only one rank knows them.
     group = (default_groups() if groups is None else groups).pp
     source = dist.get_process_group_ranks(group)[0]
     holder = dist.get_rank() == source

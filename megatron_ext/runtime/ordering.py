@@ -73,6 +73,7 @@ def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> Agreement:
     for group in (*groups, *experts):
         if group is not None:
             peers.update(dist.get_process_group_ranks(group))
+    # Over the whole job: two ranks that share no group may be linked by a third.
     everybody: list[set[int]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(everybody, peers)
     leader_of = leaders(everybody)

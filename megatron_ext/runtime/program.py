@@ -231,6 +231,7 @@ class Peers:
         """
         if self.twin is None:
             return self
+        # Each rank knows its own twin only; routes lead to the twins of other stages.
         ranks = [0] * group.size()
         dist.all_gather_object(ranks, self.twin, group=group)
         return replace(self, mirrored=tuple(ranks))

@@ -14,13 +14,7 @@
 
 Without a megatron_ext schedule, or with a single stage, `publish` and `take` pass the tensor on
 inside the forward. Under a schedule the tensor is sent once to each rank with takers, and its
-gradient comes back.
-
-**Summation order.** Each `take` yields one gradient. The backward adds them in the order in which
-it reaches them, from the last `take` to the first. Then it adds the sum to the gradient of the
-publisher's own uses of the tensor after `publish`. This order does not depend on where the model is
-split into stages, so the bits do not either. With autograd's own order they would, because each
-stage would sum its own gradients first.
+gradient comes back. Bits do not depend on where the model is split into stages.
 """
 
 from __future__ import annotations
@@ -151,6 +145,11 @@ Batch = tuple[int, bool]
 """A micro-batch on a rank: its index, and whether it belongs to the twin."""
 
 
+# Each `take` yields one gradient. The backward adds them in the order in which it reaches them,
+# from the last `take` to the first. Then it adds the sum to the gradient of the publisher's own
+# uses of the tensor after `publish`. This order does not depend on where the model is split into
+# stages, so the bits do not either. With autograd's own order they would, because each stage would
+# sum its own gradients first.
 class _Sum:
     """The running sum of the takers' gradients of a published tensor."""
 

@@ -1,13 +1,8 @@
 """Trees of tensors between stages: their wire format, and the actions of models that use them.
 
 A tree is a tensor, None, or a tuple, list or dict with string keys of trees. Its tensors travel as
-one message of bytes, each aligned to 64 bytes, so the receiver uses them in place. A `TreeForm`
-describes structure, shapes and dtypes. It is sent once if all micro-batches share it; otherwise it
-travels as a header before each tree.
-
-A stage's outputs are joined into one root for the backward (`joined`), and its inputs become
-leaves, so Megatron's own `forward_step` and `backward_step` run as for a single tensor. Tensors
-that require no grad get none, and nothing of them travels back.
+one message of bytes. A `TreeForm` describes structure, shapes and dtypes. It is sent once if all
+micro-batches share it; otherwise it travels as a header before each tree.
 """
 
 from __future__ import annotations
@@ -61,6 +56,7 @@ __all__ = [
 Tree = Any
 """A tensor, None, or a tuple, list or dict of trees."""
 
+# As wide as any dtype, and as a line of a CPU's cache: the receiver uses the tensors in place.
 _ALIGNMENT = 64
 
 
@@ -429,6 +425,9 @@ class TreeCompute(StageCompute):
 
     def _keep(self, stage: int, microbatch: int, leaves: list[torch.Tensor], made: object) -> None:
         """Replace the stage's saved output with one root of all that its backward starts from."""
+        # With one root, and inputs that are leaves, Megatron's own `forward_step` and
+        # `backward_step` run as for a single tensor. What requires no grad gets none, and nothing
+        # of it travels back.
         origins = self.store.origins(self._batch(stage, microbatch), self._published(stage))
         _, outputs = self._live[stage, microbatch]
         gradients: list[torch.Tensor | None] = []

@@ -135,6 +135,7 @@ def choose_wire(rank: int, mine: Address, peer: int, theirs: Address) -> tuple[s
             f"rank {rank} cannot reach rank {peer} over RDMA: {'; '.join(no_rdma)}. Take "
             f"--pipeline-transport auto, or repair RDMA"
         )
+    # Both ends check both addresses, so that neither waits for one that has raised.
     if no_memory is not None:
         _require_reachable(rank, mine)
         _require_reachable(peer, theirs)

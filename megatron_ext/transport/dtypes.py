@@ -38,18 +38,14 @@ CAPSULE_CODE_OF = {
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor whose memory holds its values; the same tensor if possible.
-
-    A view such as `x.conj()` or `x.conj().imag` shares the memory of `x`, and only a flag says that
-    the sign differs. A receiver of the bytes does not see that flag.
-    """
+    """Return a contiguous tensor whose memory holds its values; the same tensor if possible."""
+    # A view such as `x.conj()` or `x.conj().imag` shares the memory of `x`, and only a flag says
+    # that the sign differs. A receiver of the bytes does not see that flag.
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def tensor_on(message: Message) -> torch.Tensor:
     """Return a CPU tensor on the memory of a message, in the message's shape and dtype.
-
-    It is not a view: Megatron refuses to free views.
 
     Raises:
         MessageMismatch: This version of torch or of the package does not know the dtype.
@@ -65,4 +61,5 @@ def tensor_on(message: Message) -> torch.Tensor:
         return tensor.reshape(message.shape)
     raw = torch.frombuffer(message, dtype=torch.uint8)
     shape = torch.Size(message.shape)
+    # Not a view: Megatron refuses to free views.
     return tensor.set_(raw.untyped_storage(), 0, shape)  # type: ignore[call-overload, no-any-return]

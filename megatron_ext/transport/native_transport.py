@@ -2,8 +2,7 @@
 
 Within a host the sender writes messages to memory of the receiver. A message that fits a slot is
 received without another copy: the tensor uses the slot's memory, and the slot becomes free with the
-last tensor that shares it. Once a receiver holds half of its slots, further messages are copied, so
-a held tensor never stops a sender. Between hosts messages use TCP or RDMA, with the same room for
+last tensor that shares it. Between hosts messages use TCP or RDMA, with the same room for
 each peer.
 """
 
@@ -149,6 +148,8 @@ class NativeTransport:
         self._slots = slots
         native = require_native()
         self._Arrived: type[Arrived] = native.Message
+        # Once this rank holds half of a peer's slots, the endpoint copies further messages: tensors
+        # that a schedule keeps must never stop a sender.
         self._endpoint: Endpoint | None = native.Endpoint(rank, slots, slot_bytes, checksums)
         self._open = self._endpoint
         """The endpoint; None after `abort` and `close`."""

@@ -66,8 +66,6 @@ def observed(transport: Transport, observers: Sequence[TransportObserver]) -> Tr
 class ObservedTransport:
     """Delegates to another transport and reports to an observer.
 
-    An error ends the step: the call that raised it has a begin and no end.
-
     Args:
         transport: Carries the messages; closed with this one.
         observer: Receives the callbacks, in the thread that calls the transport.
@@ -82,6 +80,7 @@ class ObservedTransport:
         self._observer.begin_messages(expected)
         self._transport.begin(expected, slots)
 
+    # Without `finally`: an error ends the step, and a call that raised has a begin and no end.
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Report and send a tensor."""
         self._observer.begin_send(message, target)

@@ -1,9 +1,7 @@
 """Rendezvous of a job's processes: addresses through a store, then a socket for each pair.
 
 Each process listens on a unix socket and, if it may have peers on other hosts, on a TCP port. It
-publishes both in the store, with a secret. A client must send the secrets of both sides as
-published. So processes of two jobs never connect to each other, and neither do those of a job and
-of an earlier run under the same run id.
+publishes both in the store, with a secret.
 """
 
 from __future__ import annotations
@@ -293,6 +291,8 @@ class _Rendezvous:
             _log.log(level, "rank %d and rank %d: %s (%s)", self._rank, peer, wire, why)
             return Connection(wire, address.host, link)
 
+    # The secrets of both sides as published: so processes of two jobs never connect to each other,
+    # and neither do those of a job and of an earlier run under the same run id.
     def _hello(self, address: Address) -> str:
         return f"{self._rank} {address.secret} {self._mine.secret}\n"
 

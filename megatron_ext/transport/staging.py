@@ -1,11 +1,9 @@
 """Device tensors over a transport of host tensors, staged through pinned memory.
 
 A send copies the tensor to pinned host memory, on a stream of its own that waits for the
-computation: over shared memory and RDMA to a slot, from which nobody copies it again on the host.
-A thread sleeps until the copy is complete and then sends it, or publishes the slot. A received
-tensor is copied to the device from its place in host memory, a slot or a buffer that the device
-knows. The device's stream waits for that copy, and a thread sleeps until it can release the place.
-So the caller never waits for the device, and nobody reads memory before its copy is complete.
+computation. A thread sleeps until the copy is complete and then sends it, or publishes the slot
+that it is in. A received tensor is copied to the device from its place in host memory. So the
+caller never waits for the device, and nobody reads memory before its copy is complete.
 """
 
 from __future__ import annotations
@@ -94,6 +92,7 @@ class StagedTransport:
             return
         # An alias of the storage: the caller may replace the `data` of its own tensor.
         source = plain(tensor.detach())
+        # Over shared memory and RDMA into a slot, from which nobody on the host copies it again.
         slot = None
         if self._writes_slots:
             try:
@@ -117,6 +116,7 @@ class StagedTransport:
             self._raise(error)
         if message.for_host:
             return tensor
+        # The device's stream waits for this copy, out of a slot or a buffer that the device knows.
         copy, copied = self._copies.to_device(tensor)
         # When the copy has ended, dropping the reference to the tensor frees its slot.
         self._releases.after(copied, lambda: None, tensor)

@@ -1,9 +1,7 @@
 """The transport over torch.distributed's point-to-point operations: gloo, NCCL, MCCL.
 
-It starts receives in the order that all ranks share (`schedules/search/queues.py`), each as soon as
-the sends and receives before it have started. torch.distributed cannot report an arrival ahead of
-the receive, so this transport serves static schedules only. A wait that times out breaks the group
-for good.
+torch.distributed cannot report an arrival ahead of the receive, so this transport serves static
+schedules only. A wait that times out breaks the group for good.
 """
 
 from __future__ import annotations
@@ -231,6 +229,9 @@ class TorchTransport:
 
     def _post_due(self) -> None:
         """Start the receives that are due."""
+        # In the order that all ranks share (`schedules/search/queues.py`), each as soon as the
+        # sends and receives before it have started: NCCL runs what one communicator has one after
+        # the other.
         while self._waiting and self._waiting[0].after <= self._calls:
             self._post(self._waiting.popleft())
 
