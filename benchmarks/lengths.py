@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are
 from benchmarks.common.json_output import add_json, write_json
 from benchmarks.common.tables import add_only, chosen, machine, ratios, size, spread
 from benchmarks.schedule_harness import launch, rank
-from benchmarks.schedule_harness.metrics import draws_of
+from benchmarks.schedule_harness.metrics import evaluate
 from benchmarks.schedule_harness.ops import ScaledTimes, Sizes
 from benchmarks.schedule_harness.systems import Own, Peer, System, all_systems
 from megatron_ext.config.pipeline_config import DynamicOrder
@@ -263,7 +263,7 @@ def run(way: Way, sizes: Sizes, batches: Sequence[Batch], repetitions: int) -> L
     times = [ScaledTimes(sizes.forward_s, share, row) for by in rows for row in by]
     repeats = repetitions * replicas  # one after another, by the same processes
     steps = launch.run(rank.measure, way.system, sizes, times * repetitions, repeats=repeats)
-    found = draws_of(steps, way.system.placement(sizes.pp), times)
+    found = evaluate(steps, way.system.placement(sizes.pp), times)
     return Line(
         *(
             [max(by_row[first : first + replicas]) for first in range(0, len(times), replicas)]

@@ -188,13 +188,13 @@ def outside_s(system: Own, sizes: Sizes) -> float:
     step, probe = rank.prepare(system, sizes)
     found_s = []
     for _ in range(sizes.warmup + sizes.steps):
-        rank.begin_together()
+        probe.meet()
         probe.cpu_s, begin_s = 0.0, time.thread_time()  # of this thread: waits do not count
         step()
         spent_s = time.thread_time() - begin_s - probe.cpu_s
         ops, _ = probe.take()
         found_s.append(spent_s / len(ops))
-    rank.begin_together()
+    probe.meet()
     return min(found_s[sizes.warmup :])
 
 
@@ -244,20 +244,20 @@ def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, fl
     from megatron_ext.tracing.session import Session, subscribe
 
     tracing = Tracing(interval=2, iterations=1, directory=directory)
-    step, _ = rank.prepare(replace(system, tracing=tracing), sizes)
+    step, probe = rank.prepare(replace(system, tracing=tracing), sizes)
     subscribe(required())  # the groups exist, and no runtime yet
     [observer] = required().observers
     assert isinstance(observer, Session)
     found_s = []
     # The first of each two is traced; one more in the beginning, so that pairs end with it.
     for _ in range(2 * sizes.warmup + 1 + 2 * sizes.steps):
-        rank.begin_together()
+        probe.meet()
         begin_s = time.perf_counter()
         observer.begin_iteration(sizes.num_microbatches)
         step()
         observer.end_iteration()
         found_s.append(time.perf_counter() - begin_s)
-    rank.begin_together()
+    probe.meet()
     observer.close()
     measured = found_s[2 * sizes.warmup + 1 :]
     return list(zip(measured[::2], measured[1::2], strict=True))

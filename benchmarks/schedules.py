@@ -1,21 +1,33 @@
-"""Pipeline schedules and runtimes side by side, on emulated stages.
+"""Pipeline schedules and runtimes side by side, on emulated stages, or on an emulated device.
 
-    python benchmarks/schedules.py [--pp P ...] [--microbatches M] [--only TEXT ...] [--steps N]
-        [--rounds N] [--forward-ms T] [--json FILE] [--svg FILE] [--markdown]
-
-All figures of the documentation come from one run of `--markdown --svg docs/images/measured.svg`: 4
-and 8 ranks, 15 minutes. With several sizes the first runs all systems, the others leave out this
-package's schedules over gloo, unless `--only` selects systems.
+    python benchmarks/schedules.py [--pp P ...] [--microbatches M] [--forward-ms T] [--steps N]
+        [--only TEXT ...] [--json FILE] [--svg FILE] [--quick]
+    python benchmarks/schedules.py --device [--scenario NAME ...] [--repetitions N] ...
 
 Every system runs the same model in real processes with real messages; stages emulate computation by
-sleeping. Each rank is bound to CPUs of its own, or shares one if there are too few. Columns of the
-table:
+sleeping. Each rank is bound to CPUs of its own, or shares one if there are too few. All figures of
+the documentation come from one run with `--svg docs/images/measured.svg`: 4 and 8 ranks, 15
+minutes. With several sizes the first runs all systems, the others leave out this package's
+schedules over gloo, unless `--only` selects systems.
 
-    T ms       median step time, from the start of the first rank to the end of the last
-    T/ideal    T over the work of one rank, which is the time without any bubble
+`--device` runs on the emulated device of the tests (tests/fake_musa/README.md), which is behind its
+host and needs a C++ compiler: processes, launches, events, copies and messages are real, and a
+kernel takes the time of an action without using the processor. A device's clock may lag one forward
+behind its host's, so a thread of the emulation that wakes late delays no kernel. Megatron's own
+schedules and tables over the communicator use the emulated MCCL, which orders its operations as
+NCCL does; ipc copies from device to device. Three minutes.
+
+With `--scenario` ops take random times, and every step of `--steps` is another draw, the same for
+all systems. With `--repetitions` the shortest time of each draw counts, since other load only adds
+time. `dynamic_order.py` compares orders so. Columns of the tables:
+
+    T ms       median step time, from the start of the first rank to the end of the last, or until
+               all devices are idle
+    T/ideal    T over the undisturbed work of one rank, which is the time without any bubble
     order      T/ideal of the order that ran, with exact ops and free messages
+    T/order    T over the time of that order
     replay %   overhead of runtime and messages over that order with the measured ops
-    ops %      excess of ops over their sleep; marked ! above 5: the machine is too busy
+    ops %      excess of ops over their time; marked ! above 5: the machine is too busy
     peak act.  peak of live activations, as tensors in memory, on the worst rank; the unit is the
                activations of one micro-batch on 1/pp of the model
     of order   activations that the order must hold
@@ -25,9 +37,11 @@ table:
     gap us     from the end of an op to the start of the next on its rank, if it waits for nothing
     hop us     from the end of an op to the start of one on another rank that waits for it
     cpu %      CPU time of a rank over T: beyond cores/pp ranks wait for cores
+    waits      how often a host waited for its device, for each action
+    speed      of a dynamic order: time of its table over its own, at the same draw
+    of orders  the same of the simulated times of both orders that ran
 
 Sleeping ops say nothing about kernels, memory bandwidth or collectives that share a GPU with them.
-Steps with ops and messages of random times: `dynamic_order.py`.
 """
 
 from __future__ import annotations
@@ -38,29 +52,34 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from html import escape
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
 from benchmarks.common.json_output import add_json, write_json
-from benchmarks.common.tables import add_only, chosen, machine
-from benchmarks.schedule_harness import launch, rank
-from benchmarks.schedule_harness.metrics import Figures, evaluate
-from benchmarks.schedule_harness.ops import Sizes, Step
-from benchmarks.schedule_harness.systems import Own, System, all_systems
+from benchmarks.common.tables import add_only, chosen, machine, ratios
+from benchmarks.schedule_harness import launch, scenarios
+from benchmarks.schedule_harness.metrics import Figures
+from benchmarks.schedule_harness.noise import SCENARIOS
+from benchmarks.schedule_harness.ops import Sizes
+from benchmarks.schedule_harness.systems import Own, System, all_systems, device_systems
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.commands import aligned
+from tests.fake_musa.build import NoCompiler
+from tests.fake_musa.queued import queued
 from tests.ranks import RanksFailed
 
-_HEADS = ("system", "T ms", "T/ideal", "order", "replay %", "ops %", "peak act.", "of order",
-          "weights", "ops", "hops", "gap us", "hop us", "cpu %")  # fmt: skip
 _NOISY = 0.05
 """Ops that took longer than this above their time: the machine was too busy."""
 _ANSWER_S = 60.0
+_DEVICE = {"connections": 8, "copy_us": 10.0, "copied_per_us": 20_000.0, "message_us": 30.0}
+"""Its hardware queues; what a copy between devices and an operation of a communicator take beside
+their launch."""
 
 
 def wakeup_s(idle_s: float, num_samples: int = 25) -> float:
@@ -97,117 +116,127 @@ def _read(connection: Connection, num_samples: int) -> None:
         connection.send(time.perf_counter())  # the clock is the machine's
 
 
+Key = tuple[str, str]
+"""System and scenario."""
+
+
 @dataclass
 class Measured:
     """All systems at one size."""
 
     sizes: Sizes
-    conditions: str
-    figures: dict[str, Figures]
-    failures: dict[str, str]
+    systems: dict[str, System]
+    conditions: str = ""
+    figures: dict[Key, Figures] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def size(self) -> str:
-        """The size in words."""
-        return f"pp {self.sizes.pp}, {self.sizes.num_microbatches} micro-batches"
+    def ideal_s(self) -> float:
+        """Return the undisturbed work of a rank."""
+        return 3 * self.sizes.forward_s * self.sizes.num_microbatches
 
+    def speeds(self, key: Key) -> list[float]:
+        """Return how much faster a dynamic order was than its table, and should have been.
 
-def compare(systems: list[System], sizes: Sizes, rounds: int) -> Measured:
-    """Run all systems in turn, round after round, so that a drift of the machine hits all alike."""
-    steps: dict[str, list[list[Step]]] = {}
-    failures: dict[str, str] = {}
-    for number in range(rounds):
-        for index, system in enumerate(systems):
-            place = f"round {number + 1} of {rounds}, {index + 1} of {len(systems)}"
-            print(f"{place}: {system.name}", file=sys.stderr)
-            if system.name in failures:
+        Medians over the draws, as measured and with the simulated times of both orders that ran;
+        nothing for other systems, or without a table.
+        """
+        name, scenario = key
+        dynamic = self.systems[name]
+        for table, system in self.systems.items():
+            if not (isinstance(dynamic, Own) and dynamic.dynamic and isinstance(system, Own)):
                 continue
-            try:
-                system.check(sizes.pp, sizes.num_microbatches)
-                found = launch.run(rank.measure, system, sizes)
-            except (ScheduleError, RanksFailed) as error:
-                failures[system.name] = str(error)
-                continue
-            earlier = steps.get(system.name, [[] for _ in found])
-            steps[system.name] = [old + new for old, new in zip(earlier, found, strict=True)]
-    conditions = (
+            reference = self.figures.get((table, scenario))
+            if system.splits and system.schedule == dynamic.schedule and reference is not None:
+                mine = self.figures[key]
+                return [
+                    statistics.median(ratios(reference.seconds, mine.seconds)),
+                    statistics.median(ratios(reference.order_s, mine.order_s)),
+                ]
+        return []
+
+
+def compare(
+    systems: list[System], sizes: Sizes, names: list[str], repetitions: int, **where: Any
+) -> Measured:
+    """Run all systems in turn; all but dynamic orders and their table undisturbed on a device."""
+    found = Measured(sizes, {system.name: system for system in systems})
+    before = machine()
+    for system in systems:
+        fixed = where and not (isinstance(system, Own) and (system.dynamic or system.splits))
+        try:
+            each = scenarios.measure(
+                system, sizes, ["quiet"] if fixed else names, repetitions, **where
+            )
+        except (ScheduleError, RanksFailed) as error:
+            found.failures[system.name] = str(error)
+            continue
+        found.figures.update({(system.name, name): figures for name, figures in each.items()})
+    if where:
+        what = (
+            f"{_DEVICE['connections']} hardware queues, a copy {_DEVICE['copy_us']:g} us and "
+            f"{_DEVICE['copied_per_us'] / 1e3:g} GB/s, a message of a communicator "
+            f"{_DEVICE['message_us']:g} us"
+        )
+    else:
+        pipe_us = 1e6 * wakeup_s(sizes.forward_s)
+        what = f"peers over gloo, {pipe_us:.0f} us to wake a process by a pipe"
+    found.conditions = (
         f"pp {sizes.pp}, {sizes.num_microbatches} micro-batches, forward = input gradient = weight "
-        f"gradient = {1e3 * sizes.forward_s:g} ms, peers over gloo, median of "
-        f"{sizes.steps * rounds} steps; {machine()}, {1e6 * wakeup_s(sizes.forward_s):.0f} us to "
-        f"wake a process by a pipe"
+        f"gradient = {1e3 * sizes.forward_s:g} ms, {what}, median of {sizes.steps} steps, each the "
+        f"shortest of {repetitions}; {before} before"
     )
-    figures = {
-        system.name: evaluate(steps[system.name], system.placement(sizes.pp), system.times(sizes))
-        for system in systems
-        if system.name in steps
-    }
-    return Measured(sizes, conditions, figures, failures)
+    return found
 
 
-def table(figures: Mapping[str, Figures], weights: Mapping[str, int]) -> str:
-    """Return the comparison as text; `weights`: how often each system stores every weight."""
+Column = Callable[[Measured, Key, Figures], str]
+_FIRST: dict[str, Column] = {
+    "system": lambda _, key, __: key[0] if key[1] == "quiet" else ", ".join(key),
+    "T ms": lambda _, __, f: f"{1e3 * f.median_s:.0f}",
+    "T/ideal": lambda m, _, f: f"{f.median_s / m.ideal_s():.3f}",
+    "order": lambda m, _, f: f"{f.optimum_s / m.ideal_s():.3f}",
+}
+_MIDDLE: dict[str, Column] = {
+    "replay %": lambda _, __, f: f"{100 * statistics.median(f.overheads):.1f}",
+    "ops %": lambda _, __, f: f"{'!' * (f.op_inflation > _NOISY)}{100 * f.op_inflation:.1f}",
+}
+_ON_HOST: dict[str, Column] = {
+    **_FIRST,
+    **_MIDDLE,
+    "peak act.": lambda _, __, f: f"{f.peak_live:g}",
+    "of order": lambda _, __, f: f"{f.peak_of_order:g}",
+    "weights": lambda m, key, _: f"{m.systems[key[0]].weight_copies}x",
+    "ops": lambda _, __, f: f"{f.num_ops}",
+    "hops": lambda _, __, f: f"{f.hops:g}",
+    "gap us": lambda _, __, f: f"{1e6 * f.gap_s:.0f}",
+    "hop us": lambda _, __, f: f"{1e6 * f.hop_s:.0f}",
+    "cpu %": lambda _, __, f: f"{100 * f.cpu_s / f.median_s:.1f}",
+}
+_ON_DEVICE: dict[str, Column] = {
+    **_FIRST,
+    "T/order": lambda _, __, f: f"{statistics.median(ratios(f.seconds, f.order_s)):.3f}",
+    **_MIDDLE,
+    "waits": lambda _, __, f: f"{f.waits_per_action:.2f}",
+    "speed": lambda m, key, _: "".join(f"{speed:.3f}" for speed in m.speeds(key)[:1]),
+    "of orders": lambda m, key, _: "".join(f"{speed:.3f}" for speed in m.speeds(key)[1:]),
+}
+
+
+def table(measured: Measured, columns: Mapping[str, Column]) -> str:
+    """Return the comparison as text."""
     rows = [
-        (
-            name,
-            f"{1e3 * found.median_s:.0f}",
-            f"{found.ratio:.3f}",
-            f"{found.optimum_s / found.ideal_s:.3f}",
-            f"{100 * found.replay_overhead:.1f}",
-            f"{'!' * (found.op_inflation > _NOISY)}{100 * found.op_inflation:.1f}",
-            f"{found.peak_live:g}",
-            f"{found.peak_of_order:g}",
-            f"{weights[name]}x",
-            f"{found.num_ops}",
-            f"{found.hops:g}",
-            f"{1e6 * found.gap_s:.0f}",
-            f"{1e6 * found.hop_s:.0f}",
-            f"{100 * found.cpu_s / found.median_s:.1f}",
-        )
-        for name, found in figures.items()
+        [cell(measured, key, figures) for cell in columns.values()]
+        for key, figures in measured.figures.items()
     ]
-    return aligned([_HEADS, *rows])
-
-
-_BAR_OF_REPLAY, _BAR_OF_BITPIPE = 0.015, 1.04
-
-
-def explain(figures: Mapping[str, Figures]) -> str:
-    """Return in words which aims our schedules reach over shared memory, and what they miss by."""
-    prefix = "megatron_ext, shm: "
-    ours = {
-        name.removeprefix(prefix): found
-        for name, found in figures.items()
-        if name.startswith(prefix) and " for latency " not in name
-    }
-    reached = [n for n, found in ours.items() if found.replay_overhead < _BAR_OF_REPLAY + 5e-4]
-    lines = [
-        f"Replay over shm is at most {100 * _BAR_OF_REPLAY:g} % for {', '.join(reached) or 'none'}."
-    ]
-    lines += [
-        f"{name}: {100 * found.replay_overhead:.1f} %, with {found.num_ops} ops, "
-        f"{1e6 * found.gap_s:.0f} us from one to the next of a rank, and {found.hops:g} messages "
-        f"on the longest path, {1e6 * found.hop_s:.0f} us from op to op."
-        for name, found in ours.items()
-        if name not in reached
-    ]
-    if (bitpipe := ours.get("bitpipe order=zb")) is not None:
-        shares = ", ".join(
-            f"{part} {100 * took_s / bitpipe.ideal_s:.1f}" for part, took_s, _ in _parts(bitpipe)
-        )
-        verdict = "within" if bitpipe.ratio <= _BAR_OF_BITPIPE else "not within"
-        lines.append(
-            f"bitpipe order=zb is {100 * (bitpipe.ratio - 1):.1f} % above ideal ({shares}), "
-            f"{verdict} {100 * (_BAR_OF_BITPIPE - 1):.0f} %."
-        )
-    return "\n".join(lines)
+    return aligned([list(columns), *rows])
 
 
 def _parts(found: Figures) -> list[tuple[str, float, str]]:
     """Return what a step takes beyond ideal: name, seconds, and what that is."""
+    replay_s = statistics.median(found.replays_s)
     return [
         ("order", found.optimum_s - found.ideal_s, "bubble of the order that ran"),
-        ("ops", found.replay_s - found.optimum_s, "ops that took longer"),
-        ("replay", found.median_s - found.replay_s, "runtime and messages"),
+        ("ops", replay_s - found.optimum_s, "ops that took longer"),
+        ("replay", found.median_s - replay_s, "runtime and messages"),
     ]
 
 
@@ -220,13 +249,9 @@ text { font: 12px sans-serif; fill: #1f2328 }
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } }"""
 
 
-def draw(measured: Mapping[str, Mapping[str, Figures]]) -> str:
-    """Return bars as SVG: what each system takes beyond ideal, as a share of it.
-
-    Args:
-        measured: Figures by name of the system, by size of the pipeline in words.
-    """
-    every = [found for figures in measured.values() for found in figures.values()]
+def draw(measured: list[Measured]) -> str:
+    """Return bars as SVG: what each system takes beyond ideal, as a share of it."""
+    every = [found for one in measured for found in one.figures.values()]
     scale = _SCALE / max([0.1, *(found.ratio - 1 for found in every)])
     title, width = "time beyond ideal, measured", _NAME + _SCALE + 60
     height = _TOP + _ROW * (len(every) + 2 * len(measured)) + 34
@@ -238,11 +263,12 @@ def draw(measured: Mapping[str, Mapping[str, Figures]]) -> str:
         f'<text x="4" y="17">{title}</text>',
     ]
     bottom = _TOP
-    for size, figures in measured.items():
-        parts.append(f'<text x="4" y="{bottom + 12}" font-weight="bold">{escape(size)}</text>')
+    for one in measured:
+        size = f"pp {one.sizes.pp}, {one.sizes.num_microbatches} micro-batches"
+        parts.append(f'<text x="4" y="{bottom + 12}" font-weight="bold">{size}</text>')
         top = bottom + _ROW
-        bottom = top + _ROW * len(figures)
-        for index, (name, found) in enumerate(figures.items()):
+        bottom = top + _ROW * len(one.figures)
+        for index, ((name, _), found) in enumerate(one.figures.items()):
             parts += _bar(name, found, top + _ROW * index, scale)
         parts.append(f'<path class="axis" d="M{_NAME} {top - 6}V{bottom}"/>')
         bottom += _ROW
@@ -267,55 +293,71 @@ def _bar(name: str, found: Figures, y: int, scale: float) -> Iterator[str]:
     yield "</g>"
 
 
+_QUICK = ("megatron-core 1F1B", "gloo: 1f1b", "communicator: 1f1b", "ipc: 1f1b")
+
+
 def main() -> int:
     """Measure and print; 1 if a system failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--pp", type=int, nargs="+", default=[4, 8], help="ranks of the pipeline (default: 4 8)")
+    add("--device", action="store_true", help="on the emulated device, which is behind its host")
+    add("--pp", type=int, nargs="+", help="ranks of the pipeline (default: 4 8, or 4)")
     add("--microbatches", type=int, help="in one step; default: 4 for each rank")
     add("--steps", type=int, default=4, help="measured steps, after two others")
-    add("--rounds", type=int, default=1, help="how often all of that is done")
+    add("--repetitions", type=int, default=1, help="of all steps")
     add("--forward-ms", type=float, help="forward of 1/pp of the model; either gradient takes as "
-        "long; default: 160/pp")  # fmt: skip
-    add("--timeout-s", type=float, default=60.0, help="for every wait")
+        "long; default: 160/pp, or 10")  # fmt: skip
+    add("--scenario", nargs="+", choices=list(SCENARIOS), metavar="NAME",
+        help=f"disturb ops: {', '.join(SCENARIOS)}")  # fmt: skip
     add("--svg", type=Path, help="also draw them to this file")
-    add("--markdown", action="store_true", help="print the section of the documentation instead")
+    add("--quick", action="store_true", help="few systems, few and short actions")
     add_only(parser)
     add_json(parser)
     args = parser.parse_args()
-    systems = chosen(parser, all_systems(), args.only)
-    weights = {system.name: system.weight_copies for system in systems}
+    names = args.scenario or ["quiet", *["jitter-0.3"] * args.device]
+    if args.device and any(SCENARIOS[name].delays_messages for name in names):
+        parser.error("messages of the device are not late; give a scenario that disturbs ops")
+    if args.quick:
+        args.pp, args.microbatches, args.forward_ms, args.steps = [2], 4, 2.0, 1
+        args.only, names = args.only or _QUICK, ["quiet"]
+    systems = chosen(parser, device_systems() if args.device else all_systems(), args.only)
     launch.clean_up_when_terminated()
     measured = []
-    for pp in args.pp:
-        forward_s, count = (args.forward_ms or 160 / pp) / 1e3, args.microbatches or 4 * pp
-        sizes = Sizes(pp, count, forward_s, 2, args.steps, args.timeout_s)
-        over_gloo = [s for s in systems if isinstance(s, Own) and s.transport == "torch"]
+    for pp in args.pp or ([4] if args.device else [4, 8]):
+        count, forward_ms = args.microbatches or 4 * pp, 10 if args.device else 160 / pp
+        forward_ms = args.forward_ms or forward_ms
+        sizes = Sizes(pp, count, forward_ms / 1e3, 1 if args.quick else 2, args.steps, 60.0)
+        where: dict[str, Any] = {}
+        if args.device:
+            env = queued(stuck_s=sizes.timeout_s, lag_us=1e3 * forward_ms, **_DEVICE)
+            where = {"device": "musa", "env": env}
         # Gloo's share shows at the first size already.
-        left_out = [] if args.only or pp == args.pp[0] else over_gloo
-        measured.append(compare([s for s in systems if s not in left_out], sizes, args.rounds))
-    texts = []
+        shown = [s for s in systems if args.only or not measured or not _is_over_gloo(s)]
+        try:
+            measured.append(compare(shown, sizes, names, args.repetitions, **where))
+        except NoCompiler as error:
+            raise SystemExit(f"the emulated device cannot be built: {error}") from None
+    columns = _ON_DEVICE if args.device else _ON_HOST
+    texts = [f"```text\n{table(m, columns)}\n```\n\n{m.conditions}." for m in measured]
+    print("<!-- measured: begin -->\n" + "\n\n".join(texts) + "\n<!-- measured: end -->")
     for found in measured:
-        lines = table(found.figures, weights)
-        if args.markdown:
-            lines = f"```text\n{lines}\n```"
-        texts.append(f"{lines}\n\n{found.conditions}.\n\n{explain(found.figures)}")
         for name, reason in found.failures.items():
             print(f"\n{name}: {reason}", file=sys.stderr)
-    text = "\n\n".join(texts)
-    print(f"<!-- measured: begin -->\n{text}\n<!-- measured: end -->" if args.markdown else text)
     if args.json:
         write_json(args.json, {"measured": [
-            {"conditions": found.conditions, "pp": found.sizes.pp,
-             "num_microbatches": found.sizes.num_microbatches, "forward_s": found.sizes.forward_s,
-             "systems": {n: {**f.as_dict(), "weights": weights[n]}
-                         for n, f in found.figures.items()},
-             "failures": found.failures}
+            {"conditions": found.conditions, "pp": found.sizes.pp, "failures": found.failures,
+             "systems": [{"system": name, "scenario": scenario, **asdict(figures),
+                          "speeds": found.speeds((name, scenario))}
+                         for (name, scenario), figures in found.figures.items()]}
             for found in measured
         ]})  # fmt: skip
     if args.svg:
-        args.svg.write_text(draw({m.size: m.figures for m in measured}), encoding="utf-8")
+        args.svg.write_text(draw(measured), encoding="utf-8")
     return 1 if any(found.failures for found in measured) else 0
+
+
+def _is_over_gloo(system: System) -> bool:
+    return isinstance(system, Own) and system.transport == "torch"
 
 
 if __name__ == "__main__":

@@ -10,20 +10,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.schedule_harness.device import (
-    DeviceStep,
-    Row,
-    device_figures,
-    device_table,
-    speeds,
-)
 from benchmarks.schedule_harness.expert_steps import (
     OwnExperts,
     expert_figures,
     expert_systems,
 )
+from benchmarks.schedule_harness.metrics import Figures, evaluate
+from benchmarks.schedule_harness.noise import noisy
 from benchmarks.schedule_harness.ops import Op, Sizes, Step
 from benchmarks.schedule_harness.systems import Own, Peer, device_systems
+from benchmarks.schedules import Measured
 from megatron_ext.schedules import Costs, registered, simulate
 from megatron_ext.upstream import releases
 
@@ -31,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 SYSTEMS = {system.name: system for system in device_systems()}
 
 
-def _as_simulated(system: Own, late_s: float, waits: int) -> list[list[DeviceStep]]:
+def _as_simulated(system: Own, late_s: float, waits: int) -> list[list[Step]]:
     """Return a step that runs as simulated, is late, and waits so often on each rank."""
     timeline = simulate(system.pipeline(4, 8).full)
     found = []
@@ -42,27 +38,31 @@ def _as_simulated(system: Own, late_s: float, waits: int) -> list[list[DeviceSte
             Op(*action[:3], start + late_s, end + late_s)
             for action, start, end in zip(row, starts, ends, strict=True)
         ]
-        step = Step(0.0, timeline.makespan + late_s, ops, 0, 0.0)
-        found.append([DeviceStep(step, {"item": waits})])
+        found.append([Step(0.0, timeline.makespan + late_s, ops, 0, 0.0, {"item": waits})])
     return found
 
 
+def figures_of(system: Own, sizes: Sizes, steps: list[list[Step]]) -> Figures:
+    return evaluate(steps, system.placement(sizes.pp), noisy(system, sizes, "quiet"))
+
+
 def test_figures_are_ratios_to_the_order_that_ran() -> None:
-    system, sizes = SYSTEMS["ipc: zb-h1"], Sizes(4, 8, 1.0, 0, 1, 60)
-    assert isinstance(system, Own)
-    makespan = simulate(system.pipeline(4, 8).full).makespan
-    found = device_figures(_as_simulated(system, 0.5, 3), system, sizes, "quiet")
+    table, sizes = SYSTEMS["ipc: interleaved chunks=2, static, split"], Sizes(4, 8, 1.0, 0, 1, 60)
+    dynamic = SYSTEMS["ipc: interleaved chunks=2, hint +1"]
+    assert isinstance(table, Own)
+    makespan = simulate(table.pipeline(4, 8).full).makespan
+    found = figures_of(table, sizes, _as_simulated(table, 0.5, 3))
     assert found.order_s == [pytest.approx(makespan)]
-    assert found.of_order == pytest.approx((makespan + 0.5) / makespan)
+    assert found.seconds == [pytest.approx(makespan + 0.5)]
     assert found.overheads == [pytest.approx(0.0)], "only the begin was late"
     assert found.op_inflation == pytest.approx(0.0)
-    assert found.waits_per_action == 3 * 4 / (3 * 8 * 4)
-    late = device_figures(_as_simulated(system, makespan, 0), system, sizes, "quiet")
-    rows = {Row("table", "quiet"): late, Row("dynamic", "quiet"): found}
-    faster = speeds(rows, {"dynamic": "table"})
-    assert list(faster) == [Row("dynamic", "quiet")]
-    assert faster[Row("dynamic", "quiet")] == pytest.approx((2 * makespan / (makespan + 0.5), 1.0))
-    assert len({line.count("|") for line in device_table(rows, faster).splitlines()}) == 1
+    assert found.waits_per_action == 3 * 4 / (3 * 2 * 8 * 4)
+    late = figures_of(table, sizes, _as_simulated(table, makespan, 0))
+    rows = {(table.name, "quiet"): late, (dynamic.name, "quiet"): found}
+    measured = Measured(sizes, {s.name: s for s in (table, dynamic)}, figures=rows)
+    assert measured.speeds((table.name, "quiet")) == []
+    faster = measured.speeds((dynamic.name, "quiet"))
+    assert faster == [pytest.approx(2 * makespan / (makespan + 0.5)), 1.0]
 
 
 def test_the_shortest_repetition_of_each_draw_counts() -> None:
@@ -71,8 +71,7 @@ def test_the_shortest_repetition_of_each_draw_counts() -> None:
     makespan = simulate(system.pipeline(4, 8).full).makespan
     lates = [0.5, 3.0, 2.0, 1.0]  # two draws, two repetitions
     runs = [_as_simulated(system, late_s, waits=1) for late_s in lates]
-    steps = [[run[rank][0] for run in runs] for rank in range(4)]
-    found = device_figures(steps, system, sizes, "quiet")
+    found = figures_of(system, sizes, [[run[rank][0] for run in runs] for rank in range(4)])
     assert found.seconds == [pytest.approx(makespan + 0.5), pytest.approx(makespan + 1.0)]
     assert found.waits_per_action == 4 * 4 / (4 * 3 * 8 * 4), "no repetition is left out"
 
@@ -87,32 +86,28 @@ def test_every_schedule_is_measured_on_both_paths_beside_upstream() -> None:
     assert {peer.module for peer in peers} == {"megatron_core"}
 
 
-def quick_run(script: str, path: Path) -> tuple[str, dict[str, Any]]:
-    """Run a benchmark without failures; return what it prints, and its JSON."""
+def quick_run(script: str, path: Path, *options: str) -> tuple[str, dict[str, Any]]:
+    """Run a benchmark; return what it prints, and its JSON."""
+    argv = [str(ROOT / "benchmarks" / script), "--quick", *options, "--json", str(path)]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / script), "--quick", "--json", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
+        [sys.executable, *argv], capture_output=True, text=True, timeout=580, check=False
     )
     assert done.returncode == 0, done.stderr
-    content = json.loads(path.read_text())
-    assert content["failures"] == []
-    return done.stdout, content
+    return done.stdout, json.loads(path.read_text())
 
 
 @pytest.mark.usefixtures("emulated_musa")
 def test_command(tmp_path: Path) -> None:
-    printed, content = quick_run("device_step.py", tmp_path / "figures.json")
+    _, content = quick_run("schedules.py", tmp_path / "figures.json", "--device")
+    [measured] = content["measured"]
+    assert measured["failures"] == {}
     names = ["megatron-core 1F1B", "communicator: 1f1b", "ipc: 1f1b"]
-    assert [row["system"] for row in content["measured"]] == names
-    assert all(f"| {name} | quiet |" in printed for name in names)
+    assert [row["system"] for row in measured["systems"]] == names
     order_s = 2e-3 * simulate(SYSTEMS["ipc: 1f1b"].pipeline(2, 4).full).makespan
-    for row in content["measured"]:
+    for row in measured["systems"]:
         assert row["order_s"] == [pytest.approx(order_s)]
-        assert row["num_actions"] == 2 * 2 * 4
-    peer, *own = content["measured"]
+        assert row["num_ops"] == 2 * 4
+    peer, *own = measured["systems"]
     assert peer["host_waits"], "Megatron's own batched P2P synchronises with the device"
     assert [row["host_waits"] for row in own] == [{}, {}]
 
@@ -129,7 +124,7 @@ def test_what_pairs_hide_is_a_part_of_what_they_could(hides: float) -> None:
         timeline.schedule.rows, timeline.starts, timeline.ends, strict=True
     ):
         ops = [Op(*a[:3], *times) for a, *times in zip(row, starts, ends, strict=True)]
-        steps.append([DeviceStep(Step(0.0, timeline.makespan, ops, 0, 0.0), {})])
+        steps.append([Step(0.0, timeline.makespan, ops, 0)])
     found = expert_figures(steps, system, Sizes(4, 8, 1.0, 0, 1, 60), [share])[share]
     assert found.hidden == pytest.approx(hides)
     assert found.of_all == pytest.approx(timeline.hidden)
@@ -154,6 +149,7 @@ def test_pairs_are_measured_under_every_schedule_beside_upstream() -> None:
 @pytest.mark.usefixtures("emulated_musa")
 def test_command_of_pairs(tmp_path: Path) -> None:
     printed, content = quick_run("expert_overlap.py", tmp_path / "figures.json")
+    assert content["failures"] == []
     stock, paired, plain = content["measured"]
     assert stock["system"] == "megatron-core interleaved, overlap"
     assert (plain["hidden"], plain["of_all"]) == (None, 0)

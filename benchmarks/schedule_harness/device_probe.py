@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
+from torch_musa import host_waits
 
 from megatron_ext import devices
 
@@ -36,10 +37,9 @@ class DeviceProbe(Probe):
     def __init__(self, times: OpTimes, device: torch.device) -> None:
         super().__init__(times, device)
         self._timed: list[tuple[tuple[int, Kind, int], TimingEvent, TimingEvent]] = []
-        self.set_clock()
 
-    def set_clock(self) -> None:
-        """Find the host's time of a point in the device's stream, on an idle device."""
+    def meet(self) -> None:
+        """Wait for all ranks, with the host's time of a point in the stream of an idle device."""
         best_s = float("inf")
         for _ in range(_CLOCK_SAMPLES):
             event = _event()
@@ -50,6 +50,18 @@ class DeviceProbe(Probe):
             if end_s - begin_s < best_s:
                 best_s = end_s - begin_s
                 self._zero, self._zero_s = event, (begin_s + end_s) / 2
+        super().meet()
+        host_waits.reset()
+
+    def finish(self) -> dict[str, int]:
+        """Let the device end the step; return how often the host waited for it before, by line."""
+        waits = {
+            f"{what} at {line}": count
+            for (what, line, thread), count in host_waits.by_line().items()
+            if "megatron-ext" not in thread  # those beside a staged transport are there to wait
+        }
+        devices.current().synchronize()
+        return waits
 
     def op(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Enqueue the time of an op, and record what the device does inside as that op."""

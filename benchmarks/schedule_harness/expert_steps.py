@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron_ext.schedules import Costs, registered, simulate
 from megatron_ext.schedules.table.placement import loop
 
-from . import device
-from .metrics import peak
+from . import rank
+from .metrics import peak, seconds_of
 from .ops import Op, OpTimes
 from .systems import Own, System
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_ext.schedules import Kind, Placement
 
-    from .device import DeviceStep
-    from .ops import Sizes
+    from .ops import Sizes, Step
     from .stage import Probe
 
 __all__ = [
@@ -66,6 +67,12 @@ class OwnExperts(Own):
     experts: int = 2
     """Ranks that exchange tokens."""
 
+    def probe(self, times: OpTimes, device: torch.device) -> Probe:
+        """Return what records this rank: the parts of a layer take their time on the device."""
+        from .experts import ExpertProbe
+
+        return ExpertProbe(times, device)
+
     def prepare(
         self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
     ) -> Callable[[], None]:
@@ -85,6 +92,12 @@ class StockExperts(System):
     """True if its own overlap of their communication is on."""
     experts: int = 2
     """Ranks that exchange tokens."""
+
+    def probe(self, times: OpTimes, device: torch.device) -> Probe:
+        """Return what records this rank: the parts of a layer take their time on the device."""
+        from .experts import ExpertProbe
+
+        return ExpertProbe(times, device)
 
     def placement(self, pp: int) -> Placement:
         """Return where the stages are."""
@@ -120,7 +133,7 @@ def expert_systems(experts: int) -> list[System]:
     return systems
 
 
-def measure_experts(system: System, sizes: Sizes, shares: Sequence[float]) -> list[DeviceStep]:
+def measure_experts(system: System, sizes: Sizes, shares: Sequence[float]) -> list[Step]:
     """Return what this rank recorded: a step of each share of all-to-all, then again.
 
     Args:
@@ -128,11 +141,9 @@ def measure_experts(system: System, sizes: Sizes, shares: Sequence[float]) -> li
         sizes: Its `steps` are the repetitions.
         shares: All-to-all over computation.
     """
-    from .experts import ExpertProbe  # torch: not by the parent, which imports this module
-
     share = system.share(sizes.pp)
     draws = [ExpertTimes(sizes.forward_s, share, all_to_all=part) for part in shares]
-    return device.measured(system, sizes, ExpertProbe, draws, sizes.steps)
+    return rank.measure(system, sizes, draws * sizes.steps)
 
 
 @dataclass(frozen=True)
@@ -164,7 +175,7 @@ class ExpertFigures:
 
 
 def expert_figures(
-    steps: Sequence[Sequence[DeviceStep]],
+    steps: Sequence[Sequence[Step]],
     system: System,
     sizes: Sizes,
     shares: Sequence[float],
@@ -182,15 +193,13 @@ def expert_figures(
         times = ExpertTimes(sizes.forward_s, system.share(sizes.pp), all_to_all=part)
         seconds, of_all, kept = [], [], 0.0
         hidden: list[float | None] = []
-        for ranks in zip(*(rank[number :: len(shares)] for rank in steps), strict=True):
-            begin_s = min(rank.step.begin_s for rank in ranks)
-            seconds.append(max(rank.step.end_s for rank in ranks) - begin_s)
+        for ranks in zip(*(row[number :: len(shares)] for row in steps), strict=True):
+            seconds.append(seconds_of(ranks))
             saved = could = total = 0.0
-            for rank in ranks:
-                ops = rank.step.ops
-                kept = max(kept, times.share * peak(ops))
-                total += sum(map(times.exchange_s, ops))
-                for one, two in pairwise(ops):
+            for step in ranks:
+                kept = max(kept, times.share * peak(step.ops))
+                total += sum(map(times.exchange_s, step.ops))
+                for one, two in pairwise(step.ops):
                     if one.kind == "F" and one.begin_s == two.begin_s:
                         exchange_s = times.exchange_s(one) + times.exchange_s(two)
                         work_s = sum(times.seconds(op.kind, op.stage, 0) for op in (one, two))

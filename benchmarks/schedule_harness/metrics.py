@@ -9,17 +9,20 @@ nominal durations it shows the quality of the order.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .ops import OpTimes
 
 if TYPE_CHECKING:
     from megatron_ext.schedules import Placement
 
-    from .ops import Op, OpTimes, Step
+    from .ops import Op, Step
 
-__all__ = ["Draws", "Figures", "draws_of", "evaluate", "overhead", "peak", "replay"]
+__all__ = ["Figures", "evaluate", "peak", "replay", "seconds_of"]
 
 _Made = dict[tuple[str, int, int, int], float]
 """F or B, stage, micro-batch, twin -> since when that exists."""
@@ -27,74 +30,98 @@ _Made = dict[tuple[str, int, int, int], float]
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one system; activations in those of one micro-batch on 1/pp of the model."""
+    """The figures of one system; activations in those of one micro-batch on 1/pp of the model.
 
-    median_s: float
-    """Of the steps, each from its first rank's begin to its last rank's end."""
-    min_s: float
-    max_s: float
-    ideal_s: float
-    """The largest sum of op times of a rank."""
-    optimum_s: float
-    """Time of the order that ran with exact op times and free messages."""
-    replay_s: float
-    """Median over the steps of what it would take with the op times as they were."""
-    replay_overhead: float
-    """Median of (last end - first begin) / replay with the recorded durations, minus 1."""
-    min_replay_overhead: float
-    """The same of the step that was disturbed least."""
-    op_inflation: float
-    """Time recorded in ops over the time that they sleep, minus 1."""
-    peak_live: float
-    """Activations that were alive at once, at most, on the worst rank."""
+    Lists have one item for each draw of the times of ops, that of its shortest repetition: other
+    load only adds time. Without draws, each step is one.
+    """
+
+    seconds: list[float]
+    """Of the step, from its first rank's begin to its last rank's end."""
     peak_of_order: float
-    """Activations that the order must keep: from F to B or W."""
-    cpu_s: float
+    """Activations that the order must keep on the worst rank: from F to B or W."""
+    order_s: list[float] = field(default_factory=list)
+    """Time of the order that ran, with exact ops and free messages."""
+    replays_s: list[float] = field(default_factory=list)
+    """The same with the ops as they were."""
+    overheads: list[float] = field(default_factory=list)
+    """Last end - first begin over that, minus 1: what runtime and messages added."""
+    ideal_s: float = 0.0
+    """The largest sum of op times of a rank, in the first draw."""
+    op_inflation: float = 0.0
+    """Time recorded in ops over the time that they should take, minus 1."""
+    peak_live: float = 0.0
+    """Activations that were alive at once, at most, on the worst rank."""
+    cpu_s: float = 0.0
     """Median over the steps of the mean processor time of a rank."""
-    num_ops: int
+    num_ops: int = 0
     """Most ops of a rank in one step."""
-    hops: float
+    hops: float = 0.0
     """Messages on the longest path of the order that ran: so many latencies make it longer."""
-    gap_s: float
+    gap_s: float = 0.0
     """Median from the end of an op to the start of the next of its rank, whose input was there."""
-    hop_s: float
+    hop_s: float = 0.0
     """Median from the end of an op to the start of one that waits for it on another rank."""
+    host_waits: dict[str, int] = field(default_factory=dict)
+    """By line: how often a host waited for its device, all steps together."""
+    waits_per_action: float = 0.0
+
+    @property
+    def median_s(self) -> float:
+        """Median step."""
+        return statistics.median(self.seconds)
+
+    @property
+    def min_s(self) -> float:
+        """Shortest step."""
+        return min(self.seconds)
+
+    @property
+    def optimum_s(self) -> float:
+        """Median time of the order that ran, with exact ops."""
+        return statistics.median(self.order_s)
 
     @property
     def ratio(self) -> float:
         """Median time over ideal."""
         return self.median_s / self.ideal_s
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return all figures for `--json`."""
-        return {**asdict(self), "ratio": self.ratio}
 
-
-def evaluate(steps: Sequence[Sequence[Step]], placement: Placement, times: OpTimes) -> Figures:
+def evaluate(
+    steps: Sequence[Sequence[Step]], placement: Placement, times: OpTimes | Sequence[OpTimes]
+) -> Figures:
     """Return the figures of a measurement.
 
     Args:
-        steps: By rank of the world, then by step.
+        steps: By rank of the world, then by step: all draws, and again for each repetition.
         placement: Where the stages are; rank r of pipeline t is rank `r * twins + t` of the world.
-        times: What the ops slept.
+        times: What the ops should have taken: in all steps, or by draw.
     """
     by_step = list(zip(*steps, strict=True))
-    rows = [[step.ops for step in ranks] for ranks in by_step]
-    ops = [op for ranks in rows for row in ranks for op in row]
-    seconds = [_seconds(ranks) for ranks in by_step]
-    replays = [replay(ranks, placement, lambda op: op.duration_s) for ranks in rows]
-    overheads = [_span(ranks) / found - 1 for ranks, found in zip(rows, replays, strict=True)]
-    # A latency too small to change the longest path makes the order longer by one for each hop.
-    little_s = 1e-6 * times.forward_s
-    optimum_s, later_s = (
-        statistics.median(replay(ranks, placement, times.of, latency_s) for ranks in rows)
-        for latency_s in (0.0, little_s)
-    )
-    gaps_s, hops_s = [0.0] * (not ops), list[float]()
-    for ranks in rows:
-        made = {_made_by(op, r % placement.twins): op.end_s for r, row in enumerate(ranks)
+    draws = [times] * len(by_step) if isinstance(times, OpTimes) else times
+    by_draw: list[list[tuple[float, ...]]] = [[] for _ in draws]
+    spent_s = nominal_s = live = most = 0.0
+    gaps_s, hops_s, hops = list[float](), list[float](), list[float]()
+    waits: Counter[str] = Counter()
+    for position, ranks in enumerate(by_step):
+        draw, rows = draws[position % len(draws)], [step.ops for step in ranks]
+        order_s = replay(rows, placement, draw.of)
+        replay_s = replay(rows, placement, lambda op: op.duration_s)
+        # Compared as tuples below: the time of the step comes first.
+        took = seconds_of(ranks), order_s, replay_s, _span(rows) / replay_s - 1
+        by_draw[position % len(draws)].append(took)
+        # A latency too small to change the longest path makes the order longer by one for each hop.
+        little_s = 1e-6 * draw.forward_s
+        hops.append(round((replay(rows, placement, draw.of, little_s) - order_s) / little_s))
+        spent_s += sum(op.duration_s for row in rows for op in row)
+        nominal_s += sum(draw.of(op) for row in rows for op in row)
+        live = max(live, draw.share * max(step.peak_live for step in ranks))
+        most = max(most, draw.share * max(map(peak, rows)))
+        for step in ranks:
+            waits.update(step.host_waits)
+        made = {_made_by(op, r % placement.twins): op.end_s for r, row in enumerate(rows)
                 for op in row if op.kind != "W"}  # fmt: skip
-        for r, row in enumerate(ranks):
+        for r, row in enumerate(rows):
             for before, op in pairwise(row):
                 ready_s = _ready(op, r % placement.twins, placement, made, 0.0)
                 assert ready_s is not None
@@ -103,89 +130,34 @@ def evaluate(steps: Sequence[Sequence[Step]], placement: Placement, times: OpTim
                     gaps_s.append(op.begin_s - before.end_s)
                 else:
                     hops_s.append(op.begin_s - ready_s)
+    seconds, orders_s, replays_s, overheads = map(list, zip(*map(min, by_draw), strict=True))
     return Figures(
-        median_s=statistics.median(seconds),
-        min_s=min(seconds),
-        max_s=max(seconds),
-        ideal_s=max(sum(map(times.of, row)) for row in rows[0]),
-        optimum_s=optimum_s,
-        replay_s=statistics.median(replays),
-        replay_overhead=statistics.median(overheads),
-        min_replay_overhead=min(overheads),
-        op_inflation=sum(op.duration_s for op in ops) / sum(map(times.of, ops)) - 1,
-        peak_live=times.share * max(step.peak_live for ranks in by_step for step in ranks),
-        peak_of_order=times.share * max(peak(row) for ranks in rows for row in ranks),
+        seconds=seconds,
+        peak_of_order=most,
+        order_s=orders_s,
+        replays_s=replays_s,
+        overheads=overheads,
+        ideal_s=max(sum(map(draws[0].of, step.ops)) for step in by_step[0]),
+        op_inflation=spent_s / nominal_s - 1,
+        peak_live=live,
         cpu_s=statistics.median(statistics.mean(s.cpu_s for s in ranks) for ranks in by_step),
-        num_ops=max(len(row) for row in rows[0]),
-        hops=round((later_s - optimum_s) / little_s) if little_s else 0,
+        num_ops=max(len(step.ops) for step in by_step[0]),
+        hops=statistics.median(hops),
         gap_s=statistics.median(gaps_s or [0.0]),
         hop_s=statistics.median(hops_s or [0.0]),
+        host_waits=dict(waits),
+        waits_per_action=waits.total() / sum(len(s.ops) for ranks in by_step for s in ranks),
     )
 
 
-@dataclass
-class Draws:
-    """One system at several draws of the times of its ops.
-
-    Lists have one item for each draw, that of its shortest repetition: other load only adds time.
-    """
-
-    seconds: list[float]
-    """Of the step, from its first rank's begin to its last rank's end."""
-    peak: float
-    """Activations that the order keeps at most, in those of a micro-batch on 1/pp of the model."""
-    order_s: list[float] = field(default_factory=list)
-    """Time of the order that ran, with exact ops and free messages."""
-    overheads: list[float] = field(default_factory=list)
-    """Share of that order, with its ops as they were, that runtime and messages added."""
-    op_inflation: float = 0.0
-    """Time in ops over the time that they should take, minus 1."""
-
-
-def draws_of(
-    steps: Sequence[Sequence[Step]], placement: Placement, times: Sequence[OpTimes]
-) -> Draws:
-    """Return the figures of steps at several draws.
-
-    Args:
-        steps: By rank of the world, then by step: all draws, and again for each repetition.
-        placement: Where the stages are.
-        times: What ops should have taken, by draw.
-    """
-    by_draw: list[list[tuple[float, float, float]]] = [[] for _ in times]
-    spent_s = nominal_s = most = 0.0
-    for position, ranks in enumerate(zip(*steps, strict=True)):
-        draw = times[position % len(times)]
-        rows = [step.ops for step in ranks]
-        ops = [op for row in rows for op in row]
-        order_s = replay(rows, placement, draw.of)
-        # Compared as tuples below: the time of the step comes first.
-        took = _seconds(ranks), order_s, overhead(rows, placement)
-        by_draw[position % len(times)].append(took)
-        spent_s += sum(op.duration_s for op in ops)
-        nominal_s += sum(map(draw.of, ops))
-        most = max(most, draw.share * max(map(peak, rows)))
-    seconds, orders_s, overheads = map(list, zip(*map(min, by_draw), strict=True))
-    return Draws(seconds, most, orders_s, overheads, spent_s / nominal_s - 1)
-
-
-def _seconds(ranks: Sequence[Step]) -> float:
+def seconds_of(ranks: Sequence[Step]) -> float:
+    """Return the time of a step, from its first rank's begin to its last rank's end."""
     return max(step.end_s for step in ranks) - min(step.begin_s for step in ranks)
 
 
 def _span(rows: Sequence[Sequence[Op]]) -> float:
     ops = [op for row in rows for op in row]
     return max(op.end_s for op in ops) - min(op.begin_s for op in ops)
-
-
-def overhead(rows: Sequence[Sequence[Op]], placement: Placement) -> float:
-    """Return what the runtime and its messages added to an order of ops, as a part of its time.
-
-    Args:
-        rows: By rank of the world, the ops in the order in which they ran.
-        placement: Where the stages are.
-    """
-    return _span(rows) / replay(rows, placement, lambda op: op.duration_s) - 1
 
 
 def peak(row: Sequence[Op]) -> int:

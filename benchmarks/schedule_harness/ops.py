@@ -96,8 +96,10 @@ class Step(NamedTuple):
     ops: list[Op]
     peak_live: float
     """Activations of stages, in whole micro-batches."""
-    cpu_s: float
+    cpu_s: float = 0.0
     """Processor time of the rank."""
+    host_waits: Mapping[str, int] = {}
+    """By line: how often the host waited for its device."""
 
 
 class Peaks(NamedTuple):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.simulate import simulate
@@ -16,7 +16,7 @@ from megatron_ext.schedules.table.transforms import split_backwards
 
 from . import launch, rank
 from .bound import shortest
-from .metrics import Draws, draws_of
+from .metrics import Figures, evaluate
 from .noise import SCENARIOS, NoisyTimes, noisy
 
 if TYPE_CHECKING:
@@ -32,18 +32,19 @@ _LATENCY = 0.01
 
 
 def measure(
-    system: System, sizes: Sizes, names: Sequence[str], repetitions: int = 1
-) -> dict[str, Draws]:
+    system: System, sizes: Sizes, names: Sequence[str], repetitions: int = 1, **where: Any
+) -> dict[str, Figures]:
     """Run a system in some scenarios, with `sizes.steps` draws of each.
 
-    Those with late messages are a run of their own: stages or transports wait in them.
+    Those with late messages are a run of their own: stages or transports wait in them. `where`: the
+    device of the ranks and their environment, as `launch.run` takes them.
 
     Raises:
         ScheduleError: There is no such schedule of this size.
         RanksFailed: A rank failed.
     """
     system.check(sizes.pp, sizes.num_microbatches)
-    found: dict[str, Draws] = {}
+    found: dict[str, Figures] = {}
     for waits in (False, True):
         together = [name for name in names if SCENARIOS[name].delays_messages == waits]
         if not together:
@@ -53,22 +54,22 @@ def measure(
         draws = {name: noisy(system, sizes, name) for name in together}
         times = [each for mine in draws.values() for each in mine * repetitions]
         repeats = 2 * repetitions * len(together)  # late messages make steps longer
-        by_rank = launch.run(rank.measure, system, sizes, times, waits, repeats=repeats)
+        by_rank = launch.run(rank.measure, system, sizes, times, waits, repeats=repeats, **where)
         count = repetitions * sizes.steps
         for index, name in enumerate(together):
             steps = [records[index * count : (index + 1) * count] for records in by_rank]
-            found[name] = draws_of(steps, system.placement(sizes.pp), draws[name])
+            found[name] = evaluate(steps, system.placement(sizes.pp), draws[name])
     return found
 
 
-def expect(system: Own, sizes: Sizes, names: Sequence[str]) -> dict[str, Draws]:
+def expect(system: Own, sizes: Sizes, names: Sequence[str]) -> dict[str, Figures]:
     """Simulate a system in some scenarios, as on a machine without overhead; times in forwards."""
     system.check(sizes.pp, sizes.num_microbatches)
     found = {}
     for name in names:
         lines = [simulated(system, sizes, times) for times in noisy(system, sizes, name, 1.0)]
         peak = max(line.peak_activations for line in lines)
-        found[name] = Draws([line.makespan for line in lines], peak)
+        found[name] = Figures([line.makespan for line in lines], peak)
     return found
 
 

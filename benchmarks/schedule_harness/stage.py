@@ -14,6 +14,7 @@ With the parameter `z` the first stage has an input gradient to compute, as with
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from contextlib import AbstractContextManager
@@ -81,6 +82,15 @@ class Probe:
     _later_s: dict[Kind, float] = field(default_factory=dict)
     """By kind: how much later than wanted its ops end, on the median."""
     _alive: list[tuple[StorageWeakRef, float]] = field(default_factory=list)
+
+    def meet(self) -> None:
+        """Wait for all ranks, right before a step."""
+        gc.collect()
+        torch.distributed.barrier()
+
+    def finish(self) -> dict[str, int]:
+        """End a step; return how often the host waited for its device in it, by line."""
+        return {}
 
     def op(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Record what runs inside as one op."""

@@ -6,6 +6,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from megatron_ext.schedules.table.transforms import split_backwards
 from .ops import SEQUENCE_LENGTH, OpTimes
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_ext.config.pipeline_config import DevicePath, Tracing, TransportName
     from megatron_ext.schedules import Schedule
 
@@ -53,6 +56,22 @@ class System(ABC):
         self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
     ) -> Callable[[], None]:
         """Return the function that runs one step on this rank, of an initialised world."""
+
+    def join(self, pp: int, backend: str, timeout_s: float) -> None:
+        """Join the other ranks."""
+        from torch import distributed
+
+        distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+    def probe(self, times: OpTimes, device: torch.device) -> Probe:
+        """Return what records this rank, where stages sleep, or a device takes the time."""
+        if device.type == "cpu":
+            from .stage import Probe
+
+            return Probe(times)
+        from .device_probe import DeviceProbe
+
+        return DeviceProbe(times, device)
 
     def share(self, pp: int) -> float:
         """Return which part of 1/pp of the model one stage is."""
