@@ -223,11 +223,6 @@ def _refuse_modules(*_call: Any) -> Any:
     )
 
 
-def _is_requested() -> bool:
-    found = active.active()
-    return bool(requested_flags()) or (found is not None and found.requested is not None)
-
-
 # -- tied embeddings -----------------------------------------------------------------------------
 
 
@@ -313,10 +308,6 @@ def _evaluate(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Ke
     return share_losses(losses, groups), *others
 
 
-def _is_in_force() -> bool:
-    return active.active() is not None
-
-
 def _patch(name: str, target: str, fn: Callable[..., Any], reason: str, **options: Any) -> Patch:
     return Patch(
         id=f"bridge.{name}",
@@ -341,14 +332,17 @@ PATCHES = (
         "config:megatron_mimo_runtime_config_update",
         _refuse_modules,
         "runs several pipelines with its own 1F1B and would ignore the chosen schedule",
-        when=_is_requested,
+        when=lambda: (
+            bool(requested_flags())
+            or ((found := active.active()) is not None and found.requested is not None)
+        ),
     ),
     _patch(
         "train_step",
         "train:train_step",
         _train_step,
         "schedules need the iteration, and the last rank logs, but the first may have the losses",
-        when=_is_in_force,
+        when=lambda: active.active() is not None,
     ),
     _patch(
         "evaluate",

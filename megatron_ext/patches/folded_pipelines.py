@@ -117,13 +117,6 @@ def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     return losses if losses is None else share_losses(losses), *others
 
 
-def _whole_batch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Give all tensor-parallel ranks all fields."""
-    # Upstream sends the fields of the first stage to a rank that holds it, else those of the last
-    # stage, regardless of the chunk; stages with MTP get both.
-    return call(*args[:1], **{**kwargs, "mtp_on_this_rank": True})
-
-
 def check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse optimizer state that is sharded along the gradient buffers of other stages."""
     optimizer = args[2] if len(args) > 2 else kwargs["optimizer"]
@@ -267,7 +260,11 @@ PATCHES = (
         _patch(
             "batch",
             f"{module}:get_batch_on_this_tp_rank",
-            _whole_batch,
+            # It sends the fields of the first stage to a rank that holds it, else those of the last
+            # stage, regardless of the chunk; stages with MTP get both.
+            lambda call, _instance, args, kwargs: call(
+                *args[:1], **{**kwargs, "mtp_on_this_rank": True}
+            ),
             "sends tensor-parallel ranks only the fields of the first stage if a rank holds both",
             **releases,
         )

@@ -174,11 +174,6 @@ def _over_ours(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return call(*args, **kwargs) if done is None else done
 
 
-def _is_carried_by_us() -> bool:
-    found = active.active()
-    return found is not None and any((found.pipeline, found.transport_only, found.job))
-
-
 def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Check hyper-connections as in one stage, then the pipeline as of a model without them."""
     if not instance.enable_mhc_connections or instance.pipeline_model_parallel_size == 1:
@@ -333,7 +328,10 @@ PATCHES = (
         id="pipeline.streams",
         target=_CONFIG,
         fn=_allow_streams,
-        when=_is_carried_by_us,
+        when=lambda: (
+            (found := active.active()) is not None
+            and any((found.pipeline, found.transport_only, found.job))
+        ),
         since="0.20",
         feature="transport",
         reason="refuses hyper-connections with several stages, because its messages have "

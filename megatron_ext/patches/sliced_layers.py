@@ -24,11 +24,6 @@ def _state() -> Any:
     return None if runtime is None or found is None else found.state(runtime.KeptState)
 
 
-def _runs_slice() -> bool:
-    found = _state()
-    return found is not None and found.running is not None
-
-
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Let the queries of a slice attend to all tokens up to its end."""
     return _state().attend(call, instance, *args, **kwargs)
@@ -53,26 +48,6 @@ def _look_ahead(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return call(**given)
 
 
-def _roll(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Shift the whole micro-batch, and take the slice of it."""
-    return _state().roll(call, *args, **kwargs)
-
-
-def _route(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Note which router balances, and count tokens in forwards that keep nothing."""
-    return _state().route(call, instance, *args, **kwargs)
-
-
-def _balance(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Weigh the probabilities of a slice by the tokens of all slices."""
-    return _state().balance(*args, **kwargs)
-
-
-def _share(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the average over a slice a part of the average over the micro-batch."""
-    return _state().z_loss(call(*args, **kwargs))
-
-
 def _with_length_of_slice(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Let a script's forward step read the length of the slice as that of sequences."""
     # Scripts give tensor-parallel ranks buffers of this length, which they receive the slice in.
@@ -93,7 +68,7 @@ def _patch(
         id=f"slices.{name}",
         target=f"megatron.core.{target}",
         fn=fn,
-        when=_runs_slice,
+        when=lambda: (found := _state()) is not None and found.running is not None,
         order=order,
         feature="schedules",
         reason=reason,
@@ -141,7 +116,7 @@ PATCHES = (
     _patch(
         "predicted_tokens",
         f"{_MTP}:roll_tensor",
-        _roll,
+        lambda call, _instance, args, kwargs: _state().roll(call, *args, **kwargs),
         "ends with the slice, but its last token predicts tokens of the next one",
     ),
     _patch(
@@ -159,19 +134,19 @@ PATCHES = (
     _patch(
         "route",
         "transformer.moe.router:TopKRouter.routing",
-        _route,
+        lambda call, instance, args, kwargs: _state().route(call, instance, *args, **kwargs),
         "leaves balancing losses to recomputation, in which the counts of other slices are missing",
     ),
     _patch(
         "balance",
         "transformer.moe.moe_utils:switch_load_balancing_loss_func",
-        _balance,
+        lambda _call, _instance, args, kwargs: _state().balance(*args, **kwargs),
         "balances the tokens of a slice, as if there were no others in the micro-batch",
     ),
     _patch(
         "z_loss",
         "transformer.moe.moe_utils:z_loss_func",
-        _share,
+        lambda call, _instance, args, kwargs: _state().z_loss(call(*args, **kwargs)),
         "averages over the tokens that it is given, those of a slice",
     ),
 )
