@@ -1,6 +1,6 @@
 """Forward/backward disaggregation: predicted and measured step times, memory, weight transfer.
 
-    python benchmarks/disaggregation.py [--forward-ms MS] [--steps N] [--quick] [--json FILE]
+    python benchmarks/disaggregation.py [--quick] [--json FILE]
 
 1. Sleeping stages (a backward takes twice as long as a forward) run under the disaggregated
    executor and under this package's 1F1B, both over shared memory. The table shows each measured
@@ -31,7 +31,7 @@ from benchmarks.schedule_harness.ops import Sizes
 from benchmarks.schedule_harness.roles import Case, Trained, measure_training
 from tests.ranks import run_ranks
 
-_BAR = 0.03
+_BAR, _FORWARD_S = 0.03, 0.04
 _STEP_HEAD = ("", "TP", "PP", "M", "computed", "measured", "", "time, computed", "measured",
               "devices")  # fmt: skip
 _TRAINING_HEAD = ("8 layers, hidden size 256, PP 2", "ms a step", "MiB, first stage, backward rank",
@@ -97,15 +97,15 @@ def cases() -> list[tuple[Case, int, int]]:
     return rows
 
 
-def measure_rows(wanted: list[tuple[Case, int, int]], forward_s: float, steps: int) -> list[Row]:
+def measure_rows(wanted: list[tuple[Case, int, int]], steps: int) -> list[Row]:
     """Measure the first table."""
     found = []
     for case, pp, count in wanted:
-        sizes = Sizes(pp, count, forward_s, 2, steps, 60.0)
+        sizes = Sizes(pp, count, _FORWARD_S, 2, steps, 60.0)
         replicas = case.num_processes(pp) // pp
         by_rank = launch.run(rank.measure, case, sizes, replicas=replicas, repeats=case.tp)
         seconds = map(seconds_of, zip(*by_rank, strict=True))
-        units = statistics.median(each / forward_s for each in seconds)
+        units = statistics.median(each / _FORWARD_S for each in seconds)
         found.append(Row(case, pp, count, case.computed(pp, count), units))
         print(f"{case.name}, pp {pp}, tp {case.tp}: {units:.2f}", file=sys.stderr)
     return found
@@ -158,16 +158,15 @@ def training_as_markdown(found: dict[str, list[Trained]]) -> str:
 def main() -> None:
     """Measure and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--forward-ms", type=float, default=40.0, help="of one stage (default: 40)")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one stage, no training")
+    parser.add_argument("--quick", action="store_true", help="one stage, one step, no training")
     add_json(parser)
     args = parser.parse_args()
     launch.clean_up_when_terminated()
     wanted = [(case, pp, count) for case, pp, count in cases() if pp == 1 or not args.quick]
-    rows = measure_rows(wanted, args.forward_ms / 1e3, args.steps)
+    steps = 1 if args.quick else 3
+    rows = measure_rows(wanted, steps)
     conditions = (
-        f"Forwards of a stage, {args.forward_ms:g} ms each; the median of {args.steps} steps; "
+        f"Forwards of a stage, {1e3 * _FORWARD_S:g} ms each; the median of {steps} steps; "
         f"{machine()}. Last, time and devices relative to 1F1B on as many stages."
     )
     table = steps_as_markdown(rows, conditions)

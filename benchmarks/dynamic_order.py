@@ -1,7 +1,6 @@
 """The gain of a dynamic order: all comparisons of docs/results-dynamic-orders.md.
 
-    python benchmarks/dynamic_order.py [--simulate] [--draws N] [--repetitions N] [--forward-ms T]
-        [--pp P ...] [--json FILE]
+    python benchmarks/dynamic_order.py [--simulate] [--draws N] [--quick] [--json FILE]
 
 Processes and messages are real; stages emulate computation by sleeping (see schedules.py). All
 systems get the same draws of noise. The numbers are speed-ups, the time of the reference over that
@@ -197,24 +196,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--simulate", action="store_true", help="compute what to expect instead")
     parser.add_argument("--draws", type=int, default=5, help="seeds of the noise")
-    parser.add_argument("--repetitions", type=int, default=5, help="of each draw")
-    parser.add_argument(
-        "--forward-ms",
-        type=float,
-        help="forward of 1/pp of the model; default: 8, 10 at pp 8, 40 for what the runtime adds",
-    )
-    parser.add_argument("--pp", type=int, nargs="+", default=[4, 8], help="sizes: 4, 8 or both")
+    parser.add_argument("--quick", action="store_true", help="one draw of the last tables")
     add_json(parser)
     args = parser.parse_args()
     launch.clean_up_when_terminated()
     name = "simulated" if args.simulate else "measured"
     found = []
-    for part in PARTS:
-        if part.pp in args.pp and not (args.simulate and part.most_overhead is not None):
-            forward_s = (args.forward_ms or part.forward_ms) / 1e3
-            sizes = Sizes(part.pp, part.num_microbatches, forward_s, 2, args.draws, timeout_s=60.0)
-            repetitions = args.repetitions if part.most_overhead is None else 1
-            found.append(run(part, sizes, None if args.simulate else repetitions))
+    parts = [p for p in PARTS if not (args.simulate and p.most_overhead is not None)]
+    for part in parts[-1:] if args.quick else parts:
+        draws, forward_ms = (1, 8.0) if args.quick else (args.draws, part.forward_ms)
+        sizes = Sizes(part.pp, part.num_microbatches, forward_ms / 1e3, 2, draws, timeout_s=60.0)
+        repetitions = 5 if part.most_overhead is None else 1
+        found.append(run(part, sizes, None if args.simulate else repetitions))
     texts = [f"{name.capitalize()}; median of the draws (lowest .. highest).", *map(text_of, found)]
     print(f"<!-- {name}: begin -->\n" + "\n\n".join(texts) + f"\n<!-- {name}: end -->")
     if args.json:

@@ -1,6 +1,6 @@
 """The cost of `megatron-ext launch`: over plain torchrun, with many hosts and lines, after a kill.
 
-    python benchmarks/launch.py [WHAT ...] [--rounds N] [--quick] [--json FILE]
+    python benchmarks/launch.py [WHAT ...] [--quick] [--json FILE]
 
 `torchrun`  torchrun and the launcher start a script on this machine, in turn. What the launcher
             adds is the difference of the medians, in time and in processor time, which is the more
@@ -242,14 +242,11 @@ def main() -> None:
     parts = {torchrun: 5, hosts: 64, lines: 1_000_000, restart: 3}
     names = [part.__name__ for part in parts]
     parser.add_argument("what", nargs="*", help=f"parts, of {', '.join(names)} (default: all)")
-    parser.add_argument("--rounds", type=int, help="of torchrun and restart (default: 5 and 3)")
     parser.add_argument("--quick", action="store_true", help="one round, few hosts and lines")
     add_json(parser)
     args = parser.parse_args()
     if unknown := set(args.what) - set(names):
         parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(names)}")
-    if args.rounds:
-        parts |= {torchrun: args.rounds, restart: args.rounds}
     if args.quick:
         parts = {torchrun: 1, hosts: 4, lines: 10_000, restart: 1}
     rows = []

@@ -1,14 +1,14 @@
 """Gain of balancing by cost where samples differ in length, on emulated stages.
 
-    python benchmarks/lengths.py [--workload NAME ...] [--size PPxM ...] [--replicas N] [--draws N]
-        [--repetitions N] [--forward-ms T] [--only TEXT ...] [--simulate] [--json FILE] [--quick]
+    python benchmarks/lengths.py [--workload NAME ...] [--size PPxM ...] [--draws N]
+        [--forward-ms T] [--only TEXT ...] [--simulate] [--json FILE] [--quick]
 
 A stage sleeps a*L + b*L^2 for each sample of a micro-batch, with a and b of Llama 3 8B. Processes
 and messages are real. The replicas of a step run one after another, since a machine has few cores,
 and the slowest counts. All lines of a table get the same batches, so the same tokens and the same
 gradient:
 
-    step ms    slowest replica, median of the draws; of each replica its shortest repetition counts
+    step ms    slowest replica, median of the draws
     speed      tokens per second over those of Megatron's interleaved schedule with file order:
                median of the draws (lowest .. highest)
     order      the same ratio for the orders that ran, with exact ops and free messages: without
@@ -49,11 +49,11 @@ from benchmarks.common.tables import add_only, chosen, machine, ratios, size, sp
 from benchmarks.schedule_harness import launch, rank
 from benchmarks.schedule_harness.metrics import evaluate
 from benchmarks.schedule_harness.ops import ScaledTimes, Sizes
+from benchmarks.schedule_harness.scenarios import simulated
 from benchmarks.schedule_harness.systems import Own, Peer, System, all_systems
 from megatron_ext.config.pipeline_config import DynamicOrder
-from megatron_ext.schedules import Costs, generate, simulate
+from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.commands import aligned
-from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.length_balance import (
     LengthCost,
     best_order,
@@ -64,6 +64,7 @@ from megatron_ext.schedules.search.length_balance import (
     shortest,
 )
 
+_STATIC = Own("interleaved", "interleaved", {"chunks": 2}, transport="shm")
 UPSTREAM = "megatron-core interleaved, file order"
 _KINDS = (
     (52.66, 974.0),  # general English
@@ -75,6 +76,8 @@ _KINDS = (
 )
 """Percent of the examples and their mean length in tokens."""
 _SIGMA = 0.8
+_REPLICAS = 4
+"""Pipelines that share a batch."""
 _LONG_SHARE = 0.03
 _COST = LengthCost.of_model(4096, 14336, gated=True, query_width=4096, key_width=1024)
 """Of a layer of Llama 3 8B."""
@@ -143,18 +146,17 @@ def ways() -> list[Way]:
         for system in all_systems()
         if isinstance(system, Peer) and system.schedule == "interleaved-overlap"
     ]
-    static = Own("interleaved", "interleaved", {"chunks": 2}, transport="shm")
     hint = DynamicOrder(policy="hint")
     dynamic = Own("dynamic", "interleaved", {"chunks": 2}, transport="shm", dynamic=hint)
     zb_v = Own("zb-v", "zb-v", transport="shm")
     dynamic_zb_v = Own("zb-v dynamic", "zb-v", transport="shm", dynamic=hint)
     return [
         Way(UPSTREAM, upstream),
-        Way("interleaved, file order", static),
-        Way("interleaved, order", static, orders=True),
-        Way("interleaved, pack", static, "pack", orders=True),
-        Way("interleaved, repack", static, "repack"),
-        Way("interleaved, repack and order", static, "repack", orders=True),
+        Way("interleaved, file order", _STATIC),
+        Way("interleaved, order", _STATIC, orders=True),
+        Way("interleaved, pack", _STATIC, "pack", orders=True),
+        Way("interleaved, repack", _STATIC, "repack"),
+        Way("interleaved, repack and order", _STATIC, "repack", orders=True),
         Way("interleaved, dynamic", dynamic),
         Way("interleaved, pack and dynamic", dynamic, "pack", orders=True),
         Way("interleaved, repack, order and dynamic", dynamic, "repack", orders=True),
@@ -227,15 +229,8 @@ def step_time(system: System, pp: int, scales: Sequence[float]) -> float:
         pp: Ranks of the pipeline.
         scales: What each micro-batch costs, in the order in which they run.
     """
-    costs = Costs(microbatch_scale=tuple(scales))
-    if not isinstance(system, Own):
-        return simulate(generate("interleaved", pp, len(scales), chunks=2), costs).makespan
-    pipeline = system.pipeline(pp, len(scales))
-    if pipeline.dynamic is None:
-        return simulate(pipeline.full, costs).makespan
-    return simulate_dynamic(
-        pipeline.full, lambda rank: pipeline.policy(len(scales), rank), costs
-    ).makespan
+    own = system if isinstance(system, Own) else _STATIC
+    return simulated(own, pp, len(scales), Costs(microbatch_scale=tuple(scales))).makespan
 
 
 @dataclass
@@ -250,10 +245,10 @@ class Line:
     """By replica of each draw: what runtime and messages added to the order that ran."""
 
 
-def run(way: Way, sizes: Sizes, batches: Sequence[Batch], repetitions: int) -> Line:
-    """Run all replicas of all batches in one way, with the same processes; simulate them for 0."""
+def run(way: Way, sizes: Sizes, batches: Sequence[Batch], *, simulates: bool) -> Line:
+    """Run, or simulate, all replicas of all batches in one way, with the same processes."""
     rows, replicas = [batch.rows(way) for batch in batches], batches[0].num_replicas
-    if not repetitions:
+    if simulates:
         seconds = [
             sizes.forward_s * max(step_time(way.system, sizes.pp, row) for row in by_replica)
             for by_replica in rows
@@ -261,8 +256,8 @@ def run(way: Way, sizes: Sizes, batches: Sequence[Batch], repetitions: int) -> L
         return Line(seconds, seconds)
     share = way.system.share(sizes.pp)
     times = [ScaledTimes(sizes.forward_s, share, row) for by in rows for row in by]
-    repeats = repetitions * replicas  # one after another, by the same processes
-    steps = launch.run(rank.measure, way.system, sizes, times * repetitions, repeats=repeats)
+    # One after another, by the same processes.
+    steps = launch.run(rank.measure, way.system, sizes, times, repeats=replicas)
     found = evaluate(steps, way.system.placement(sizes.pp), times)
     return Line(
         *(
@@ -322,9 +317,7 @@ def main() -> int:
         help=f"of {', '.join(WORKLOADS)} (default: all)")  # fmt: skip
     add("--size", nargs="+", type=size, default=[(4, 16), (8, 32)], metavar="PPxM",
         help="ranks of a pipeline and its micro-batches (default: 4x16 8x32)")  # fmt: skip
-    add("--replicas", type=int, default=4, help="pipelines that share a batch")
     add("--draws", type=int, default=2, help="global batches of each size")
-    add("--repetitions", type=int, default=1, help="of each replica's step")
     add("--forward-ms", type=float, help="forward of the mean micro-batch on a rank; default: "
         "160/pp")  # fmt: skip
     add("--simulate", action="store_true", help="compute what to expect instead of measuring")
@@ -333,17 +326,15 @@ def main() -> int:
     add_json(parser)
     args = parser.parse_args()
     if args.quick:
-        args.workload, args.size, args.replicas = args.workload[-1:], [(2, 4)], 2
+        args.workload, args.size = args.workload[-1:], [(2, 4)]
         args.draws, args.forward_ms = 1, 1.0
     launch.clean_up_when_terminated()
-    if args.simulate:
-        args.repetitions = 0
     reference, *others = ways()
     tables = []
     for name in args.workload:
         for pp, num_microbatches in args.size:
             batches = [
-                Batch(WORKLOADS[name], pp, num_microbatches, args.replicas, seed)
+                Batch(WORKLOADS[name], pp, num_microbatches, _REPLICAS, seed)
                 for seed in range(args.draws)
             ]
             forward_s = (args.forward_ms or 160 / pp) / 1e3
@@ -351,7 +342,7 @@ def main() -> int:
             lines = {}
             for way in [reference, *chosen(parser, others, args.only)]:
                 print(f"{name}, pp {pp}: {way.name}", file=sys.stderr)
-                lines[way.name] = run(way, sizes, batches, args.repetitions)
+                lines[way.name] = run(way, sizes, batches, simulates=args.simulate)
             planning = {"share out": "deal_s", "order": "order_s", "repack": "pack_s"}
             tables.append(Table(
                 name, pp, num_microbatches,
@@ -363,11 +354,11 @@ def main() -> int:
                 lines=lines,
             ))  # fmt: skip
             print(f"{text_of(tables[-1])}\n", flush=True)
-    conditions = f"simulated; {args.replicas} replicas, {args.draws} draws"
+    conditions = f"simulated; {_REPLICAS} replicas, {args.draws} draws"
     if not args.simulate:
         forward = f"{args.forward_ms:g} ms" if args.forward_ms else "160 ms / pp"
         conditions = (
-            f"{args.replicas} replicas one after another, {args.draws} draws, forward of the mean "
+            f"{_REPLICAS} replicas one after another, {args.draws} draws, forward of the mean "
             f"micro-batch on a rank {forward}, either gradient as long; {machine()}"
         )
     print(conditions)

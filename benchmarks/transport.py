@@ -1,6 +1,6 @@
 """Latency and bandwidth of tensors between two processes: this package's wires and gloo.
 
-    python benchmarks/transport.py [--rounds N] [--json FILE]
+    python benchmarks/transport.py [--quick] [--json FILE]
 
 Two processes use the Python interface of each transport. Latency is half of a round trip, the
 median of all; bandwidth is that of back-to-back messages, the median of the rounds. The wires take
@@ -314,9 +314,7 @@ def rows_of(num_bytes: int, times: dict[str, Times]) -> list[dict[str, Any]]:
         latency_s = statistics.median(measured.latency_s)
         bandwidths = measured.bandwidth_bytes_per_s or [num_bytes / latency_s]
         rows.append({
-            "wire": wire,
-            "nbytes": num_bytes,
-            "latency_s": latency_s,
+            "wire": wire, "nbytes": num_bytes, "latency_s": latency_s,
             "bandwidth_bytes_per_s": statistics.median(bandwidths),
             "ratio_to_gloo": gloo_s / latency_s,
         })  # fmt: skip
@@ -346,7 +344,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="one round of two sizes")
     add_json(parser, "the rows")
     args = parser.parse_args()
 
@@ -355,18 +353,13 @@ def main() -> None:
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = []
-    print(f"{'bytes':>10}  {'wire':<16}{'latency us':>12}{'GB/s':>8}{'x gloo':>8}")
-    for num_bytes in SIZES:
+    for num_bytes in SIZES[1:3] if args.quick else SIZES:
         times: dict[str, Times] = {}
         for backend in ("", *["cuda"] * torch.cuda.is_available()):
-            arguments = num_bytes, args.rounds, backend
+            arguments = num_bytes, 1 if args.quick else 15, backend
             times |= run_ranks(2, transport.measure, *arguments, timeout_s=300)[0]
-        for row in rows_of(num_bytes, times):
-            print(
-                f"{num_bytes:>10}  {row['wire']:<16}{1e6 * row['latency_s']:>12.1f}"
-                f"{row['bandwidth_bytes_per_s'] / 1e9:>8.2f}{row['ratio_to_gloo']:>8.1f}"
-            )
-            rows.append(row)
+        rows += rows_of(num_bytes, times)
+        print(f"{num_bytes} bytes", file=sys.stderr)
     print(markdown(rows))
     if missing := left_out():
         print(missing)

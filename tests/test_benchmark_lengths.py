@@ -73,7 +73,7 @@ def test_command(tmp_path: Path) -> None:
         table["lines"]["interleaved, file order"]["of_order"]
     )
     for line in table["lines"].values():
-        assert len(line["overheads"]) == 2, "one step for each replica"
+        assert len(line["overheads"]) == 4, "one step for each replica"
         assert table["bounds"][0] <= line["of_order"][0] <= line["seconds"][0]
     assert "bound" in done.stdout
 

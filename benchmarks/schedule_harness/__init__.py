@@ -2,19 +2,19 @@
 
 Processes, autograd and messages are real; only the computation is emulated, by sleeping, so that a
 laptop can distinguish schedules and runtimes. `benchmarks/schedules.py` is the command;
-`benchmarks/device_step.py` runs the same stages on an emulated device, which takes their time.
+with `--device` an emulated device takes their time.
 
     ops.py        the records of ranks, and the nominal durations of ops
     stage.py      the emulated stage, and the probe that records its ops and live activations
     systems.py    the systems to be measured, one for each row of the table
     megatron_core.py, torch_pipelining.py, own.py    one step of each system, on one rank
     noise.py, late.py    random durations of ops and messages
-    device_probe.py, device.py    the same on a device behind its host
+    device_probe.py    the probe of a device behind its host
     expert_steps.py, experts.py    stages with experts, whose exchanges pairs hide
     scenarios.py, bound.py    systems in disturbed steps, and the bound of any order
     planned.py    layouts of the planner, with a time for each stage
     launch.py     starts the ranks
-    roles.py      one rank of a disaggregated job
+    roles.py      disaggregated jobs beside 1F1B
     real_memory.py    what a real model keeps for its backwards
     rank.py       the measurements on one rank
     metrics.py    the metrics, from the records of all ranks

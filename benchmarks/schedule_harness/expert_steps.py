@@ -60,18 +60,20 @@ class ExpertTimes(OpTimes):
         return self.all_to_all * self.seconds("F", op.stage, op.microbatch)
 
 
-@dataclass(frozen=True)
-class OwnExperts(Own):
-    """A table of this package, whose stages have experts."""
-
-    experts: int = 2
-    """Ranks that exchange tokens."""
-
+class _WithExperts(System):
     def probe(self, times: OpTimes, device: torch.device) -> Probe:
         """Return what records this rank: the parts of a layer take their time on the device."""
         from .experts import ExpertProbe
 
         return ExpertProbe(times, device)
+
+
+@dataclass(frozen=True)
+class OwnExperts(_WithExperts, Own):
+    """A table of this package, whose stages have experts."""
+
+    experts: int = 2
+    """Ranks that exchange tokens."""
 
     def prepare(
         self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
@@ -85,19 +87,13 @@ class OwnExperts(Own):
 
 
 @dataclass(frozen=True)
-class StockExperts(System):
+class StockExperts(_WithExperts):
     """Megatron's interleaved schedule with two chunks, whose stages have experts."""
 
     overlaps: bool
     """True if its own overlap of their communication is on."""
     experts: int = 2
     """Ranks that exchange tokens."""
-
-    def probe(self, times: OpTimes, device: torch.device) -> Probe:
-        """Return what records this rank: the parts of a layer take their time on the device."""
-        from .experts import ExpertProbe
-
-        return ExpertProbe(times, device)
 
     def placement(self, pp: int) -> Placement:
         """Return where the stages are."""

@@ -17,19 +17,19 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.models.common import model_chunk_schedule_plan as plans
-from megatron.core.pipeline_parallel import combined_1f1b, schedules
+from megatron.core.pipeline_parallel import combined_1f1b
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 
 from megatron_ext.config.active import required
 from megatron_ext.runtime.runtime import Runtimes
 
-from . import own
+from . import megatron_core, own
 from .device_probe import DeviceProbe, TimedOp
 from .expert_steps import LAYERS, ExpertTimes, Part
-from .megatron_core import Chunk, initialize, make_config, record_steps, step_keywords
-from .stage import MESSAGE_SHAPE
+from .megatron_core import Chunk, first
+from .stage import MESSAGE_SHAPE, weight_product
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
@@ -125,15 +125,7 @@ class _Layer(torch.nn.Module):
         made = _Timed.apply(x, self, part)
         if part in ("dispatch", "combine"):
             return made
-        from_weights = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
-            input=x.detach()[..., :1],  # one feature: the product costs microseconds
-            weight=self.weights[part == "experts"],
-            bias=None,
-            gradient_accumulation_fusion=False,
-            allreduce_dgrad=False,
-            sequence_parallel=False,
-            tp_group=torch.distributed.group.WORLD,
-        )
+        from_weights = weight_product(x, self.weights[part == "experts"])
         return made + _Weights.apply(from_weights, self, part)
 
 
@@ -224,7 +216,7 @@ def _record_plans(probe: ExpertProbe, is_split: Callable[[tuple[int, int]], bool
             key = model.number, given["current_microbatch"]
             names.append((key[0], "F", key[1]))
         if given["b_model"] is not None:
-            stage, microbatch = _first(given["b_output_tensor"]).benchmark_key
+            stage, microbatch = first(given["b_output_tensor"]).benchmark_key
             kind: Kind = "I" if is_split((stage, microbatch)) else "B"
             names.append((stage, kind, microbatch))
         with TimedOp(probe, *names):
@@ -232,14 +224,10 @@ def _record_plans(probe: ExpertProbe, is_split: Callable[[tuple[int, int]], bool
                 probe.current = key
             outputs, num_tokens, found = step(*args, **kwargs)
             if model is not None:
-                _first(outputs).benchmark_key = key
+                first(outputs).benchmark_key = key
         return outputs, num_tokens, found
 
     combined_1f1b.combined_forward_backward_step = recorded
-
-
-def _first(tensors: Any) -> Any:
-    return tensors[0] if isinstance(tensors, list) else tensors
 
 
 def prepare_own(pipeline: Pipeline, probe: ExpertProbe, experts: int) -> Callable[[], None]:
@@ -264,19 +252,8 @@ def prepare(
         experts: Ranks that exchange tokens.
         overlaps: Whether with Megatron's own overlap of that.
     """
-    pp, chunks_per_rank = placement.num_ranks, placement.num_stages // placement.num_ranks
-    initialize(pp, chunks_per_rank, experts)
-    config = make_config(
-        pp,
-        virtual_pipeline_model_parallel_size=chunks_per_rank,
-        overlap_p2p_comm=True,
-        batch_p2p_comm=False,
+    made = megatron_core.prepare(
+        "interleaved-overlap", placement, num_microbatches, probe, ExpertChunk, experts, overlaps
     )
-    config.overlap_moe_expert_parallel_comm = overlaps
-    stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
-    chunks = [ExpertChunk(probe, config, c, stage) for c, stage in enumerate(stages)]
-    record_steps(probe, stages, lambda: "B")
     _record_plans(probe, lambda _key: False)
-    keywords = step_keywords(chunks, num_microbatches)
-    function = schedules.get_forward_backward_func()
-    return lambda: function(**keywords)
+    return made

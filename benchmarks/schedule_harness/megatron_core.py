@@ -23,7 +23,15 @@ from .stage import MESSAGE_SHAPE, EmulatedStage, Probe
 if TYPE_CHECKING:
     from megatron_ext.schedules import Kind, Placement
 
-__all__ = ["Chunk", "initialize", "make_config", "prepare", "record_steps", "step_keywords"]
+__all__ = [
+    "Chunk",
+    "first",
+    "initialize",
+    "make_config",
+    "prepare",
+    "record_steps",
+    "step_keywords",
+]
 
 
 class Chunk(torch.nn.Module):
@@ -139,41 +147,57 @@ def record_steps(
         key = stages[kwargs.get("vp_stage") or 0], kwargs["current_microbatch"]
         with probe.op("F", *key):
             output, num_tokens = forward_step(*args, **kwargs)
-            _first(output).benchmark_key = key
+            first(output).benchmark_key = key
         return output, num_tokens
 
     @functools.wraps(backward_step)  # releases are told apart by its parameters
     def recorded_backward(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
         kind = backward_kind()
         probe.splitting = kind == "I"
-        with probe.op(kind, *_first(output_tensor).benchmark_key):
+        with probe.op(kind, *first(output_tensor).benchmark_key):
             return backward_step(input_tensor, output_tensor, *args)
 
     schedules.forward_step, schedules.backward_step = recorded_forward, recorded_backward
 
 
-def _first(tensors: Any) -> Any:
+def first(tensors: Any) -> Any:
+    """Return a tensor, or the only one of a list."""
     return tensors[0] if isinstance(tensors, list) else tensors
 
 
 def prepare(
-    schedule: str, placement: Placement, num_microbatches: int, probe: Probe
+    schedule: str,
+    placement: Placement,
+    num_microbatches: int,
+    probe: Probe,
+    kind: type[Chunk] = Chunk,
+    experts: int = 1,
+    overlaps_experts: bool = False,
 ) -> Callable[[], None]:
-    """Return a function that runs one step of `1f1b`, `interleaved-batched` or `-overlap`."""
+    """Return a function that runs one step of `1f1b`, `interleaved-batched` or `-overlap`.
+
+    Args:
+        schedule: One of these.
+        placement: Where the stages are.
+        num_microbatches: In one step.
+        probe: Records the ops.
+        kind: What a rank's stages are.
+        experts: Ranks that exchange tokens.
+        overlaps_experts: Whether with Megatron's own overlap of that.
+    """
     pp, interleaved = placement.num_ranks, schedule != "1f1b"
-    chunks_per_rank = placement.num_stages // pp
-    initialize(pp, chunks_per_rank if interleaved else None)
+    virtual = placement.num_stages // pp if interleaved else None
+    initialize(pp, virtual, experts)
     overlap = schedule == "interleaved-overlap"
     config = make_config(
         pp,
-        virtual_pipeline_model_parallel_size=chunks_per_rank if interleaved else None,
+        virtual_pipeline_model_parallel_size=virtual,
         overlap_p2p_comm=overlap,
         batch_p2p_comm=not overlap,
     )
+    config.overlap_moe_expert_parallel_comm = overlaps_experts
     stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
-    chunks = [
-        Chunk(probe, config, c if interleaved else None, stage) for c, stage in enumerate(stages)
-    ]
+    chunks = [kind(probe, config, virtual and c, stage) for c, stage in enumerate(stages)]
     record_steps(probe, stages, lambda: "B")
     keywords = step_keywords(chunks, num_microbatches)
     function = schedules.get_forward_backward_func()

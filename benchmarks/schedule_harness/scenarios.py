@@ -67,7 +67,10 @@ def expect(system: Own, sizes: Sizes, names: Sequence[str]) -> dict[str, Figures
     system.check(sizes.pp, sizes.num_microbatches)
     found = {}
     for name in names:
-        lines = [simulated(system, sizes, times) for times in noisy(system, sizes, name, 1.0)]
+        lines = [
+            simulated(system, sizes.pp, sizes.num_microbatches, _costs(times))
+            for times in noisy(system, sizes, name, 1.0)
+        ]
         peak = max(line.peak_activations for line in lines)
         found[name] = Figures([line.makespan for line in lines], peak)
     return found
@@ -78,20 +81,19 @@ def limits(system: Own, sizes: Sizes, name: str) -> list[float]:
 
     With whatever memory, and with split backwards: see `bound.py`.
     """
-    split = split_backwards(system.pipeline(sizes.pp, sizes.num_microbatches).full)
-    return [
-        simulated(system, sizes, times).makespan / shortest(split, _costs(times))
-        for times in noisy(system, sizes, name, 1.0)
-    ]
+    size = sizes.pp, sizes.num_microbatches
+    split = split_backwards(system.pipeline(*size).full)
+    draws = map(_costs, noisy(system, sizes, name, 1.0))
+    return [simulated(system, *size, costs).makespan / shortest(split, costs) for costs in draws]
 
 
-def simulated(system: Own, sizes: Sizes, times: NoisyTimes) -> Timeline:
-    """Return the simulation of one draw."""
-    pipeline = system.pipeline(sizes.pp, sizes.num_microbatches)
+def simulated(system: Own, pp: int, num_microbatches: int, costs: Costs) -> Timeline:
+    """Return the simulation of a step."""
+    pipeline = system.pipeline(pp, num_microbatches)
     if pipeline.dynamic is None:
-        return simulate(pipeline.full, _costs(times))
+        return simulate(pipeline.full, costs)
     return simulate_dynamic(
-        pipeline.full, lambda rank: pipeline.policy(pipeline.num_microbatches, rank), _costs(times)
+        pipeline.full, lambda rank: pipeline.policy(pipeline.num_microbatches, rank), costs
     )
 
 

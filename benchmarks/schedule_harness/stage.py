@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from .ops import OpTimes
 
-__all__ = ["MESSAGE_SHAPE", "EmulatedStage", "Probe", "oversleep_s"]
+__all__ = ["MESSAGE_SHAPE", "EmulatedStage", "Probe", "oversleep_s", "weight_product"]
 
 MESSAGE_SHAPE = (SEQUENCE_LENGTH, 1, 16)
 """Sequence, batch, hidden: 64 KiB in fp32."""
@@ -202,6 +202,22 @@ class _WeightGradient(torch.autograd.Function):
         return gradient, None
 
 
+def weight_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return what Megatron's linear makes of an activation `[s, b, h]` with a weight of one column.
+
+    One feature of it: the product costs microseconds. Detached: the input gradient is the stage's.
+    """
+    return tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
+        input=x.detach()[..., :1],
+        weight=weight,
+        bias=None,
+        gradient_accumulation_fusion=False,
+        allreduce_dgrad=False,
+        sequence_parallel=False,
+        tp_group=torch.distributed.group.WORLD,  # unused; without, Megatron's would be needed
+    )
+
+
 class EmulatedStage(torch.nn.Module):
     """One stage of the emulated model."""
 
@@ -221,16 +237,7 @@ class EmulatedStage(torch.nn.Module):
         self.probe.keep(activation)
         # Before the linear, hence after it in a backward: ops end with their sleep.
         output = _Compute.apply(activation, self.probe)
-        # One feature of it: the product costs microseconds. Detached: the input gradient is A's.
-        from_weights = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
-            input=activation.detach()[..., :1],
-            weight=self.weight,
-            bias=None,
-            gradient_accumulation_fusion=False,
-            allreduce_dgrad=False,
-            sequence_parallel=False,
-            tp_group=torch.distributed.group.WORLD,  # unused; without, Megatron's would be needed
-        )
+        from_weights = weight_product(activation, self.weight)
         output = output + _WeightGradient.apply(from_weights, self.probe)
         self.probe.spend("F", *self.probe.current)
         if delays:
