@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from megatron_ext.schedules.generators.catalog import generate
+from megatron_ext.schedules.table import table_files
 from tests.training.helpers import LLAMA, MLA, MOE, NO_DROPOUT, bert_flags
 
 from .capture import GPT, PP2, PP4, Captured, train
@@ -85,6 +88,11 @@ _PAIRED = {
     "zb-v": ("zb-v", EXPERTS),
     **{name: (name, EXPERTS) for name in ("zb-h1", "v-half", "dualpipe-v", "dualpipe")},
     "bitpipe": ("bitpipe", EIGHT_LAYERS + EXPERTS + "--bitpipe-routing local "),
+    "bitpipe, paper": (
+        "bitpipe",
+        EIGHT_LAYERS + EXPERTS + "--bitpipe-order paper --bitpipe-routing local ",
+    ),
+    "csv": ("csv", EXPERTS),
     "interleaved": ("interleaved", EXPERTS + VPP2),
     "latent": ("dualpipe-v", _LATENT),
     # An expert's own input, which W reads, is then what came in: 0.16 frees it.
@@ -133,11 +141,15 @@ _PAIRED = {
         for name in _PAIRED
     ],
 )
-def test_pairs_hide_the_communication_of_experts(name: str) -> None:
+def test_pairs_hide_the_communication_of_experts(name: str, tmp_path: Path) -> None:
     schedule, model = _PAIRED[name]
     ranks = 8 if name == "experts on four ranks" else 4
     flags = f"{GPT}{UNCLIPPED}--global-batch-size 16 {EP2}{model}"
-    theirs = flags.replace("--bitpipe-routing local ", "") + PP2
+    theirs = re.sub("--bitpipe-[a-z]+ [a-z]+ ", "", flags) + PP2
+    if schedule == "csv":
+        file = tmp_path / "zb-h1.csv"
+        file.write_text(table_files.csv_text(generate("zb-h1", 2, 4, pairs=True)))
+        schedule = f"csv:{file}"
     ours = (PP4 if schedule in TWINS else PP2) + f"--pipeline-schedule {schedule} {PAIRS}"
     found = train(ranks, flags + ours)
     assert found.pairs > 0
