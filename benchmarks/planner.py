@@ -70,6 +70,7 @@ def question_of(row: dict[str, Any], flags: str, techniques: str | None) -> Ques
     plain = Techniques(precision=row["precision"])
     if techniques is not None:
         plain = techniques_of_flags(techniques.split(), row["precision"])
+    fixed["pairs"] = plain.overlaps_experts
     return Question(
         model=model,
         # Some recipes shard the weights as well, or keep activations on the host.

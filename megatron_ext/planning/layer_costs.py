@@ -53,8 +53,8 @@ ASSUMPTIONS = {
     "mostly behind products, but with NVFP4 or --disable-tp-comm-overlap-ag not",
     "context parallelism": "keys and values go round behind attention; what is longer shows",
     "experts": "tokens balanced; all-to-all of one copy of a token for each rank and node, with "
-    "--moe-token-dispatcher-type alltoall of all; behind computation only with "
-    "--overlap-moe-expert-parallel-comm",
+    "--moe-token-dispatcher-type alltoall of all; where a forward has a partner in a pair, the "
+    "share `pair_overlap` of it runs behind the computation of both",
     "recomputation": "of layers, norms, networks, experts and MLA's up projections; flash "
     "attention keeps no scores, so core_attn saves nothing; moe_act and shared_experts count as "
     "kept",
@@ -100,6 +100,9 @@ class Part(NamedTuple):
     params: float
     """Weights outside experts, on this rank."""
     expert_params: float
+    exchange: float
+    """Of forward and input gradient, seconds that experts exchange tokens, which pairs can hide:
+    without those of what is recomputed."""
     saved: float
     """Bytes from the forward to the backward."""
     transient: float
@@ -180,7 +183,7 @@ class _Ledger:
         self.forward: defaultdict[str, float] = defaultdict(float)
         self.saved: defaultdict[str, float] = defaultdict(float)
         self.input = self.weight = 0.0
-        self.dummies = 0.0
+        self.exchange = self.dummies = 0.0
         self.launches = 0.0
         """Kernels of the forward that the host starts one by one; a backward has twice as many."""
         self.waits = False
@@ -256,12 +259,14 @@ class _Ledger:
     def delay(self, seconds: float, times: float) -> float:
         """Return the factor by which so many times the launches slow kernels of `seconds`."""
         host = times * self.launches * self.device.launch_s
-        shown = 0.0
-        if self.waits and self.by.techniques.overlaps_experts:
-            host *= self.device.split_launches
+        shown = hidden = 0.0
+        if self.by.techniques.overlaps_experts:
+            # A pass outside of pairs has this on top; the host launches behind what is left.
+            hidden = self.device.pair_overlap * self.exchange / 2
+            host *= self.device.split_launches if self.waits else 1.0
         elif self.waits:
             shown = self.device.exposed * min(seconds, host)
-        return (max(seconds, host) + shown) / seconds
+        return (max(seconds - hidden, host) + hidden + shown) / seconds
 
 
 @lru_cache(maxsize=100_000)
@@ -326,6 +331,7 @@ def part_of(
             count * (own.weight + layer.weight + loss.weight),
             count * (weights + layer.params) + (0.0 if holds_embedding else table),
             count * layer.expert_params,
+            count * layer.exchange,
             count * (own.saved + layer.saved + loss.saved),
             max(layer.transient, loss.transient),
             own.dummies,
@@ -400,9 +406,8 @@ def _experts(
         weights += hidden * own * (3 if model.gated else 2)
     once = model.top_k if by.techniques.sends_once else 0
     there = 2 * all_to_all_s(device, 2 * chosen * width, by.expert, once)
-    if by.techniques.overlaps_experts:
-        there *= 1 - device.overlap
     books.wait("moe", there, there)
+    books.exchange = 2 * there
     books.launch("moe", 40)
     return weights, local * width * (up + model.expert_ffn), act
 
@@ -511,6 +516,7 @@ def _closed(
         late * books.weight,
         params,
         expert_params,
+        books.exchange,
         saved,
         transient + (dropped if mode else 0.0),
         books.dummies,

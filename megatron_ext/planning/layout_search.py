@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.config.incompatible import RULES
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.calibration import part_of
 from megatron_ext.planning.cuts import cut, layout_of
@@ -44,13 +46,16 @@ __all__ = [
     "timeline_of",
 ]
 
-FIXABLE = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "recompute", "layout")
+FIXABLE = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "pairs", "recompute", "layout")
 _GIB = 2.0**30
 _STATE_BYTES = 12
 """Of the optimizer for each parameter: fp32 weights, Adam's two moments."""
 _WEIGHT_BYTES = 2
 _ENOUGH = 3
 """Micro-batches for each rank after which a table repeats itself: more are extrapolated."""
+_MOST_PAIRED = 16
+"""Ranks of a pipeline up to which pairs are tried unless requested: in tables from a search they
+are found in seconds then, for 64 ranks in minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +110,8 @@ class Layout:
     """Of the step: the table."""
     memory_gib: tuple[float, ...]
     """At its worst moment, by rank."""
+    hidden: float = 0.0
+    """Share of the exchange of tokens that runs behind computation."""
 
     @cached_property
     def tokens_per_s(self) -> float:
@@ -121,6 +128,11 @@ class Layout:
     def mfu(self) -> float:
         """Share of the device's peak of the precision in use."""
         return self.tflops * 1e12 / self.job.device.peak(self.job.techniques.precision)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether forwards and backwards of different micro-batches run as pairs."""
+        return _has_pairs(self.job, self.sizes)
 
     @property
     def layout(self) -> str | None:
@@ -140,7 +152,8 @@ class Layout:
     def idle(self) -> float:
         """Share of the pipeline's time in which a device waits, the mean of all."""
         layers, first, last = _parts(_key(self.job), self.sizes)
-        work = _total([*layers, first, last]).work / self.sizes.pp
+        whole = _total([*layers, first, last])
+        work = (whole.work - self.hidden * whole.exchange) / self.sizes.pp
         return 1 - self.sizes.num_microbatches * work / self.pipeline_s
 
     @property
@@ -159,6 +172,7 @@ class Layout:
         if job.model.num_experts:
             words.append(f"--expert-model-parallel-size {sizes.ep}")
             words.append("--expert-tensor-parallel-size 1")
+            words += ["--overlap-moe-expert-parallel-comm"] if self.pairs else []
         words.append(f"--micro-batch-size {sizes.micro_batch}")
         words.append(f"--global-batch-size {job.global_batch} --seq-length {job.sequence}")
         words += ["--grad-reduce-in-bf16"] if job.techniques.gradient_bytes == 2 else []
@@ -204,7 +218,10 @@ def search(
         ArgumentsError: The fixed values, or the devices and the batch, allow no sizes.
     """
     space = list(_space(job))
-    bounds = ((_least_step(job, sizes), index, sizes) for index, sizes in enumerate(space))
+    bounds = (
+        (min((_least_step(own, each) for own in _variants(job, each)), default=math.inf), n, each)
+        for n, each in enumerate(space)
+    )
     todo = sorted(each for each in bounds if each[0] < math.inf)
     if not space:
         raise ArgumentsError(
@@ -221,8 +238,11 @@ def search(
                 break
             progress(found, len(todo) - position)
             fitting = []
-            for schedule, chunks in _orders(job, sizes):
-                plan = forecast(job, sizes, schedule, chunks, job.fixed.get("layout"))
+            worst = found.plans[-1].step_s if len(found.plans) == keep else math.inf
+            for own, schedule, chunks in _orders(job, sizes):
+                if _least_step(own, sizes) >= worst:  # it takes long to find pairs
+                    continue
+                plan = forecast(own, sizes, schedule, chunks, job.fixed.get("layout"))
                 found.num_evaluated += 1
                 if plan is not None:
                     fitting.append(plan)
@@ -300,7 +320,44 @@ def _space(job: Question) -> Iterator[ParallelSizes]:
                             )
 
 
-def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]:
+def _has_pairs(job: Question, sizes: ParallelSizes) -> bool:
+    """Return whether experts exchange tokens, and micro-batches run as pairs for that."""
+    is_spread = job.model.num_experts and sizes.ep > 1
+    return bool(is_spread and job.techniques.overlaps_experts)
+
+
+def _variants(job: Question, sizes: ParallelSizes) -> list[Question]:
+    """Return the question without pairs and with them, as far as possible and wanted."""
+    model, mode, wanted = job.model, sizes.mode, job.fixed.get("pairs")
+    if wanted is None and job.techniques.overlaps_experts:
+        wanted = True
+    plain = replace(job, techniques=replace(job.techniques, overlaps_experts=False))
+    if not model.num_experts or sizes.ep == 1 or wanted is False:
+        return [plain]
+    args = Namespace(
+        recompute_granularity="full" if mode == FULL else "selective",
+        recompute_modules=sorted(mode),
+        fp8=job.techniques.precision != "bf16",
+        mtp_num_layers=model.mtp_layers,
+        is_hybrid_model=not {"dense", "moe"}.issuperset(model.kinds),
+    )
+    # Megatron's own overlap, without a pipeline, takes less.
+    refused = sizes.pp == 1 and (mode == FULL or model.mtp_layers > 0)
+    refused |= any(rule.refuses(args) for rule in RULES["pairs"])
+    found = [] if wanted else [plain]
+    if not refused and (wanted or sizes.pp <= _MOST_PAIRED):
+        found.append(replace(job, techniques=replace(job.techniques, overlaps_experts=True)))
+    return found
+
+
+def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[Question, str, int]]:
+    """Yield schedules and their stages on each rank, with and without pairs."""
+    for own in _variants(job, sizes):
+        for name, chunks in _schedules(job, sizes):
+            yield own, name, chunks
+
+
+def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]:
     """Yield schedules and their stages on each rank."""
     fixed, pp = job.fixed, sizes.pp
     if pp == 1:
@@ -365,7 +422,7 @@ def _key(job: Question) -> tuple[Any, ...]:
 
 def _total(parts: list[Part]) -> Part:
     if not parts:
-        return Part(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return Part(*[0.0] * len(Part._fields))
     *sums, transients, dummies = zip(*parts, strict=True)
     # Layers of one kind have the same shapes.
     return Part._make([*map(sum, sums), max(transients), sum(set(dummies))])
@@ -394,6 +451,8 @@ def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
     and updates around that is at least the mean of all ranks, as it is convex in their weights.
     """
     layers, first, last = _parts(_key(job), sizes)
+    if _has_pairs(job, sizes):  # no more of the exchange is hidden than the device can
+        *layers, last = (_beside(part, job.device.pair_overlap) for part in (*layers, last))
     whole, pp = _total([*layers, first, last]), sizes.pp
     # Some rank has as many layers of one kind as if these were dealt out evenly, rounded up. Twins
     # deal them out to half of the ranks, which run half of the micro-batches.
@@ -425,9 +484,15 @@ def _per_parameter(job: Question, replicas: int) -> float:
     return _WEIGHT_BYTES + job.techniques.gradient_bytes + states
 
 
+def _beside(part: Part, overlap: float) -> Part:
+    """Return a part whose exchange of tokens runs behind computation as far as the device can."""
+    left = 1 - overlap * part.exchange / (part.forward + part.input)
+    return part._replace(forward=left * part.forward, input=left * part.input)
+
+
 @lru_cache(maxsize=4096)
-def _table(name: str, pp: int, num_microbatches: int, chunks: int | None) -> Any:
-    return generate(name, pp, num_microbatches, chunks)
+def _table(name: str, pp: int, num_microbatches: int, chunks: int | None, pairs: bool) -> Any:
+    return generate(name, pp, num_microbatches, chunks, pairs=pairs)
 
 
 def forecast(
@@ -449,17 +514,21 @@ def forecast(
     layers, first, last = _parts(_key(job), sizes)
     device, pp, m = job.device, sizes.pp, sizes.num_microbatches
     limit = (device.memory_gib - device.reserve_gib) * _GIB
-    whole = _total([*layers, first, last])
+    whole, pairs, hidden = _total([*layers, first, last]), _has_pairs(job, sizes), 0.0
     if pp == 1:
         table, twins, parts = None, 1, [[*layers, first, last]]
         counts, rank_of = [len(layers)], (0,)
-        in_flight = [whole.saved]
+        in_flight = [(2 if pairs and m > 1 else 1) * whole.saved]
         span = m * whole.work
+        if pairs:  # all but the first forward and the last backward have a partner
+            hidden = device.pair_overlap * (m - 1) / m
+            span -= hidden * m * whole.exchange
     else:
         simulated = _simulated(sizes)
         generator = get(schedule)
         try:
-            table = _table(schedule, pp, simulated, chunks if generator.free_chunks else None)
+            own = chunks if generator.free_chunks else None
+            table = _table(schedule, pp, simulated, own, pairs)
             placement = table.placement
             counts = counts or cut(
                 [layer.work for layer in layers],
@@ -496,8 +565,13 @@ def forecast(
         return None
     if table is not None:
         costs = _costs(job, sizes, stages, twins)
-        span = simulate(table, costs).makespan
-        span += (m - simulated) / twins * max(rank.work for rank in by_rank)
+        timeline = simulate(table, costs)
+        hides = device.pair_overlap if pairs else 0.0
+        each = max(
+            rank.work - hides * min(rank.exchange, rank.work - rank.exchange) for rank in by_rank
+        )
+        span = timeline.makespan + (m - simulated) / twins * each
+        hidden = timeline.hidden
     around = max(_around_step(job, sizes, rank, d, experts) for rank in by_rank)
     return Layout(
         job=job,
@@ -510,6 +584,7 @@ def forecast(
         bound_s=_bound(job, sizes, twins),
         pipeline_s=span,
         memory_gib=tuple(size / _GIB for size in memory),
+        hidden=hidden,
     )
 
 
@@ -539,6 +614,8 @@ def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: i
         whole.input / pp,
         whole.weight / pp,
         latency=device.message_s + message / (rate * device.collective),
+        all_to_all=whole.exchange / (whole.forward + whole.input),
+        hides=device.pair_overlap,
         stage_scale=tuple(stage.work / whole.work * len(stages) for stage in stages),
     )
 
@@ -550,7 +627,7 @@ def timeline_of(plan: Layout) -> Timeline:
     """
     sizes, generator = plan.sizes, get(plan.schedule)
     chunks = plan.chunks if generator.free_chunks else None
-    table = _table(plan.schedule, sizes.pp, _simulated(sizes), chunks)
+    table = _table(plan.schedule, sizes.pp, _simulated(sizes), chunks, plan.pairs)
     costs = _costs(plan.job, sizes, stage_parts(plan), table.placement.twins)
     return simulate(table, costs)
 

@@ -71,7 +71,7 @@ def add_to_plan(subparsers: Any) -> None:
         "--fix",
         metavar="KEY=VALUE,...",
         help=f"values that stay, of {', '.join(FIXABLE)}; recompute is none, full or modules "
-        "joined by +, layout as Megatron takes it",
+        "joined by +, layout as Megatron takes it, pairs yes or no",
     )
     group.add_argument(
         "--memory-gib", type=float, metavar="G", help="memory of a device (default: its own)"
@@ -226,6 +226,10 @@ def _job(args: argparse.Namespace) -> Question:
                 )
         elif key == "schedule":
             fixed[key] = get(value).name
+        elif key == "pairs":
+            if value not in ("yes", "no"):
+                raise ArgumentsError(f"--fix {item} is neither yes nor no; use pairs=no")
+            fixed[key] = value == "yes"
         elif key == "layout":
             fixed[key] = [stage.count("t") for stage in parse_layout(value)]
             if sum(fixed[key]) != model.num_layers:
@@ -312,6 +316,7 @@ def _print(found: Found, took_s: float, *, explain: bool) -> None:
     for number, plan in enumerate(found.plans, start=1):
         sizes = plan.sizes
         name = f"{plan.schedule} x{plan.chunks}" if plan.chunks > 1 else plan.schedule
+        name += f", pairs hide {100 * plan.hidden:.0f} %" if plan.pairs else ""
         figures = (sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.micro_batch)
         rows.append(
             [
@@ -352,7 +357,7 @@ def _explain(found: Found) -> None:
     print(f"\nthe most time beyond useful work: {first.limit}")
     for second in others[:1]:
         mine, theirs = as_dict(second), as_dict(first)
-        names = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "recompute")
+        names = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "pairs", "recompute")
         changed = [f"{name} {mine[name]}" for name in names if mine[name] != theirs[name]]
         print(
             f"the second, with {', '.join(changed)}, is {second.step_s - first.step_s:.3f} s "
@@ -396,6 +401,8 @@ def as_dict(plan: Layout) -> dict[str, Any]:
         "micro_batch": sizes.micro_batch,
         "num_microbatches": sizes.num_microbatches,
         "schedule": plan.schedule,
+        "pairs": plan.pairs,
+        "hidden": plan.hidden,
         "recompute": _mode_name(sizes.mode),
         "layout": plan.layout,
         "shares": list(plan.shares),

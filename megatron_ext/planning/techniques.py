@@ -30,7 +30,7 @@ class Techniques:
     """Whether a token goes once to each rank and node of its experts (dispatcher `flex`), not once
     to each expert."""
     overlaps_experts: bool = False
-    """Whether all-to-all runs behind the computation of another micro-batch."""
+    """Whether all-to-all runs behind the computation of another micro-batch: in pairs."""
     overlaps_tensor: bool = False
     """Whether gathers and scatters of tensor parallelism run behind products."""
     gradient_bytes: int = 4
@@ -38,7 +38,7 @@ class Techniques:
 
     @property
     def flags(self) -> str:
-        """Megatron's flags that ask for these, besides those of precision and gradients."""
+        """Megatron's flags that ask for these, besides those of precision, gradients and pairs."""
         graphs = {
             "none": "",
             "router": "--cuda-graph-impl transformer_engine --cuda-graph-scope moe_router "
@@ -51,7 +51,6 @@ class Techniques:
             graphs[self.graphs]: True,
             "--moe-token-dispatcher-type flex": self.sends_once,
             "--use-transformer-engine-op-fuser": self.fuses_experts,
-            "--overlap-moe-expert-parallel-comm": self.overlaps_experts,
             "--tp-comm-overlap": self.overlaps_tensor,
             "--fp8-dot-product-attention": self.attends_in_8bit,
         }

@@ -29,7 +29,7 @@ def every_plan(job: Question) -> list[Layout]:
     """All sizes, schedules and cuts that fit."""
     found = []
     for sizes in layout_search._space(job):
-        for schedule, chunks in layout_search._orders(job, sizes):
+        for own, schedule, chunks in layout_search._orders(job, sizes):
             layers, stages = job.model.num_layers, sizes.pp * chunks
             cuts = [None]
             if sizes.pp > 1:
@@ -39,7 +39,7 @@ def every_plan(job: Question) -> list[Layout]:
                     [b - a for a, b in zip((0, *ends), (*ends, layers), strict=True)]
                     for ends in combinations(range(1, layers), stages - 1)
                 ]
-            plans = (forecast(job, sizes, schedule, chunks, counts) for counts in cuts)
+            plans = (forecast(own, sizes, schedule, chunks, counts) for counts in cuts)
             found += [plan for plan in plans if plan is not None]
     return found
 
@@ -92,3 +92,30 @@ def test_sizes_that_nothing_allows_are_an_error() -> None:
     )  # fmt: skip
     with pytest.raises(ArgumentsError, match="8 devices and --global-batch-size 7 allow no sizes"):
         search(job)
+
+
+def test_pairs_are_planned_with_what_they_hide_and_keep() -> None:
+    fixed = {"tp": 1, "pp": 2, "ep": 2, "schedule": "1f1b", "recompute": frozenset()}
+    job = Question(
+        model=tiny("--num-experts 4 --moe-router-topk 2"), device=DEVICES["cpu"], num_devices=4,
+        global_batch=16, sequence=512, fixed={**fixed, "micro_batch": 1},
+    )  # fmt: skip
+    paired, alone = (
+        search(dataclasses.replace(job, fixed={**job.fixed, "pairs": pairs}), keep=1).plans[0]
+        for pairs in (True, False)
+    )
+    [best] = search(job, keep=1).plans
+    assert (best.pairs, best.step_s) == (True, paired.step_s)
+    assert paired.step_s < alone.step_s
+    share = job.device.pair_overlap
+    # The first forward and the last backward have no partner, and the device hides a share.
+    assert 0.5 * share < paired.hidden < share
+    assert max(paired.memory_gib) > max(alone.memory_gib)
+    overlap = "--overlap-moe-expert-parallel-comm"
+    assert (overlap in paired.flags, overlap in alone.flags) == (True, False)
+    # Preflight refuses pairs with these.
+    moe = {**job.fixed, "pairs": True, "recompute": frozenset({"moe"})}
+    assert not search(dataclasses.replace(job, fixed=moe)).plans
+    # Experts that exchange nothing have no pairs, whatever is requested, as in training.
+    [lone] = search(dataclasses.replace(job, fixed={**moe, "ep": 1}), keep=1).plans
+    assert overlap not in lone.flags
