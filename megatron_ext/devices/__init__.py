@@ -117,6 +117,7 @@ def take(name: str) -> Device:
     Raises:
         DeviceError: See `select`.
     """
+    # The first choice stays: Megatron may have copied names of that device by now.
     if _PROCESS.device is None:
         _PROCESS.device = select(name)
     return _PROCESS.device

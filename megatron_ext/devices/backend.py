@@ -240,9 +240,10 @@ class Accelerator:
 
     @property
     def runtime(self) -> Any:
-        """`torch.cuda`, or the module with the same interface (torch's stubs know no other)."""
+        """`torch.cuda`, or the module with the same interface."""
         import torch
 
+        # By name: torch's stubs know no other than `cuda`, and extensions add theirs when imported.
         return vars(torch)[self.name]
 
     def torch_device(self, local_rank: int = 0) -> torch.device:

@@ -51,6 +51,8 @@ class StreamCopies:
         self._runtime = runtime
         self._device = device
         self._pinning = pinning
+        # One for each direction: devices copy both ways at once, but a stream does one after the
+        # other.
         self._down = runtime.Stream(device)
         self._up = runtime.Stream(device)
 

@@ -30,6 +30,7 @@ class CudaDevice(Accelerator):
         """Check for a CUDA build of torch and at least one visible GPU."""
         import torch
 
+        # ROCm's builds of torch answer under the names of CUDA too.
         if torch.version.cuda is None and torch.version.hip is None:
             return (
                 f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"

@@ -248,8 +248,10 @@ def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
+# Not the tuple itself: torch_musa creates its generators at the first use of the device, and a
+# redirect is made before.
 class _LazyGenerators:
-    """`torch.cuda.default_generators`, looked up lazily: torch_musa creates them at first use."""
+    """`torch.cuda.default_generators`, looked up at each use."""
 
     def __getitem__(self, index: Any) -> Any:
         musa = _musa()

@@ -79,6 +79,7 @@ class Job:
     @property
     def position(self) -> int:
         """Row of the table that this process runs."""
+        # Down the forward stages and up the backward ones, as data flow.
         stage, pp = self.place.pp, self.ranks.pp
         return stage if self.role == "forward" else 2 * pp - 1 - stage
 

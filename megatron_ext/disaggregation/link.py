@@ -103,6 +103,7 @@ class RoleLink:
         try:
             yield
         except RuntimeError as error:
+            # It fails on a rank whose neighbour is gone, and this transport knows which.
             try:
                 self.wire.poll(_NOTICED_S)
             except TransportError as found:

@@ -118,6 +118,8 @@ class Replay:
             host, device, *states = (part.clone() for part in row.split(sizes))
             random._set_all_rng_states(host, device, dict(zip(names, states, strict=True)))
 
+        # Megatron's checkpoint runs it twice: in the forward without gradients, where the shipped
+        # output is the answer, and in the backward with them.
         def computed_later(*inputs: Any) -> Any:
             if torch.is_grad_enabled():
                 return function(*inputs)

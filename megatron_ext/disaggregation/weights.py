@@ -72,6 +72,7 @@ def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
 
 def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
     """Yield buckets of weights of one dtype, up to 32 MiB each, the same for both roles."""
+    # Cut by the sizes of what travels, which both roles compute alike, so no layout has to travel.
     bucket: _Bucket = []
     size = 0
     for weight in weights:

@@ -65,6 +65,7 @@ def join(backend: str) -> None:
     store, _, _ = next(iter(everyone))
     store.set_timeout(timeout)
     required().state(Roles).store = store
+    # With a prefix for each role: both number their groups and keys alike.
     dist.init_process_group(
         backend,
         store=PrefixStore(f"megatron_ext/{job.role}", store),
@@ -110,6 +111,7 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
     counts = required().state(Roles).counts
     number = counts[what] = counts.get(what, 0) + 1
     key = f"{_PREFIX}/{what}/{number}"
+    # Of either role the last process holds the last stage, which has the losses.
     if job.role != to:
         if job.role_rank == job.ranks.role_size(job.role) - 1:
             store.set(key, json.dumps(value))

@@ -115,6 +115,7 @@ def _check_model(chunks: list[Any], step: int) -> None:
 
 def logged(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Check at the first line of the log that the table ran, and that the loss arrived."""
+    # Once: what had no effect in the steps before the first line will have none later.
     found = active.required()
     found.state(_Checked).logged = True
     chosen, messages = found.pipeline, found.transport_only

@@ -101,6 +101,8 @@ def install(before_core: Callable[[], object]) -> None:
     # Not wrapt's hooks, which fire after a module has executed: `megatron.core` copies names of
     # `torch.cuda` at import, so the redirects of the device must be in place before.
     first, last = _MegatronFinder({"megatron.core": before_core}), _ScriptFinder()
+    # At the front, or an installed Megatron would be found first; the scripts' modules at the end,
+    # where a script of the user's with such a name precedes them.
     sys.meta_path.insert(0, first)
     sys.meta_path.append(last)
     if "megatron.core" in sys.modules:

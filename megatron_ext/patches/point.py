@@ -225,6 +225,7 @@ class Site:
         """Whether the target still is what was installed, possibly wrapped further by others."""
         if not self.is_installed:
             return True
+        # The parent's own, not a lookup: a class would answer with what it inherits.
         current = vars(self.parent).get(self.attribute, MISSING)
         if current is self.installed:
             return True

@@ -153,6 +153,7 @@ class Registry:
         loaded = {name for name in modules if _is_loaded(name)}
         self._install(loaded, late=True)
         # Right after a module has executed no other code can have copied its names yet.
+        # Hooks cannot be taken back: there is one for each module, and it asks whether to act.
         for name in modules - loaded - self._hooked:
             self._hooked.add(name)
             wrapt.register_post_import_hook(partial(self._imported, name), name)

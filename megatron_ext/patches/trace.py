@@ -131,6 +131,7 @@ def _action(kind: Any, chunk: int, microbatch: int) -> Action:
 
 def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Write our scalars when Megatron logs, with its writers."""
+    # Megatron's own writers, so that ours stand beside the loss in one run.
     from megatron.training import global_vars
 
     from megatron_ext.tracing import scalars

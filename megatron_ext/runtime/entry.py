@@ -221,6 +221,7 @@ def grad_and_param_sync_disabled(config: Any, forward_only: bool) -> Iterator[No
     if not forward_only:
         yield
         return
+    # Megatron's loop sets them for training, and evaluates with the same configuration.
     kept = config.grad_sync_func, config.param_sync_func
     config.grad_sync_func = config.param_sync_func = None
     try:

@@ -374,6 +374,7 @@ class Runtimes:
 
     def close(self) -> None:
         """Close the transports."""
+        # The device's thread first: it rings the transport when an action ends.
         for runtime in self:
             if runtime.run_ahead is not None:
                 runtime.run_ahead.close()
@@ -419,6 +420,7 @@ def runtime_of(
     if pipeline.twins == 2:  # the neighbour in the data-parallel group
         replicas = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
         twin = replicas[replicas.index(dist.get_rank()) ^ 1]
+    # From here to the end in one order on all ranks of the job: most of it is collective.
     peers = Peers(dist.get_process_group_ranks(groups.pp), twin)
     channels = channels_of(placement, groups.pp.rank(), peers)
     routes: tuple[Route, ...] = ()

@@ -68,6 +68,7 @@ class Afterwards:
                 f"{waited_s:.1f} s of {timeout_s:g} s; their kernels may wait for another rank"
             )
 
+    # It may run at exit, where a device that hangs must not keep the process.
     def stop(self, timeout_s: float) -> bool:
         """End the thread after its last job; return False after the time-out."""
         self._jobs.put(None)

@@ -65,6 +65,7 @@ class PairedTransport:
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
         """Return what arrived, whoever sent it."""
+        # Only dynamic orders ask, and then the rest goes over the host transport of both.
         return self._rest.poll(timeout_s)
 
     def wake(self) -> None:

@@ -43,6 +43,7 @@ _BACKLOG = 128
 HELLO_BYTES = 1024
 HELLO_S = 5.0
 """How long a connection may take to send its hello."""
+# Anybody on the network can connect, also a scanner of ports.
 _MAX_STRANGERS = 64
 """Connections without a hello that are kept, besides one for each peer. Beyond that a new one
 replaces the oldest."""
