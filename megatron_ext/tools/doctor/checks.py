@@ -22,7 +22,7 @@ from megatron_ext.errors import MegatronExtError, TransportError
 from megatron_ext.planning.hardware import DeviceKind, kind_of
 from megatron_ext.tools.doctor.flight import Diagnosis
 from megatron_ext.tools.launch.fitness import MIN_SHARED_BYTES, SHARED_MEMORY
-from megatron_ext.tools.launch.supervise import Agents, warnings
+from megatron_ext.tools.launch.supervise import Agents
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
 from megatron_ext.version import __version__, code_hash, installed
@@ -272,8 +272,8 @@ def check_hosts(plan: JobPlan, ssh: Ssh, timeout_s: float) -> Iterator[Diagnosis
     """Run the preflight checks of a launch on every host, without starting anything."""
     # The agents of a launch, with its requests: doctor and launch cannot disagree about a host.
     with Agents(plan, ssh) as agents:
-        found, problems = agents.look(timeout_s)
-    noted = dict.fromkeys(problems, "FAIL") | dict.fromkeys(warnings(found), "WARN")
+        found, problems, warnings = agents.look(timeout_s)
+    noted = dict.fromkeys(problems, "FAIL") | dict.fromkeys(warnings, "WARN")
     for line, level in noted.items():
         name, _, text = line.partition(": ")
         yield Diagnosis.of(level, f"host {name}", text)  # type: ignore[arg-type]

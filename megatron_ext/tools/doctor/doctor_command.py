@@ -17,6 +17,7 @@ from megatron_ext.tools.launch.launch_commands import add_hosts
 if TYPE_CHECKING:
     from megatron_ext.tools.doctor.flight import Diagnosis
     from megatron_ext.tools.launch.plan import JobPlan
+    from megatron_ext.tools.launch.ssh import Ssh
 
 __all__ = ["add_subcommand"]
 
@@ -58,10 +59,11 @@ def _run(args: argparse.Namespace) -> int:
     if args.hostfile is not None:
         from megatron_ext.tools.launch import runs
         from megatron_ext.tools.launch.plan import JobPlan
-        from megatron_ext.tools.launch.start import nodes_of
+        from megatron_ext.tools.launch.start import hosts_of
 
-        nodes = tuple(replace(node, nproc=0) for node in nodes_of(args))  # it counts the devices
-        plan = JobPlan(runs.new_run_id(), nodes, ("true",), "/", args.python, per_node=True)
+        known, ssh = hosts_of(args)
+        hosts = tuple(replace(host, slots=None) for host in known)  # each counts its devices
+        plan = JobPlan(runs.new_run_id(), hosts, ("true",), "/", args.python, per_node=True), ssh
     elif args.include is not None or args.exclude is not None:
         flag = "--exclude" if args.include is None else "--include"
         raise LaunchError(f"{flag} chooses among the hosts of a hostfile; add --hostfile FILE")
@@ -75,7 +77,7 @@ def _run(args: argparse.Namespace) -> int:
     return int(any(finding.level == "FAIL" for finding in found))
 
 
-def _findings(args: argparse.Namespace, plan: JobPlan | None) -> Iterator[Diagnosis]:
+def _findings(args: argparse.Namespace, plan: tuple[JobPlan, Ssh] | None) -> Iterator[Diagnosis]:
     """Run all checks that the flags select, in sequence."""
     from megatron_ext.tools.doctor.flight import check_training
 
@@ -83,7 +85,6 @@ def _findings(args: argparse.Namespace, plan: JobPlan | None) -> Iterator[Diagno
         yield from check_training(args.command_words, *parse_devices(args.devices))
         return
     from megatron_ext.tools.doctor import checks
-    from megatron_ext.tools.launch.start import ssh_of
 
     yield from checks.check_versions()
     yield from checks.check_requirements()
@@ -98,4 +99,4 @@ def _findings(args: argparse.Namespace, plan: JobPlan | None) -> Iterator[Diagno
     if args.command_words:
         yield from check_training(args.command_words, None, checks.device_here())
     if plan is not None:
-        yield from checks.check_hosts(plan, ssh_of(args), args.preflight_timeout)
+        yield from checks.check_hosts(*plan, args.preflight_timeout)

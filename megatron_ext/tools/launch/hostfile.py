@@ -49,6 +49,8 @@ class Host:
     """Environment variables of its processes."""
     devices: tuple[int, ...] | None = None
     """The devices to use, by number (`--include`); None: the first `slots`."""
+    local: bool = False
+    """True for the launcher's own machine, which needs no ssh."""
 
     @property
     def address(self) -> str:
@@ -56,36 +58,33 @@ class Host:
         return self.addr or self.name
 
 
-def _matches(pattern: str) -> Callable[[str], str]:
-    def convert(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError
-        return text
-
-    return convert
+def _number(text: str, limit: int) -> int:
+    # int() alone takes signs, spaces, underscores and the digits of other scripts.
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= limit:
+        raise ValueError
+    return int(text)
 
 
-def _up_to(limit: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= limit:
-            raise ValueError
-        return int(text)
-
-    return convert
+def _word(text: str, pattern: str) -> str:
+    if not re.fullmatch(pattern, text):
+        raise ValueError
+    return text
 
 
-def _address(text: str) -> str:
-    return str(ipaddress.ip_address(text))
+def _addresses(text: str) -> tuple[str, ...]:
+    return tuple(str(ipaddress.ip_address(each)) for each in text.split(","))
 
 
 _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "slots": (_up_to(MAX_SLOTS), f"a number of processes, 1 to {MAX_SLOTS}"),
-    "max_slots": (_up_to(MAX_SLOTS), "a number"),  # Open MPI's: we never start more than `slots`
-    "addr": (_address, "an IP address"),
-    "port": (_up_to(65535), "a port from 1 to 65535"),
-    "user": (_matches(r"[A-Za-z_][A-Za-z0-9._-]{0,63}"), "the name of a user"),
-    "rdma": (lambda text: tuple(map(_address, text.split(","))), "IP addresses, as in A,B"),
-    "type": (_matches(r"[A-Za-z0-9._-]{1,64}"), "one word"),
+    "slots": (lambda text: _number(text, MAX_SLOTS), f"a number of processes, 1 to {MAX_SLOTS}"),
+    # Open MPI's upper bound, which we never exceed: not more than `slots` are started.
+    "max_slots": (lambda text: _number(text, MAX_SLOTS), "a number"),
+    "addr": (lambda text: str(ipaddress.ip_address(text)), "an IP address"),
+    "port": (lambda text: _number(text, 65535), "a port from 1 to 65535"),
+    # A leading dash would be an option of ssh.
+    "user": (lambda text: _word(text, r"[A-Za-z_][A-Za-z0-9._-]{0,63}"), "the name of a user"),
+    "rdma": (_addresses, "IP addresses, as in A,B"),
+    "type": (lambda text: _word(text, r"[A-Za-z0-9._-]{1,64}"), "one word"),
 }
 _KEY_LIST = "slots, addr, port, user, rdma, type and env.NAME"
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     plan = _plan_of(found, run_id)
     launcher = process.recorded(runs.run_dir(run_id) / "launcher.json")
-    wanted: dict[int, runs.Json] = {index: {} for index in range(len(plan.nodes))}
+    wanted: dict[int, runs.Json] = {index: {} for index in range(len(plan.hosts))}
     if command == "stop":
         grace_s = plan.grace_s if args.grace is None else args.grace
         if is_submitted:
@@ -84,20 +84,18 @@ def run(args: argparse.Namespace) -> int:
             raise LaunchError(f"--rank is {rank}; the job has ranks 0 to {plan.world_size - 1}")
         wanted = {
             index: {"local_rank": None if rank is None else rank - plan.first_rank(index), **lines}
-            for index, node in enumerate(plan.nodes)
-            if rank is None or 0 <= rank - plan.first_rank(index) < node.nproc
+            for index in wanted
+            if rank is None or plan.first_rank(index) <= rank < plan.first_rank(index + 1)
         }
-
-    ssh = Ssh(args.ssh_cmd)
-    if (job := plan.slurm_job) is not None:
+    if plan.slurm_job is not None:
         # What is left after a job are files, which its hosts share with this machine.
-        ssh, here = slurm.Srun(job=job), slurm.state(job) != "RUNNING"
-        plan = replace(plan, nodes=tuple(replace(node, local=here) for node in plan.nodes))
-    with Agents(plan, ssh) as agents:
+        here = slurm.state(plan.slurm_job) != "RUNNING"
+        plan = replace(plan, hosts=tuple(replace(host, local=here) for host in plan.hosts))
+    with Agents(plan, Ssh(args.ssh_cmd, slurm_job=plan.slurm_job)) as agents:
         answers = agents.ask(command, args.timeout, wanted)
     failed = False
     for index, answer in answers.items():
-        host = agents.names[index]
+        host = plan.hosts[index].name
         if isinstance(answer, str):
             print(f"megatron-ext: error: {host}: {line_of(answer)}", file=sys.stderr)
             failed = True

@@ -17,30 +17,16 @@ from megatron_ext.tools.launch.hostfile import Host
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Json
 
-__all__ = ["Node", "Parallel", "JobPlan", "flag_value"]
+__all__ = ["JobPlan", "Parallel", "flag_value"]
 
 _BETWEEN_HOSTS = ("auto", "tcp", "rdma")  # values of --pipeline-transport that need --node-ips
 _DEFAULT_PORT = 29500
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - refused
 
 
-@dataclass(frozen=True)
-class Node:
-    """One host's part of a plan."""
-
-    host: Host
-    nproc: int
-    """Processes on it; 0 until the host has counted its devices."""
-    local: bool
-    """True for the launcher's own machine, which needs no ssh."""
-
-
 def flag_value(flags: Sequence[str], name: str) -> str | None:
-    """Return the last value that a command line gives a flag, or None.
-
-    The line is data here: it is of a job that starts on other machines, and only Megatron's parser,
-    which runs there, knows all of its flags.
-    """
+    """Return the last value that a command line gives a flag, or None."""
+    # By hand: only Megatron's parser knows all flags, and it runs on other machines.
     value = None
     for position, word in enumerate(flags):
         if word == name and position + 1 < len(flags):
@@ -64,30 +50,25 @@ class Parallel:
     tensor: int
     pipeline: int
     context: int
-    disaggregated: bool
-    merged: bool
+    forward: int
+    """Ranks of a stage that run forward passes only, with `--forward-backward-disaggregating`."""
 
     @classmethod
     def of(cls, flags: Sequence[str]) -> Parallel:
         """Read it from training flags."""
-        return cls(
-            tensor=_size(flags, "--tensor-model-parallel-size"),
-            pipeline=_size(flags, "--pipeline-model-parallel-size"),
-            context=_size(flags, "--context-parallel-size"),
-            disaggregated="--forward-backward-disaggregating" in flags,
-            merged="--ignore-forward-tensor-parallel" in flags,
+        tensor, pipeline, context = (
+            _size(flags, f"--{kind}-parallel-size")
+            for kind in ("tensor-model", "pipeline-model", "context")
         )
+        forward = tensor * context if "--forward-backward-disaggregating" in flags else 0
+        if "--ignore-forward-tensor-parallel" in flags:
+            forward = context  # one rank in place of each tensor-parallel group
+        return cls(tensor, pipeline, context, forward)
 
     @property
     def replica_size(self) -> int:
-        """Ranks that hold the model once.
-
-        With forward and backward apart there is a second set of ranks for the forward passes, one
-        instead of each tensor-parallel group if those are merged.
-        """
-        backward = self.tensor * self.context
-        forward = self.context if self.merged else backward if self.disaggregated else 0
-        return (backward + forward) * self.pipeline
+        """Ranks that hold the model once."""
+        return (self.tensor * self.context + self.forward) * self.pipeline
 
     def data_parallel(self, world_size: int) -> int:
         """Return the number of model replicas on a number of ranks, which must fit."""
@@ -105,7 +86,8 @@ class JobPlan:
     """A job as it is known before it starts."""
 
     run_id: str
-    nodes: tuple[Node, ...]
+    hosts: tuple[Host, ...]
+    """With the processes of each as its `slots`, None until it has counted its devices."""
     command: tuple[str, ...]
     """The script and its flags, or any command with `per_node`."""
     workdir: str
@@ -126,38 +108,37 @@ class JobPlan:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.first_rank(len(self.nodes))
+        return self.first_rank(len(self.hosts))
 
     def first_rank(self, index: int) -> int:
         """Return the global rank of a host's first process."""
-        return sum(node.nproc for node in self.nodes[:index])
+        return sum(host.slots or 0 for host in self.hosts[:index])
 
     def with_devices(self, counts: Sequence[int]) -> JobPlan:
         """Return the plan with the numbers of devices that the hosts found filled in."""
-        nodes = []
-        for node, count in zip(self.nodes, counts, strict=True):
-            if node.nproc == 0 and count == 0:
+        for host, count in zip(self.hosts, counts, strict=True):
+            if not host.slots and not count:
                 raise LaunchError(
-                    f"{node.host.name}: no devices were found there; say how many processes to "
+                    f"{host.name}: no devices were found there; say how many processes to "
                     f"start, with slots=N in the hostfile or --nproc N"
                 )
-            nodes.append(replace(node, nproc=node.nproc or count))
-        return replace(self, nodes=tuple(nodes))
+        hosts = [replace(h, slots=h.slots or n) for h, n in zip(self.hosts, counts, strict=True)]
+        return replace(self, hosts=tuple(hosts))
 
     def check(self, *, allow_uneven: bool) -> None:
         """Refuse hosts with different numbers of processes, or that cannot reach each other."""
-        if self.per_node or len(self.nodes) == 1:
+        if self.per_node or len(self.hosts) == 1:
             return
-        if not allow_uneven and len({node.nproc for node in self.nodes if node.nproc}) > 1:
-            shown = ", ".join(f"{node.host.name} {node.nproc}" for node in self.nodes)
+        if not allow_uneven and len({host.slots for host in self.hosts if host.slots}) > 1:
+            shown = ", ".join(f"{host.name} {host.slots or 0}" for host in self.hosts)
             raise LaunchError(
                 f"the hosts have different numbers of processes ({shown}); give them equal slots, "
                 f"--nproc N, or --allow-uneven"
             )
-        for node in self.nodes:
-            if node.host.address in _LOOPBACK:
+        for host in self.hosts:
+            if host.address in _LOOPBACK:
                 raise LaunchError(
-                    f"{node.host.name}: the other hosts cannot reach it by this name; give its "
+                    f"{host.name}: the other hosts cannot reach it by this name; give its "
                     f"address with addr=IP in the hostfile"
                 )
 
@@ -181,30 +162,28 @@ class JobPlan:
             samples = num_microbatches * _size(flags, "--micro-batch-size") * data
             added += ["--global-batch-size", str(samples)]
         needs_addresses = flag_value(flags, "--pipeline-transport") in _BETWEEN_HOSTS
-        if needs_addresses and len(self.nodes) > 1 and flag_value(flags, "--node-ips") is None:
+        if needs_addresses and len(self.hosts) > 1 and flag_value(flags, "--node-ips") is None:
             # One for each host, or for each rank where hosts have different numbers of them.
-            is_even = len({node.nproc for node in self.nodes}) == 1
+            is_even = len({host.slots for host in self.hosts}) == 1
             added.append("--node-ips")
-            for node in self.nodes:
-                added += [*node.host.rdma, node.host.address][:1] * (1 if is_even else node.nproc)
+            for host in self.hosts:
+                added += [*host.rdma, host.address][:1] * (1 if is_even else host.slots or 0)
         return replace(self, command=(*self.command, *added))
 
     def environment(self, index: int) -> dict[str, str]:
         """Return the variables that the job gets on a host, in addition to those of the login."""
-        host = self.nodes[index].host
+        host = self.hosts[index]
         devices = ",".join(map(str, host.devices or ()))
-        return {
-            **self.env,
-            **dict(host.env),
-            **dict.fromkeys(VISIBLE_DEVICES * bool(devices), devices),
-        }
+        visible = dict.fromkeys(VISIBLE_DEVICES, devices) if devices else {}
+        return {**self.env, **dict(host.env), **visible}
 
     def _torchrun_words(self, index: int, port: int, *more: str) -> list[str]:
         # Alone, a host needs no name that others could resolve.
-        master = "127.0.0.1" if len(self.nodes) == 1 else self.nodes[0].host.address
+        master = "127.0.0.1" if len(self.hosts) == 1 else self.hosts[0].address
         return [
-            "--nnodes", str(len(self.nodes)), "--node-rank", str(index),
-            "--nproc-per-node", str(self.nodes[index].nproc),
+            "--nnodes", str(len(self.hosts)), "--node-rank", str(index),
+            "--nproc-per-node", str(self.hosts[index].slots or 0),
+            # torchrun's own restarts need agents that are alive on the spare hosts from the start.
             "--master-addr", master, "--master-port", str(port), "--max-restarts", "0", *more,
             "-m", "megatron_ext", *self.command,
         ]  # fmt: skip
@@ -227,34 +206,29 @@ class JobPlan:
 
     def request(self, index: int, op: str = "run") -> Json:
         """Return the first message to the agent of a host: its part of this plan."""
-        node = self.nodes[index]
-        peer = self.nodes[1 if index == 0 else 0] if len(self.nodes) > 1 else None
+        host, peer = self.hosts[index], None
+        if len(self.hosts) > 1 and not self.per_node:
+            peer = self.hosts[1 if index == 0 else 0].address
         # Without the flags: an agent gets its whole command when the job starts.
-        whole = replace(self, nodes=(), command=self.command[:1], env=self.environment(index))
-        return {
-            **asdict(whole),
-            "op": op,
-            "node": index,
-            "host": node.host.name,
-            "nproc": node.nproc,
-            "peer": peer.host.address if peer and not self.per_node else None,
-        }
+        whole = replace(self, hosts=(), command=self.command[:1], env=self.environment(index))
+        own = {"op": op, "node": index, "host": host.name, "nproc": host.slots or 0, "peer": peer}
+        return asdict(whole) | own
 
     def record(self) -> Json:
-        """Return what `stop`, `status` and `logs` need, as JSON; values of variables stay out."""
-        nodes = [replace(node, host=replace(node.host, env=())) for node in self.nodes]
-        return asdict(replace(self, env={}, nodes=tuple(nodes)))
+        """Return what `stop`, `status` and `logs` need, as JSON."""
+        # Values of variables stay out: tokens are among them, and the file lies in a home folder.
+        hosts = tuple(replace(host, env=()) for host in self.hosts)
+        return asdict(replace(self, env={}, hosts=hosts))
 
     @classmethod
     def of_record(cls, found: Json) -> JobPlan:
         """Return the plan of a record; KeyError or TypeError: it is of another version."""
-        nodes = [Node(Host(**n["host"]), n["nproc"], local=n["local"]) for n in found["nodes"]]
-        return cls(**{**found, "nodes": tuple(nodes)})
+        return cls(**{**found, "hosts": tuple(Host(**each) for each in found["hosts"])})
 
     def dry_run(self) -> str:
         """Return the command of each host, to run by hand if there is no ssh."""
         parts = []
-        for index, node in enumerate(self.nodes):
+        for index, host in enumerate(self.hosts):
             words = list(self.command)
             if not self.per_node:
                 torchrun = [self.python, "-m", "torch.distributed.run"]
@@ -262,19 +236,19 @@ class JobPlan:
             environment = self.environment(index).items()
             assigned = [f"{name}={_quoted(value)}" for name, value in sorted(environment)]
             line = " ".join([f"cd {_quoted(self.workdir)} &&", *assigned, *map(_quoted, words)])
-            parts.append(f"# {node.host.name}\n{line}\n")
+            parts.append(f"# {host.name}\n{line}\n")
         return "\n".join(parts)
 
     def summary(self) -> str:
         """Return one line: hosts, ranks, how the model is cut, the batch."""
-        hosts = f"{len(self.nodes)} host{'s' if len(self.nodes) > 1 else ''}"
+        hosts = f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}"
         if self.per_node:
             return f"{hosts}, one command on each"
         sizes, batch = Parallel.of(self.command), flag_value(self.command, "--global-batch-size")
         return (
             f"{hosts}, {self.world_size} ranks: TP {sizes.tensor}, PP {sizes.pipeline}, CP "
             f"{sizes.context}, DP {sizes.data_parallel(self.world_size)}"
-            + (", forward and backward apart" if sizes.disaggregated or sizes.merged else "")
+            + (", forward and backward apart" if sizes.forward else "")
             + (f"; {batch} samples in a step" if batch is not None else "")
         )
 

@@ -7,60 +7,47 @@ Inside an allocation srun replaces ssh; agents, preflight and supervision are th
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch import runs
 from megatron_ext.tools.launch.hostfile import Host
-from megatron_ext.tools.launch.ssh import Ssh
 
-__all__ = ["Srun", "batch_script", "end", "hosts", "job_of", "scancel", "state", "submit"]
+__all__ = ["argv", "batch_script", "end", "hosts", "scancel", "state", "submit"]
 
 _TIMEOUT_S = 60
 _POLL_S = 0.5  # Slurm sends no notification when a job ends
 
 
-@dataclass(frozen=True)
-class Srun(Ssh):
-    """Runs commands on the hosts of an allocation, as steps beside those already running."""
-
-    job: str = ""
-
-    def argv(self, host: Host, remote: Sequence[str]) -> list[str]:
-        """Return the command that runs `remote` once on a host, with all resources of the job."""
-        return [
-            # --overlap and --mem=0: beside the job's own steps, without waiting for their share.
-            "srun", "--jobid", self.job, "--overlap", "--nodes=1", "--ntasks=1",
-            f"--nodelist={host.name}", "--cpu-bind=none", "--mem=0", "--export=ALL",
-            "--unbuffered", "--quiet", *remote,
-        ]  # fmt: skip
+def argv(job: str, host: Host, remote: Sequence[str]) -> list[str]:
+    """Return the command that runs `remote` once on a host, with all resources of the job."""
+    return [
+        # --overlap and --mem=0: beside the job's own steps, without waiting for their share.
+        "srun", "--jobid", job, "--overlap", "--nodes=1", "--ntasks=1",
+        f"--nodelist={host.name}", "--cpu-bind=none", "--mem=0", "--export=ALL",
+        "--unbuffered", "--quiet", *remote,
+    ]  # fmt: skip
 
 
-def job_of(args: argparse.Namespace) -> str | None:
-    """Return the id of the allocation to run in: that of this process, without a hostfile."""
-    return (os.environ.get("SLURM_JOB_ID") or None) if args.hostfile is None else None
-
-
-def hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
+def hosts() -> tuple[Host, ...]:
     """Return the hosts of the allocation, in Slurm's order, with their addresses.
 
     A host with one task, Slurm's default, gets no `slots`: it starts a process for each device.
     """
-    names = _slurm("scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", ""))
-    shown = _slurm("scontrol", "--oneliner", "show", "node", ",".join(names.split()))
+    listed = os.environ.get("SLURM_JOB_NODELIST", "")
+    names = _slurm("scontrol", "show", "hostnames", listed).split()
+    shown = _slurm("scontrol", "--oneliner", "show", "node", ",".join(names))
     addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", shown))
-    tasks = _tasks(environment.get("SLURM_TASKS_PER_NODE", ""), len(names.split()))
+    tasks = _tasks(os.environ.get("SLURM_TASKS_PER_NODE", ""), len(names))
     return tuple(
         Host(name, slots=count if count > 1 else None, addr=addresses.get(name))
-        for name, count in zip(names.split(), tasks, strict=True)
+        for name, count in zip(names, tasks, strict=True)
     )
 
 

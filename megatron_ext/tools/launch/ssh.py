@@ -1,4 +1,4 @@
-"""Builds ssh commands, and explains their failures.
+"""Runs commands on hosts, by ssh or by Slurm's srun, and explains their failures.
 
 The user's own ssh configuration, agent and jump hosts apply. ssh never prompts.
 """
@@ -10,6 +10,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from megatron_ext.tools.launch import slurm
 
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.hostfile import Host
@@ -27,9 +29,15 @@ class Ssh:
     command: tuple[str, ...] = ("ssh",)
     """The ssh program, with the user's options (`--ssh-cmd`)."""
     connect_timeout_s: int = 10
+    slurm_job: str | None = None
+    """The job in whose allocation srun takes the place of ssh."""
 
     def argv(self, host: Host, remote: Sequence[str]) -> list[str]:
         """Return the command that runs `remote` on a host, its words quoted for the login shell."""
+        if host.local:
+            return list(remote)
+        if self.slurm_job is not None:
+            return slurm.argv(self.slurm_job, host, remote)
         options = [
             "BatchMode=yes", f"ConnectTimeout={self.connect_timeout_s}",
             "ServerAliveInterval=5", "ServerAliveCountMax=3",  # a dead host is noticed in 15 s

@@ -20,19 +20,20 @@ from megatron_ext.devices import count_devices
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch import hostfile, process, runs, slurm
 from megatron_ext.tools.launch.logs import Display
-from megatron_ext.tools.launch.plan import JobPlan, Node, Parallel, flag_value
+from megatron_ext.tools.launch.plan import JobPlan, Parallel, flag_value
 from megatron_ext.tools.launch.ssh import Ssh
-from megatron_ext.tools.launch.supervise import Agents, Outcome, supervise, warnings
+from megatron_ext.tools.launch.supervise import Agents, Outcome, supervise
 from megatron_ext.upstream import failure, parent
 from megatron_ext.upstream.person_view import PersonView
 
-__all__ = ["nodes_of", "run", "ssh_of"]
+__all__ = ["hosts_of", "run"]
 
 _FORWARDED = (
     "NCCL_", "MCCL_", "GLOO_", "UCX_", "TORCH_", "CUDA_", "MUSA_", "OMP_", "MEGATRON_", "HF_",
     "PYTHONPATH", "PYTHONWARNINGS",
 )  # fmt: skip
 """Beginnings of the environment variables that every host gets from the launcher's environment."""
+# Of one machine or one process: a job that starts another must not pass on its own.
 _NOT_FORWARDED = ("MEGATRON_EXT_RUNS", process.RUN_ID, process.NODE, parent.AGENT_PID)
 _DEFAULTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -43,31 +44,33 @@ _DEFAULTS = {
 _LONGEST_PAUSE_S = 60.0
 
 
-def nodes_of(
+def hosts_of(
     args: argparse.Namespace, nproc: int | None = None, alone: int | None = None
-) -> tuple[Node, ...]:
-    """Return the hosts that the flags name: this machine, if they name none.
+) -> tuple[tuple[hostfile.Host, ...], Ssh]:
+    """Return the hosts that the flags name, this machine if they name none, and how to reach them.
 
     Args:
         args: The flags.
         nproc: Processes on each host; None: its slots.
         alone: Slots of this machine without a hostfile.
     """
-    job = slurm.job_of(args)
+    job = (os.environ.get("SLURM_JOB_ID") or None) if args.hostfile is None else None
     if job is not None:
-        known = slurm.hosts(os.environ)
+        known = slurm.hosts()
     elif args.hostfile is not None:
         known = hostfile.read(args.hostfile)
     else:
         known = (hostfile.Host("localhost", slots=alone),)
-    return tuple(
-        Node(
+    hosts = (
+        replace(
             host,
-            nproc=len(host.devices or ()) or nproc or host.slots or 0,
+            slots=len(host.devices or ()) or nproc or host.slots,
             local=job is None and _is_this_machine(host.name),
         )
         for host in hostfile.select(known, args.include, args.exclude)
     )
+    # ssh has to give up first: its own words say more than our time-out.
+    return tuple(hosts), Ssh(args.ssh_cmd, max(1, min(10, int(args.preflight_timeout))), job)
 
 
 def _is_this_machine(name: str) -> bool:
@@ -82,13 +85,6 @@ def _is_this_machine(name: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def ssh_of(args: argparse.Namespace) -> Ssh:
-    """Return how the flags reach hosts."""
-    if (job := slurm.job_of(args)) is not None:
-        return slurm.Srun(job=job)
-    return Ssh(args.ssh_cmd, max(1, min(10, int(args.preflight_timeout))))
 
 
 def _shown_ranks(text: str, world_size: int) -> list[int]:
@@ -146,14 +142,14 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
             _say(f"job {job} is submitted; `megatron-ext status {job}` shows it, `stop {job}` "
                  f"ends it")  # fmt: skip
         return 0
-    plan = _plan(args, command, workdir)
-    used, hosts = len(plan.nodes) - args.spares, plan.nodes
+    plan, ssh = _plan(args, command, workdir)
+    used, hosts = len(plan.hosts) - args.spares, plan.hosts
     if used < 1:
         raise LaunchError(
             f"--spares is {args.spares} of {len(hosts)} hosts; at least one has to be in use"
         )
-    plan = replace(plan, nodes=hosts[:used])
-    open_hosts = [node.host.name for node in plan.nodes if node.nproc == 0]
+    plan = replace(plan, hosts=hosts[:used])
+    open_hosts = [host.name for host in plan.hosts if not host.slots]
     if args.dry_run and open_hosts:
         raise LaunchError(
             f"--dry-run contacts no host, so it cannot count devices of {', '.join(open_hosts)}; "
@@ -181,19 +177,19 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     handler.setFormatter(logging.Formatter("megatron-ext: %(message)s"))
     logger = logging.getLogger("megatron_ext")
     logger.handlers, logger.propagate = [handler], False
-    return _with_restarts(plan, hosts, args)
+    return _with_restarts(plan, hosts, ssh, args)
 
 
-def _plan(args: argparse.Namespace, command: list[str], workdir: str) -> JobPlan:
-    """Return the plan of the flags, for all hosts; numbers of processes may still be open."""
+def _plan(args: argparse.Namespace, command: list[str], workdir: str) -> tuple[JobPlan, Ssh]:
+    """Return the plan of the flags for all hosts, and how to reach them."""
     backend = flag_value(command, "--device-backend") or os.environ.get("MEGATRON_EXT_DEVICE")
     devices = 0 if backend == "cpu" else count_devices()
-    nodes = nodes_of(args, args.nproc, alone=devices or Parallel.of(command).replica_size)
+    hosts, ssh = hosts_of(args, args.nproc, alone=devices or Parallel.of(command).replica_size)
     if args.per_node:
-        nodes = tuple(replace(node, nproc=1) for node in nodes)
+        hosts = tuple(replace(host, slots=1) for host in hosts)
     run_id = runs.check_run_id(args.run_id) if args.run_id else runs.new_run_id()
-    job = slurm.job_of(args)
-    if job is not None and not args.run_id:  # the first run in a Slurm job has its id
+    if (job := ssh.slurm_job) is not None and not args.run_id:
+        # `status`, `logs` and `stop` take the job's id, for the first run in it.
         run_id = f"{job}-{run_id}" if runs.load(job, "plan") else job
     shown = {} if args.raw else {"MEGATRON_EXT_STEP_BUBBLE": "1"}  # of `tracing/scalars.py`
     # Logins on the hosts know nothing of what was exported here.
@@ -205,7 +201,7 @@ def _plan(args: argparse.Namespace, command: list[str], workdir: str) -> JobPlan
     plan = JobPlan(
         run_id=run_id,
         slurm_job=job,
-        nodes=nodes,
+        hosts=hosts,
         command=tuple(command),
         workdir=workdir,
         python=args.python,
@@ -216,10 +212,12 @@ def _plan(args: argparse.Namespace, command: list[str], workdir: str) -> JobPlan
         grace_s=args.grace,
     )
     plan.check(allow_uneven=args.allow_uneven)
-    return plan
+    return plan, ssh
 
 
-def _with_restarts(plan: JobPlan, hosts: tuple[Node, ...], args: argparse.Namespace) -> int:
+def _with_restarts(
+    plan: JobPlan, hosts: tuple[hostfile.Host, ...], ssh: Ssh, args: argparse.Namespace
+) -> int:
     """Run a job until it succeeds, is stopped, or has used up its restarts; return its exit code.
 
     Every attempt is a run of its own, with preflight, logs and a result: ID, ID-r1, ID-r2. The
@@ -229,7 +227,7 @@ def _with_restarts(plan: JobPlan, hosts: tuple[Node, ...], args: argparse.Namesp
     if args.max_restarts and flag_value(plan.command, "--load") is None:
         _say("warning: without --save and --load, a restart begins with the first iteration")
     failed_at: list[float] = []
-    number, ssh, current = 0, ssh_of(args), plan
+    number, current = 0, plan
     while True:
         outcome = _attempt(current, args, ssh)
         now = time.monotonic()
@@ -246,27 +244,26 @@ def _with_restarts(plan: JobPlan, hosts: tuple[Node, ...], args: argparse.Namesp
         )
         time.sleep(pause_s)
         # Of all hosts, also of those lost before: one that was rebooted may be back.
-        with Agents(replace(plan, nodes=hosts), ssh) as agents:
+        with Agents(replace(plan, hosts=hosts), ssh) as agents:
             answers = agents.ask("status", args.preflight_timeout)
-        nodes = []
-        for node, answer in zip(hosts, answers.values(), strict=True):
-            if isinstance(answer, str):
-                _say(f"{node.host.name}: {answer}")
-            else:
-                nodes.append(node)
-        count = len(plan.nodes)
-        if len(nodes) < count:
+        for index, host in enumerate(hosts):
+            if isinstance(answer := answers[index], str):
+                _say(f"{host.name}: {answer}")
+        there = [host for index, host in enumerate(hosts) if not isinstance(answers[index], str)]
+        count = len(plan.hosts)
+        if len(there) < count:
             raise LaunchError(
-                f"the job needs {count} hosts and {len(nodes)} of {len(hosts)} answer; mend them, "
+                f"the job needs {count} hosts and {len(there)} of {len(hosts)} answer; mend them, "
                 f"or give more spare hosts (--spares)"
             )
-        current = replace(plan, run_id=f"{plan.run_id}-r{number}", nodes=tuple(nodes[:count]))
+        # A job never shrinks: fewer replicas would be another batch.
+        current = replace(plan, run_id=f"{plan.run_id}-r{number}", hosts=tuple(there[:count]))
 
 
 def _attempt(plan: JobPlan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
     directory = runs.run_dir(plan.run_id)
     with Agents(plan, ssh) as agents:
-        found, problems = agents.look(args.preflight_timeout)
+        found, problems, warnings = agents.look(args.preflight_timeout)
         if problems:
             raise LaunchError("\n".join(problems))
         findings = list(found.values())
@@ -286,13 +283,13 @@ def _attempt(plan: JobPlan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
                 f"{directory} cannot be written: {error.strerror}; make room, or set "
                 f"MEGATRON_EXT_RUNS to another directory"
             ) from None
-        for warning in warnings(found):
+        for warning in warnings:
             _say(f"warning: {warning}")
         _say(f"run {plan.run_id}: {plan.summary()}")
         is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
         raw = args.raw or not is_megatrons or "--help" in plan.command
         if not raw:
-            show = list(range(plan.world_size)) if len(plan.nodes) == 1 else show
+            show = list(range(plan.world_size)) if len(plan.hosts) == 1 else show
             _say(f"everything the ranks print: {log.name}")
         with log:
             view = None if raw else PersonView()

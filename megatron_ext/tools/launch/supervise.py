@@ -1,8 +1,7 @@
 """Runs a planned job: checks its hosts, starts it, watches it, and ends it everywhere as one.
 
-It reports the first failure with host, rank, exit code and last lines, and stops all other hosts.
-One signal stops the job in order, a second one at once. `Outcome.code` is the exit code of the
-command: that of the first failure, 128 + n after signal n, 255 for a lost host.
+`Outcome.code` is the exit code of the command: that of the first failure, 128 + n after signal n,
+255 for a lost host.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.logs import Display
     from megatron_ext.tools.launch.plan import JobPlan
 
-__all__ = ["Agents", "Failure", "Outcome", "first_failure", "supervise", "warnings"]
+__all__ = ["Agents", "Failure", "Outcome", "first_failure", "supervise"]
 
 MAX_SKEW_S = 5.0
 """Difference of clocks that triggers a warning, because log lines cannot be compared then."""
@@ -108,7 +107,7 @@ class Agents:
 
     def __init__(self, plan: JobPlan, ssh: Ssh) -> None:
         self.plan, self.ssh = plan, ssh
-        self.names = [node.host.name for node in plan.nodes]
+        self.names = [host.name for host in plan.hosts]
         self.connections: dict[int, _Connection] = {}
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
@@ -147,8 +146,7 @@ class Agents:
         argv = ["env", *variables, self.plan.python, "-m", "megatron_ext.tools.launch.agent"]
         answers: dict[int, Json | str] = {}
         for index, request in requests.items():
-            node = self.plan.nodes[index]
-            command = argv if node.local else self.ssh.argv(node.host, argv)
+            command = self.ssh.argv(self.plan.hosts[index], argv)
             # Bound now: the loop goes on before the connection puts anything.
             put = partial(lambda index, message: self.events.put((index, message)), index)
             try:
@@ -170,14 +168,20 @@ class Agents:
         )
         return {index: answers.get(index, late) for index in requests}
 
-    def look(self, timeout_s: float) -> tuple[dict[str, Json], list[str]]:
-        """Return how fit each host is for the job, and what keeps hosts from it, a line each."""
+    def look(self, timeout_s: float) -> tuple[dict[str, Json], list[str], list[str]]:
+        """Return how fit each host is, what keeps hosts from the job, and warnings, a line each."""
         answers = self.ask("run", timeout_s)
         by_name = {self.names[index]: answer for index, answer in answers.items()}
         found = {name: each for name, each in by_name.items() if not isinstance(each, str)}
+        warnings = []
+        for name, each in found.items():
+            if abs(each["ahead_s"]) > MAX_SKEW_S:
+                clock = f"its clock is {each['ahead_s']:+.0f} s off this machine's"
+                warnings.append(f"{name}: {clock}; let NTP or chrony set it")
+            warnings += [f"{name}: {warning}" for warning in each["warnings"]]
         problems = [f"{name}: {text}" for name, text in by_name.items() if isinstance(text, str)]
-        if problems:
-            return found, problems  # those who answer are compared when all of them do
+        if problems:  # those who answer are compared when all of them do
+            return found, problems, warnings
         problems = [f"{name}: {text}" for name in found for text in found[name]["problems"]]
         for what in {what: None for each in found.values() for what in each["same"]}:
             values = {name: each["same"].get(what) for name, each in found.items()}
@@ -193,18 +197,7 @@ class Agents:
                 for name, value in values.items()
                 if value not in (usual, None)
             ]
-        return found, problems
-
-
-def warnings(found: dict[str, Json]) -> list[str]:
-    """Return what does not stop a job, from the fitness of its hosts, a line each."""
-    lines = []
-    for name, each in found.items():
-        if abs(each["ahead_s"]) > MAX_SKEW_S:
-            clock = f"its clock is {each['ahead_s']:+.0f} s off this machine's"
-            lines.append(f"{name}: {clock}; let NTP or chrony set it")
-        lines += [f"{name}: {warning}" for warning in each["warnings"]]
-    return lines
+        return found, problems, warnings
 
 
 @dataclass(frozen=True)
@@ -261,8 +254,8 @@ def supervise(
     previous = {each: signal.signal(each, lambda n, _: put((n, "signal"))) for each in stopping}
     try:
         for index, connection in agents.connections.items():
-            first = plan.first_rank(index)
-            local = [rank - first for rank in show if 0 <= rank - first < plan.nodes[index].nproc]
+            first, end = plan.first_rank(index), plan.first_rank(index + 1)
+            local = [rank - first for rank in show if first <= rank < end]
             argv = plan.agent_argv(index, found[index], found[0]["port"], local)
             connection.show = partial(display.show, agents.names[index])
             connection.heard_at = time.monotonic()

@@ -18,7 +18,7 @@ from megatron_ext.tools.doctor import checks
 from megatron_ext.tools.doctor.checks import check_hosts
 from megatron_ext.tools.doctor.flight import Diagnosis, arena_bytes, check_training
 from megatron_ext.tools.launch.hostfile import Host
-from megatron_ext.tools.launch.plan import JobPlan, Node
+from megatron_ext.tools.launch.plan import JobPlan
 from megatron_ext.tools.launch.ssh import Ssh
 from megatron_ext.upstream import releases
 from tests.commands import run_package, run_python
@@ -180,8 +180,8 @@ def test_a_cuda_build_of_torch_without_a_driver() -> None:
 
 
 def hosts_found(*names: str) -> dict[str, Diagnosis]:
-    nodes = tuple(Node(Host(name), 0, local=False) for name in names)
-    plan = JobPlan("check", nodes, ("true",), str(Path.cwd()), sys.executable, per_node=True)
+    hosts = tuple(map(Host, names))
+    plan = JobPlan("check", hosts, ("true",), str(Path.cwd()), sys.executable, per_node=True)
     ssh = Ssh(("sh", str(FAKE_SSH)))
     return {finding.check: finding for finding in check_hosts(plan, ssh, 30)}
 
@@ -208,7 +208,7 @@ def test_each_warning_of_a_host_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatc
         "ahead_s": 60.0, "problems": [], "warnings": [warning],
     }  # fmt: skip
     monkeypatch.setattr(checks.Agents, "ask", lambda *_: {0: hello})
-    plan = JobPlan("check", (Node(Host("a"), 0, local=False),), ("true",), "/", sys.executable)
+    plan = JobPlan("check", (Host("a"),), ("true",), "/", sys.executable)
     found = [f for f in check_hosts(plan, Ssh(), 30) if f.level == "WARN"]
     assert {f.found.split(",")[0]: f.remedy for f in found} == {
         "64 MiB are free in /dev/shm": "give it more",

@@ -240,7 +240,7 @@ def test_a_run_that_nobody_started(capsys: pytest.CaptureFixture[str]) -> None:
     assert "error: there is no run r0 in " in capsys.readouterr().err
     plan = Path("runs/r0/plan.json")
     plan.parent.mkdir(parents=True)
-    for text in ("[]", "{}", '{"nodes": [3]}', "\0", ""):
+    for text in ("[]", "{}", '{"hosts": [3]}', "\0", ""):
         plan.write_text(text)
         assert cli.main(["logs", "r0"]) == 2
         assert f"error: {plan.absolute()} " in capsys.readouterr().err
@@ -250,11 +250,11 @@ def test_a_run_that_nobody_started(capsys: pytest.CaptureFixture[str]) -> None:
 def test_damaged_records_of_a_run_are_one_line(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    host = {"name": "localhost", "port": None, "user": None}
+    host = {"name": "localhost", "slots": 1, "local": True}
     records = {
         "plan": {
             "run_id": "r0", "workdir": "/", "python": sys.executable, "log_root": None,
-            "grace_s": 1, "command": ["a.py"], "nodes": [{"host": host, "nproc": 1, "local": True}],
+            "grace_s": 1, "command": ["a.py"], "hosts": [host],
         },
         "result": {"exit_code": 0, "failure": None, "stopped_by": None},
         "launcher": {"pid": 1, "start": 1},

@@ -10,15 +10,15 @@ import pytest
 
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch.hostfile import parse, read, select
-from megatron_ext.tools.launch.plan import JobPlan, Node, Parallel, flag_value
+from megatron_ext.tools.launch.plan import JobPlan, Parallel, flag_value
 
 TP2_PP3 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3"
 HOSTFILES = Path(__file__).parents[3] / "hostfiles"
 
 
 def plan_of(text: str, command: str = "train.py", nproc: int = 0, **options: object) -> JobPlan:
-    nodes = tuple(Node(host, host.slots or nproc, local=False) for host in parse(text))
-    plan = JobPlan("run", nodes, tuple(command.split()), "/work dir", "/bin/python")
+    hosts = tuple(replace(host, slots=host.slots or nproc) for host in parse(text))
+    plan = JobPlan("run", hosts, tuple(command.split()), "/work dir", "/bin/python")
     return replace(plan, **options)
 
 
@@ -120,7 +120,7 @@ def test_no_addresses_are_added_where_nobody_asked(text: str, flags: str) -> Non
 
 def test_uneven_hosts_have_to_be_allowed() -> None:
     hosts = read(HOSTFILES / "mixed-slots.example")
-    plan = replace(plan_of("a"), nodes=tuple(Node(h, h.slots or 0, local=False) for h in hosts))
+    plan = replace(plan_of("a"), hosts=hosts)
     with pytest.raises(LaunchError, match=r"different numbers .*node1 8, node2 4.*--allow-uneven"):
         plan.check(allow_uneven=False)
     plan.check(allow_uneven=True)
@@ -131,8 +131,8 @@ def test_uneven_hosts_have_to_be_allowed() -> None:
 
 def test_numbers_of_devices_are_filled_in() -> None:
     hosts = read(HOSTFILES / "two-nodes.example")
-    plan = replace(plan_of("a"), nodes=tuple(Node(host, 0, local=False) for host in hosts))
-    assert [node.nproc for node in plan.with_devices([8, 8]).nodes] == [8, 8]
+    plan = replace(plan_of("a"), hosts=tuple(replace(host, slots=None) for host in hosts))
+    assert [host.slots for host in plan.with_devices([8, 8]).hosts] == [8, 8]
     with pytest.raises(LaunchError, match=r"10\.0\.0\.2: no devices were found there"):
         plan.with_devices([8, 0])
 
@@ -146,7 +146,7 @@ def test_localhost_among_others_needs_an_address() -> None:
 
 def test_chosen_devices_are_the_visible_ones() -> None:
     host = select(parse("a slots=4"), include="a:1,3")[0]
-    plan = replace(plan_of("a"), nodes=(Node(host, 2, local=True),))
+    plan = replace(plan_of("a"), hosts=(host,))
     assert plan.environment(0)["CUDA_VISIBLE_DEVICES"] == "1,3"
 
 
