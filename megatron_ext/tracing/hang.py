@@ -1,10 +1,8 @@
 """Ends a job that hangs, with the name of the rank that holds it up.
 
 A thread of each rank checks whether the training thread makes progress. If it does not for the
-time-out, the rank raises an alarm in the job's store. All ranks then publish their state there; the
-first that raised the alarm follows the waits, prints the result once, and publishes the verdict.
-Each rank ends with it: by an error in its training thread if that still responds, else by ending
-the process.
+time-out, the rank raises an alarm in the job's store. All ranks then publish their state there, and
+end with the verdict of the one that follows the waits.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.errors import HangError
 
@@ -39,59 +37,18 @@ _SIGNAL = signal.SIGRTMIN + 7
 OUTSIDE = "is between training steps"
 
 
-@dataclass
-class Activity:
-    """The present activity of a rank; the training thread writes it, the watchdog reads it.
-
-    A write is a few atomic assignments; a reader that sees half of a change reads again.
-    """
-
-    count: int = 0
-    """Incremented with every change; a constant value means no progress."""
-    what: str = OUTSIDE
-    """After `rank 3 `: `runs 5F3`, `waits`, `is in the optimizer step`."""
-    waits_for: tuple[tuple[int, str], ...] = ()
-    """(global rank, event) pairs, any of which would end the wait."""
-    collective: str = ""
-    """The collective that the rank is in, if it is in one."""
-    since_s: float = field(default_factory=time.monotonic)
-
-    def now(
-        self, what: str, waits_for: Sequence[tuple[int, str]] = (), collective: str = ""
-    ) -> None:
-        """Set the rank's activity."""
-        self.what, self.waits_for, self.collective = what, tuple(waits_for), collective
-        self.since_s = time.monotonic()
-        self.count += 1
-
-    @property
-    def is_watched(self) -> bool:
-        """True if the rank is inside a step."""
-        return self.what != OUTSIDE
-
-
-def made_by(message: Message) -> str:
-    """Return the action that produces a message, for example `5B3`, or the message's name."""
-    kind, stage, microbatch, part = message[:4]
-    if kind in ("F", "B"):
-        of = f".{part}" if part else ""
-        return f"{stage + (1 if kind == 'B' else -1)}{kind}{microbatch}{of}"
-    return str(message)
-
-
-@dataclass(frozen=True)
-class RankState:
-    """The reported state of a rank."""
+class RankState(NamedTuple):
+    """What a rank does, as it reports it."""
 
     rank: int
-    what: str
+    what: str = OUTSIDE
     """After `rank 3 `: `runs 5F3`, `waits`, `is in the optimizer step`."""
     waits_for: Sequence[tuple[int, str]] = ()
     """(global rank, what of it) that would end its wait, any of them."""
     collective: str = ""
     """The collective that it is in: it waits for everybody who is not."""
     since_s: float = 0.0
-    """How long it has been doing that."""
+    """How long it has been doing that; within the process, since when."""
     where: str = ""
     """The line of the program that its training thread is at."""
 
@@ -108,6 +65,37 @@ class RankState:
     def lasting(self) -> str:
         """Duration of that, and the place of its training thread, if that is known."""
         return f"for {self.since_s:.1f} s" + (f", at {self.where}" if self.where else "")
+
+
+class Activity:
+    """The present activity of a rank; the training thread writes it, the watchdog reads it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Incremented with every change; a constant value means no progress."""
+        self.state = RankState(-1)
+
+    def now(
+        self, what: str, waits_for: Sequence[tuple[int, str]] = (), collective: str = ""
+    ) -> None:
+        """Set the rank's activity."""
+        # One assignment, without a lock: the watchdog never sees half of a change.
+        self.state = RankState(-1, what, tuple(waits_for), collective, time.monotonic())
+        self.count += 1
+
+    @property
+    def is_watched(self) -> bool:
+        """True if the rank is inside a step."""
+        return self.state.what != OUTSIDE
+
+
+def made_by(message: Message) -> str:
+    """Return the action that produces a message, for example `5B3`, or the message's name."""
+    kind, stage, microbatch, part = message[:4]
+    if kind in ("F", "B"):
+        of = f".{part}" if part else ""
+        return f"{stage + (1 if kind == 'B' else -1)}{kind}{microbatch}{of}"
+    return str(message)
 
 
 @dataclass(frozen=True)
@@ -240,7 +228,7 @@ class Watchdog:
         """Publish the state of this rank, collect the others', and agree on the cause."""
         mine = self._state(rank)
         _LOG.error("%s", mine)
-        store.set(f"{_PREFIX}/state/{rank}", json.dumps(asdict(mine)))
+        store.set(f"{_PREFIX}/state/{rank}", json.dumps(mine._asdict()))
         # One rank explains for all, so that the log has one explanation.
         if store.add(f"{_PREFIX}/first", 1) > 1:
             key = f"{_PREFIX}/verdict"
@@ -271,8 +259,8 @@ class Watchdog:
             if "/torch/" not in name and "/megatron_ext/tracing/" not in name:
                 where = f"{name.rpartition('/')[2]}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
-        now, since_s = self.activity, time.monotonic() - self.activity.since_s
-        return RankState(rank, now.what, now.waits_for, now.collective, since_s, where)
+        now = self.activity.state
+        return now._replace(rank=rank, since_s=time.monotonic() - now.since_s, where=where)
 
     def _raise(self, _number: int, _frame: FrameType | None) -> None:
         """Runs in the training thread as soon as that executes Python again."""
@@ -281,6 +269,7 @@ class Watchdog:
 
     def _end(self, rank: int) -> None:
         """Raise the verdict in the training thread; if that does not end it, end the process."""
+        # The signal also ends a system call, in which no Python error would reach the thread.
         signal.pthread_kill(self._training, _SIGNAL)
         if self._stop.wait(_ANSWER_S):
             return

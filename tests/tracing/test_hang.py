@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 from megatron_ext.message import Message
 from megatron_ext.tracing.hang import Activity, RankState, explain, made_by
@@ -57,7 +56,7 @@ def test_ranks_in_a_collective_wait_for_those_that_are_not() -> None:
 
 def test_states_travel_as_text() -> None:
     state = RankState(3, "waits", ((1, "2B0"), (2, "4F1")), "", 1.5, "a.py:3 in f")
-    assert str(RankState(**json.loads(json.dumps(asdict(state))))) == str(state)
+    assert str(RankState(**json.loads(json.dumps(state._asdict())))) == str(state)
     assert str(state) == "rank 3 waits for 2B0 of rank 1 or 4F1 of rank 2 for 1.5 s, at a.py:3 in f"
     crowd = RankState(0, "waits", tuple((rank, "0F0") for rank in range(9)))
     assert "or 5 others" in str(crowd)
