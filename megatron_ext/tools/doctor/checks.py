@@ -150,7 +150,8 @@ def check_device() -> Iterator[Diagnosis]:
     except MegatronExtError as error:
         yield Diagnosis.of("FAIL", "device", error)
         return
-    count = count_devices()  # that the drivers show, whatever torch was built for
+    # By what drivers show, whatever torch was built for: that may be the problem.
+    count = count_devices()
     shown = f"{device.name}, collectives by {device.distributed_backend}"
     if device.name != "cpu":
         yield Diagnosis("OK", "device", f"{shown}, {count} devices")
@@ -210,6 +211,7 @@ def check_patches() -> Iterator[Diagnosis]:
         found = f"Megatron cannot be imported: {error}"
         yield Diagnosis("FAIL", "patches", found, "install megatron-core and torch")
         return
+    # Rows for releases that are not installed have no target to compare with.
     rows = [row for row in REGISTRY.rows() if row.state != "other release"]
     problems = listing.problems(rows)
     for problem in problems:
@@ -223,13 +225,14 @@ def check_patches() -> Iterator[Diagnosis]:
 
 
 def check_shared_memory(path: Path = Path(SHARED_MEMORY)) -> Iterator[Diagnosis]:
-    """Check the size of /dev/shm, which data loaders and NCCL use (our own arenas do not)."""
+    """Check the size of /dev/shm, which data loaders and NCCL use."""
     name = f"shared memory {path}"
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:
         yield Diagnosis("FAIL", name, error.strerror or str(error), "mount a tmpfs there")
         return
+    # Our own arenas are files without a name in memory, and take nothing of it.
     found = f"{usage.total / _GIB:.1f} GiB in all, {usage.free / _GIB:.1f} GiB free"
     if usage.free < MIN_SHARED_BYTES:
         remedy = "give the container more (docker run --shm-size=16g), or remove old files there"
@@ -253,6 +256,7 @@ def check_memlock() -> Iterator[Diagnosis]:
 
 def check_rdma() -> Iterator[Diagnosis]:
     """Try every step of an RDMA link, down to a queue pair."""
+    # Listing devices is not enough: limits, permissions and GIDs show at the queue pair only.
     from megatron_ext.transport import rdma_probe
 
     try:

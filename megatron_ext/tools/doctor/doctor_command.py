@@ -84,6 +84,7 @@ def _findings(args: argparse.Namespace, plan: tuple[JobPlan, Ssh] | None) -> Ite
     if args.devices is not None:
         yield from check_training(args.command_words, *parse_devices(args.devices))
         return
+    # Imports torch, which --devices neither needs nor waits for.
     from megatron_ext.tools.doctor import checks
 
     yield from checks.check_versions()

@@ -153,6 +153,7 @@ def check_training(
     if found.pipeline is None:
         yield from _hangs(args, KNOWN_HANGS)
     else:
+        # Our messages have names, so that the order in which ranks send cannot swap them.
         yield from _hangs(args, KNOWN_HANGS[-1:])
     if not found.accepted:
         return
@@ -202,10 +203,7 @@ def _arenas(found: Preflight, args: Namespace, *, is_here: bool) -> Iterator[Dia
 
 
 def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
-    """Return the upper bound on the memory of one rank's arenas, in bytes.
-
-    The model's routes are not known here; each adds the messages that skip a stage.
-    """
+    """Return the upper bound on the memory of one rank's arenas, in bytes."""
     table, peers = pipeline.full, defaultdict[int, set[int]](set)
     for source, target, _ in validate(table).slots:
         if source != target:
@@ -215,6 +213,7 @@ def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
     slots = arena_slots(
         table, pipeline.dynamic.margin if pipeline.dynamic else None, pipeline.config.stash_ratio
     )
+    # Without the model's routes, which are not known here; each adds messages that skip a stage.
     most = max(map(len, peers.values()), default=0)
     return most * slots * math.ceil(message_bytes / page_bytes) * page_bytes
 
@@ -274,7 +273,7 @@ def planned(
     )
     name = found.pipeline.name if found.pipeline else base_table(stages.chunks_of_megatron(args))
     if name.startswith(CSV_PREFIX) or found.config is None or found.config.disaggregation:
-        name = ""
+        name = ""  # the planner knows neither tables of the user's own nor roles
     twins = twins_of(name) if name else 1
     batches = batches_of(args, pp, twins)
     count = args.world_size or tp * pp * cp
@@ -314,6 +313,7 @@ def planned(
     )
     if not name:
         return job, None
+    # A layout that does not fit still has a forecast, which the report compares with the limit.
     free = replace(job, device=replace(device, memory_gib=1e9))
     if pp == 1:
         plan = forecast(free, sizes, "none", 1)
@@ -407,6 +407,7 @@ def nearest(job: Question, own: Layout) -> Better | None:
 
     def best(words: str, other: Question, kept: dict[str, Any]) -> list[Better]:
         try:
+            # The best alone: each change is a search of its own, and the user waits for eight.
             plans = search(replace(other, fixed=kept), keep=1).plans
         except ArgumentsError:  # nothing divides
             return []
