@@ -305,7 +305,7 @@ def tracing(quick: bool) -> Answer:
                 "added": statistics.median(traced / plain - 1 for plain, traced in steps),
             }
         run = Path(scratch) / "megatron_ext, gloo: 1f1b"
-        predicted = {p.label: p.step_s for p in forecast(run).predictions}
+        predicted = {p.schedule: p.step_s for p in forecast(run).predictions}
         event_s, event_bytes = event(Path(scratch) / "events")
     rows = []
     for system in systems:

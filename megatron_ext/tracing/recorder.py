@@ -241,7 +241,7 @@ class Recorder:
         remedy = "this rank traces nothing more, and training goes on"
         _LOG.warning("--trace: %s", cannot_write(path, error, remedy))
         self._ended, self.active = True, False
-        self._kept.clear()
+        self._kept.clear()  # nobody would take it, and training may go on for weeks
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):  # closing writes what is buffered once more

@@ -101,7 +101,7 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     assert settings["pipeline_schedule"] == "interleaved"
     assert settings["dpp_policy"] == "hint"
     assert settings["transport"] == "shm"
-    sent = {p.label: p.sent_bytes for p in forecast.forecast(tmp_path / "run").predictions}
+    sent = {p.schedule: p.sent_bytes for p in forecast.forecast(tmp_path / "run").predictions}
     message = 2 * 16 * 32 * 4
     assert sent["interleaved chunks=2 dpp hint"] == 7 * 2 * 4 * message, "7 boundaries, both ways"
     assert sent["1f1b"] == 3 * 2 * 4 * message
@@ -124,7 +124,7 @@ def test_exchanges_of_experts_have_a_row_beside_the_actions(tmp_path: Path) -> N
     rows = {(event["cat"] == "exchange", event["tid"]) for event in events if event["ph"] == "X"}
     assert rows == {(False, 0), (True, 1000)}
     predictions = forecast.forecast(tmp_path / "run").predictions
-    assert any(prediction.hidden for prediction in predictions)
+    assert any(prediction.all_to_all_hidden for prediction in predictions)
 
 
 def test_a_run_in_slices_is_recorded_put_together_and_planned(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_run_in_slices_is_recorded_put_together_and_planned(tmp_path: Path) ->
     starts = [e["id"] for e in events if e["ph"] == "s"]
     assert len(starts) == len({*starts}) > 0, "an arrow for each slice's message"
     assert "planned: " in report.page(run)
-    labels = [prediction.label for prediction in forecast.forecast(tmp_path).predictions]
+    labels = [prediction.schedule for prediction in forecast.forecast(tmp_path).predictions]
     assert {"1f1b", "zb-h1", "zb-h1 slices=4", "zb-v chunks=2 slices=4"} <= {*labels}
 
 

@@ -1,9 +1,7 @@
 """All traces of a run: their clocks, what is slow, and one Chrome trace of them.
 
 The Chrome trace, for ui.perfetto.dev or chrome://tracing, has a row for each rank and arrows from
-sends to receives. Each file is read twice, one iteration after the other: first for clocks and
-figures, then for the output. Several processes share the files and concatenate their outputs at the
-end, so memory does not grow with the run.
+sends to receives.
 """
 
 from __future__ import annotations
@@ -54,32 +52,26 @@ class Alignment:
 
     def of(self, header: Header) -> int:
         """Return what to add to the times of a rank."""
-        return self.offset_ns[_clock_of(header)]
-
-
-def _clock_of(header: Header) -> str:
-    """Return the clock of a rank; one that names none has its own."""
-    return header.clock or f"rank {header.rank}"
+        return self.offset_ns[header.clock]
 
 
 def align(surveys: Iterable[RankSurvey]) -> Alignment:
     """Return what to add to each clock so that all agree with that of the lowest rank.
 
-    Ranks of one host share a clock. Messages relate two: if one was sent at `s` on the sender's
-    clock and arrived at `r` on the receiver's, the receiver's is ahead by at most `r - s`. The
-    smallest such difference in each direction bounds the offset from both sides; the midpoint is
-    the estimate, as in NTP. Hosts that exchange no messages are related through others that do, or
-    else through the time since 1970 that each rank recorded at its start.
+    Messages relate two clocks, as in NTP; hosts that exchange none are related through others that
+    do, or else through the time since 1970 that each rank recorded at its start.
     """
     ranks = {each.header.rank: each for each in surveys}
-    clocks = {rank: _clock_of(each.header) for rank, each in ranks.items()}
+    clocks = {rank: each.header.clock for rank, each in ranks.items()}
     sent = {
         key: begin
         for rank, each in ranks.items()
         for key, (begin, _) in each.stamps.items()
         if key.source == rank
     }
-    # By (sender's clock, receiver's clock): the smallest time between send and receive.
+    # By (sender's clock, receiver's clock): the smallest time between send and receive. What was
+    # sent at s on one clock and arrived at r on the other proves the other ahead by r - s at most;
+    # the smallest difference in each direction bounds the offset from both sides.
     bounds: dict[tuple[str, str], int] = {}
     for rank, each in ranks.items():
         for key, (_, end) in each.stamps.items():
@@ -104,8 +96,7 @@ def align(surveys: Iterable[RankSurvey]) -> Alignment:
     here = headers[reference]
     for clock, header in headers.items():
         if clock not in offsets:
-            shift = (header.wall_ns - header.clock_ns) - (here.wall_ns - here.clock_ns)
-            offsets[clock] = shift if header.wall_ns and here.wall_ns else 0
+            offsets[clock] = (header.wall_ns - header.clock_ns) - (here.wall_ns - here.clock_ns)
             errors[clock] = None
     return Alignment(offsets, errors)
 
@@ -163,7 +154,7 @@ def read_run(directory: Path | str) -> Run:
     for clock, error in alignment.error_ns.items() if len(alignment.error_ns) > 1 else ():
         how = "by the time of day" if error is None else f"+- {error / 1e3:.0f} us by messages"
         offset_ms = alignment.offset_ns[clock] / 1e6
-        notes.append(f"clock {clock or 'unnamed'}: {offset_ms:+.3f} ms, {how}")
+        notes.append(f"clock {clock}: {offset_ms:+.3f} ms, {how}")
     return Run(directory, readable, surveys, alignment, notes)
 
 
@@ -176,7 +167,7 @@ def _for_each(task: Callable[[TraceFile], _T], files: Sequence[TraceFile]) -> It
         yield from map(task, files)
         return
     # Records form no cycles, and the cycle collector would take a third of the time.
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("fork")  # a fresh interpreter would import all of this
     with ProcessPoolExecutor(workers, context, initializer=gc.disable) as pool:
         yield from pool.map(task, files)
 
@@ -227,10 +218,8 @@ def link_speeds(run: Run) -> list[LinkSpeed]:
 def slow(run: Run) -> list[tuple[str, float]]:
     """Return slow ranks and links in words, with their factor over the median, worst first.
 
-    A rank is slow if its actions take longer than the same actions on most others. Stages differ,
-    so a rank is compared with those of the same stage; if a stage has fewer than three, of which
-    two would not tell the slow one, with the mean of all stages. A link is slow if its messages
-    take longer than those of most links.
+    A rank is slow if its actions take longer than the same actions on most others, a link if its
+    messages take longer than those of most links.
     """
     by_stage: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     by_name: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -241,6 +230,8 @@ def slow(run: Run) -> list[tuple[str, float]]:
     factors: dict[int, list[float]] = defaultdict(list)
     for (name, _), peers in by_stage.items():
         means = {rank: statistics.fmean(found) for rank, found in by_name[name].items()}
+        # Stages differ, so a rank is compared with those of its own; but two of a stage do not tell
+        # which is the slow one.
         times = means if len(peers) < 3 else peers
         middle = statistics.median_low(times.values())
         for rank in peers if middle else ():
@@ -278,6 +269,7 @@ def write_chrome_trace(run: Run, output: Path) -> int:
         ):
             task = partial(_write_part, parts, run.alignment, min(begins, default=0), ranks)
             size = file.write(b"[\n")
+            # Files are read again, an iteration at a time: memory does not grow with the run.
             for index, part in enumerate(_for_each(task, run.files)):
                 size += file.write(b",\n" if index else b"") + part.stat().st_size
                 with part.open("rb") as content:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_ext.config.active import Pipeline
 from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
@@ -57,9 +57,9 @@ _WITH_FLAGS = 3
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one schedule."""
+    """The prediction for one schedule; the names are the keys of `plan --trace-dir --json`."""
 
-    label: str
+    schedule: str
     flags: str
     step_s: float
     bubble_ratio: float
@@ -72,21 +72,8 @@ class Prediction:
     """Bytes that stages hand on in a step, see `Traffic`; None: unknown from the trace."""
     weight_copies: int = 1
     """Ranks that hold the weights of one stage."""
-    hidden: float | None = None
+    all_to_all_hidden: float | None = None
     """Part of the experts' exchanges that runs behind computation; None: the trace has none."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the prediction under the keys of `plan --trace-dir --json`."""
-        return {
-            "schedule": self.label,
-            "flags": self.flags,
-            "step_s": self.step_s,
-            "bubble_ratio": self.bubble_ratio,
-            "memory_bytes": self.memory_bytes,
-            "bounds_memory": self.bounds_memory,
-            "sent_bytes": self.sent_bytes,
-            "all_to_all_hidden": self.hidden,
-        }
 
 
 @dataclass(frozen=True)
@@ -105,7 +92,7 @@ class Forecast:
     @property
     def own(self) -> Prediction | None:
         """The prediction for the traced schedule itself."""
-        return next((p for p in self.predictions if p.label == self.measured), None)
+        return next((p for p in self.predictions if p.schedule == self.measured), None)
 
     @property
     def recommended(self) -> list[Prediction]:
@@ -136,7 +123,7 @@ class Forecast:
             gain = f"{1e3 * best.step_s:.1f} ms a step, {before_s / best.step_s:.2f} x as fast"
             if best.memory_bytes is not None:
                 gain += f", {best.memory_bytes / 2**30:.2f} GiB on a rank"
-            choices.append(f"{best.label} ({gain})")
+            choices.append(f"{best.schedule} ({gain})")
         if len(choices) > 1:
             choices[0] += f" where {self.recommended[0].weight_copies} copies of the weights fit"
         return f"{', else '.join(choices)}." if choices else "no schedule that bounds memory fits."
@@ -196,8 +183,6 @@ class StageCosts:
 def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
     """Return the measured costs of a run's actions.
 
-    The time of an unsplit backward is divided equally between input and weight gradient.
-
     Raises:
         DataError: The actions of some stage were not traced.
     """
@@ -220,6 +205,7 @@ def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
         if split[0] and split[1]:
             backward = split[0], split[1]
         elif whole:
+            # Its two halves are matrix products of one size; the trace cannot tell them apart.
             backward = whole / 2, whole / 2
         else:
             backward = None
@@ -232,17 +218,14 @@ def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
     forwards, inputs, weights = zip(*rows, strict=True)
     delays = [speed.delay_ns for speed in link_speeds(run) if speed.delay_ns is not None]
     latency_s = statistics.median(delays) / 1e9 if delays else 0.0
-    exchanged_s = sum(_exchange_s(run, stage) for stage in range(schedule.num_stages))
-    share = min(1.0, exchanged_s / sum(forwards))
+    exchanged: dict[int, list[int]] = defaultdict(list)  # what a forward of each stage exchanges
+    for survey in run.surveys:
+        for (name, stage), sample in survey.exchanges.items():
+            if name == ACTION_NAMES["F"]:
+                exchanged[stage].append(sample.median_ns)
+    share = min(1.0, sum(map(statistics.median, exchanged.values())) / 1e9 / sum(forwards))
     jitter = statistics.median(sigmas or [0.0])
     return StageCosts(forwards, inputs, weights, latency_s, jitter, share)
-
-
-def _exchange_s(run: Run, stage: int) -> float:
-    """Return what a forward of a stage exchanges between experts, in seconds."""
-    key = ACTION_NAMES["F"], stage
-    found = [s.exchanges[key].median_ns for s in run.surveys if key in s.exchanges]
-    return statistics.median(found) / 1e9 if found else 0.0
 
 
 def planned(run: Run, schedule: Schedule) -> Timeline:
@@ -301,6 +284,7 @@ def measured_traffic(surveys: Iterable[RankSurvey], placement: Placement) -> Tra
                 boundaries[stage - (kind == "F")] += of_step
             elif kind in ("P", "G"):
                 routes += of_step
+    # A stage whose neighbour is on the same rank was seen to send nothing, which is no size.
     crossing = {stage for stage, hop in enumerate(placement.hops) if hop != "local"}
     found = {stage: boundaries[stage] for stage in sorted(crossing & boundaries.keys())}
     return Traffic(placement, found, routes) if found else None
@@ -369,7 +353,7 @@ def predict(run: Run, memory_gb: float | None = None) -> Forecast:
                 f"trace the run with this version, or leave --memory-gb out"
             )
         fitting = [p for p in found if (p.memory_bytes or 0) <= memory_gb * 2**30]
-        notes += [f"left out: {p.label} needs {_gib(p)} GiB" for p in found if p not in fitting]
+        notes += [f"left out: {p.schedule} needs {_gib(p)} GiB" for p in found if p not in fitting]
         found = fitting
     if not found:
         raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(notes))
@@ -467,7 +451,7 @@ def _of_table(measured: _Measured, pipeline: Pipeline, costs: Costs) -> Predicti
     count, dynamic = pipeline.num_microbatches, pipeline.dynamic
     schedule, static = pipeline.schedule(count), pipeline.static().full
     draws = [replace(costs, seed=seed) for seed in range(_SEEDS)]
-    if costs.jitter <= _QUIET:
+    if costs.jitter <= _QUIET:  # all draws would be the same step
         draws = [replace(costs, jitter=0.0)]
     policies = partial(pipeline.policy, count)
     steps = [
@@ -483,6 +467,7 @@ def _of_table(measured: _Measured, pipeline: Pipeline, costs: Costs) -> Predicti
     memory = None
     if measured.fixed_bytes is not None:
         peak = max(max(activation_peaks(step.schedule, measured.stash_ratio)) for step in steps)
+        # Gradients and optimizer state come with each copy of the weights.
         weights = static.weight_copies / measured.schedule.weight_copies
         memory = round(measured.fixed_bytes * weights + peak * measured.activation_bytes)
     traffic = measured.traffic
@@ -495,7 +480,7 @@ def _of_table(measured: _Measured, pipeline: Pipeline, costs: Costs) -> Predicti
         bounds_memory=dynamic is None or dynamic.policy == DynamicOrder.policy,
         sent_bytes=None if traffic is None else traffic.under(static.placement),
         weight_copies=static.weight_copies,
-        hidden=statistics.fmean(step.hidden for step in steps) if costs.all_to_all else None,
+        all_to_all_hidden=statistics.fmean(s.hidden for s in steps) if costs.all_to_all else None,
     )
 
 
@@ -540,13 +525,14 @@ def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
 def table(found: Forecast, limit: int = 20) -> str:
     """Return the predictions as text, with the flags to paste."""
     shown = found.predictions[:limit]
-    hides = any(p.hidden is not None for p in shown)
+    hides = any(p.all_to_all_hidden is not None for p in shown)
     rows = [("schedule", "step ms", "bubble %", "sent MiB", "memory GiB", *["hidden %"] * hides)]
     for p in shown:
         sent = "-" if p.sent_bytes is None else f"{p.sent_bytes / 2**20:.4g}"
         times = f"{1e3 * p.step_s:.1f}", f"{100 * p.bubble_ratio:.1f}"
-        hidden = [] if p.hidden is None else [f"{100 * p.hidden:.0f}"]
-        rows.append((p.label, *times, sent, _gib(p), *hidden))
+        share = p.all_to_all_hidden
+        hidden = [] if share is None else [f"{100 * share:.0f}"]
+        rows.append((p.schedule, *times, sent, _gib(p), *hidden))
     traced = f"traced: {found.measured}, step {1e3 * found.measured_s:.1f} ms"
     if found.own is not None:
         traced += f", itself predicted as {1e3 * found.own.step_s:.1f} ms"
@@ -560,9 +546,9 @@ def table(found: Forecast, limit: int = 20) -> str:
     lines.append(f"\nrecommended: {found.advice}")
     bounded = [p for p in found.predictions if p.bounds_memory]
     first = list(dict.fromkeys([*found.recommended, *bounded[:_WITH_FLAGS]]))
-    width = max(len(p.label) for p in first)
+    width = max(len(p.schedule) for p in first)
     lines.append("\nflags (--json has those of all):")
-    lines += [f"  {p.label.ljust(width)}  {p.flags}" for p in first]
+    lines += [f"  {p.schedule.ljust(width)}  {p.flags}" for p in first]
     return "\n".join(lines)
 
 

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from megatron_ext.errors import DataError
 from megatron_ext.schedules.search.length_balance import LengthCost
-from megatron_ext.tools.trace.aggregate import read_run
-from megatron_ext.tools.trace.reader import load_schedule
+from megatron_ext.tools.trace.reader import load_schedule, open_run
 from megatron_ext.tracing.records import ACTION_NAMES, sizes_in
 
 __all__ = ["MeasuredCost", "Point", "fit", "measured_length_cost"]
@@ -55,7 +54,7 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
     Raises:
         DataError: There is no trace, it has no lengths, or all are the same.
     """
-    run = read_run(directory)
+    files, _ = open_run(directory)
     schedule = load_schedule(directory)
     if schedule is not None and schedule.placement.twin_hops:
         raise DataError(
@@ -65,7 +64,7 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
     # By replica, iteration and micro-batch: its tokens and pairs, and what a stage took by slice.
     sizes: dict[tuple[int, int, int], tuple[int, int]] = {}
     took_ns: dict[int, dict[tuple[int, int, int, int], int]] = defaultdict(lambda: defaultdict(int))
-    for file in run.files:
+    for file in files:
         if file.header.tensor:
             continue  # tensor-parallel ranks do the same as the first of them
         for position, iteration in enumerate(file.iterations()):

@@ -65,6 +65,7 @@ class TraceFile:
         self.damaged = 0
         parts: list[str] = []  # of an iteration with very many spans, which takes several lines
         try:
+            # A rank that died may have left half of a character.
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 file.readline()  # the header, which `open_run` has read
                 for line in file:
@@ -114,6 +115,7 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
             f"benchmark/data-1-pipeline-4-tensor-1-pp, that was trained with --trace"
         )
     headers = [file.header for file in by_rank.values()]
+    # By the largest sizes: files of an older, smaller run may lie in the same folder.
     ranks = math.prod(max(header.sizes for header in headers))
     count = ranks - len({(h.data, h.pipeline, h.tensor) for h in headers})
     if count > 0:
@@ -152,6 +154,7 @@ def _header(path: Path) -> Header | str:
         return f"it cannot be read: {error.strerror}"
     # The list is still open behind the first line.
     match _decode(line.decode("utf-8", "replace").rstrip("], \r\n") + "]"):
+        # First the number: a file of another format may lack everything else.
         case [{"name": "run", "args": {"format": int(number)}}, *_] if number != FORMAT:
             versions = f"it has format {number}, this version reads {FORMAT}"
             return f"{versions}; read it with the version that recorded it"

@@ -1,9 +1,7 @@
 """Makes the page that explains a traced run: one self-contained HTML file.
 
 On top is a verdict: where the time goes, and what to do about it. The page holds the figures of all
-steps and the spans of a few: the median step, the slowest one, and the planned one. Its size is
-bounded: spans too short to be visible are merged. All text from the traces is data (JSON without
-`<`) and becomes text of the page, never markup.
+steps and the spans of a few: the median step, the slowest one, and the planned one.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +26,12 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.tools.trace.aggregate import Run
     from megatron_ext.tools.trace.reader import Iteration
+    from megatron_ext.tools.trace.survey import RankSurvey, Step
     from megatron_ext.tracing.records import Span
 
 __all__ = ["page"]
 
+# A page of a run of any size has to open in a browser.
 _MAX_SPANS = 150_000
 """Of one timeline."""
 _MAX_RANKS = 512
@@ -91,8 +92,8 @@ def page(run: Run) -> str:
             **{name: ink(colour) for name, colour in SPANS.items()},
         },
         "timelines": timelines,
-        "ranks": [_rank(run, index) for index in range(min(len(run.surveys), _MAX_ROWS))],
-        "heat": [_heat_row(run, index) for index in range(min(len(run.surveys), _MAX_RANKS))],
+        "ranks": [_rank(survey) for survey in run.surveys[:_MAX_ROWS]],
+        "heat": [_heat_row(survey.steps) for survey in run.surveys[:_MAX_RANKS]],
         "steps": [step.number for step in run.surveys[0].steps],
         "causes": [
             (cause, len(run.surveys) * time_ns / 1e3, time_ns / whole)
@@ -103,7 +104,8 @@ def page(run: Run) -> str:
         "settings": _settings(run),
     }
     text = json.dumps(content, separators=(",", ":"))
-    # Escapes everything that could end the script element or begin a comment in it.
+    # What traces say is data and never markup: nothing in it may end the script element, or begin
+    # a comment in it.
     text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     for theme in ("light", "dark"):
@@ -153,11 +155,11 @@ def _forecast(found: Forecast | None) -> list[list[str]]:
     """Return the fastest predictions that bound memory, and the traced schedule's own."""
     if found is None:
         return []
-    bounded = [p for p in found.predictions if p.bounds_memory or p.label == found.measured]
-    own = [p for p in bounded[8:] if p.label == found.measured]
+    bounded = [p for p in found.predictions if p.bounds_memory or p.schedule == found.measured]
+    own = [p for p in bounded[8:] if p.schedule == found.measured]
     return [
         [
-            p.label + (" (traced)" if p.label == found.measured else ""),
+            p.schedule + (" (traced)" if p.schedule == found.measured else ""),
             f"{1e3 * p.step_s:.1f}",
             f"{100 * p.bubble_ratio:.1f} %",
             "" if p.memory_bytes is None else f"{p.memory_bytes / 2**30:.2f}",
@@ -184,8 +186,7 @@ def _cards(total: Figures, plan: Timeline | None, ranks: int) -> list[tuple[str,
     ]
 
 
-def _rank(run: Run, index: int) -> _Row:
-    survey = run.surveys[index]
+def _rank(survey: RankSurvey) -> _Row:
     mine = figures([survey])
     moving = {cause: us for cause, us in mine.idle_ns.items() if cause in ("send", "weights")}
     idle = sum(mine.idle_ns.values())
@@ -208,18 +209,12 @@ def _rank(run: Run, index: int) -> _Row:
     }
 
 
-def _heat_row(run: Run, index: int) -> list[float]:
+def _heat_row(steps: Sequence[Step]) -> list[float]:
     """Return the idle shares of a rank's steps, averaged if there are more than page columns."""
-    steps = run.surveys[index].steps
-    width = -(-len(steps) // _MAX_COLUMNS) or 1
-    groups = [steps[first : first + width] for first in range(0, len(steps), width)]
-    return [
-        round(
-            statistics.fmean(1 - s.busy_ns / s.pipeline_ns if s.pipeline_ns else 0 for s in group),
-            3,
-        )
-        for group in groups
-    ]
+    idle = [1 - step.busy_ns / step.pipeline_ns if step.pipeline_ns else 0.0 for step in steps]
+    width = -(-len(idle) // _MAX_COLUMNS) or 1
+    groups = (idle[first : first + width] for first in range(0, len(idle), width))
+    return [round(statistics.fmean(group), 3) for group in groups]
 
 
 def _links(run: Run) -> list[list[str]]:
@@ -272,6 +267,7 @@ def _measured(run: Run) -> list[_Row]:
     ranked = sorted(
         (max(times), number) for number, times in by_number.items() if len(times) == most
     )
+    # One that happened, rather than a mean of several, which no rank has run.
     chosen = {"median step": ranked[(len(ranked) - 1) // 2][1], "slowest step": ranked[-1][1]}
     if len(ranked) == 1:
         del chosen["slowest step"]

@@ -1,7 +1,6 @@
 """The survey of one rank's trace: times by cause, costs, links and message stamps, in one pass.
 
-The size of a survey is bounded, so the surveys of all ranks fit in memory, and several processes
-can make them. The page, the forecast and the lines of text are made of surveys.
+The page, the forecast and the lines of text are made of surveys.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ __all__ = ["Figures", "Incoming", "MessageKey", "RankSurvey", "Sample", "Step", 
 
 MAX_STEPS = 20_000
 """Number of iterations that a survey keeps separately; it ignores further ones."""
+# Bounds on a survey: those of all ranks are in memory together, and travel between processes.
 _MAX_SAMPLED_ITERATIONS = 16
 _MAX_STAMPS = 20_000
 _MAX_LINES = 16
@@ -101,10 +101,12 @@ class Sample:
 
     @property
     def sigma(self) -> float:
-        """Standard deviation of the logarithms, from the quartiles: robust against outliers."""
+        """Standard deviation of the logarithms."""
         values = sorted(value for value in self.kept if value > 0)
         if len(values) < 8:
             return 0.0
+        # The quartiles of a normal distribution are 1.349 sigma apart; a step in which the machine
+        # did something else moves them little.
         return math.log(values[3 * len(values) // 4] / values[len(values) // 4]) / 1.349
 
 
@@ -319,6 +321,7 @@ def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
         elif name == "send":
             of = str(about.get("for")), _whole(about.get("stage"))
             found.sent[of] += _whole(about.get("bytes"))  # damaged numbers count as none
+        # Exactly int: a damaged `true` would count as rank 1.
         elif name in ("receive", "wait") and type(about.get(_OTHER_END[name])) is int:
             link = found.links[about[_OTHER_END[name]]]
             if name == "wait":

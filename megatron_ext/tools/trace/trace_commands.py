@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from megatron_ext import files
@@ -21,54 +22,38 @@ _Subparsers = argparse._SubParsersAction
 
 def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     """Register `aggregate` and `report`."""
-    parser = subparsers.add_parser(
+    aggregate = subparsers.add_parser(
         "aggregate",
         usage="%(prog)s --trace-dir DIR [-o FILE] [--detect]",
         help="merge the traces of all ranks into one Chrome trace",
         description="Merge the traces of a run, with a row for each rank and arrows from "
         "sends to receives, for ui.perfetto.dev or chrome://tracing.",
     )
-    _add_folder(parser, "--benchmark_dir")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="output file (default: NAME-aggregated.json in the folder of the run)",
-    )
-    parser.add_argument(
-        "--detect", action="store_true", help="also name slow ranks and links; exit code 1 if any"
-    )
-    parser.set_defaults(run=_run_aggregate)
-    parser = subparsers.add_parser(
+    aggregate.set_defaults(run=_run_aggregate)
+    report = subparsers.add_parser(
         "report",
         usage="%(prog)s --trace-dir DIR [-o FILE]",
         help="make a page that explains a traced run",
         description="Write one HTML file without any reference to the network: the timeline "
         "beside the planned one, what each rank waited for, memory, links and settings.",
     )
-    _add_folder(parser, "directory")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="output file (default: report.html in the folder of the run)",
+    report.set_defaults(run=_run_report)
+    for parser, name in ((aggregate, "NAME-aggregated.json"), (report, "report.html")):
+        group = parser.add_mutually_exclusive_group(required=True)
+        folder = "folder of the run, such as benchmark/data-1-pipeline-4-tensor-1-pp"
+        group.add_argument("--trace-dir", type=Path, metavar="DIR", help=folder)
+        # Unseen, the names that the folder had before.
+        if parser is aggregate:
+            group.add_argument(
+                "--benchmark_dir", dest="trace_dir", type=Path, help=argparse.SUPPRESS
+            )
+        else:
+            group.add_argument("directory", nargs="?", type=Path, help=argparse.SUPPRESS)
+        output = f"output file (default: {name} in the folder of the run)"
+        parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=output)
+    aggregate.add_argument(
+        "--detect", action="store_true", help="also name slow ranks and links; exit code 1 if any"
     )
-    parser.set_defaults(run=_run_report)
-
-
-def _add_folder(parser: argparse.ArgumentParser, older: str) -> None:
-    """Add the folder of a run under its one name, and unseen under the one that it had before."""
-    group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument(
-        "--trace-dir",
-        type=Path,
-        metavar="DIR",
-        help="folder of the run, such as benchmark/data-1-pipeline-4-tensor-1-pp",
-    )
-    hidden = {"dest": "directory"} if older.startswith("-") else {"nargs": "?"}
-    group.add_argument(older, type=Path, help=argparse.SUPPRESS, **hidden)  # type: ignore[arg-type]
 
 
 def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
@@ -120,11 +105,12 @@ def _run_plan(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return simulated(args)
+    # Only here: the forecast imports every schedule, and `--help` shall not wait for that.
     from megatron_ext.tools.trace import forecast
 
     found = forecast.forecast(args.trace_dir, args.memory_gb)
     if args.json:
-        print(json.dumps([prediction.as_dict() for prediction in found.predictions], indent=1))
+        print(json.dumps([asdict(prediction) for prediction in found.predictions], indent=1))
     else:
         print(forecast.table(found))
     for note in found.notes:
@@ -142,9 +128,8 @@ def _gigabytes(text: str) -> float:
 def _run_aggregate(args: argparse.Namespace) -> int:
     from megatron_ext.tools.trace import aggregate, survey
 
-    directory = args.trace_dir or args.directory
-    run = aggregate.read_run(directory)
-    output = args.output or aggregate.aggregated_name(directory)
+    run = aggregate.read_run(args.trace_dir)
+    output = args.output or aggregate.aggregated_name(args.trace_dir)
     size = aggregate.write_chrome_trace(run, output)
     _print_notes(run.notes)
     print(survey.text(run.surveys))

@@ -26,7 +26,7 @@ EVEN = Costs(COSTS.forward, 0.010, 0.010, latency=COSTS.latency)
 
 
 def predicted(directory: Path, memory_gb: float | None = None) -> dict[str, forecast.Prediction]:
-    return {p.label: p for p in forecast.forecast(directory, memory_gb).predictions}
+    return {p.schedule: p for p in forecast.forecast(directory, memory_gb).predictions}
 
 
 @pytest.mark.parametrize(("traced", "costs"), [("1f1b", EVEN), ("zb-h1", COSTS)])
@@ -40,7 +40,7 @@ def test_predictions_are_simulations_with_the_costs_of_the_trace(
     interleaved = simulate(generate("interleaved", 4, 8, 2), costs).makespan
     step_s = found["interleaved chunks=2"].step_s
     assert step_s == pytest.approx(interleaved + OUTSIDE_S, rel=1e-4)
-    assert found["1f1b"].hidden is None, "no exchange was traced"
+    assert found["1f1b"].all_to_all_hidden is None, "no exchange was traced"
     assert {"1f1b dpp hint", "1f1b dpp breadth-first", "zb-v chunks=2"} <= found.keys()
     steps = [p.step_s for p in found.values()]
     assert steps == sorted(steps)
@@ -58,16 +58,16 @@ def test_uneven_stages_stay_uneven(tmp_path: Path) -> None:
 def test_exchanges_of_experts_tell_what_pairs_hide(tmp_path: Path) -> None:
     costs = replace(EVEN, all_to_all=0.4)
     with_pairs = forecast.forecast(write_run(tmp_path, costs=costs, pairs=True))
-    found = {p.label: p for p in with_pairs.predictions}
+    found = {p.schedule: p for p in with_pairs.predictions}
     for name, label in (("1f1b", "1f1b"), ("zb-v", "zb-v chunks=2")):
         paired, plain = found[f"{label} pairs=True"], found[label]
         timeline = simulate(generate(name, 4, 8, pairs=True), costs)
-        assert paired.hidden == pytest.approx(timeline.hidden)
+        assert paired.all_to_all_hidden == pytest.approx(timeline.hidden)
         assert paired.step_s == pytest.approx(timeline.makespan + OUTSIDE_S, rel=1e-4)
-        assert plain.hidden == 0
+        assert plain.all_to_all_hidden == 0
         flag = "--overlap-moe-expert-parallel-comm"
         assert (flag in paired.flags, flag in plain.flags) == (True, False)
-    dynamic = found["zb-v chunks=2 pairs=True dpp hint"].hidden
+    dynamic = found["zb-v chunks=2 pairs=True dpp hint"].all_to_all_hidden
     assert dynamic is not None
     assert dynamic > 0.3
     assert "hidden %" in forecast.table(with_pairs)
@@ -126,7 +126,7 @@ def test_only_steps_of_the_size_of_the_table_count(tmp_path: Path) -> None:
 
 def test_models_whose_layers_do_not_fill_the_stages_are_left_out(tmp_path: Path) -> None:
     found = forecast.forecast(write_run(tmp_path, settings={"num_layers": 4}))
-    assert not any(p.label.startswith("interleaved") for p in found.predictions)
+    assert not any(p.schedule.startswith("interleaved") for p in found.predictions)
     assert any("which its 4 layers do not fill evenly" in note for note in found.notes)
 
 
@@ -151,7 +151,7 @@ def test_ranks_that_shared_cpus_are_told_beside_the_number(
 
 def test_orders_that_bound_no_memory_are_marked(tmp_path: Path) -> None:
     found = forecast.forecast(write_run(tmp_path))
-    bounded = {p.label: p.bounds_memory for p in found.predictions}
+    bounded = {p.schedule: p.bounds_memory for p in found.predictions}
     assert bounded["1f1b"]
     assert bounded["1f1b dpp hint"]
     assert not bounded["1f1b dpp breadth-first"]

@@ -120,7 +120,7 @@ def test_the_page_begins_with_a_verdict(tmp_path: Path) -> None:
     assert best.bounds_memory
     assert modest.bounds_memory
     assert shown["flags"] == [best.flags, modest.flags]
-    [own] = [p for p in found.predictions if p.label == "1f1b"]
+    [own] = [p for p in found.predictions if p.schedule == "1f1b"]
     assert f"{own.step_s / best.step_s:.2f} x as fast" in verdict["What to run"]
     assert verdict["What to mistrust"].startswith("4 ranks shared 2 CPUs, so waits are longer")
     assert verdict["What is slow"] == "rank 2 (1.5 x the median)."
@@ -129,7 +129,7 @@ def test_the_page_begins_with_a_verdict(tmp_path: Path) -> None:
 
 def test_the_best_schedule_is_kept(tmp_path: Path) -> None:
     found = forecast.forecast(write_run(tmp_path, schedule="zb-h1", pp=2, microbatches=2))
-    rest = [p for p in found.predictions if p.label == found.measured]
+    rest = [p for p in found.predictions if p.schedule == found.measured]
     kept = replace(found, predictions=rest)
     assert kept.advice == "zb-h1 as traced, for none is predicted to be faster."
 

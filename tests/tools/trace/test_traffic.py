@@ -20,7 +20,7 @@ MESSAGE = 1024
 @pytest.mark.parametrize("traced", ["1f1b", "zb-v"])
 def test_equal_boundaries_tell_the_bytes_of_every_schedule(tmp_path: Path, traced: str) -> None:
     found = forecast.forecast(write_run(tmp_path, schedule=traced))
-    sent = {p.label: p.sent_bytes for p in found.predictions}
+    sent = {p.schedule: p.sent_bytes for p in found.predictions}
     for name, options in (
         ("1f1b", {}),
         ("interleaved", {"chunks": 2}),
@@ -39,7 +39,7 @@ def test_bytes_on_routes_are_those_of_the_traced_schedule(tmp_path: Path) -> Non
     path = trace_of(folder, 0)
     # Of rank 0, what went to the next stage goes on routes.
     path.write_text(path.read_text().replace('"for":"F"', '"for":"P"'))
-    found = {p.label: p.sent_bytes for p in forecast.forecast(folder).predictions}
+    found = {p.schedule: p.sent_bytes for p in forecast.forecast(folder).predictions}
     assert found["1f1b"] == found["gpipe"] == MESSAGE * 3 * 2 * 8
     assert found["zb-v chunks=2"] is found["interleaved chunks=2"] is None
 
