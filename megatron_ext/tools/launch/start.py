@@ -166,7 +166,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
         ]
         if plan.per_node:  # any command; flags of a training follow its script
             each = flag_value(words[: scripts[0]], "--nproc-per-node") or ""
-            ranks = len(plan.nodes) * int(each) if each.isdigit() else 0
+            ranks = len(plan.hosts) * int(each) if each.isdigit() else 0
         found = preflight(words[scripts[0] + 1 :], world_size=ranks or None)
         for line in (*found.changes, *found.notices):
             _say(line)

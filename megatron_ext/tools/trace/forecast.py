@@ -223,7 +223,8 @@ def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
         for (name, stage), sample in survey.exchanges.items():
             if name == ACTION_NAMES["F"]:
                 exchanged[stage].append(sample.median_ns)
-    share = min(1.0, sum(map(statistics.median, exchanged.values())) / 1e9 / sum(forwards))
+    exchanged_s = sum(statistics.median(each) for each in exchanged.values()) / 1e9
+    share = min(1.0, exchanged_s / sum(forwards))
     jitter = statistics.median(sigmas or [0.0])
     return StageCosts(forwards, inputs, weights, latency_s, jitter, share)
 
