@@ -36,7 +36,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import log
 from pathlib import Path
@@ -218,21 +218,6 @@ class Batch:
         return shortest(costs, self.num_replicas, way.system.placement(self.pp))
 
 
-def step_time(system: System, pp: int, scales: Sequence[float]) -> float:
-    """Return the makespan of one replica, in forwards of the mean micro-batch on a rank.
-
-    Megatron's interleaved schedule counts as our table of the same order, which lacks its extra
-    warm-up for overlapped messages: here they take no time.
-
-    Args:
-        system: The runtime and its schedule.
-        pp: Ranks of the pipeline.
-        scales: What each micro-batch costs, in the order in which they run.
-    """
-    own = system if isinstance(system, Own) else _STATIC
-    return simulated(own, pp, len(scales), Costs(microbatch_scale=tuple(scales))).makespan
-
-
 @dataclass
 class Line:
     """One way at one size."""
@@ -247,66 +232,59 @@ class Line:
 
 def run(way: Way, sizes: Sizes, batches: Sequence[Batch], *, simulates: bool) -> Line:
     """Run, or simulate, all replicas of all batches in one way, with the same processes."""
-    rows, replicas = [batch.rows(way) for batch in batches], batches[0].num_replicas
+    rows = [batch.rows(way) for batch in batches]
     if simulates:
+        # Megatron's interleaved schedule counts as our table of the same order, which lacks its
+        # extra warm-up for overlapped messages: here they take no time.
+        own = way.system if isinstance(way.system, Own) else _STATIC
         seconds = [
-            sizes.forward_s * max(step_time(way.system, sizes.pp, row) for row in by_replica)
+            max(
+                sizes.forward_s
+                * simulated(own, sizes.pp, len(row), Costs(microbatch_scale=row)).makespan
+                for row in by_replica
+            )
             for by_replica in rows
         ]
         return Line(seconds, seconds)
     share = way.system.share(sizes.pp)
     times = [ScaledTimes(sizes.forward_s, share, row) for by in rows for row in by]
     # One after another, by the same processes.
-    steps = launch.run(rank.measure, way.system, sizes, times, repeats=replicas)
+    steps = launch.run(rank.measure, way.system, sizes, times, repeats=_REPLICAS)
     found = evaluate(steps, way.system.placement(sizes.pp), times)
-    return Line(
-        *(
-            [max(by_row[first : first + replicas]) for first in range(0, len(times), replicas)]
-            for by_row in (found.seconds, found.order_s)
-        ),
-        found.overheads,
+    slowest = (
+        [max(by_row[first : first + _REPLICAS]) for first in range(0, len(times), _REPLICAS)]
+        for by_row in (found.seconds, found.order_s)
     )
+    return Line(*slowest, found.overheads)
 
 
-@dataclass
-class Table:
-    """All ways at one size and workload; lists are by draw."""
-
-    workload: str
-    pp: int
-    num_microbatches: int
-    tokens: list[int]
-    """Of all replicas together."""
-    samples: list[int]
-    planning_ms: dict[str, float]
-    """Processor time of sharing micro-batches out, of ordering, of packing anew, at most."""
-    bounds: list[float]
-    """Shortest possible step, in seconds."""
-    lines: dict[str, Line]
-
-
-def text_of(table: Table) -> str:
-    """Return a table in words."""
-    workload, reference = WORKLOADS[table.workload], table.lines[UPSTREAM]
+def text_of(name: str, sizes: Sizes, batches: Sequence[Batch], lines: Mapping[str, Line]) -> str:
+    """Return all ways at one size and workload as a table, with what surrounds it."""
+    workload, reference = WORKLOADS[name], lines[UPSTREAM]
     rows = [("", "step ms", "speed", "order", "replay %")]
-    bound = Line(table.bounds, table.bounds)
-    for name, line in {**table.lines, "bound": bound}.items():
-        order = statistics.median(ratios(reference.of_order, line.of_order))
-        rows.append((
-            name,
+    rows += [
+        (
+            way,
             f"{1e3 * statistics.median(line.seconds):.0f}",
             spread(ratios(reference.seconds, line.seconds), 2),
-            f"{order:.2f}",
+            f"{statistics.median(ratios(reference.of_order, line.of_order)):.2f}",
             f"{100 * statistics.median(line.overheads):.1f}" if line.overheads else "-",
-        ))  # fmt: skip
-    head = (
-        f"{table.workload} ({workload.about}): pp {table.pp}, {table.num_microbatches} "
-        f"micro-batches of at most {workload.max_tokens} tokens, attention at that length "
-        f"{workload.attention:.1f} of the rest, {statistics.median(table.samples):.0f} samples and "
-        f"{statistics.median(table.tokens):.0f} tokens in a batch"
+        )
+        for way, line in lines.items()
+    ]
+    samples = statistics.median(len(batch.lengths) for batch in batches)
+    tokens = statistics.median(sum(batch.lengths) for batch in batches)
+    deal_ms, order_ms, pack_ms = (
+        1e3 * max(getattr(batch, took) for batch in batches)
+        for took in ("deal_s", "order_s", "pack_s")
     )
-    plan = ", ".join(f"{step} {took_ms:.1f} ms" for step, took_ms in table.planning_ms.items())
-    return f"{head}\n{aligned(rows)}\nprocessor time: {plan}"
+    return (
+        f"{name} ({workload.about}): pp {sizes.pp}, {sizes.num_microbatches} micro-batches of at "
+        f"most {workload.max_tokens} tokens, attention at that length {workload.attention:.1f} of "
+        f"the rest, {samples:.0f} samples and {tokens:.0f} tokens in a batch\n{aligned(rows)}\n"
+        f"processor time: share out {deal_ms:.1f} ms, order {order_ms:.1f} ms, repack "
+        f"{pack_ms:.1f} ms\n"
+    )
 
 
 def main() -> int:
@@ -343,17 +321,11 @@ def main() -> int:
             for way in [reference, *chosen(parser, others, args.only)]:
                 print(f"{name}, pp {pp}: {way.name}", file=sys.stderr)
                 lines[way.name] = run(way, sizes, batches, simulates=args.simulate)
-            planning = {"share out": "deal_s", "order": "order_s", "repack": "pack_s"}
-            tables.append(Table(
-                name, pp, num_microbatches,
-                tokens=[sum(batch.lengths) for batch in batches],
-                samples=[len(batch.lengths) for batch in batches],
-                planning_ms={step: 1e3 * max(getattr(batch, took) for batch in batches)
-                             for step, took in planning.items()},
-                bounds=[forward_s * batch.bound(reference) for batch in batches],
-                lines=lines,
-            ))  # fmt: skip
-            print(f"{text_of(tables[-1])}\n", flush=True)
+            bounds = [forward_s * batch.bound(reference) for batch in batches]
+            lines["bound"] = Line(bounds, bounds)
+            print(text_of(name, sizes, batches, lines), flush=True)
+            figures = {way: asdict(line) for way, line in lines.items()}
+            tables.append({"workload": name, **asdict(sizes), "lines": figures})
     conditions = f"simulated; {_REPLICAS} replicas, {args.draws} draws"
     if not args.simulate:
         forward = f"{args.forward_ms:g} ms" if args.forward_ms else "160 ms / pp"
@@ -363,7 +335,7 @@ def main() -> int:
         )
     print(conditions)
     if args.json:
-        write_json(args.json, {"conditions": conditions, "tables": list(map(asdict, tables))})
+        write_json(args.json, {"conditions": conditions, "tables": tables})
     return 0
 
 
