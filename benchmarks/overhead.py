@@ -183,29 +183,13 @@ _LOOPS = (
 )
 
 
-def outside_s(system: Own, sizes: Sizes) -> float:
-    """Return the processor time of this rank outside of ops, for each op, in the best step."""
-    step, probe = rank.prepare(system, sizes)
-    found_s = []
-    for _ in range(sizes.warmup + sizes.steps):
-        probe.meet()
-        probe.cpu_s, begin_s = 0.0, time.thread_time()  # of this thread: waits do not count
-        step()
-        spent_s = time.thread_time() - begin_s - probe.cpu_s
-        ops, _ = probe.take()
-        found_s.append(spent_s / len(ops))
-    probe.meet()
-    return min(found_s[sizes.warmup :])
-
-
 def executor(quick: bool) -> Answer:
     """Run ops that take no time under Megatron's loop and under the executor."""
-    from benchmarks import overhead
-
     found, count, steps = {}, *((8, 2) if quick else (64, 20))
     for system in (system for system in all_systems() if system.name in _LOOPS):
         found[system.name] = [
-            1e6 * max(launch.run(overhead.outside_s, system, Sizes(n, count, 0.0, 2, steps, 60.0)))
+            1e6
+            * max(launch.run(rank.measure_overhead, system, Sizes(n, count, 0.0, 2, steps, 60.0)))
             for n in (1, 2)
         ]
     rows = [(name, *(f"{us:.0f}" for us in by_ranks)) for name, by_ranks in found.items()]
