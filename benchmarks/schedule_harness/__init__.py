@@ -16,6 +16,7 @@ with `--device` an emulated device takes their time.
     launch.py     starts the ranks
     roles.py      disaggregated jobs beside 1F1B
     real_memory.py    what a real model keeps for its backwards
+    model_memory.py    what ranks of a training hold, beside the planner's forecast
     rank.py       the measurements on one rank
     metrics.py    the metrics, from the records of all ranks
 """

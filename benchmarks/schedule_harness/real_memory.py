@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.compute import StageCompute
     from megatron_ext.schedules.table.actions import Action
 
-__all__ = ["measure"]
+__all__ = ["Counting", "measure", "storage_bytes"]
 
 _VOCABULARY = 64
 
 
-class _Counting(Observer):
+class Counting(Observer):
     """Counts after each action what the rank keeps."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -39,9 +39,11 @@ class _Counting(Observer):
         self.compute: Any = None
 
     def begin_step(self, compute: StageCompute) -> None:
+        """Take what has the live tensors."""
         self.compute = compute
 
     def end_action(self, position: int, action: Action) -> None:
+        """Count."""
         outputs = [tensor for _, made in self.compute._live.values() for tensor in made]
         waiting = required().state(Runtimes).splits._waiting.values()
         operands = [
@@ -51,7 +53,7 @@ class _Counting(Observer):
             for tensor in vars(gradient).values()
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
         ]
-        self.saved = max(self.saved, kept_bytes(outputs, self.model) + _bytes(operands))
+        self.saved = max(self.saved, kept_bytes(outputs, self.model) + storage_bytes(operands))
         between = required().state(KeptState).microbatches.values()
         pairs = [pair for kept in between for pair in kept.attention.values()]
         tensors = [
@@ -60,10 +62,11 @@ class _Counting(Observer):
             for kept in pair
             for t in (*kept.made.values(), *kept.gradients.values())
         ]
-        self.kept = max(self.kept, _bytes(tensors))
+        self.kept = max(self.kept, storage_bytes(tensors))
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the memory of tensors, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -123,7 +126,7 @@ def measure(
     )
     tokens = torch.arange(length)[None] % _VOCABULARY
     batch = {"tokens": tokens, "labels": tokens, "position_ids": torch.arange(length)[None]}
-    counting = _Counting(model)
+    counting = Counting(model)
     required().observers.append(counting)
 
     def step(data: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.config.pipeline_config import ConfigurationError
 from megatron_ext.errors import ArgumentsError, ScheduleError
-from megatron_ext.planning.cuts import layout_of
+from megatron_ext.planning.cuts import layout_of, spread
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, get
 
 if TYPE_CHECKING:
@@ -506,25 +506,6 @@ def layout_string(
     if not rest and each + max(first, last) <= max(*counts, counts[0] + first, counts[-1] + last):
         counts = [each] * stages
     return layout_of(counts, mtp)
-
-
-def spread(num_layers: int, num_stages: int, first: float = 0, last: float = 0) -> list[int]:
-    """Return the layers of each stage, so that all stages compute about the same.
-
-    Args:
-        num_layers: Layers of the model.
-        num_stages: Stages, at least 2.
-        first: What the first stage computes besides its layers, in layers.
-        last: The same of the last stage.
-    """
-    loads = [first, *[0.0] * (num_stages - 2), last]
-    counts = [0] * num_stages
-    for _ in range(num_layers):
-        # Of equal stages the middle ones: the ends also compute embedding and loss.
-        least = min(range(num_stages), key=lambda s: (loads[s], abs(2 * s - num_stages + 1)))
-        loads[least] += 1
-        counts[least] += 1
-    return counts
 
 
 def _check_letters(layout: str, num_layers: int, mtp: int) -> None:

@@ -11,7 +11,7 @@ from megatron_ext.errors import ScheduleError
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
 
-__all__ = ["cut", "layout_of", "loads"]
+__all__ = ["cut", "layout_of", "loads", "spread"]
 
 
 def cut(
@@ -22,12 +22,14 @@ def cut(
     *,
     least_first: int = 1,
     least_last: int = 1,
+    by_stage: bool = False,
 ) -> list[int]:
     """Return the number of layers of each stage that makes the longest work of a rank shortest.
 
     Exact where each rank has one stage: dynamic programming over (stage, end), by longest stage,
     then by the sum of squares. Where a rank has several, that is the start, and single layers then
-    move from the busiest rank to any other while this helps.
+    move from the busiest rank to any other while this helps, unless stages are to be even. Whether
+    even ranks or even stages are faster depends on the schedule.
 
     Args:
         layers: Work of each transformer layer, in any unit.
@@ -36,6 +38,7 @@ def cut(
         placement: The rank of each stage.
         least_first: Layers that the first stage needs.
         least_last: Those that the last stage needs; every other needs one.
+        by_stage: Make the longest stage shortest, not the busiest rank.
 
     Raises:
         ScheduleError: There are too few layers.
@@ -70,7 +73,7 @@ def cut(
         counts.append(end - froms[end])
         end = froms[end]
     counts.reverse()
-    if stages > placement.num_ranks:
+    if stages > placement.num_ranks and not by_stage:
         _move(counts, layers, first, last, placement, (least_first, least_last))
     return counts
 
@@ -122,6 +125,27 @@ def _move(
         reached, giver, taker = better
         counts[giver] -= 1
         counts[taker] += 1
+
+
+def spread(num_layers: int, num_stages: int, first: float = 0, last: float = 0) -> list[int]:
+    """Return the layers of each stage, so that all stages compute about the same.
+
+    For layers of which nothing is known but that they are alike: `cut` has the work of each.
+
+    Args:
+        num_layers: Layers of the model.
+        num_stages: Stages, at least 2.
+        first: What the first stage computes besides its layers, in layers.
+        last: The same of the last stage.
+    """
+    loads = [first, *[0.0] * (num_stages - 2), last]
+    counts = [0] * num_stages
+    for _ in range(num_layers):
+        # Of equal stages the middle ones: the ends also compute embedding and loss.
+        least = min(range(num_stages), key=lambda s: (loads[s], abs(2 * s - num_stages + 1)))
+        loads[least] += 1
+        counts[least] += 1
+    return counts
 
 
 def layout_of(counts: Sequence[int], mtp_layers: int) -> str:

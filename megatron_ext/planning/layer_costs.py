@@ -105,8 +105,12 @@ class Part(NamedTuple):
     without those of what is recomputed."""
     saved: float
     """Bytes from the forward to the backward."""
+    waiting: float
+    """Bytes from the input gradient to the weight gradient, where a schedule splits backwards."""
+    logits: float
+    """Bytes that the loss keeps until its backward begins, before which that of no layer does."""
     transient: float
-    """Bytes at the worst moment of the backward, beyond that."""
+    """Bytes at the worst moment of the backward, beyond what is saved."""
     dummies: float
     """Bytes of the weight gradients, one for each shape, that Transformer Engine hands to autograd
     and keeps, while the real ones add to Megatron's buffers."""
@@ -182,6 +186,7 @@ class _Ledger:
         self.traffic = device.memory_bytes * device.memory
         self.forward: defaultdict[str, float] = defaultdict(float)
         self.saved: defaultdict[str, float] = defaultdict(float)
+        self.waiting = 0.0
         self.input = self.weight = 0.0
         self.exchange = self.dummies = 0.0
         self.launches = 0.0
@@ -189,9 +194,18 @@ class _Ledger:
         self.waits = False
         """Whether the host reads from the device how many tokens each expert got."""
 
-    def linear(self, module: str, rows: float, inputs: float, outputs: float) -> None:
-        """Add a product [rows, inputs] x [inputs, outputs] and both of its gradients."""
+    def linear(
+        self, module: str, rows: float, inputs: float, outputs: float, *, gathers: bool = False
+    ) -> None:
+        """Add a product [rows, inputs] x [inputs, outputs] and both of its gradients.
+
+        With `gathers` the tensor-parallel ranks each have a part of the input.
+        """
         self._products(module, rows, inputs, outputs, 1, self.rate, self.casts)
+        # Transformer Engine keeps what it gathered, Megatron's own layers gather it again.
+        parts = self.by.tensor if gathers and self.by.techniques.is_local else 1
+        if module != "router":  # which has its own product, and no gradient that waits
+            self.waiting += self.bytes * rows * (inputs / parts + outputs)
         self.launch(module, _LAUNCHES[self.precision])
 
     def experts(self, rows: float, inputs: float, outputs: float, count: int) -> None:
@@ -200,6 +214,7 @@ class _Ledger:
         share = self.device.gemm_fused if fused else self.device.gemm_grouped
         casts = 0.5 * self.casts if fused else self.casts
         self._products("moe", rows, inputs, outputs, count, self.rate * share, casts)
+        self.waiting += self.bytes * rows * count * (inputs + outputs)
         each = 0.0 if fused else 0.15 * _LAUNCHES[self.precision]
         self.launch("moe", 6 + each * count)
 
@@ -242,6 +257,10 @@ class _Ledger:
         self.forward[module] += max(forward / self.traffic, least)
         self.input += max(backward / self.traffic, least)
         self.launch(module, kernels)
+
+    def keep(self, module: str, fused: float, local: float) -> None:
+        """Add bytes until the backward, by Transformer Engine's layers and by Megatron's own."""
+        self.saved[module] += local if self.by.techniques.is_local else fused
 
     def wait(self, module: str, forward: float, backward: float) -> None:
         """Add communication that computation does not hide, in seconds."""
@@ -304,24 +323,26 @@ def part_of(
         positions = model.learned_positions * hidden
         return _closed(books, table + positions, 0.0, 0.0, frozenset(), 0.0)
     if kind == "loss":
-        books.linear("base", rows, hidden, model.vocabulary / t)
+        books.linear("base", rows, hidden, model.vocabulary / t, gathers=True)
         logits = rows * model.vocabulary / t
         each = 10 if by.fused_loss else 22
         books.pass_over("base", each * logits + 6 * wide, 10 * logits + 6 * wide, 8)
         books.wait("base", exchange, exchange)
-        books.saved["base"] += 4 * wide
+        books.keep("base", 4 * wide, _kept_by_norm(model, wide, hidden) + 2 * wide)
         weights = hidden * model.norm_weights
         if not (model.is_tied and holds_embedding):
             weights += table
-        kept = (4 if by.fused_loss else 10) * logits
-        return _closed(books, weights, 0.0, 0.0, frozenset(), kept)
+        # The unfused loss has logits in bf16, probabilities in fp32 and gradients at once.
+        at_once = (4 if by.fused_loss else 10) * logits
+        part = _closed(books, weights, 0.0, 0.0, frozenset(), at_once)
+        return part._replace(logits=4 * logits)
     if kind == "mtp":
         layer = part_of(model, model.mtp_kind, by, device, mode)
         loss = part_of(model, "loss", by, device)
-        books.linear("base", rows, 2 * hidden, hidden / t)
+        books.linear("base", rows, 2 * hidden, hidden / t, gathers=True)
         books.pass_over("base", 16 * wide, 24 * wide, 3)
         books.wait("base", exchange, exchange)
-        books.saved["base"] += 8 * wide
+        books.keep("base", 8 * wide, 2 * _kept_by_norm(model, wide, hidden) + 4 * wide)
         own = _closed(books, 0.0, 0.0, 0.0, frozenset(), 0.0)
         weights = 2 * hidden * hidden / t + 3 * hidden * model.norm_weights
         count = model.mtp_layers
@@ -333,6 +354,8 @@ def part_of(
             count * layer.expert_params,
             count * layer.exchange,
             count * (own.saved + layer.saved + loss.saved),
+            count * (own.waiting + layer.waiting + loss.waiting),
+            count * loss.logits,
             max(layer.transient, loss.transient),
             own.dummies,
         )
@@ -344,25 +367,30 @@ def part_of(
         weights += _scan(books, model, rows, wide)
         books.wait("mamba", 2 * exchange, 2 * exchange)
     if kind in ("dense", "mlp"):
-        _norm(books, "layernorm", wide)
+        _norm(books, model, "layernorm", wide)
         up = model.ffn * (2 if model.gated else 1) / t
-        books.linear("mlp", rows, hidden, up)
+        books.linear("mlp", rows, hidden, up, gathers=True)
         act = _activation(books, model, "mlp", rows * model.ffn / t)
         books.linear("mlp", rows, model.ffn / t, hidden)
         books.wait("mlp", 2 * exchange, 2 * exchange)
         weights += hidden * (up + model.ffn / t) + hidden * model.norm_weights
         weights += (up + hidden) * model.biases
     if kind in ("moe", "experts"):
-        _norm(books, "layernorm", wide)
+        _norm(books, model, "layernorm", wide)
         outside, expert_weights, act = _experts(books, model, rows, exchange)
         weights += outside + hidden * model.norm_weights
     return _closed(books, weights, expert_weights, 2 * wide, mode, act + 6 * wide)
 
 
-def _norm(books: _Ledger, module: str, wide: float) -> None:
+def _kept_by_norm(model: ModelSizes, elements: float, width: float) -> float:
+    """Return the bytes that torch's norm keeps of its input: RMSNorm computes in fp32, twice."""
+    return (8 if model.norm_weights == 1 else 2) * elements + 4 * elements / width
+
+
+def _norm(books: _Ledger, model: ModelSizes, module: str, wide: float) -> None:
     """Add a norm and the sum with the residual."""
-    books.saved["base"] += 2 * wide
-    books.saved[module] += books.bytes * wide
+    books.keep("base", 2 * wide, _kept_by_norm(model, wide, model.hidden))
+    books.keep(module, books.bytes * wide, 2 * wide)
     books.pass_over(module, 4 * wide, 6 * wide)
     books.pass_over("base", 6 * wide, 6 * wide)
 
@@ -394,12 +422,14 @@ def _experts(
         passes = device.unfused * chosen * up
         books.pass_over("moe", passes, passes, 4)
     books.experts(chosen / local, model.expert_ffn, width, local)
-    books.saved["base"] += 8 * tokens * model.num_experts
+    # Scores; of each choice where it goes and comes from in 8 bytes, and its weight.
+    marks = tokens * (3 * model.num_experts + 22 * model.top_k)
+    books.keep("base", 8 * tokens * model.num_experts, marks)
     if by.techniques.graphs == "step":  # what is kept goes to a buffer of fixed size and back
         books.pass_over("moe", 2 * books.saved["moe"], 2 * books.saved["moe"], 2)
     if model.shared_ffn:
         own = model.shared_ffn / t
-        books.linear("moe", rows, hidden, own * (2 if model.gated else 1))
+        books.linear("moe", rows, hidden, own * (2 if model.gated else 1), gathers=True)
         act = max(act, _activation(books, model, "moe", rows * own))
         books.linear("moe", rows, own, hidden)
         books.wait("moe", 2 * exchange, 2 * exchange)
@@ -415,7 +445,7 @@ def _experts(
 def _scan(books: _Ledger, model: ModelSizes, rows: float, wide: float) -> float:
     """Add a Mamba-2 layer with its norm; return the weights on this rank."""
     t, hidden = books.by.tensor, float(model.hidden)
-    _norm(books, "layernorm", wide)
+    _norm(books, model, "layernorm", wide)
     inner = model.scan_heads * model.scan_head_size / t
     states = 2 * model.scan_groups * model.scan_state / t
     heads = model.scan_heads / t
@@ -435,7 +465,7 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
     t, hidden, device = by.tensor, float(model.hidden), books.device
     heads = model.heads / t
     queries, values = heads * model.head_size, heads * model.value_size
-    _norm(books, "layernorm", wide)
+    _norm(books, model, "layernorm", wide)
     if model.is_latent:
         plain, latent = model.head_size - model.rotary_size, model.key_value_rank
         keys = heads * (plain + model.value_size)
@@ -451,16 +481,30 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
         else:
             books.linear("attention", rows, hidden, queries)
             weights += hidden * queries
-        books.saved["attention"] += 4 * rows * small / t
+        kept = 2 * rows * small  # two latents beside each other, and their norms, see below
+        if model.qk_norm:
+            kept = 2 * rows * (small - model.rotary_size)
+            kept += _kept_by_norm(model, rows * latent, latent)
+            kept += _kept_by_norm(model, rows * rank, rank) if rank else 0.0
+        books.keep("attention", 4 * rows * small / t, kept)
         books.saved["mla_up_proj"] += 2 * rows * (2 * queries + values)
+        turning = model.rotary_size
         # Rotated in place, and keys put together: one kernel each.
         books.pass_over("mla_up_proj", 5 * rows * queries, 5 * rows * queries, 6)
         each = queries + values
     else:
         groups = max(1.0, model.query_groups / t)
         each = groups * (model.head_size + model.value_size)
-        books.linear("attention", rows, hidden, queries + each)
-        books.saved["attention"] += 2 * rows * (queries + each)
+        books.linear("attention", rows, hidden, queries + each, gathers=True)
+        # A view of what the product gave keeps all of it. Turning copies queries and keys, and
+        # groups are copied for each head.
+        turning = 0 if model.learned_positions else model.head_size
+        product, copied = queries + each, groups < heads
+        kept = 2 * rows * (product if not turning or not copied else queries)
+        kept += 2 * rows * (queries + values if copied else 2 * queries if turning else 0)
+        if model.qk_norm:
+            kept += _kept_by_norm(model, rows * (queries + each / 2), model.head_size)
+        books.keep("attention", 2 * rows * product, kept)
         passes = 4 if model.qk_norm else 2
         books.pass_over("attention", 2 * passes * rows * queries, 2 * passes * rows * queries, 4)
         weights = (hidden + model.qkv_biases) * (queries + each)
@@ -480,9 +524,16 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
     if by.context > 1:
         round_s = gather_s(device, 2 * rows * by.context * each, by.context, t)
         books.wait("attention", max(0.0, round_s - forward), max(0.0, 2 * round_s - backward))
-    # Attention keeps its output in bf16, a product in fewer bits its own copy.
+    # Attention keeps its output in bf16, a product in fewer bits its own copy. Megatron's own
+    # attention keeps the scores in bf16, and the sines and cosines of queries and keys.
     copy = books.bytes if books.precision != "bf16" else 0.0
-    books.saved["attention"] += (2 + copy) * rows * values + 4 * rows * heads
+    scores = 2 * heads * by.micro_batch * (by.sequence / by.context) * by.sequence
+    books.keep(
+        "attention",
+        (2 + copy) * rows * values + 4 * rows * heads,
+        2 * rows * values + 8 * by.sequence * turning,
+    )
+    books.keep("core_attn", 0.0, scores)
     books.linear("attention", rows, values, hidden)
     return weights + values * hidden + hidden * model.biases + hidden * model.norm_weights
 
@@ -518,6 +569,8 @@ def _closed(
         expert_params,
         books.exchange,
         saved,
+        books.waiting,
+        0.0,
         transient + (dropped if mode else 0.0),
         books.dummies,
     )

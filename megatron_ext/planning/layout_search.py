@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.planning.model_sizes import ModelSizes
     from megatron_ext.schedules.search.simulate import Timeline
+    from megatron_ext.schedules.table.actions import Row
 
 __all__ = [
     "FIXABLE",
@@ -110,6 +111,10 @@ class Layout:
     """Of the step: the table."""
     memory_gib: tuple[float, ...]
     """At its worst moment, by rank."""
+    static_gib: tuple[float, ...]
+    """Of it: weights, gradients and states of the optimizer."""
+    kept_gib: tuple[float, ...]
+    """Of it: activations, as many micro-batches of each stage as the schedule keeps."""
     hidden: float = 0.0
     """Share of the exchange of tokens that runs behind computation."""
 
@@ -436,8 +441,8 @@ def _least_step(job: Question, sizes: ParallelSizes) -> float:
     static = whole.params * _per_parameter(job, 2 * d) + whole.expert_params * _per_parameter(
         job, 2 * experts
     )
-    if sizes.pp > 1:  # v-half keeps the least of all schedules
-        static += min(sizes.num_microbatches, sizes.pp // 2 + 1) * whole.saved
+    if sizes.pp > 1:  # the mean of 1F1B's ranks, which no schedule is below
+        static += min(sizes.num_microbatches, (sizes.pp + 1) / 2) * whole.saved
     if static / sizes.pp > (job.device.memory_gib - job.device.reserve_gib) * _GIB:
         return math.inf
     return min(_bound(job, sizes, twins) for twins in ((1, 2) if sizes.pp > 1 else (1,)))
@@ -509,7 +514,7 @@ def forecast(
         sizes: Everything but cut and schedule.
         schedule: A registered name.
         chunks: Stages on each rank.
-        counts: Layers of each stage; None: the best cut.
+        counts: Layers of each stage; None: the faster of the cuts into even ranks and even stages.
     """
     layers, first, last = _parts(_key(job), sizes)
     device, pp, m = job.device, sizes.pp, sizes.num_microbatches
@@ -518,7 +523,8 @@ def forecast(
     if pp == 1:
         table, twins, parts = None, 1, [[*layers, first, last]]
         counts, rank_of = [len(layers)], (0,)
-        in_flight = [(2 if pairs and m > 1 else 1) * whole.saved]
+        kept = (2 if pairs and m > 1 else 1) * whole.saved
+        in_flight, without_logits = [kept + whole.logits], [kept]
         span = m * whole.work
         if pairs:  # all but the first forward and the last backward have a partner
             hidden = device.pair_overlap * (m - 1) / m
@@ -530,13 +536,18 @@ def forecast(
             own = chunks if generator.free_chunks else None
             table = _table(schedule, pp, simulated, own, pairs)
             placement = table.placement
-            counts = counts or cut(
-                [layer.work for layer in layers],
-                first.work,
-                last.work,
-                placement,
-                **_least(job.model, pp // generator.twins * chunks),
-            )
+            if counts is None:
+                works, least = (
+                    [layer.work for layer in layers],
+                    _least(job.model, placement.num_stages),
+                )
+                cuts = {
+                    tuple(cut(works, first.work, last.work, placement, by_stage=even, **least))
+                    for even in ((False, True) if chunks > 1 else (False,))
+                }
+                plans = [forecast(job, sizes, schedule, chunks, counts) for counts in sorted(cuts)]
+                fitting = filter(None, plans)
+                return min(fitting, key=lambda plan: plan.step_s, default=None)
         except ScheduleError:
             return None
         if len(counts) != placement.num_stages:
@@ -544,7 +555,9 @@ def forecast(
         twins, rank_of = placement.twins, placement.rank_of
         parts = _of_stages(job, sizes, counts)
         stages = [_total(own) for own in parts]
-        in_flight = [_peak(row, [stage.saved for stage in stages]) for row in table.rows]
+        in_flight = [_kept_at_most(row, stages) for row in table.rows]
+        bare = [stage._replace(logits=0.0) for stage in stages]
+        without_logits = [_kept_at_most(row, bare) for row in table.rows]
     num_ranks = len(in_flight)
     by_rank = [
         _total([part for s, own in enumerate(parts) if rank_of[s] == rank for part in own])
@@ -552,15 +565,17 @@ def forecast(
     ]
     d, experts = sizes.replicas * sizes.cp * twins, _expert_replicas(job, sizes) * twins
     message = 2 * job.sequence * sizes.micro_batch * job.model.hidden / sizes.cp / sizes.tp
-    memory = tuple(
-        rank.params * _per_parameter(job, d)
-        + rank.expert_params * _per_parameter(job, experts)
-        + kept
-        + rank.transient
-        + rank.dummies
-        + (2 * message if pp > 1 else 0)
-        for rank, kept in zip(by_rank, in_flight, strict=True)
-    )
+    static = [
+        rank.params * _per_parameter(job, d) + rank.expert_params * _per_parameter(job, experts)
+        for rank in by_rank
+    ]
+    # Logits are gone when the backwards of layers begin.
+    memory = [
+        held + max(kept, bare_kept + rank.transient) + rank.dummies + (2 * message if pp > 1 else 0)
+        for rank, held, kept, bare_kept in zip(
+            by_rank, static, in_flight, without_logits, strict=True
+        )
+    ]
     if max(memory) > limit:
         return None
     if table is not None:
@@ -584,6 +599,8 @@ def forecast(
         bound_s=_bound(job, sizes, twins),
         pipeline_s=span,
         memory_gib=tuple(size / _GIB for size in memory),
+        static_gib=tuple(size / _GIB for size in static),
+        kept_gib=tuple(size / _GIB for size in in_flight),
         hidden=hidden,
     )
 
@@ -632,15 +649,18 @@ def timeline_of(plan: Layout) -> Timeline:
     return simulate(table, costs)
 
 
-def _peak(row: Any, saved: list[float]) -> float:
+def _kept_at_most(row: Row, stages: Sequence[Part]) -> float:
     """Return the most bytes of activations that a rank keeps, in the order of its row."""
     now = most = 0.0
     for action in row:
+        part = stages[action.stage]
         if action.kind == "F":
-            now += saved[action.stage]
-            most = max(most, now)
+            now += part.saved + part.logits
+        elif action.kind == "I":  # of all else, only the operands of weight gradients stay
+            now += part.waiting - part.saved - part.logits
         elif action.kind in ("B", "W"):
-            now -= saved[action.stage]
+            now -= part.saved + part.logits if action.kind == "B" else part.waiting
+        most = max(most, now)
     return most
 
 

@@ -91,6 +91,20 @@ class ModelSizes:
         return "moe" if self.moe_layers[-1] else "dense"
 
 
+_UNKNOWN = {
+    "peft_type": "an adapter (LoRA)",
+    "lora_rank": "an adapter (LoRA)",
+    "compress_ratios": "compressed attention (DeepSeek-V4)",
+    "hc_mult": "hyper-connections (DeepSeek-V4)",
+    "index_topk": "sparse attention",
+    "linear_num_value_heads": "linear attention",
+    "experimental_attention_variant": "sparse or linear attention",
+    "linear_attention_freq": "linear attention",
+    "enable_hyper_connections": "hyper-connections",
+}
+"""What costs neither time nor memory as the formulas have it, by its key or flag."""
+
+
 def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> ModelSizes:
     """Return the sizes of a model.
 
@@ -101,8 +115,15 @@ def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> M
         flags: Megatron's flags, which win over those of the source.
 
     Raises:
-        ArgumentsError: The source cannot be read, or a size is missing.
+        ArgumentsError: The source cannot be read, a size is missing, or the planner does not know
+            such models.
     """
+    for flag in flags:
+        what = _UNKNOWN.get(flag.partition("=")[0].removeprefix("--").replace("-", "_"))
+        if flag.startswith("--") and what is not None:
+            raise ArgumentsError(
+                f"{flag}: the planner does not know {what}; leave it out for a forecast without"
+            )
     if source is None:
         if not flags:
             raise ArgumentsError(
@@ -118,6 +139,12 @@ def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> M
             raise ArgumentsError(f"--size {size} is for a folder with model.env; leave it out")
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
+            if unknown := next((key for key in _UNKNOWN if config.get(key)), None):
+                raise ArgumentsError(
+                    f"--model {source} has {unknown}: the planner does not know "
+                    f"{_UNKNOWN[unknown]}; give flags of a model without it behind --, and no "
+                    "--model"
+                )
             own = flags_of_config(config)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArgumentsError(

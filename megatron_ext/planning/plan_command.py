@@ -392,6 +392,8 @@ def as_dict(plan: Layout) -> dict[str, Any]:
         "tflops_per_gpu": plan.tflops,
         "mfu": plan.mfu,
         "memory_gib": list(plan.memory_gib),
+        "static_gib": list(plan.static_gib),
+        "kept_gib": list(plan.kept_gib),
         "fits": plan.job.device.memory_gib < 1e9,
         "tp": sizes.tp,
         "pp": sizes.pp,

@@ -33,6 +33,8 @@ class Techniques:
     """Whether all-to-all runs behind the computation of another micro-batch: in pairs."""
     overlaps_tensor: bool = False
     """Whether gathers and scatters of tensor parallelism run behind products."""
+    is_local: bool = False
+    """Whether layers are Megatron's own, not Transformer Engine's; costs no time here."""
     gradient_bytes: int = 4
     """Of an element of the gradients that add up, and are reduced."""
 
@@ -53,6 +55,7 @@ class Techniques:
             "--use-transformer-engine-op-fuser": self.fuses_experts,
             "--tp-comm-overlap": self.overlaps_tensor,
             "--fp8-dot-product-attention": self.attends_in_8bit,
+            "--transformer-impl local": self.is_local,
         }
         return " ".join(word for word, is_asked in words.items() if word and is_asked)
 
@@ -65,6 +68,7 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision = "bf16") -> 
     `--disable-tp-comm-overlap-ag` are without.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--cuda-graph-impl", default="transformer_engine")
     parser.add_argument("--cuda-graph-scope", "--cuda-graph-modules", nargs="*", default=[])
     parser.add_argument("--moe-token-dispatcher-type", default="flex")
@@ -88,5 +92,6 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision = "bf16") -> 
         overlaps_experts=given.overlap_moe_expert_parallel_comm,
         # Products in 4 bits have no communication that overlaps.
         overlaps_tensor=precision != "nvfp4" and not given.disable_tp_comm_overlap_ag,
+        is_local=given.transformer_impl == "local",
         gradient_bytes=2 if given.grad_reduce_in_bf16 else 4,
     )

@@ -57,6 +57,16 @@ def test_a_cut_for_several_stages_is_within_one_layer_of_the_best(
     assert best - 1e-9 <= found <= best + 1.0
 
 
+def test_stages_or_ranks_are_even() -> None:
+    layers, last, placement = [1.0] * 10, 1.5, place.loop(2, 2)
+    by_rank = cut(layers, 0.0, last, placement)
+    by_stage = cut(layers, 0.0, last, placement, by_stage=True)
+    longest = [max(*counts[:3], counts[3] + last) for counts in (by_rank, by_stage)]
+    busiest = [max(loads(counts, layers, 0.0, last, placement)) for counts in (by_rank, by_stage)]
+    assert longest[1] == 3 <= longest[0]
+    assert busiest[0] == 6 <= busiest[1]
+
+
 def test_too_few_layers_are_an_error() -> None:
     with pytest.raises(ScheduleError, match="3 layers do not divide into 4 stages"):
         cut([1.0] * 3, 0.0, 0.0, place.linear(4))

@@ -1,4 +1,4 @@
-"""Weights and gradients that a rank of Megatron's holds, against the formula."""
+"""What a rank of Megatron's holds, against the formulas."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.schedule_harness.model_memory import Case, compared
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layer_costs import Sharding, part_of
 from megatron_ext.planning.model_sizes import sizes_of_flags
-from tests.ranks import run_ranks
+from tests.ranks import require_training, run_ranks
 
 SIZES = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 "
@@ -93,3 +94,21 @@ def test_a_rank_holds_the_weights_and_gradients_of_the_formula(tensor: int, expe
         assert weights == formula, name
         # Buckets are padded for the shards, which these small sizes make visible.
         assert formula <= gradients <= formula * 1.05 + 1024, name
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("tied", "PP 4", "zb-v"),
+        Case("grouped queries", "PP 4", "bitpipe"),
+        Case("latent attention", "DP 2, PP 2", "interleaved"),
+        Case("experts", "EP 2, PP 2", "zb-h1"),
+        Case("multi-token prediction", "TP 2, SP, PP 2", "1f1b"),
+    ],
+    ids=" ".join,
+)
+def test_a_rank_that_trains_holds_what_the_planner_forecasts(case: Case) -> None:
+    require_training()
+    for forecast, held in compared(case):
+        assert forecast.static == pytest.approx(held.static, rel=0.005)
+        assert forecast.kept == pytest.approx(held.kept, rel=0.015)

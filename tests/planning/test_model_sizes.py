@@ -113,6 +113,21 @@ def test_bad_input_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("peft_type", "has peft_type: the planner does not know an adapter"),
+        ("compress_ratios", "does not know compressed attention .DeepSeek-V4.; give flags"),
+    ],
+)
+def test_models_that_no_formula_covers_are_refused(tmp_path: Path, key: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK_V3, key: [4]}))
+    with pytest.raises(ArgumentsError, match=message):
+        read_model(tmp_path, None, [])
+    with pytest.raises(ArgumentsError, match="--experimental-attention-variant: the planner does"):
+        read_model(EXAMPLES / "llama3", None, ["--experimental-attention-variant", "dsa"])
+
+
 def test_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert parse_devices("8xH100") == (8, DEVICES["h100"])

@@ -1,0 +1,161 @@
+"""Memory of the ranks of real trainings, beside the planner's forecast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from megatron_ext.planning.hardware import DEVICES
+from megatron_ext.planning.layout_search import Question, search
+from megatron_ext.planning.model_sizes import sizes_of_flags
+from megatron_ext.planning.techniques import techniques_of_flags
+from megatron_ext.schedules.generators.catalog import generate, get, registered
+from tests.ranks import run_ranks, train_here
+
+__all__ = ["Case", "Held", "cases", "compared", "measure"]
+
+_SEQUENCE, _MICRO_BATCH, _NUM_MICROBATCHES = 128, 2, 8
+_TRAINING = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --max-position-embeddings 128 "
+    f"--micro-batch-size {_MICRO_BATCH} --num-workers 0 --lr 1e-3 --train-iters 1 "
+    "--eval-iters 0 --eval-interval 100 --tokenizer-type NullTokenizer --vocab-size 1000 "
+    f"--padded-vocab-size 1024 --make-vocab-size-divisible-by 512 --seq-length {_SEQUENCE} "
+    "--mock-data --hidden-dropout 0 --attention-dropout 0 --bf16 --transformer-impl local "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm "
+)
+_LLAMA = (
+    "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights "
+)
+_MODELS = {
+    "dense": "--untie-embeddings-and-output-weights ",
+    "tied": "--position-embedding-type rope ",
+    "grouped queries": _LLAMA + "--group-query-attention --num-query-groups 2 ",
+    "latent attention": _LLAMA
+    + "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 96 --qk-head-dim 48 "
+    "--qk-pos-emb-head-dim 16 --v-head-dim 48 --qk-layernorm ",
+    # Every expert gets every token, so none more than its share.
+    "experts": _LLAMA + "--num-experts 2 --moe-router-topk 2 --moe-ffn-hidden-size 320 "
+    "--expert-tensor-parallel-size 1 "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none ",
+    "multi-token prediction": _LLAMA + "--mtp-num-layers 1 ",
+}
+_PARALLELISM = {
+    "PP 4": (4, {"tp": 1, "pp": 4, "ep": 1}),
+    "TP 2, SP, PP 2": (4, {"tp": 2, "pp": 2, "ep": 1}),
+    "DP 2, PP 2": (4, {"tp": 1, "pp": 2, "ep": 1}),
+    "EP 2, PP 2": (4, {"tp": 1, "pp": 2, "ep": 2}),
+}
+
+
+_SCHEDULES = [name for name in registered() if name != "gpipe"]
+"""All that the planner plans with."""
+
+
+class Case(NamedTuple):
+    """A model on ranks under a schedule."""
+
+    model: str
+    parallelism: str
+    schedule: str
+
+
+class Held(NamedTuple):
+    """Bytes on a rank: in a forecast, or measured."""
+
+    static: float
+    """Weights, buffers of gradients and states of the optimizer."""
+    kept: float
+    """Most that autograd and weight gradients that wait keep."""
+
+
+def cases() -> Iterator[Case]:
+    """Yield every model under every schedule, the parallelisms in turn."""
+    for number, model in enumerate(_MODELS):
+        usual = ["PP 4", "TP 2, SP, PP 2", "EP 2, PP 2" if model == "experts" else "DP 2, PP 2"]
+        if model == "latent attention":
+            usual.remove("TP 2, SP, PP 2")  # without Transformer Engine it divides the latents
+        for turn, schedule in enumerate(_SCHEDULES):
+            chosen = "PP 4" if schedule == "bitpipe" else usual[(number + turn) % len(usual)]
+            yield Case(model, chosen, schedule)
+
+
+def compared(case: Case) -> list[tuple[Held, Held]]:
+    """Train one step; return forecast and measurement of each rank of a pipeline."""
+    ranks, sizes = _PARALLELISM[case.parallelism]
+    generator, pp = get(case.schedule), sizes["pp"]
+    batch = _MICRO_BATCH * _NUM_MICROBATCHES * ranks // (sizes["tp"] * pp)
+    flags = (
+        f"{_TRAINING}{_MODELS[case.model]}--global-batch-size {batch} --use-distributed-optimizer "
+        f"--tensor-model-parallel-size {sizes['tp']} --pipeline-model-parallel-size {pp} "
+        f"--expert-model-parallel-size {sizes['ep']} "
+        f"{'--sequence-parallel ' if sizes['tp'] > 1 else ''}"
+        f"{(generator.flags or f'--pipeline-schedule {case.schedule}').format(chunks=2)}"
+    ).split()
+    by_rank = {rank: (held, layers) for held, layers, rank in run_ranks(
+        ranks, measure, flags, timeout_s=300
+    )}  # fmt: skip
+    chunks = len(by_rank[0][1])
+    placement = generate(
+        case.schedule, pp, _NUM_MICROBATCHES, chunks if generator.free_chunks else None
+    ).placement
+    layout = [
+        by_rank[placement.rank_of[stage]][1][placement.chunk_of(stage)]
+        for stage in range(placement.num_stages)
+    ]
+    fixed = {**sizes, "cp": 1, "micro_batch": _MICRO_BATCH, "recompute": frozenset()}
+    job = Question(
+        model=sizes_of_flags(flags, case.model),
+        device=DEVICES["h200"],
+        num_devices=ranks,
+        global_batch=batch,
+        sequence=_SEQUENCE,
+        techniques=techniques_of_flags(flags),
+        fixed={**fixed, "schedule": case.schedule, "vp": chunks, "layout": layout},
+    )
+    plan = search(job).plans[0]
+    by_formula = [
+        Held(static * 2**30, kept * 2**30)
+        for static, kept in zip(plan.static_gib, plan.kept_gib, strict=True)
+    ]
+    return [(held, by_rank[rank][0]) for rank, held in enumerate(by_formula)]
+
+
+def measure(argv: list[str]) -> tuple[Held, list[int], int]:
+    """Train as one rank; return what it held, the layers of its chunks, and its pipeline rank."""
+    import torch
+
+    from megatron_ext import devices
+    from megatron_ext.config.active import required
+
+    from .real_memory import Counting, storage_bytes
+
+    devices.current()  # before Megatron is imported
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+    from megatron.training import training
+
+    set_up, found = training.setup_model_and_optimizer, {}
+
+    @functools.wraps(set_up)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        made = set_up(*args, **kwargs)
+        found["made"], found["counter"] = made, Counting(torch.nn.ModuleList(made[0]))
+        required().observers.append(found["counter"])
+        return made
+
+    training.setup_model_and_optimizer = counting  # this process is a rank, and ends
+    train_here("gpt", argv)
+    chunks, optimizer, _ = found["made"]
+    tensors = [weight for chunk in chunks for weight in chunk.parameters()]
+    for chunk in chunks:
+        tensors += [each.grad_data for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        states = each.optimizer.state
+        for group in each.optimizer.param_groups:
+            for weight in group["params"]:
+                tensors += [weight, *filter(torch.is_tensor, states[weight].values())]
+    layers = [len(unwrap_model(chunk).decoder.layers) for chunk in chunks]
+    held = Held(storage_bytes(tensors), found["counter"].saved)
+    return held, layers, parallel_state.get_pipeline_model_parallel_rank()
