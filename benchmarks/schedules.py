@@ -52,19 +52,18 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
 from benchmarks.common.json_output import add_json, write_json
 from benchmarks.common.tables import add_only, chosen, machine, ratios
 from benchmarks.schedule_harness import launch, scenarios
-from benchmarks.schedule_harness.metrics import Figures
 from benchmarks.schedule_harness.noise import SCENARIOS
 from benchmarks.schedule_harness.ops import Sizes
 from benchmarks.schedule_harness.systems import Own, System, all_systems, device_systems
@@ -73,6 +72,9 @@ from megatron_ext.schedules.commands import aligned
 from tests.fake_musa.build import NoCompiler
 from tests.fake_musa.queued import queued
 from tests.ranks import RanksFailed
+
+if TYPE_CHECKING:
+    from benchmarks.schedule_harness.metrics import Figures
 
 _NOISY = 0.05
 """Ops that took longer than this above their time: the machine was too busy."""
@@ -130,29 +132,30 @@ class Measured:
     figures: dict[Key, Figures] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
+    @property
     def ideal_s(self) -> float:
-        """Return the undisturbed work of a rank."""
+        """Undisturbed work of a rank."""
         return 3 * self.sizes.forward_s * self.sizes.num_microbatches
 
-    def speeds(self, key: Key) -> list[float]:
+    def speeds(self, key: Key) -> tuple[float, float] | None:
         """Return how much faster a dynamic order was than its table, and should have been.
 
         Medians over the draws, as measured and with the simulated times of both orders that ran;
-        nothing for other systems, or without a table.
+        None for other systems, or without a table.
         """
         name, scenario = key
-        dynamic = self.systems[name]
-        for table, system in self.systems.items():
-            if not (isinstance(dynamic, Own) and dynamic.dynamic and isinstance(system, Own)):
-                continue
-            reference = self.figures.get((table, scenario))
-            if system.splits and system.schedule == dynamic.schedule and reference is not None:
-                mine = self.figures[key]
-                return [
-                    statistics.median(ratios(reference.seconds, mine.seconds)),
-                    statistics.median(ratios(reference.order_s, mine.order_s)),
-                ]
-        return []
+        dynamic, mine = self.systems[name], self.figures[key]
+        if not (isinstance(dynamic, Own) and dynamic.dynamic):
+            return None
+        for other, system in self.systems.items():
+            is_table = isinstance(system, Own) and system.splits
+            table = self.figures.get((other, scenario))
+            if is_table and system.schedule == dynamic.schedule and table is not None:
+                return (
+                    statistics.median(ratios(table.seconds, mine.seconds)),
+                    statistics.median(ratios(table.order_s, mine.order_s)),
+                )
+        return None
 
 
 def compare(
@@ -188,46 +191,42 @@ def compare(
     return found
 
 
-Column = Callable[[Measured, Key, Figures], str]
-_FIRST: dict[str, Column] = {
-    "system": lambda _, key, __: key[0] if key[1] == "quiet" else ", ".join(key),
-    "T ms": lambda _, __, f: f"{1e3 * f.median_s:.0f}",
-    "T/ideal": lambda m, _, f: f"{f.median_s / m.ideal_s():.3f}",
-    "order": lambda m, _, f: f"{f.optimum_s / m.ideal_s():.3f}",
-}
-_MIDDLE: dict[str, Column] = {
-    "replay %": lambda _, __, f: f"{100 * statistics.median(f.overheads):.1f}",
-    "ops %": lambda _, __, f: f"{'!' * (f.op_inflation > _NOISY)}{100 * f.op_inflation:.1f}",
-}
-_ON_HOST: dict[str, Column] = {
-    **_FIRST,
-    **_MIDDLE,
-    "peak act.": lambda _, __, f: f"{f.peak_live:g}",
-    "of order": lambda _, __, f: f"{f.peak_of_order:g}",
-    "weights": lambda m, key, _: f"{m.systems[key[0]].weight_copies}x",
-    "ops": lambda _, __, f: f"{f.num_ops}",
-    "hops": lambda _, __, f: f"{f.hops:g}",
-    "gap us": lambda _, __, f: f"{1e6 * f.gap_s:.0f}",
-    "hop us": lambda _, __, f: f"{1e6 * f.hop_s:.0f}",
-    "cpu %": lambda _, __, f: f"{100 * f.cpu_s / f.median_s:.1f}",
-}
-_ON_DEVICE: dict[str, Column] = {
-    **_FIRST,
-    "T/order": lambda _, __, f: f"{statistics.median(ratios(f.seconds, f.order_s)):.3f}",
-    **_MIDDLE,
-    "waits": lambda _, __, f: f"{f.waits_per_action:.2f}",
-    "speed": lambda m, key, _: "".join(f"{speed:.3f}" for speed in m.speeds(key)[:1]),
-    "of orders": lambda m, key, _: "".join(f"{speed:.3f}" for speed in m.speeds(key)[1:]),
-}
+_ON_HOST = ("system", "T ms", "T/ideal", "order", "replay %", "ops %", "peak act.", "of order",
+            "weights", "ops", "hops", "gap us", "hop us", "cpu %")  # fmt: skip
+_ON_DEVICE = ("system", "T ms", "T/ideal", "order", "T/order", "replay %", "ops %", "waits",
+              "speed", "of orders")  # fmt: skip
 
 
-def table(measured: Measured, columns: Mapping[str, Column]) -> str:
+def cells(measured: Measured, key: Key, found: Figures) -> dict[str, str]:
+    """Return the text of every column."""
+    name, scenario = key
+    speed, of_orders = measured.speeds(key) or (None, None)
+    return {
+        "system": name if scenario == "quiet" else f"{name}, {scenario}",
+        "T ms": f"{1e3 * found.median_s:.0f}",
+        "T/ideal": f"{found.median_s / measured.ideal_s:.3f}",
+        "order": f"{found.optimum_s / measured.ideal_s:.3f}",
+        "T/order": f"{statistics.median(ratios(found.seconds, found.order_s)):.3f}",
+        "replay %": f"{100 * statistics.median(found.overheads):.1f}",
+        "ops %": f"{'!' * (found.op_inflation > _NOISY)}{100 * found.op_inflation:.1f}",
+        "peak act.": f"{found.peak_live:g}",
+        "of order": f"{found.peak_of_order:g}",
+        "weights": f"{measured.systems[name].weight_copies}x",
+        "ops": f"{found.num_ops}",
+        "hops": f"{found.hops:g}",
+        "gap us": f"{1e6 * found.gap_s:.0f}",
+        "hop us": f"{1e6 * found.hop_s:.0f}",
+        "cpu %": f"{100 * found.cpu_s / found.median_s:.1f}",
+        "waits": f"{found.waits_per_action:.2f}",
+        "speed": "" if speed is None else f"{speed:.3f}",
+        "of orders": "" if of_orders is None else f"{of_orders:.3f}",
+    }
+
+
+def table(measured: Measured, columns: Sequence[str]) -> str:
     """Return the comparison as text."""
-    rows = [
-        [cell(measured, key, figures) for cell in columns.values()]
-        for key, figures in measured.figures.items()
-    ]
-    return aligned([list(columns), *rows])
+    every = [cells(measured, key, found) for key, found in measured.figures.items()]
+    return aligned([columns, *([row[name] for name in columns] for row in every)])
 
 
 def _parts(found: Figures) -> list[tuple[str, float, str]]:
