@@ -12,11 +12,15 @@ import re
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from megatron_ext.devices.backend import Device, Redirect
 from megatron_ext.errors import DeviceError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "CHOICES",
@@ -25,6 +29,7 @@ __all__ = [
     "VISIBLE_DEVICES",
     "count_devices",
     "current",
+    "device_of",
     "keep_for_ever",
     "off_cuda",
     "on_cpu",
@@ -121,6 +126,16 @@ def take(name: str) -> Device:
     if _PROCESS.device is None:
         _PROCESS.device = select(name)
     return _PROCESS.device
+
+
+def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
+    """Return the device of a rank's model; a layout may leave its chunks without parameters."""
+    import torch
+
+    parameter = next(chain.from_iterable(chunk.parameters() for chunk in chunks), None)
+    if parameter is not None:
+        return parameter.device
+    return torch.empty(0, device=torch.cuda.current_device()).device
 
 
 def on_cuda() -> bool:

@@ -17,6 +17,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.utils import get_model_config
 
 from megatron_ext.config.active import required
+from megatron_ext.devices import device_of
 from megatron_ext.disaggregation.job import Job, current
 from megatron_ext.disaggregation.link import RoleLink
 from megatron_ext.disaggregation.role_compute import BackwardCompute, ForwardCompute, RoleEnds
@@ -28,7 +29,6 @@ from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.ordering import TableOrder
 from megatron_ext.runtime.program import Table, make_program, shape_between_stages
-from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.runtime.sync import GradientSync, NoSync, ParameterSync
 from megatron_ext.runtime.trees import agree_trees
 from megatron_ext.schedules.table.placement import linear

@@ -27,7 +27,6 @@ from megatron_ext import devices
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.lengths import check_handed_on, refusing_long_sequences
-from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.upstream.signatures import backward_step_of
 
@@ -386,7 +385,7 @@ class StageCompute:
 
         Ranks without the last stage return 0.
         """
-        device = device_of(self.call.chunks)
+        device = devices.device_of(self.call.chunks)
         total = torch.zeros((), dtype=torch.int, device=device)
         return total if self.num_tokens is None else total + self.num_tokens
 

@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from megatron_ext.errors import MegatronExtError, TransportError
-from megatron_ext.runtime.run_ahead import AHEAD
+from megatron_ext.schedules.table.costs import AHEAD
 from megatron_ext.transport.observed import TransportObserver
 
 if TYPE_CHECKING:
     from megatron_ext.message import Message
     from megatron_ext.runtime.compute import StageCompute, Tensors
-    from megatron_ext.runtime.ordering import Order
+    from megatron_ext.runtime.ordering import Order, RunAhead
     from megatron_ext.runtime.program import Program, Table
-    from megatron_ext.runtime.run_ahead import RunAhead
     from megatron_ext.schedules.table.actions import Action, Kind
     from megatron_ext.schedules.table.communication import Exchange, Transfer
     from megatron_ext.transport.base import Transport

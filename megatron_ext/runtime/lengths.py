@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
+from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError, TransportError
-from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.schedules.search.length_balance import LengthCost, best_order, deal_out, fills_of
 
 if TYPE_CHECKING:

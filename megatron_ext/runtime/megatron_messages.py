@@ -16,10 +16,10 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from megatron_ext.config import active
+from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.connect import channels_of, open_transport
 from megatron_ext.runtime.program import Peers, Table, make_table, shape_between_stages
-from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.runtime.runtime import Runtimes
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.observed import observed

@@ -30,7 +30,15 @@ from megatron_ext.runtime.executor import (
     overrides,
 )
 from megatron_ext.runtime.lengths import BalancedStep, ReplicaExchange, cost_of_model
-from megatron_ext.runtime.ordering import Agreement, LedOrder, Order, PolicyOrder, TableOrder, agree
+from megatron_ext.runtime.ordering import (
+    Agreement,
+    LedOrder,
+    Order,
+    PolicyOrder,
+    TableOrder,
+    agree,
+    run_ahead_of,
+)
 from megatron_ext.runtime.plans import PlannedCompute
 from megatron_ext.runtime.program import (
     Ends,
@@ -43,7 +51,6 @@ from megatron_ext.runtime.program import (
     make_program,
     make_table,
 )
-from megatron_ext.runtime.run_ahead import device_of, run_ahead_of
 from megatron_ext.runtime.sliced_compute import KeptState, SlicedCompute
 from megatron_ext.runtime.split import SplitBackward, overwrites_first
 from megatron_ext.runtime.sync import GradientSync, ParameterSync
@@ -57,9 +64,8 @@ if TYPE_CHECKING:
 
     from megatron_ext.config.active import Pipeline
     from megatron_ext.runtime.megatron_messages import StockStep
-    from megatron_ext.runtime.ordering import Agreement
+    from megatron_ext.runtime.ordering import Agreement, RunAhead
     from megatron_ext.runtime.program import Table
-    from megatron_ext.runtime.run_ahead import RunAhead
     from megatron_ext.runtime.trees import TreeSteps
     from megatron_ext.schedules.table.placement import Placement
     from megatron_ext.schedules.table.route_plan import Route
@@ -409,7 +415,7 @@ def runtime_of(
         pipeline = pipeline.with_attention(cost.attention_share(seq_length))
     placement = pipeline.placement
     _check_fit(pipeline, placement, groups, chunks)
-    device = device_of(chunks)
+    device = devices.device_of(chunks)
     trees = agree_trees(chunks, placement, groups.pp, shapes_travel=None in shapes["F"])
     if trees is not None and pipeline.config.pairs:
         raise ScheduleError(

@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.config import active
+from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import MicrobatchData, StageCompute
-from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.schedules.table.slices import token_bounds
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_ext.devices import device_of
 from megatron_ext.errors import MessageMismatch, ScheduleError
 from megatron_ext.runtime.compute import StageCompute
 from megatron_ext.runtime.program import Form, PeerEnds
 from megatron_ext.runtime.routes import Declared, RouteStore, declared
-from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.schedules.table.route_plan import connect, plan_routes
 from megatron_ext.transport.dtypes import plain
 from megatron_ext.transport.torch_dist import Channel

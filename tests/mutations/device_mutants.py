@@ -173,7 +173,7 @@ DEVICE_MUTANTS = (
     ),
     Mutant(
         "an action ends before the device has computed it",
-        "megatron_ext.runtime.run_ahead",
+        "megatron_ext.runtime.ordering",
         "        end.synchronize()\n",
         "",
         (f"{_RUN_AHEAD}::test_memory_is_that_of_the_table_and_of_two_actions",),

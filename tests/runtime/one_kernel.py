@@ -19,8 +19,7 @@ from . import fake
 if TYPE_CHECKING:
     from megatron_ext.devices.backend import DeviceBackend
     from megatron_ext.runtime.compute import Tensors
-    from megatron_ext.runtime.ordering import Order
-    from megatron_ext.runtime.run_ahead import RunAhead
+    from megatron_ext.runtime.ordering import Order, RunAhead
     from megatron_ext.schedules import Action
     from megatron_ext.schedules.table import Table
 

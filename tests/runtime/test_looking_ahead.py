@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_ext.runtime.ordering import PolicyOrder
-from megatron_ext.runtime.run_ahead import AHEAD, RunAhead
+from megatron_ext.runtime.ordering import AHEAD, PolicyOrder, RunAhead
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.search.policies import Hint, Patience
 from megatron_ext.schedules.table.transforms import split_backwards
