@@ -139,6 +139,7 @@ COMMANDS = {
     "upstream/tree.py",
     "upstream/releases.py",
     "schedules/commands.py",
+    "planning/layout_search.py",  # asks the rules of flags about what it proposes
     "planning/plan_command.py",
     "planning/model_sizes.py",
     "planning/techniques.py",  # Megatron's flags describe a model
