@@ -9,6 +9,7 @@ so it ends with the configuration.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,11 +17,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from megatron_ext import devices
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate, get
+from megatron_ext.schedules.generators.catalog import base_table, generate, twins_of
 from megatron_ext.schedules.search.patience import policies
+from megatron_ext.schedules.search.queues import check_queues
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.transforms import split_backwards, weights_at_once
+from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig, TransportName
@@ -36,7 +40,6 @@ __all__ = [
     "Pipeline",
     "activate_configuration",
     "active",
-    "base_table",
     "begin_iteration",
     "clear_configuration",
     "count_transport",
@@ -47,21 +50,13 @@ __all__ = [
     "process_state",
     "required",
     "seed_of",
+    "torch_is_best",
     "transport_only",
-    "twins_of",
 ]
 
+_LOG = logging.getLogger(__name__)
+
 _State = TypeVar("_State")
-
-
-def base_table(chunks: int | None) -> str:
-    """Return the name of Megatron's own schedule for a number of stages on each rank."""
-    return "interleaved" if chunks is not None and chunks > 1 else "1f1b"
-
-
-def twins_of(name: str) -> int:
-    """Return the number of mirrored pipelines of a schedule, each a data-parallel replica."""
-    return 1 if name.startswith(CSV_PREFIX) else get(name).twins
 
 
 @dataclass(frozen=True)
@@ -144,7 +139,7 @@ class Pipeline:
         return replace(self, config=replace(self.config, costs=costs))
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the table for a number of micro-batches of one replica, generated once.
+        """Return the table for a number of micro-batches of one replica, made and validated once.
 
         It is the generator's table, with one exception: twins whose activations cross over once
         (dualpipe). There the last stage would be on the twin of the first. To Megatron that is
@@ -152,7 +147,8 @@ class Pipeline:
         the exception keeps activations on their own twin.
 
         Raises:
-            ScheduleError: The schedule has no table for that number.
+            ScheduleError: The schedule has no table for that number, a wrong one, or one whose
+                ranks would deadlock.
         """
         if num_microbatches not in self._tables:
             table = generate(
@@ -182,6 +178,10 @@ class Pipeline:
                 table = split_backwards(table)
             if self.config.weights_at_once:
                 table = weights_at_once(table)
+            validate(table)
+            if self.transport == "torch":
+                # It may match messages by their order, so the proof covers that order too.
+                check_queues(table)
             self._tables[num_microbatches] = table
         return self._tables[num_microbatches]
 
@@ -231,6 +231,32 @@ class Environment:
     def ranks_per_node(self, world_size: int) -> int:
         """Return the number of ranks on this host."""
         return self.local_world_size or world_size
+
+
+def torch_is_best(config: PipelineConfig, world_size: int, *, here: bool = True) -> bool:
+    """Return whether `auto` selects torch.distributed: a static order between devices.
+
+    torch.distributed offers all that a schedule with a fixed order needs. Tables take it for every
+    pair of ranks that does not share device memory, on one host or several; Megatron's own
+    schedules only on one host, where nothing of them has to be replaced.
+    """
+    if config.wire != "auto" or config.dynamic is not None:
+        return False
+    if config.device_path == "ipc" or config.checksums:  # torch.distributed has neither
+        return False
+    if here and not devices.current().reaches_peers:
+        return False
+    on_one_host = Environment.read().ranks_per_node(world_size) >= world_size
+    if not on_one_host and config.schedule is None:
+        return False
+    _LOG.info(
+        "--pipeline-transport auto: torch.distributed, which moves tensors between devices without "
+        "the host's memory%s",
+        ", for pairs of ranks that do not share device memory"
+        if config.tries_ipc and config.schedule is not None
+        else "",
+    )
+    return True
 
 
 @dataclass(eq=False)

@@ -22,25 +22,23 @@ from megatron_ext.config.active import (
     Pipeline,
     activate_configuration,
     active,
-    base_table,
     clear_configuration,
     required,
-    twins_of,
 )
-from megatron_ext.config.flags import FIELD_OF, stash_fields
-from megatron_ext.config.hosting import batches_of, inspect
+from megatron_ext.config.flags import FIELD_OF
+from megatron_ext.config.hosting import inspect
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig, is_of_type
-from megatron_ext.config.stages import ModelBuild, build_of
+from megatron_ext.config.stages import ModelBuild, batches_of, build_of, stash_fields
 from megatron_ext.disaggregation.role_settings import roles_in_words
 from megatron_ext.errors import ArgumentsError, DeviceError, ScheduleError
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.schedules import commands
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table, get, twins_of
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import NOTABLE, quiet
 from megatron_ext.schedules.search.policies import Hint
 from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.memory import activation_peaks
-from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
@@ -61,7 +59,7 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 
 _REWRITTEN = "megatron_ext_rewritten"
-"""The attribute in which `_rewrite` keeps (old, new) of the arguments that it changed."""
+"""The attribute in which `prepare` keeps (old, new) of the arguments that it changed."""
 
 
 def prepare(args: Namespace, requested: PipelineConfig | None = None) -> None:
@@ -81,7 +79,14 @@ def prepare(args: Namespace, requested: PipelineConfig | None = None) -> None:
     given = _as_given(args)
     found = inspect(given, requested)
     found.raise_refusals()
-    _rewrite(args, found.arguments)
+    # Both runs of upstream's validation start from what the user gave. Nothing else changes
+    # arguments, so keeping (old, new) is enough to undo it.
+    vars(args).update(vars(given))
+    vars(args).pop(_REWRITTEN, None)
+    if found.arguments:
+        old = {dest: getattr(args, dest, None) for dest in found.arguments}
+        changes = {dest: (old[dest], value) for dest, value in found.arguments.items()}
+        vars(args).update({**found.arguments, _REWRITTEN: changes})
     for line in (*found.changes, *found.notices):
         _log_on_first_rank(given, "%s", line)
     assert found.config is not None
@@ -180,7 +185,7 @@ def _log_what_runs(args: Namespace) -> None:
 
 
 def _as_given(args: Namespace) -> Namespace:
-    """Return the arguments as they were before `_rewrite`; later changes by others stay."""
+    """Return the arguments as they were before `prepare`; later changes by others stay."""
     given = Namespace(**vars(args))
     for dest, (old, new) in vars(given).pop(_REWRITTEN, {}).items():
         if getattr(given, dest, None) == new:
@@ -191,16 +196,6 @@ def _as_given(args: Namespace) -> Namespace:
 def rewritten(args: Namespace) -> dict[str, Any]:
     """Return the arguments that `prepare` changed, with their new values."""
     return {dest: new for dest, (_old, new) in getattr(args, _REWRITTEN, {}).items()}
-
-
-def _rewrite(args: Namespace, wanted: dict[str, Any]) -> None:
-    """Set arguments for Megatron and remember the old values. Nothing else changes arguments."""
-    given = _as_given(args)
-    vars(args).update(vars(given))
-    vars(args).pop(_REWRITTEN, None)
-    if wanted:
-        changes = {dest: (getattr(args, dest, None), value) for dest, value in wanted.items()}
-        vars(args).update({**wanted, _REWRITTEN: changes})
 
 
 def running(pipeline: Pipeline) -> str:
@@ -441,11 +436,12 @@ def count_recomputation(built: Any) -> None:
     pipeline, config = found.pipeline, found.pipeline.config
     if not hasattr(built, "recompute_granularity") or config.stash_ratio > 1:
         return
-    counted = replace(config, **stash_fields(built, pipeline.name, config.chunks))
+    generator = None if pipeline.name.startswith(CSV_PREFIX) else get(pipeline.name)
+    counted = replace(config, **stash_fields(built, generator, config.chunks))
     if counted == config:
         return
     pipeline = replace(pipeline, config=counted)
-    validate(pipeline.full)
+    pipeline.schedule(pipeline.num_microbatches)
     found.config, found.pipeline = counted, pipeline
     if found.environment.local_rank == 0:
         _LOG.warning("%s", running(pipeline))

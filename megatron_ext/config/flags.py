@@ -7,18 +7,13 @@ import shlex
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from megatron_ext.config import stages
-from megatron_ext.config.active import base_table
 from megatron_ext.config.pipeline_config import (
     BALANCES,
     DEVICE_PATHS,
     TRANSPORTS,
-    ConfigurationError,
     Disaggregation,
     DynamicOrder,
     PipelineConfig,
@@ -26,11 +21,10 @@ from megatron_ext.config.pipeline_config import (
 )
 from megatron_ext.devices import CHOICES
 from megatron_ext.errors import ArgumentsError, ScheduleError
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX, get, registered
+from megatron_ext.schedules.generators.catalog import get, registered
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.schedules.search.policies import POLICIES
 from megatron_ext.schedules.table.costs import UNIT, Costs
-from megatron_ext.schedules.table.memory import stash_ratio
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Option
@@ -40,14 +34,13 @@ __all__ = [
     "FIELD_OF",
     "FLAG",
     "FLAGS",
+    "FLAG_OF",
     "add_arguments",
-    "completed",
     "flag_names",
     "parse_words",
     "pipeline_config",
     "read_words",
     "requested_flags",
-    "stash_fields",
     "values_in",
 ]
 
@@ -65,7 +58,7 @@ accepted with a notice and have no effect."""
 REMOVED = {"--fbd-forward-device": "leave it out: forward ranks compute on the same kind of device"}
 """Flags of the release before that are refused, each with the remedy; kept for one release."""
 
-_FLAG_OF = {
+FLAG_OF = {
     "schedule": "--pipeline-schedule",
     "pipeline_ranks": "--pipeline-model-parallel-size",
     "chunks": "--num-virtual-stages-per-pipeline-rank",
@@ -96,7 +89,7 @@ _FLAG_OF = {
 }
 """Flag by the field that it sets, for error messages."""
 
-FIELD_OF = {flag: field for field, flag in _FLAG_OF.items()}
+FIELD_OF = {flag: field for field, flag in FLAG_OF.items()}
 """Field by the flag that sets it."""
 
 _SIMPLE = (
@@ -420,7 +413,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def pipeline_config(args: Namespace) -> PipelineConfig:
-    """Translate the flags into a configuration.
+    """Translate the flags into a configuration; `stages.completed` adds what they leave to sizes.
 
     Missing settings get their defaults: a namespace that upstream built from a YAML file holds
     none of our flags.
@@ -429,7 +422,7 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
         args: Parsed arguments with upstream's names, as the user gave them.
 
     Raises:
-        ArgumentsError: The flags contradict each other.
+        ArgumentsError: The flags contradict each other; a `ConfigurationError` takes `flag_names`.
         ScheduleError: The schedule does not exist.
     """
 
@@ -458,38 +451,34 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
     interval = given("--trace-interval")
     if interval is None:  # a longer recording makes a longer interval
         interval = max(Tracing.interval, given("--trace-iterations") or 0)
-    try:
-        config = PipelineConfig(
-            schedule=name,
-            options=_options(args, name),
-            costs=_parsed(args, "--pipeline-costs", Costs.parse),
-            length_costs=_parsed(args, "--pipeline-length-costs", LengthCost.parse),
-            dynamic=DynamicOrder(
-                policy=given("--dpp-policy") or DynamicOrder.policy,
-                extra_activations=given("--dpp-extra-activations"),
-            )
-            if given(_DPP)
-            else None,
-            disaggregation=Disaggregation(
-                activations=given("--fbd-activations") or Disaggregation.activations,
-                merged=bool(given("--ignore-forward-tensor-parallel")),
-            )
-            if given(FLAG)
-            else None,
-            tracing=Tracing(
-                interval=interval,
-                iterations=given("--trace-iterations"),
-                directory=given("--trace-dir"),
-            )
-            if given("--trace")
-            else None,
-            # Megatron's own time-out of collectives.
-            message_timeout_s=60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10),
-            **{field: value for field in _SIMPLE if (value := given(_FLAG_OF[field])) is not None},
+    return PipelineConfig(
+        schedule=name,
+        options=_options(args, name),
+        costs=_parsed(args, "--pipeline-costs", Costs.parse),
+        length_costs=_parsed(args, "--pipeline-length-costs", LengthCost.parse),
+        dynamic=DynamicOrder(
+            policy=given("--dpp-policy") or DynamicOrder.policy,
+            extra_activations=given("--dpp-extra-activations"),
         )
-        return completed(args, config)
-    except ConfigurationError as error:
-        raise ArgumentsError(error.worded(flag_names(args))) from None
+        if given(_DPP)
+        else None,
+        disaggregation=Disaggregation(
+            activations=given("--fbd-activations") or Disaggregation.activations,
+            merged=bool(given("--ignore-forward-tensor-parallel")),
+        )
+        if given(FLAG)
+        else None,
+        tracing=Tracing(
+            interval=interval,
+            iterations=given("--trace-iterations"),
+            directory=given("--trace-dir"),
+        )
+        if given("--trace")
+        else None,
+        # Megatron's own time-out of collectives.
+        message_timeout_s=60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10),
+        **{field: value for field in _SIMPLE if (value := given(FLAG_OF[field])) is not None},
+    )
 
 
 def _options(args: Namespace, name: str | None) -> dict[str, Option]:
@@ -519,45 +508,6 @@ def _parsed(args: Namespace, flag: str, parse: Callable[[str], _Parsed]) -> _Par
         raise ArgumentsError(f"{flag}: {error}") from error
 
 
-def stash_fields(args: Namespace, name: str, chunks: int | None) -> dict[str, Any]:
-    """Return the fields of a `PipelineConfig` about what layers hold between I and W.
-
-    Args:
-        args: Arguments with upstream's names, or a `TransformerConfig`.
-        name: The schedule.
-        chunks: Stages on each rank; None: the schedule's default.
-    """
-    granularity = getattr(args, "recompute_granularity", None)
-    if getattr(args, "recompute_activations", False):
-        granularity = "selective"
-    whole, at_a_time = 0.0, 1
-    if granularity == "full":
-        whole, given = 1.0, getattr(args, "recompute_num_layers", None) or 1
-        if getattr(args, "recompute_method", None) == "block":  # so many of each stage
-            generator = None if name.startswith(CSV_PREFIX) else get(name)
-            each = chunks or (1 if generator is None else generator.num_chunks // generator.twins)
-            recomputed = given * each * args.pipeline_model_parallel_size
-            whole = min(1.0, recomputed / (getattr(args, "num_layers", None) or recomputed))
-        else:
-            at_a_time = given
-    te = getattr(args, "transformer_impl", None) == "transformer_engine"
-    ratio = stash_ratio(
-        getattr(args, "tensor_model_parallel_size", 1),
-        sequence_parallel=bool(getattr(args, "sequence_parallel", False)),
-        # Megatron's own layers keep their part of a sequence and gather it again.
-        keeps_gathered=te and find_spec("transformer_engine") is not None,
-        recomputed=(getattr(args, "recompute_modules", None) or ())
-        if granularity == "selective"
-        else (),
-        recomputed_layers=whole,
-        kept_inputs=1 / at_a_time,
-        divides_inputs=bool(getattr(args, "distribute_saved_activations", False)),
-    )
-    # The order of a file is the user's.
-    at_once = whole == 1 and not name.startswith(CSV_PREFIX)
-    return {"stash_ratio": ratio, "weights_at_once": at_once}
-
-
 def values_in(words: Sequence[str], source: str) -> dict[str, object]:
     """Return the settings that words change, by the names of their arguments.
 
@@ -573,36 +523,6 @@ def values_in(words: Sequence[str], source: str) -> dict[str, object]:
     return {dest: value for dest, value in given.items() if value != usual[dest]}
 
 
-def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
-    """Return a configuration with what it leaves to the model and the sizes of a job.
-
-    Args:
-        args: Those, with upstream's names.
-        config: As flags or a program gave it.
-
-    Raises:
-        ArgumentsError: What the sizes say about the stages of each rank does not go together.
-    """
-    name, chunks = config.schedule, config.chunks
-    if name is None and config.dynamic is not None:
-        name = base_table(stages.chunks_of_megatron(args))
-    if name is None:
-        return config
-    if chunks is None:
-        chunks = stages.num_chunks(args, name)
-    pairs = config.pairs
-    if hasattr(args, "num_experts") or not pairs:
-        # Pairs hide the communication of experts, which one rank alone does not have.
-        is_spread = (
-            getattr(args, "num_experts", None)
-            and (getattr(args, "expert_model_parallel_size", None) or 1) > 1
-        )
-        wanted = pairs or getattr(args, "overlap_moe_expert_parallel_comm", False)
-        pairs = bool(is_spread and wanted)
-    fields = {} if config.stash_ratio > 1 else stash_fields(args, name, chunks)
-    return replace(config, schedule=name, chunks=chunks, pairs=pairs, **fields)
-
-
 def flag_names(args: Namespace) -> dict[str, str]:
     """Return the flag of each field, for messages; several flags may have chosen the schedule."""
     chooser = _DPP
@@ -611,4 +531,4 @@ def flag_names(args: Namespace) -> dict[str, str]:
     chosen, name = chooser, getattr(args, "pipeline_schedule", None)
     if name is not None:
         chosen, chooser = f"--pipeline-schedule {name}", "--pipeline-schedule"
-    return {**_FLAG_OF, "chosen": chosen, "chooser": chooser}
+    return {**FLAG_OF, "chosen": chosen, "chooser": chooser}

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_ext.errors import ArgumentsError
+from megatron_ext.disaggregation.role_settings import profiles_with_torch
+from megatron_ext.errors import ArgumentsError, ScheduleError
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
@@ -22,11 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MEGATRON_FIELDS",
+    "DROPPED_BY_ROLES",
     "RULES",
     "Refusal",
     "Rule",
     "dropped",
+    "drops",
     "forbids_splitting",
+    "implied",
     "refusals",
     "refuse",
     "refuse_built",
@@ -35,6 +40,7 @@ __all__ = [
     "uses_te",
     "why_not_split",
     "why_te_cannot_split",
+    "with_splittable_layers",
 ]
 
 
@@ -73,15 +79,17 @@ class Refusal(NamedTuple):
     """The setting or the check that refuses."""
     reason: str
     remedy: str
+    error: type[ArgumentsError | ScheduleError] = ArgumentsError
+    """The error that it is where training starts."""
 
     def __str__(self) -> str:
         return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
 
     @classmethod
-    def of(cls, rule: str, message: str) -> Refusal:
+    def of(cls, rule: str, message: str, error: type[ArgumentsError | ScheduleError]) -> Refusal:
         """Return a message as a refusal; it ends with the remedy, after a semicolon."""
         reason, _, remedy = message.rpartition("; ")
-        return cls(rule, reason, remedy) if reason else cls(rule, remedy, "")
+        return cls(rule, reason, remedy, error) if reason else cls(rule, remedy, "", error)
 
 
 def _several(value: Any) -> list[Any]:
@@ -641,6 +649,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 
+DROPPED_BY_ROLES = RULES["dropped_by_roles"] + RULES["dropped"] + RULES["dropped_by_line"]
+"""What forward and backward ranks do themselves, or do without."""
+
+
 def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refusal]:
     """Return the settings that exclude a feature.
 
@@ -732,6 +744,90 @@ def _rules_of_dynamic_order(args: Namespace, placement: Placement) -> tuple[Rule
     """
     rules = RULES["dynamic"] if _replicas(args) * placement.twins > 1 else ()
     return rules + RULES["crossed"] if placement.twin_hops else rules
+
+
+def implied(config: PipelineConfig, args: Namespace) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return the arguments that a configuration sets for Megatron, changes and notices."""
+    arguments: dict[str, Any] = {}
+    changes, notices = [], []
+    if config.pairs:
+        arguments["overlap_moe_expert_parallel_comm"] = True
+    elif config.schedule is not None and getattr(args, "overlap_moe_expert_parallel_comm", False):
+        arguments["overlap_moe_expert_parallel_comm"] = False
+        notices.append(
+            "--overlap-moe-expert-parallel-comm has no effect without experts on several ranks "
+            "(--num-experts, --expert-model-parallel-size)"
+        )
+    if config.slices > 1 and not getattr(args, "reset_attention_mask", False):
+        # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
+        arguments["create_attention_mask_in_dataloader"] = False
+    if config.variable_seq_lengths and not getattr(args, "num_experts", None):
+        # Megatron refuses them with allgather, its default, in models without experts too.
+        arguments |= {"moe_token_dispatcher_type": "alltoall"}
+    if config.schedule is not None and getattr(args, "use_distributed_optimizer", False):
+        arguments["dist_ckpt_optim_fully_reshardable"] = True
+        if not args.dist_ckpt_optim_fully_reshardable and (args.save or args.load):
+            changes.append(
+                "--dist-ckpt-optim-fully-reshardable is set: in any other form, optimizer state "
+                "cannot be loaded under another schedule"
+            )
+    if config.schedule is not None and getattr(args, "microbatch_group_size_per_vp_stage", None):
+        notices.append(
+            "--microbatch-group-size-per-virtual-pipeline-stage has no effect: the order of "
+            "micro-batches is part of the schedule"
+        )
+    if config.disaggregation is not None and profiles_with_torch(args):
+        notices.append("--use-pytorch-profiler profiles backward ranks only")
+    return arguments, changes, notices
+
+
+def drops(args: Namespace, rules: Iterable[Rule]) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments that switch settings off, and a line for each."""
+    arguments: dict[str, Any] = {}
+    lines = []
+    for rule in rules:
+        if rule.refuses(args):
+            arguments |= {dest: False for dest in rule.reads if getattr(args, dest, None)}
+            lines.append(f"{rule.flag} is dropped: {rule.reason}")
+    return arguments, lines
+
+
+def with_splittable_layers(
+    pipeline: Pipeline, args: Namespace, *, here: bool
+) -> tuple[Pipeline, list[str]]:
+    """Return the pipeline in a form that the layers of Transformer Engine can run, and notices.
+
+    Args:
+        pipeline: The pipeline.
+        args: Arguments with upstream's names.
+        here: Whether this is a process of the job, with its Transformer Engine.
+
+    Raises:
+        ArgumentsError: The table splits backwards, but these layers cannot.
+    """
+    if not pipeline.full.splits_backward or not hasattr(args, "transformer_impl"):
+        return pipeline, []
+    reason = why_te_cannot_split(args, here=here)
+    if reason is None:
+        notices = []
+        notice = te_leaves_whole(args, here=here)
+        if notice is not None:
+            notices.append(f"--pipeline-schedule {pipeline.name}: {notice}")
+        if getattr(args, "tp_comm_overlap", False) and args.transformer_impl != "local":
+            notices.append(
+                f"--pipeline-schedule {pipeline.name}: --tp-comm-overlap hides no reduce-scatter "
+                "under weight gradients, which run later, and their gathered operands are copied"
+            )
+        return pipeline, notices
+    if pipeline.dynamic is not None:
+        whole = replace(pipeline, splits=False)
+        if not whole.full.splits_backward:
+            return whole, [f"--use-dpp leaves backwards whole: {reason}"]
+    other = "--bitpipe-order paper" if pipeline.name == "bitpipe" else "1f1b or interleaved"
+    raise ArgumentsError(
+        f"--pipeline-schedule {pipeline.name} splits backwards, but {reason}; or use {other}, "
+        "which does not split them"
+    )
 
 
 def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_size: int) -> None:

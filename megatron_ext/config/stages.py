@@ -1,4 +1,4 @@
-"""Cuts a model into the stages of a schedule, in Megatron's flags.
+"""Sizes of a job: how they complete a configuration, its stages and its micro-batches.
 
 Five groups of Megatron's flags, which exclude each other, split a model into stages: the number of
 virtual stages, their number of layers, a layout, the segments of a hybrid pattern, and uneven first
@@ -8,32 +8,48 @@ else it says what the ends compute besides their layers, and the layers are spre
 
 from __future__ import annotations
 
+import math
 import re
 from argparse import Namespace
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_ext.config.pipeline_config import ConfigurationError
+from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.cuts import layout_of, spread
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX, get
+from megatron_ext.schedules.generators.catalog import (
+    CSV_PREFIX,
+    base_table,
+    generate,
+    get,
+    twins_of,
+)
+from megatron_ext.schedules.table.memory import stash_ratio
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
+    from megatron_ext.schedules.generators.catalog import Generator
     from megatron_ext.schedules.table.placement import Placement
 
 __all__ = [
+    "Batches",
     "ModelBuild",
+    "batches_of",
     "build_of",
+    "check_file",
     "check_ranks",
     "chunks_of_megatron",
+    "completed",
     "ends_of_layout",
     "flags_for",
     "layout_string",
     "layout_text",
-    "num_chunks",
     "parse_layout",
+    "stash_fields",
+    "world_size",
 ]
 
 _LAYOUT = "--pipeline-model-parallel-layout"
@@ -138,6 +154,80 @@ def _num_split(args: Namespace) -> int:
     return _num_layers(args) + sum(bool(getattr(args, dest, False)) for dest in _COUNTED)
 
 
+def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
+    """Return a configuration with what it leaves to the model and the sizes of a job.
+
+    Args:
+        args: Those, with upstream's names.
+        config: As flags or a program gave it.
+
+    Raises:
+        ArgumentsError: What the sizes say about the stages of each rank does not go together.
+    """
+    if config.disaggregation is not None and (args.hidden_dropout or args.attention_dropout):
+        return replace(config, microbatch_rng=True)  # both roles must draw the same masks
+    name, chunks = config.schedule, config.chunks
+    if name is None and config.dynamic is not None:
+        name = base_table(chunks_of_megatron(args))
+    if name is None:
+        return config
+    generator = None if name.startswith(CSV_PREFIX) else get(name)
+    if chunks is None and generator is not None and generator.free_chunks:
+        made = _makes(_cut_flag(args), args)
+        chunks = made if made is not None and made > 1 else generator.num_chunks
+    pairs = config.pairs
+    if hasattr(args, "num_experts") or not pairs:
+        # Pairs hide the communication of experts, which one rank alone does not have.
+        is_spread = (
+            getattr(args, "num_experts", None)
+            and (getattr(args, "expert_model_parallel_size", None) or 1) > 1
+        )
+        wanted = pairs or getattr(args, "overlap_moe_expert_parallel_comm", False)
+        pairs = bool(is_spread and wanted)
+    fields = {} if config.stash_ratio > 1 else stash_fields(args, generator, chunks)
+    return replace(config, schedule=name, chunks=chunks, pairs=pairs, **fields)
+
+
+def stash_fields(
+    args: Namespace, generator: Generator | None, chunks: int | None
+) -> dict[str, Any]:
+    """Return the fields of a `PipelineConfig` about what layers hold between I and W.
+
+    Args:
+        args: Arguments with upstream's names, or a `TransformerConfig`.
+        generator: Of the schedule; None: it is a file.
+        chunks: Stages on each rank; None: the schedule's default.
+    """
+    granularity = getattr(args, "recompute_granularity", None)
+    if getattr(args, "recompute_activations", False):
+        granularity = "selective"
+    whole, at_a_time = 0.0, 1
+    if granularity == "full":
+        whole, given = 1.0, getattr(args, "recompute_num_layers", None) or 1
+        if getattr(args, "recompute_method", None) == "block":  # so many of each stage
+            each = chunks or (1 if generator is None else generator.num_chunks // generator.twins)
+            recomputed = given * each * args.pipeline_model_parallel_size
+            whole = min(1.0, recomputed / (getattr(args, "num_layers", None) or recomputed))
+        else:
+            at_a_time = given
+    te = getattr(args, "transformer_impl", None) == "transformer_engine"
+    ratio = stash_ratio(
+        getattr(args, "tensor_model_parallel_size", 1),
+        sequence_parallel=bool(getattr(args, "sequence_parallel", False)),
+        # Megatron's own layers keep their part of a sequence and gather it again.
+        keeps_gathered=te and find_spec("transformer_engine") is not None,
+        recomputed=(getattr(args, "recompute_modules", None) or ())
+        if granularity == "selective"
+        else (),
+        recomputed_layers=whole,
+        kept_inputs=1 / at_a_time,
+        divides_inputs=bool(getattr(args, "distribute_saved_activations", False)),
+    )
+    # The order of a file is the user's.
+    at_once = whole == 1 and generator is not None
+    return {"stash_ratio": ratio, "weights_at_once": at_once}
+
+
 def chunks_of_megatron(args: Namespace) -> int:
     """Return the stages of each rank under Megatron's own schedule.
 
@@ -146,18 +236,6 @@ def chunks_of_megatron(args: Namespace) -> int:
     """
     cut_flag = _cut_flag(args)
     return 1 if cut_flag is None else _chunks_of(cut_flag, args)
-
-
-def num_chunks(args: Namespace, name: str) -> int | None:
-    """Return the stages of each rank if the schedule leaves them to the user, else None.
-
-    Raises:
-        ArgumentsError: The flags contradict each other.
-    """
-    if name.startswith(CSV_PREFIX) or not get(name).free_chunks:
-        return None
-    made = _makes(_cut_flag(args), args)
-    return made if made is not None and made > 1 else get(name).num_chunks
 
 
 def flags_for(
@@ -225,14 +303,14 @@ def flags_for(
         if getattr(args, "hybrid_override_pattern", None):
             wanted["hybrid_override_pattern"] = None  # the other's former name
         return wanted, [f"the stages of {subject}: {_PATTERN} '{cut}'"]
-    if auto:
-        from megatron_ext.planning.training_cut import layout_for
-
-        cut = layout_for(args, placement)
-    else:
+    if not auto:
         cut = layout_string(
             layers, placement, mtp_num_layers=mtp, layout=layout, first=first, last=last
         )
+    else:
+        from megatron_ext.planning.training_cut import layout_for
+
+        cut = layout_for(args, placement)
     wanted |= {dest: False if old is True else None for dest, old in replaced.items()}
     wanted["pipeline_model_parallel_layout"] = cut
     is_even = not replaced and layout is None and layers % placement.num_stages == 0
@@ -405,17 +483,17 @@ def build_of(
     )
 
 
-def check_ranks(name: str, pp: int, twins: int) -> None:
+def check_ranks(name: str, pp: int) -> None:
     """Check that Megatron can host a schedule on a number of pipeline ranks.
 
     Args:
         name: The schedule.
-        pp: Ranks of the whole pipeline world.
-        twins: 2 if two mirrored pipelines share them, else 1.
+        pp: Ranks of the whole pipeline world, which two mirrored pipelines share.
 
     Raises:
         ConfigurationError: It cannot; the message names numbers that work.
     """
+    twins = twins_of(name)
     if pp < 2:
         raise ConfigurationError(
             "{chosen} needs a pipeline, {pipeline_ranks} {pp} makes none; use {pipeline_ranks} "
@@ -434,6 +512,32 @@ def check_ranks(name: str, pp: int, twins: int) -> None:
             pp=pp,
             near=f"{pp - 1} or {pp + 1}" if pp > 4 else "4",
         )
+
+
+def check_file(name: str, pp: int, batches: Batches) -> None:
+    """Check that the table of a file has the size of the run.
+
+    Args:
+        name: The schedule, `csv:FILE`.
+        pp: Ranks of the pipeline.
+        batches: The batch sizes of the run.
+
+    Raises:
+        ScheduleError: It has another one; the message names the flags to change.
+    """
+    table = generate(name)
+    if table.pp != pp:
+        raise ScheduleError(
+            f"--pipeline-schedule {name} has {table.pp} rows, one for each rank, not "
+            f"{pp}; use --pipeline-model-parallel-size {table.pp}"
+        )
+    for global_batch, count in batches.counts.items():
+        if count != table.num_microbatches:
+            raise ScheduleError(
+                f"--pipeline-schedule {name} runs {table.num_microbatches} micro-batches, "
+                f"not {batches.explained(global_batch)}; use --global-batch-size "
+                f"{batches.global_batch(table.num_microbatches)}"
+            )
 
 
 def parse_layout(text: str) -> list[str]:
@@ -514,3 +618,140 @@ def _check_letters(layout: str, num_layers: int, mtp: int) -> None:
             f"{_LAYOUT} {layout} must have E once, t {num_layers} times (--num-layers), m {mtp} "
             "times (--mtp-num-layers) and L once, in this order; leave it out"
         )
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batch sizes of a run, and the micro-batches of one model replica."""
+
+    micro_batch: int
+    """Samples of one micro-batch."""
+    replicas: int
+    """Megatron's data-parallel size, which counts two mirrored pipelines as two replicas."""
+    twins: int
+    counts: Mapping[int, int]
+    """Micro-batches of one replica by global batch size; the last one is the full batch."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of one replica in a full batch."""
+        return list(self.counts.values())[-1]
+
+    def total(self, count: int) -> int:
+        """Return the micro-batches of the whole pipeline world if one replica has `count`."""
+        return count * self.twins
+
+    def global_batch(self, count: int) -> int:
+        """Return the global batch size that gives one replica `count` micro-batches."""
+        return count * self.micro_batch * self.replicas
+
+    def explained(self, global_batch: int) -> str:
+        """Return the number of micro-batches in a global batch, with its derivation in words."""
+        worlds = self.replicas // self.twins
+        return (
+            f"{self.total(self.counts[global_batch])} micro-batches (--global-batch-size "
+            f"{global_batch} / (--micro-batch-size {self.micro_batch} x {worlds} data-parallel))"
+        )
+
+
+def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
+    """Return the batch sizes that the flags request.
+
+    Args:
+        args: Parsed arguments, not yet validated by Megatron.
+        pp: Ranks of the whole pipeline world.
+        twins: 2 if two mirrored pipelines share it, else 1.
+
+    Raises:
+        ArgumentsError: A size is missing, or the sizes do not divide.
+    """
+    replicas = _worlds(args, pp) * twins
+    micro_batch = args.micro_batch_size
+    if not micro_batch or micro_batch < 1:
+        raise ArgumentsError("--micro-batch-size is missing: give it a value of at least 1")
+    step = micro_batch * replicas
+    rounds = getattr(args, "decrease_batch_size_if_needed", False)
+    counts = {}
+    batches, nearest = _global_batches(args, step)
+    for batch in batches:
+        if batch < step or (batch % step and not rounds):
+            mirrored = " (two for each mirrored pipeline)" if twins == 2 else ""
+            raise ArgumentsError(
+                f"a global batch of {batch} is not a multiple of --micro-batch-size {micro_batch} "
+                f"x {replicas} replicas{mirrored}; use {nearest}"
+            )
+        counts[batch] = batch // step
+    return Batches(micro_batch, replicas, twins, counts)
+
+
+def _worlds(args: Namespace, pp: int) -> int:
+    """Return the number of copies of the whole pipeline that the processes form."""
+    tp = args.tensor_model_parallel_size
+    cp = getattr(args, "context_parallel_size", 1)
+    ranks, processes = tp * pp * cp, world_size(args)
+    if processes % ranks:
+        raise ArgumentsError(
+            f"world size {processes} is not a multiple of tensor {tp} x pipeline {pp} x "
+            f"context {cp} = {ranks}; start {ranks} processes or a multiple, or lower a parallel "
+            "size"
+        )
+    return int(processes // ranks)
+
+
+_SUFFIXES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def _global_batches(args: Namespace, step: int) -> tuple[list[int], str]:
+    """Return every global batch size of the run, the full one last, and flags of sizes that divide.
+
+    Args:
+        args: Parsed arguments.
+        step: Samples of one micro-batch of every replica.
+    """
+    full = getattr(args, "global_batch_size", None) or step
+    steps = getattr(args, "step_batch_size_schedule", None)
+    ramp = getattr(args, "rampup_batch_size", None)
+    if steps is not None:
+        given = re.findall(r"([\d.]+)([KMBT]?):(\d+)", steps.upper())
+        if not given:
+            raise ArgumentsError(
+                f"--step-batch-size-schedule {steps} has no THRESHOLD:SIZE, such as 0:768 or "
+                "250B:1536; leave it out"
+            )
+        by_threshold = sorted(
+            (float(number) * _SUFFIXES[suffix], int(size)) for number, suffix, size in given
+        )
+        # Smaller ones are of a run on fewer processes that goes on here; Megatron checks it.
+        batches = [size for _, size in by_threshold if size >= step]
+        near = " ".join(f"{at:.0f}:{-(-size // step) * step}" for at, size in by_threshold)
+        return batches or [by_threshold[-1][1]], f"--step-batch-size-schedule '{near}'"
+    if ramp is None:
+        lower, upper = full // step * step, (full // step + 1) * step
+        return [full], f"--global-batch-size {f'{lower} or {upper}' if lower else upper}"
+    written = " ".join(map(str, ramp))
+    try:
+        start, increment, samples = map(int, ramp)
+    except ValueError:
+        raise ArgumentsError(
+            f"--rampup-batch-size {written}: must be start, increment, samples; give three integers"
+        ) from None
+    if start < 1 or increment < 1 or start > full or (full - start) % increment:
+        lower = start + max(0, full - start) // max(1, increment) * increment
+        raise ArgumentsError(
+            f"--rampup-batch-size {written} does not lead from {start} to the --global-batch-size "
+            f"{full} in steps of {increment}; use --global-batch-size {lower} or "
+            f"{lower + increment}, or leave --rampup-batch-size out"
+        )
+    first, more = (-(-size // step) * step for size in (start, increment))
+    last = first + -(-max(0, full - first) // more) * more
+    return (
+        [*range(start, full, increment), full],
+        f"--rampup-batch-size {first} {more} {samples} --global-batch-size {last}",
+    )
+
+
+def world_size(args: Namespace) -> int:
+    """Return the number of ranks, or where it is unknown that of one replica."""
+    sizes = ("tensor_model", "pipeline_model", "context")
+    of_replica = math.prod(getattr(args, f"{kind}_parallel_size", 1) for kind in sizes)
+    return int(getattr(args, "world_size", None) or of_replica)

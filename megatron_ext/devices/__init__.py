@@ -7,17 +7,18 @@ package name devices and collective backends.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megatron_ext.devices.backend import Device, Redirect
-from megatron_ext.errors import DeviceError
+from megatron_ext.errors import ArgumentsError, DeviceError
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ __all__ = [
     "Device",
     "Redirect",
     "VISIBLE_DEVICES",
+    "arguments_for",
     "count_devices",
     "current",
     "device_of",
@@ -46,6 +48,8 @@ CHOICES = ("auto", "cuda", "musa", "cpu")
 
 _VARIABLE = "MEGATRON_EXT_DEVICE"
 _FLAG = "--device-backend"
+
+_LOG = logging.getLogger(__name__)
 
 _State = TypeVar("_State")
 
@@ -186,6 +190,43 @@ def _make(name: str) -> Device:
 
         return CpuDevice()
     raise DeviceError(f"there is no device backend {name!r}; choose one of {', '.join(CHOICES)}")
+
+
+def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
+    """Return the arguments, by name, that the device corrects; refuse the others it cannot accept.
+
+    Only `--distributed-backend` is corrected, with a notice: scripts written for GPUs always name
+    NCCL, and each device has only one possible backend.
+
+    Args:
+        args: Megatron's arguments.
+        chosen: The backend that the user chose, one of `CHOICES`.
+
+    Raises:
+        ArgumentsError: One line for each mistake.
+    """
+    device = current()
+    if chosen not in {"auto", device.name}:
+        raise ArgumentsError(
+            f"--device-backend {chosen} came after the {device.name} backend was armed "
+            "(Megatron was imported before the arguments were known); set "
+            f"MEGATRON_EXT_DEVICE={chosen} too"
+        )
+    wanted, errors = {}, []
+    for dest, (value, reason) in device.argument_defaults.items():
+        found = getattr(args, dest, value)
+        if found == value:
+            continue
+        if dest == "distributed_backend":
+            _LOG.warning("--distributed-backend %s: %s is used, %s", found, value, reason)
+            wanted[dest] = value
+            continue
+        flag = f"--{dest.replace('_', '-')}"
+        errors.append(f"{flag} is {found!r}, {device.name} needs {value!r}: {reason}")
+    errors.extend(device.argument_errors(args))
+    if errors:
+        raise ArgumentsError("\n".join(errors))
+    return wanted
 
 
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES")

@@ -10,15 +10,14 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.disaggregation.job import Job
-from megatron_ext.disaggregation.ranks import rank_map
 from megatron_ext.schedules import commands
 from megatron_ext.schedules.table.costs import UNIT
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
+    from megatron_ext.disaggregation.ranks import RankMap
 
 __all__ = [
-    "has_dropout",
     "job_of",
     "profiles_with_torch",
     "role_arguments",
@@ -29,12 +28,8 @@ __all__ = [
 _ENDS = ("exit_duration_in_mins", "exit_signal_handler")
 
 
-def job_of(args: Namespace, config: PipelineConfig) -> Job:
-    """Return the disaggregated job, including the role of this process.
-
-    Raises:
-        ArgumentsError: The number of processes is wrong.
-    """
+def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
+    """Return the disaggregated job of some ranks, including the role of this process."""
     wanted = config.disaggregation
     assert wanted is not None
     # Of one activation `[s, b, h]` in fp32, or of a stage's shipped ones; a stage with more layers
@@ -43,13 +38,7 @@ def job_of(args: Namespace, config: PipelineConfig) -> Job:
     if wanted.activations == "ship":
         message_bytes *= args.num_layers // args.pipeline_model_parallel_size + 1
     return Job(
-        rank_map(
-            args.world_size,
-            tp=args.tensor_model_parallel_size,
-            pp=args.pipeline_model_parallel_size,
-            merged=wanted.merged,
-            cp=getattr(args, "context_parallel_size", 1),
-        ),
+        ranks,
         args.rank,
         activations=wanted.activations,
         timeout_s=config.message_timeout_s,
@@ -132,8 +121,3 @@ def _gathers_late(args: Namespace) -> bool:
         if spread or tensor_parallel not in (None, args.tensor_model_parallel_size):
             return False  # experts have fewer, or other, replicas than the rest
     return bool(args.use_distributed_optimizer and getattr(args, "overlap_param_gather", False))
-
-
-def has_dropout(args: Namespace) -> bool:
-    """Return whether the model uses dropout."""
-    return bool(args.hidden_dropout or args.attention_dropout)

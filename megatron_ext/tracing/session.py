@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices, files
-from megatron_ext.config.active import base_table
-from megatron_ext.config.hosting import batches_of
-from megatron_ext.config.stages import layout_text
+from megatron_ext.config.stages import batches_of, layout_text
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.executor import Executed, Observer, num_out_of_order
 from megatron_ext.runtime.lengths import item_size
-from megatron_ext.schedules.generators.catalog import generate
+from megatron_ext.schedules.generators.catalog import base_table, generate
 from megatron_ext.schedules.table import table_files
 from megatron_ext.tracing import telemetry
 from megatron_ext.tracing.activations import kept_bytes

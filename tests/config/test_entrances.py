@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from megatron_ext import devices
-from megatron_ext.config import active, hosting
+from megatron_ext.config import active
 from megatron_ext.config.entrances import check, prepare
 from megatron_ext.config.flags import add_arguments
 from megatron_ext.errors import ArgumentsError, UserError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def args(monkeypatch: pytest.MonkeyPatch) -> Namespace:
     """Arguments as parsed, enough for a schedule, on a device that runs anything."""
-    monkeypatch.setattr(hosting, "device_arguments", lambda *_: {})
+    monkeypatch.setattr(devices, "arguments_for", lambda *_: {})
     parser = ArgumentParser()
     add_arguments(parser)
     return Namespace(

@@ -14,8 +14,10 @@ import pytest
 
 import megatron_ext
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, Tracing
-from megatron_ext.config import flags
-from megatron_ext.config.flags import add_arguments, completed, pipeline_config
+from megatron_ext.config import stages
+from megatron_ext.config.flags import add_arguments, pipeline_config
+from megatron_ext.config.hosting import inspect
+from megatron_ext.config.stages import completed
 from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
 from megatron_ext.schedules.table.costs import Costs
 
@@ -119,9 +121,7 @@ def test_it_is_frozen_and_travels() -> None:
         ),
         (
             "--use-dpp --dpp-extra-activations 2 --hang-timeout 5",
-            PipelineConfig(
-                schedule="1f1b", dynamic=DynamicOrder(extra_activations=2), hang_timeout_s=5.0
-            ),
+            PipelineConfig(dynamic=DynamicOrder(extra_activations=2), hang_timeout_s=5.0),
         ),
         (
             "--forward-backward-disaggregating --fbd-activations ship --trace",
@@ -148,11 +148,11 @@ def test_flags_are_one_translation(flags: str, config: PipelineConfig) -> None:
 def test_what_transformer_engine_keeps_for_w_follows_from_flags(
     monkeypatch: pytest.MonkeyPatch, installed: bool, settings: dict[str, Any], ratio: float
 ) -> None:
-    monkeypatch.setattr(flags, "find_spec", lambda name: name if installed else None)
+    monkeypatch.setattr(stages, "find_spec", lambda name: name if installed else None)
     args = add_arguments(ArgumentParser()).parse_args(["--pipeline-schedule", "zb-v"])
     te = {"transformer_impl": "transformer_engine", "sequence_parallel": True}
     vars(args).update({**te, "tensor_model_parallel_size": 4, **settings})
-    assert pipeline_config(args).stash_ratio == ratio
+    assert completed(args, pipeline_config(args)).stash_ratio == ratio
 
 
 @pytest.mark.parametrize(
@@ -176,18 +176,18 @@ def test_what_recomputation_leaves_for_w_follows_from_flags(
     """zb-v on 2 ranks, so 8 layers are 2 in each of 4 stages."""
     args = add_arguments(ArgumentParser()).parse_args(["--pipeline-schedule", "zb-v"])
     vars(args).update({"pipeline_model_parallel_size": 2, "num_layers": 8, **settings})
-    found = pipeline_config(args)
+    found = completed(args, pipeline_config(args))
     assert (found.stash_ratio, found.weights_at_once) == (ratio, at_once)
     assert completed(args, PipelineConfig(schedule="zb-v")) == found
-    args.pipeline_schedule = "csv:file"
-    assert not pipeline_config(args).weights_at_once  # the order of a file is the user's
+    args.pipeline_schedule = "csv:file"  # whose order is the user's
+    assert not completed(args, pipeline_config(args)).weights_at_once
 
 
 def test_flags_are_named_where_flags_were_given() -> None:
     parser = add_arguments(ArgumentParser())
     args = parser.parse_args("--use-dpp --pipeline-transport torch".split())
     with pytest.raises(ArgumentsError, match=r"--use-dpp chooses .* leave --pipeline-transport"):
-        pipeline_config(args)
+        inspect(args).raise_refusals()
 
 
 def test_it_costs_no_import_of_torch() -> None:

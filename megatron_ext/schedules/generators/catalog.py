@@ -27,12 +27,14 @@ __all__ = [
     "CSV_PREFIX",
     "Generator",
     "Size",
+    "base_table",
     "generate",
     "get",
     "published_bubble",
     "published_peak",
     "register",
     "registered",
+    "twins_of",
 ]
 
 CSV_PREFIX = "csv:"
@@ -195,6 +197,16 @@ def get(name: str) -> Generator:
             f"there is no schedule {name!r}; use one of {', '.join(known)}, or {CSV_PREFIX}FILE"
         )
     return known[name]
+
+
+def base_table(chunks: int | None) -> str:
+    """Return the name of Megatron's own schedule for a number of stages on each rank."""
+    return "interleaved" if chunks is not None and chunks > 1 else "1f1b"
+
+
+def twins_of(name: str) -> int:
+    """Return the number of mirrored pipelines of a schedule, each a data-parallel replica."""
+    return 1 if name.startswith(CSV_PREFIX) else get(name).twins
 
 
 def generate(

@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.config import stages
-from megatron_ext.config.active import base_table, twins_of
 from megatron_ext.config.flags import read_words
-from megatron_ext.config.hosting import batches_of, preflight
+from megatron_ext.config.hosting import preflight
 from megatron_ext.config.incompatible import Rule
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.layout_search import (
@@ -30,7 +29,7 @@ from megatron_ext.planning.layout_search import (
 )
 from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import techniques_of_flags
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table, twins_of
 from megatron_ext.schedules.search.policies import arena_slots
 from megatron_ext.schedules.table.validation import validate
 
@@ -275,7 +274,7 @@ def planned(
     if name.startswith(CSV_PREFIX) or found.config is None or found.config.disaggregation:
         name = ""  # the planner knows neither tables of the user's own nor roles
     twins = twins_of(name) if name else 1
-    batches = batches_of(args, pp, twins)
+    batches = stages.batches_of(args, pp, twins)
     count = args.world_size or tp * pp * cp
     sequence = model.sequence
     if sequence is None:
