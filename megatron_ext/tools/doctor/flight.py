@@ -71,10 +71,6 @@ class Diagnosis:
         return f"{self.level:<4} {self.check}: {self.found}{remedy}"
 
 
-def _several_chunks(pp: Any, chunks: Any, layers: Any, layout: Any) -> bool:
-    return bool(chunks or layers or (layout and layout.count("|") + 1 > pp))
-
-
 _CUT = (
     "pipeline_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
@@ -89,7 +85,9 @@ KNOWN_HANGS = (
         "two ranks exchange shapes in both directions at once, and swap them: hangs or fails "
         "(Megatron-LM#1450; docs/hangs.md)",
         f"add {_OURS} interleaved, whose messages have names",
-        lambda varies, pp, *cut: varies and pp == 2 and _several_chunks(pp, *cut),
+        # Ranks hold several chunks each, by whichever flag cuts them.
+        lambda varies, pp, chunks, layers, layout: varies and pp == 2
+        and (chunks or layers or (layout and layout.count("|") + 1 > pp)),
     ),
     Rule(
         ("variable_seq_lengths", "pipeline_model_parallel_size"),

@@ -11,10 +11,10 @@ Open MPI's `slots=N` and MPICH's `host:N` are all valid. Pure functions of text,
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +71,18 @@ def _word(text: str, pattern: str) -> str:
     return text
 
 
-def _addresses(text: str) -> tuple[str, ...]:
-    return tuple(str(ipaddress.ip_address(each)) for each in text.split(","))
-
-
 _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "slots": (lambda text: _number(text, MAX_SLOTS), f"a number of processes, 1 to {MAX_SLOTS}"),
     # Open MPI's upper bound, which we never exceed: not more than `slots` are started.
     "max_slots": (lambda text: _number(text, MAX_SLOTS), "a number"),
-    "addr": (lambda text: str(ipaddress.ip_address(text)), "an IP address"),
+    "addr": (lambda text: str(ip_address(text)), "an IP address"),
     "port": (lambda text: _number(text, 65535), "a port from 1 to 65535"),
     # A leading dash would be an option of ssh.
     "user": (lambda text: _word(text, r"[A-Za-z_][A-Za-z0-9._-]{0,63}"), "the name of a user"),
-    "rdma": (_addresses, "IP addresses, as in A,B"),
+    "rdma": (lambda text: tuple(str(ip_address(each)) for each in text.split(",")),
+             "IP addresses, as in A,B"),
     "type": (lambda text: _word(text, r"[A-Za-z0-9._-]{1,64}"), "one word"),
-}
+}  # fmt: skip
 _KEY_LIST = "slots, addr, port, user, rdma, type and env.NAME"
 
 
