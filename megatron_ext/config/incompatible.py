@@ -321,7 +321,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             ("recompute_modules",),
             "--recompute-modules moe",
-            "a plan runs the parts of a layer one by one",
+            "a plan cuts a layer behind the router, and would keep there, copied for each expert, "
+            "what this drops",
             "use --recompute-modules core_attn, layernorm, mla_up_proj, mlp or moe_act",
             lambda modules: "moe" in _several(modules),
         ),
@@ -332,11 +333,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "leave one of them out",
         ),
         Rule(
-            ("mtp_num_layers",),
-            "--mtp-num-layers above 1",
-            "a plan takes one layer of multi-token prediction",
-            "use --mtp-num-layers 1",
-            lambda layers: (layers or 0) > 1,
+            ("mtp_num_layers", "mtp_use_repeated_layer", "mtp_detach_heads", "mtp_hsm"),
+            "--mtp-use-repeated-layer, --mtp-detach-heads or --mtp-hsm",
+            "plans of multi-token prediction know none of them and would train another model",
+            "leave them out",
+            lambda layers, *ways: layers and any(ways),
         ),
         Rule(
             ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),

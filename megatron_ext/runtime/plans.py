@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,6 +129,11 @@ class PlannedCompute(StageCompute):
             layers = [plan.get_layer(index) for index in range(plan.num_layers())]
             for layer in layers:
                 self._keep_what_is_read(layer)
+            predicting = [
+                layer for layer in layers if isinstance(layer.mtp_post_process, utils.ScheduleNode)
+            ]
+            if len(predicting) > 1:
+                self._predict_apart(predicting)
             for layer in layers if self.observers else ():
                 for node in (layer.moe_dispatch, layer.moe_combine):
                     if isinstance(node, utils.ScheduleNode):  # none of a layer without experts
@@ -160,6 +166,50 @@ class PlannedCompute(StageCompute):
             gather = dispatch.forward_func
             # It gathers into a buffer of all layers, which the partner's backward writes next.
             dispatch.forward_func = lambda *args: gather(*args).clone()
+
+    @staticmethod
+    def _predict_apart(layers: list[Any]) -> None:
+        """Let each of several layers of multi-token prediction run backwards once.
+
+        The last one puts the outputs of all together: with their graphs, its backward would run
+        through those of the others and free them. And all of them embed tokens. Megatron's own
+        backward sums these gradients before it adds them up, so here the layer that runs backwards
+        last, the first one, has the embeddings of all.
+        """
+        for layer in layers[:-1]:
+            predicts = layer.mtp_post_process
+
+            def hand_on(
+                given: Any, predicts: Any = predicts, run: Any = predicts.forward_func
+            ) -> Any:
+                made = run(given)
+                predicts.chunk_state.mtp_hidden_states[-1] = predicts.detach(made)
+                return made
+
+            predicts.forward_func = hand_on
+        first, *others = (
+            getattr(layer, _PARTS[0], None) or layer.pre_dispatch_computation for layer in layers
+        )
+        for node in others:
+
+            def embed(
+                *given: Any, state: Any = node.chunk_state, run: Any = node.forward_func
+            ) -> Any:
+                model = state.model
+
+                def embedding(**tokens: Any) -> Any:
+                    made = model.embedding(**tokens)
+                    return first.detach(made) if made.requires_grad else made
+
+                state.model = SimpleNamespace(
+                    embedding=embedding, decoder=model.decoder, vp_stage=model.vp_stage
+                )
+                try:
+                    return run(*given)
+                finally:
+                    state.model = model
+
+            node.forward_func = embed
 
     def _num_recomputed(self, num_layers: int) -> int:
         """Return how many of a chunk's layers keep their input only; those of MTP never do."""

@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--recompute-granularity full --recompute-num-layers 1 --fp8-format hybrid",
             "--recompute-granularity selective --recompute-modules core_attn moe",
             "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 64",
-            "--mtp-num-layers 2",
+            "--mtp-num-layers 1 --mtp-detach-heads",
             f"--hybrid-layer-pattern {'M*M-' * 8} --pipeline-schedule zb-h1",
             "--variable-seq-lengths",
         ],
