@@ -523,7 +523,8 @@ def forecast(
     if pp == 1:
         table, twins, parts = None, 1, [[*layers, first, last]]
         counts, rank_of = [len(layers)], (0,)
-        kept = (2 if pairs and m > 1 else 1) * whole.saved
+        # Layer by layer a pair's backward frees what its forward keeps.
+        kept = (1 + (1 / len(layers) if pairs and m > 1 else 0)) * whole.saved
         in_flight, without_logits = [kept + whole.logits], [kept]
         span = m * whole.work
         if pairs:  # all but the first forward and the last backward have a partner
