@@ -1,6 +1,6 @@
 """Each patch of the table that acts within megatron.core, and what upstream does without it.
 
-Those on `megatron.training` are in `tests/upstream_script/test_placements.py`.
+Those on `megatron.training` are in `tests/runtime/test_placed_training.py`.
 """
 
 from __future__ import annotations

@@ -92,7 +92,9 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
     saved = f"{flags}{saving}--no-save-optim --no-save-rng "
     report(train(1, saved, script="pretrain_bert.py"))
     start = f"{flags}--load {directory}/start --finetune "
-    return start, report(train(4, start + PP2, script="pretrain_bert.py"))
+    stock = report(train(4, start + PP2, script="pretrain_bert.py"))
+    assert any("sop loss" in line for line in stock)
+    return start, stock
 
 
 @pytest.mark.parametrize("schedule", EVERY)
