@@ -289,6 +289,23 @@ def test_overheads_are_measured(part: str, tmp_path: Path) -> None:
     assert names <= set(json.loads(figures.read_text())[part])
 
 
+@pytest.mark.slow
+def test_slices_are_printed_beside_what_the_executor_takes(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    program = [str(ROOT / "benchmarks/slices.py"), "--parts", "schedules", "join", "--steps", "1"]
+    sizes = "--size 2x2 --slices 1 2 --attention 0 0.3 --only slices= --forward-ms 4 --slice-ms 2"
+    done = run_python(*program, *sizes.split(), "--json", str(figures))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = json.loads(figures.read_text())["lines"]
+    assert [line["name"] for line in lines] == [
+        "zb-h1 slices=1", "zb-h1 slices=2", "zb-h1 slices=2 attention 30 %",
+    ]  # fmt: skip
+    assert all(line["bubble"] is not None and line["gap_s"] > 0 for line in lines)
+    assert [line["peak"] for line in lines[:2]] == [2.0, 1.5]
+    assert re.search(r"between two actions: \d+ us with slices=1, \d+ us with", done.stdout)
+    assert "in 2 slices, 4 heads of 64" in done.stdout
+
+
 def test_recipes_are_counted_by_schedule_and_by_what_refuses_them(tmp_path: Path) -> None:
     sizes = {"pipeline_model_parallel_size": 2, "num_layers": 8, "micro_batch_size": 1}
     recipes = [

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,7 +97,9 @@ class _Joined(torch.autograd.Function):
             if part in kept.gradients:
                 kept.gradients[part] += gradient
             else:
+                # A view would keep the gradients of all tokens in memory.
                 kept.gradients[part] = gradient.clone()
+        # Later slices, which attend to it, are through; earlier ones never do.
         del kept.made[number]
         later = kept.gradients.pop(number, None)
         return own if later is None else own + later, None, None
@@ -139,19 +142,6 @@ class _Balance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return gradients[0] * ctx.factor * ctx.sums.counts, None, None, None, None, None
-
-
-class _Weighed(torch.autograd.Function):
-    """A value whose gradient has a weight."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, weight: float) -> torch.Tensor:
-        ctx.weight = weight
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.weight, None
 
 
 @dataclass
@@ -263,7 +253,7 @@ class KeptState:
         elif has_own_masks:  # it reads none for causal attention
             attn_mask_type = AttnMaskType.causal_bottom_right
         elif attention_mask is None:
-            if running.mask is None:
+            if running.mask is None:  # the same for all layers
                 rows = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
                 running.mask = rows.triu_(len(key) - len(query) + 1)[None, None]
             attention_mask = running.mask
@@ -285,6 +275,7 @@ class KeptState:
         kept = running.kept
         if packed is not None:
             if running.number == 0:
+                # A wait for the device, so once for each micro-batch.
                 sums = packed.cu_seqlens_q.tolist()
                 padded = packed.cu_seqlens_q_padded
                 if packed.qkv_format != "thd" or not (padded is None or padded.tolist() == sums):
@@ -292,6 +283,7 @@ class KeptState:
                         f"packed sequences of format {packed.qkv_format} with padding between them "
                         "cannot run in slices; pack without padding, or leave the slices out"
                     )
+                # An empty sequence ends where it begins, and has no tokens in any slice.
                 kept.packed, kept.documents = packed, tuple(dict.fromkeys(sums))
             given["packed_seq_params"] = _part_packed(running)
         if kept.ahead:
@@ -346,10 +338,11 @@ class KeptState:
         shifted = running.kept.ahead[name]
         if "packed_seq_params" in kwargs:
             kwargs["packed_seq_params"] = running.kept.packed
-        while len(shifted) < shift + 2:
+        while len(shifted) < shift + 2:  # in the first slice only: others find it
             shifted.append(call(shifted[-1][0], *args, **kwargs))
         whole, total = shifted[shift + 1]
         part = whole[:, running.begin : running.end]
+        # With the tensor: the id of one that is gone may become another's.
         running.rolled[id(part)] = name, shift + 1, part
         return part, total
 
@@ -371,10 +364,11 @@ class KeptState:
         running = self._runs()
         running.router, running.num_losses = router, 0
         if not torch.is_grad_enabled() and router.training and not running.is_backward:
+            # The recomputation counts tokens for the bias of experts, and this forward must not.
             bias_counts = getattr(router, "local_tokens_per_expert", None)
             before = None if bias_counts is None else bias_counts.clone()
             running.counts_only = True
-            with torch.enable_grad():
+            with torch.enable_grad():  # without, Megatron computes no losses
                 call(logits, *args, **kwargs)
             running.counts_only, running.num_losses = False, 0
             if bias_counts is not None:
@@ -407,6 +401,7 @@ class KeptState:
         running = self._runs()
         sums = running.kept.balanced[id(running.router), running.num_losses]
         running.num_losses += 1
+        # Counts and probabilities of slices add up, so only this factor needs the whole.
         all_tokens = total_num_tokens / running.share
         factor = num_experts * moe_aux_loss_coeff / (topk * all_tokens * all_tokens)
         loss: torch.Tensor = _Balance.apply(
@@ -423,7 +418,9 @@ class KeptState:
         running = self._runs()
         if running.counts_only:
             return average * 0  # the recomputation adds it
-        loss: torch.Tensor = _Weighed.apply(average * running.share, self._weight())
+        loss, weight = average * running.share, self._weight()
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * weight)
         return loss
 
     def _weight(self) -> float:
@@ -437,13 +434,8 @@ class KeptState:
         self.microbatches.clear()
 
 
-class _MaskType:
-    """A mask that Transformer Engine has and Megatron's `AttnMaskType` lacks."""
-
-    name = "padding_causal_bottom_right"
-
-
-_PACKED_BOTTOM_RIGHT: Any = _MaskType()
+# Megatron hands on a mask's name, but `AttnMaskType` lacks this one of Transformer Engine's.
+_PACKED_BOTTOM_RIGHT: Any = SimpleNamespace(name="padding_causal_bottom_right")
 
 
 def _spans(running: _Running) -> list[tuple[int, int, int]]:
@@ -537,6 +529,7 @@ class SlicedData(MicrobatchData):
     def _fetch(self, items: Iterator[Any], microbatch: int) -> Mapping[str, Any]:
         item: Mapping[str, Any] = next(items)
         first = microbatch * (len(self._bounds) - 1)
+        # Slices that come later find theirs here: an iterator gives each item once.
         self._parts |= dict(enumerate(_cut(item, self._bounds), first))
         return item
 
@@ -565,9 +558,7 @@ def _cut(item: Any, bounds: Sequence[int]) -> list[dict[str, Any]]:
         )
     parts: list[dict[str, Any]] = [{} for _ in bounds[1:]]
     for name, tensor in item.items():
-        if tensor is None:
-            cut = [None for _ in parts]
-        elif name in _OF_PACKED and len(tensor) == 1:
+        if tensor is None or (name in _OF_PACKED and len(tensor) == 1):
             cut = [tensor for _ in parts]
         elif name not in (*_ALONG_SEQUENCE, *_OF_PACKED) and getattr(tensor, "ndim", 0) < 2:
             cut = [tensor for _ in parts]  # of samples, such as the data set that each is from
@@ -619,7 +610,7 @@ class SlicedCompute(StageCompute):
         stage, kind, microbatch, part = action
         number = self._numbered(action)
         numbered = action._replace(microbatch=number, slice=0)
-        if kind == "W":
+        if kind == "W":  # needs nothing that layers keep
             return super().run(numbered, inputs)
         if kind == "F" and part == 0:
             _check_model(self._stage(stage).model)
@@ -634,7 +625,7 @@ class SlicedCompute(StageCompute):
             is_last_slice = part == self.table.schedule.num_slices - 1
             if is_last_slice and self._stage(stage).is_last:
                 self._complete_loss(stage, microbatch)
-        elif part == 0:
+        elif part == 0:  # the last of its backwards
             del self.kept.microbatches[stage, microbatch]
         return outputs
 
@@ -684,6 +675,7 @@ class SlicedCompute(StageCompute):
             else:
                 received = inputs[0]
                 assert received is not None, "the first stage predicts no later tokens"
+                # Micro-batches may have several sizes, and only activations come here.
                 shape = received.shape[1], self._bounds[-1]
                 tensor = torch.empty(shape, dtype=kind, device=device)
             if group.size() > 1:
@@ -699,6 +691,7 @@ class SlicedCompute(StageCompute):
         first = microbatch * self.table.schedule.num_slices
         numbers = range(first, first + self.table.schedule.num_slices)
         counts = [self._num_tokens_of.pop(number) for number in numbers]
+        # Per token, Megatron divides gradients by the tokens of the step.
         if not self.call.config.calculate_per_token_loss:
             whole = torch.clamp(torch.stack(counts).sum(), min=1)
             for number in numbers:

@@ -595,3 +595,25 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     require_training("pretrain_bert.py")
     with pytest.raises(RanksFailed, match="slices are for a GPTModel with causal"):
         run_ranks(2, train_bert, flags)
+
+
+def attends_to_later_tokens() -> str:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_ext.errors import ScheduleError
+    from megatron_ext.runtime import sliced_compute
+    from tests.runtime import small_gpt
+
+    start_parallel()
+    model = small_gpt.build(use_ddp=False, **PLAIN)
+    sliced_compute._check_model(model)
+    core = model.decoder.layers[1].self_attention.core_attention
+    core.attn_mask_type = AttnMaskType.no_mask
+    with pytest.raises(ScheduleError) as raised:
+        sliced_compute._check_model(model)
+    return str(raised.value)
+
+
+def test_attention_to_later_tokens_is_refused() -> None:
+    [reason] = run_ranks(1, attends_to_later_tokens)
+    assert "not for attention to later tokens; leave the slices out" in reason
