@@ -209,11 +209,9 @@ def _add_upstream(subparsers: _Subparsers) -> None:
     fetch = actions.add_parser("fetch", help="clone Megatron-LM at the wheel's release, verified")
     fetch.add_argument("--path", type=Path, help="destination (default: below ~/.cache)")
     fetch.add_argument("--url", default=upstream.URL, help="the repository or a mirror of it")
-    fetch.set_defaults(run=_run_upstream_fetch)
-    path = actions.add_parser("path", help="print the tree that would be used")
-    path.set_defaults(run=_run_upstream_path)
-    check = actions.add_parser("check", help="compare the tree with the installed core")
-    check.set_defaults(run=_run_upstream_check)
+    actions.add_parser("path", help="print the tree that would be used")
+    actions.add_parser("check", help="compare the tree with the installed core")
+    parser.set_defaults(run=_run_upstream)
 
 
 def _run_patches_list(args: argparse.Namespace) -> int:
@@ -249,20 +247,16 @@ def _run_patches_check(_args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _run_upstream_fetch(args: argparse.Namespace) -> int:
-    path = upstream.fetch(args.path, args.url)
-    print(path)
-    if args.path is not None:
-        print(f"export MEGATRON_LM_PATH={path.resolve()}", file=sys.stderr)
-    return 0
-
-
-def _run_upstream_path(_args: argparse.Namespace) -> int:
-    print(upstream.require_tree())
-    return 0
-
-
-def _run_upstream_check(_args: argparse.Namespace) -> int:
+def _run_upstream(args: argparse.Namespace) -> int:
+    if args.action == "fetch":
+        path = upstream.fetch(args.path, args.url)
+        print(path)
+        if args.path is not None:
+            print(f"export MEGATRON_LM_PATH={path.resolve()}", file=sys.stderr)
+        return 0
+    if args.action == "path":
+        print(upstream.require_tree())
+        return 0
     core = releases.core_version() or "(none)"
     print(f"megatron-core {core} is installed, {releases.SUPPORTED} is supported")
     tree = upstream.find_tree()

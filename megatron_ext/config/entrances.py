@@ -122,11 +122,7 @@ def check(args: Namespace) -> None:
 
 
 def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
-    """Compare the arguments that Megatron completed with the pipeline.
-
-    Raises:
-        ArgumentsError: Megatron computed a size that differs from that of the tables.
-    """
+    """Refuse sizes that Megatron computed and that differ from those of the tables."""
     placement = pipeline.placement
     found = {
         "pipeline ranks": (args.pipeline_model_parallel_size, placement.num_ranks),

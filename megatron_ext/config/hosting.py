@@ -291,12 +291,7 @@ def _pipeline(
 ) -> Pipeline:
     """Return the pipeline that runs, or Megatron's own if our transport carries its messages.
 
-    The table of every batch size of the run is made here, so none of them fails hours later.
     Megatron's own table is never executed; it announces the messages in advance.
-
-    Raises:
-        ArgumentsError: There is no pipeline, or Megatron sends messages that our tables lack.
-        ScheduleError: A batch size has no table, or its ranks would deadlock.
     """
     pp = args.pipeline_model_parallel_size
     if config.schedule is None:
@@ -335,6 +330,7 @@ def _pipeline(
         return pipeline
     if name.startswith(CSV_PREFIX):
         check_file(name, pp, batches)
+    # All of them here: a batch size of a ramp-up without a table would fail hours later.
     for global_batch, count in batches.counts.items():
         derived = f"{subject} with {batches.explained(global_batch)}"
         if sends_groups and count % pp:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.schedules.table.actions import Schedule
-    from megatron_ext.schedules.table.placement import Placement
 
 __all__ = [
     "MEGATRON_FIELDS",
@@ -716,18 +715,19 @@ def rules_of(
     if table is not None and is_stock:
         found.append(("transport", RULES["transport"]))
     elif table is not None:
-        found.append(("schedule", _rules_of_table(table)))
+        placement = table.placement
+        # Not the name of the schedule decides, but the table: a file may have any of these.
+        found += [
+            ("schedule", RULES["split"] if table.splits_backward else ()),
+            ("schedule", RULES["folded"] if placement.name in ("v", "w") else ()),
+            ("schedule", RULES["twins"] if placement.twins == 2 else ()),
+        ]
         if config.dynamic is not None:
-            found.append(("dynamic", _rules_of_dynamic_order(args, table.placement)))
+            # Tensor-, context- and expert-parallel ranks follow one leader; replicas do not.
+            has_replicas = _replicas(args) * placement.twins > 1
+            found.append(("dynamic", RULES["dynamic"] if has_replicas else ()))
+            found.append(("dynamic", RULES["crossed"] if placement.twin_hops else ()))
     return found
-
-
-def _rules_of_table(table: Schedule) -> tuple[Rule, ...]:
-    """Return the rules of one table: for its split backwards, its placement, its twins."""
-    rules = RULES["split"] if table.splits_backward else ()
-    if table.placement.name in ("v", "w"):
-        rules += RULES["folded"]
-    return rules + RULES["twins"] if table.placement.twins == 2 else rules
 
 
 def dropped(table: Schedule) -> tuple[Rule, ...]:
@@ -736,15 +736,6 @@ def dropped(table: Schedule) -> tuple[Rule, ...]:
     rules = RULES["dropped"] + (RULES["dropped_by_split"] if table.splits_backward else ())
     one_chunk = placement.num_stages == placement.num_ranks
     return rules + RULES["dropped_by_line"] if one_chunk else rules
-
-
-def _rules_of_dynamic_order(args: Namespace, placement: Placement) -> tuple[Rule, ...]:
-    """Return the rules of ranks that choose their order.
-
-    Tensor-, context- and expert-parallel ranks follow one leader; data-parallel replicas do not.
-    """
-    rules = RULES["dynamic"] if _replicas(args) * placement.twins > 1 else ()
-    return rules + RULES["crossed"] if placement.twin_hops else rules
 
 
 def implied(config: PipelineConfig, args: Namespace) -> tuple[dict[str, Any], list[str], list[str]]:

@@ -2,8 +2,7 @@
 
 Five groups of Megatron's flags, which exclude each other, split a model into stages: the number of
 virtual stages, their number of layers, a layout, the segments of a hybrid pattern, and uneven first
-and last ranks. A table fixes the number of stages. The user's cut stays where it makes that many;
-else it says what the ends compute besides their layers, and the layers are spread evenly by it.
+and last ranks.
 """
 
 from __future__ import annotations
@@ -268,6 +267,8 @@ def flags_for(
         raise ArgumentsError(
             f"--pipeline-layout auto cuts the layers, and so does {what}; leave one of them out"
         )
+    # A table fixes the number of stages. The user's cut stays where it makes that many; else it
+    # says what the ends compute besides their layers, and the layers are spread evenly by it.
     if not auto and _fits(args, cut_flag, placement):
         if cut_flag is None and chunks > 1:
             wanted["num_virtual_stages_per_pipeline_rank"] = chunks
@@ -704,9 +705,7 @@ _SUFFIXES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 def _global_batches(args: Namespace, step: int) -> tuple[list[int], str]:
     """Return every global batch size of the run, the full one last, and flags of sizes that divide.
 
-    Args:
-        args: Parsed arguments.
-        step: Samples of one micro-batch of every replica.
+    A `step` has the samples of one micro-batch of every replica.
     """
     full = getattr(args, "global_batch_size", None) or step
     steps = getattr(args, "step_batch_size_schedule", None)

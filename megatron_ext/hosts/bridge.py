@@ -79,11 +79,7 @@ def _validate(call: Callable[..., Any], instance: Any, args: _Args, kwargs: _Key
 
 
 def _requested() -> tuple[PipelineConfig | None, Namespace | None]:
-    """Return the request: `configure`'s `PipelineConfig`, or the parsed flags of the environment.
-
-    Raises:
-        ArgumentsError: Both are given, or the flags are invalid.
-    """
+    """Return the `PipelineConfig` of `configure`, or the parsed flags of the environment."""
     found, words = active.active(), requested_flags()
     requested = None if found is None else found.requested
     if requested is not None and words:
@@ -145,7 +141,9 @@ def _prepare(settings: Settings, requested: PipelineConfig | None, words: Namesp
     settings.keep(_COMPLETED)
     settings.write({**entrances.rewritten(arguments), **_stages()})
     settings.container.set_data_parallel_size()
-    _add_hook(settings.container.model)
+    # Once, also where a container is prepared again.
+    _remove_hook(settings.container.model)
+    _hooks(settings.container.model).append(_tie)
 
 
 _COMPLETED = (
@@ -187,11 +185,7 @@ def _suit_device(settings: Settings) -> None:
 
 
 def _check(settings: Settings) -> None:
-    """Check Bridge's validated configuration against what `_prepare` wrote.
-
-    Raises:
-        ArgumentsError: They differ, or Bridge builds layers that the schedule cannot use.
-    """
+    """Check Bridge's validated configuration against what `_prepare` wrote."""
     hosted = active.required().state(_Hosted)
     assert hosted.arguments is not None
     completed = _arguments(settings)
@@ -239,11 +233,6 @@ def _hooks(model: Any) -> list[Any]:
     name = "post_wrap_hooks" if hasattr(model, "post_wrap_hooks") else "_post_wrap_hooks"
     found: list[Any] = vars(model).setdefault(name, [])
     return found
-
-
-def _add_hook(model: Any) -> None:
-    _remove_hook(model)
-    _hooks(model).append(_tie)
 
 
 def _remove_hook(model: Any) -> None:

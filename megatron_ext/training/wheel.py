@@ -273,15 +273,8 @@ def _batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[st
 def _loss(
     args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the sum of a micro-batch's losses, the number of its tokens, and both as a report.
-
-    The schedule divides by the number of tokens. Upstream's rerun machine validates the sum.
-
-    Args:
-        args: Megatron's arguments.
-        loss_mask: `[b, s]`; 1 where a token counts.
-        output: `[b, s]`, the loss of each token.
-    """
+    """Return the sum of the losses `[b, s]`, the number of tokens, and both as a report."""
+    # The sum, not the mean: the schedule divides by the number of tokens.
     assert loss_mask is not None, "only the last stage has a loss"
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)

@@ -2,8 +2,7 @@
 
 It fills the timeline from the front. An idle rank starts the action of highest priority among those
 whose inputs have arrived: I before F before W, so that W fills gaps and otherwise runs only when
-the cap allows nothing else. A search tries several limits on the micro-batches in flight and keeps
-the shortest table.
+the cap allows nothing else.
 
 If the cap allows most micro-batches of a step, but not all, that order delays the last few until no
 I remains, and they leave a gap at the end. For this case `Variant.forwards_first` runs F before I,
@@ -135,10 +134,13 @@ def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
     best: _Attempt | None = None
     forwards = problem.placement.num_stages * problem.num_microbatches * len(problem.slices)
     runs = max(1, _MAX_PLACED // (3 * forwards))
+    # The variants differ in their limit on micro-batches in flight. Which is best follows from no
+    # formula, so several are tried; of long tables fewer, so that a search ends.
     for variant in variants[:: -(-len(variants) // runs)]:
         attempt = _Attempt(problem, variant)
         if attempt.run() and (best is None or attempt.makespan < best.makespan):
             best = attempt
+        # No table is shorter than that.
         if best is not None and best.makespan <= problem.bound:
             break
     return best

@@ -6,10 +6,7 @@ micro-batch in every stage. Only the place of a sample changes: the global batch
 that its gradient is, stay the same. `deal_out` shares out micro-batches as they are, `pack_by_cost`
 packs their samples anew.
 
-`best_order` chooses the order in which a pipeline runs its unequal micro-batches. While it fills
-and drains, its ranks wait for each other's micro-batches; in between they hardly do. So small ones
-belong to both ends. Which order is best depends on the table, so a few of them are simulated, that
-of the file included: an order never takes longer than that one.
+`best_order` chooses the order in which a pipeline runs its unequal micro-batches.
 
 Everything here is deterministic and depends on the lengths alone, so that ranks that know them
 agree without a message. Standard library only.
@@ -19,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 from typing import TYPE_CHECKING
@@ -273,7 +270,12 @@ def pack_by_cost(
         return max(fsum(row) + fills * max(row) for row in rows)
 
     found = [in_file_order]
-    for key in (_cheapest, _fullest):
+    # The fullest first is best fit, for batches that leave hardly any room.
+    keys: tuple[_Key, ...] = (
+        lambda pack: pack.cost,
+        lambda pack: -pack.tokens if pack.tokens else 0.0,
+    )
+    for key in keys:
         dealt = _Deal(lengths, len(in_file_order[0]), num_replicas, max_tokens, cost).run(key)
         if dealt is not None:
             found.append(dealt)
@@ -328,15 +330,6 @@ class _Pack:
 
 
 _Key = Callable[[_Pack], float]
-
-
-def _cheapest(pack: _Pack) -> float:
-    return pack.cost
-
-
-def _fullest(pack: _Pack) -> float:
-    """Best fit, for batches that leave hardly any room."""
-    return -pack.tokens if pack.tokens else 0.0
 
 
 class _Deal:
@@ -426,8 +419,21 @@ def best_order(schedule: Schedule, scales: Sequence[float], costs: Costs = UNIT)
         return in_file_order
     largest = max(scales)
     shares = [scale / largest for scale in scales]
-    orders = dict.fromkeys((in_file_order, *_candidates(shares)))
-    return min(orders, key=lambda order: makespan_of(schedule, shares, order, costs))
+    # While a pipeline fills and drains, its ranks wait for each other's micro-batches; in between
+    # they hardly do. So small ones belong to both ends. Which order is best depends on the table,
+    # so a few are simulated, that of the file included: none takes longer than that one.
+    rising = sorted(range(len(shares)), key=lambda number: (shares[number], number))
+    candidates = (
+        in_file_order,
+        tuple(rising[::2] + rising[1::2][::-1]),  # small at both ends, the largest in the middle
+        tuple(rising),
+        tuple(rising[:1] + rising[:0:-1]),
+        tuple(rising[:_FEW] + rising[: _FEW - 1 : -1]),
+    )
+    # Not a set: of equally fast orders the first wins, on every rank.
+    return min(
+        dict.fromkeys(candidates), key=lambda order: makespan_of(schedule, shares, order, costs)
+    )
 
 
 def makespan_of(
@@ -443,11 +449,3 @@ def makespan_of(
     """
     placed = tuple(scales[number] for number in order)
     return simulate(schedule, replace(costs, microbatch_scale=placed)).makespan
-
-
-def _candidates(scales: Sequence[float]) -> Iterator[tuple[int, ...]]:
-    rising = sorted(range(len(scales)), key=lambda number: (scales[number], number))
-    yield tuple(rising[::2] + rising[1::2][::-1])  # small at both ends, the largest in the middle
-    yield tuple(rising)
-    yield tuple(rising[:1] + rising[:0:-1])
-    yield tuple(rising[:_FEW] + rising[: _FEW - 1 : -1])

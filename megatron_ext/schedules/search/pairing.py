@@ -6,17 +6,11 @@ communicates (DeepSeek-V3, 2024, arXiv 2412.19437).
 
 Most tables alternate F and B already, but their B is what the F before it has been waiting for: at
 the last stage it is even of the same micro-batch. Here every forward moves ahead of `lead` more
-backwards, so that partners exist. Where neighbours differ by one micro-batch of warm-up, as in
-1F1B, a pair would wait for its neighbour's pair and that for this one's, two pairs for each
-micro-batch: a lead that grows by one from rank to rank keeps all of them busy. Interleaved and
-V-shaped tables already differ by two, and take a lead of one.
+backwards, so that partners exist.
 
     1f1b, last ranks                 with pairs
     2|F0 F1 B0 F2 B1 F3 B2 ...       F0 F1 F2 (F3 B0) (F4 B1) ...
     3|F0 B0 F1 B1 F2 B2 F3 ...       F0 (F1 B0) (F2 B1) (F3 B2) ...
-
-Tables from a search (v-half, bitpipe) have no such regular phase. Their actions are placed anew, in
-simulated time: an idle rank runs a pair if it can.
 """
 
 from __future__ import annotations
@@ -109,6 +103,10 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     last = len(schedule.rows) - 1
     graded = [last - rank for rank in range(last + 1)]
     found = []
+    # Where neighbours differ by one micro-batch of warm-up, as in 1F1B, a pair would wait for its
+    # neighbour's pair and that for this one's, two pairs for each micro-batch: a lead that grows by
+    # one from rank to rank keeps all of them busy. Interleaved and V-shaped tables already differ
+    # by two, and take a lead of one.
     for leads in ([1] * len(graded), [1 + more for more in graded]):
         rows = tuple(ahead(row, lead) for row, lead in zip(schedule.rows, leads, strict=True))
         moved = replace(schedule, rows=rows)
@@ -119,6 +117,8 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
         max(0, sum(action.kind == "F" for action in row) - _warm_up(row) - 1)
         for row in schedule.rows
     )
+    # Tables from a search (v-half, bitpipe) have no such regular phase. Their actions are placed
+    # anew, in simulated time: an idle rank runs a pair if it can.
     if max((sum(map(len, table.pairs)) for table in found), default=0) < most:
         warm_ups = [_warm_up(row) for row in schedule.rows]
         for lead in range(_MOST_LEAD + 1):

@@ -435,24 +435,13 @@ def arena_slots(
     return max(2, 2 * max(by_pair.values(), default=1))
 
 
-def _hint(
-    schedule: Schedule, rank: int, cap: float, weights_fill: bool, stash_ratio: float
-) -> Policy:
-    return Hint(schedule, rank, cap, weights_fill=weights_fill, stash_ratio=stash_ratio)
-
-
-def _breadth_first(schedule: Schedule, rank: int, *_: object) -> Policy:
-    return Greedy(schedule, rank, depth_first=False)
-
-
-def _depth_first(schedule: Schedule, rank: int, *_: object) -> Policy:
-    return Greedy(schedule, rank, depth_first=True)
-
-
 POLICIES: dict[PolicyName, Callable[[Schedule, int, float, bool, float], Policy]] = {
-    "hint": _hint,
-    "breadth-first": _breadth_first,
-    "depth-first": _depth_first,
+    "hint": lambda table, rank, cap, fills, ratio: Hint(
+        table, rank, cap, weights_fill=fills, stash_ratio=ratio
+    ),
+    # Neither follows the table nor its bound on memory.
+    "breadth-first": lambda table, rank, *_: Greedy(table, rank, depth_first=False),
+    "depth-first": lambda table, rank, *_: Greedy(table, rank, depth_first=True),
 }
 """(table, rank, cap on activations, whether W fills, stash ratio) -> policy; the default first."""
 

@@ -6,10 +6,7 @@ receive blocks the very computation that its sender waits for (CUDA_DEVICE_MAX_C
 this, and with many streams it can happen anyway).
 
 So all messages of a table get one order, by the time at which a simulated step sends them. A rank
-starts its receives between its sends in that order. Then nothing can block, even if each rank works
-strictly in sequence and a send lasts until it is received: both ends of the first remaining message
-are free. Collectives do not change that: their members run the same row and meet at the same
-position, so all replicas together block no more than one.
+starts its receives between its sends in that order.
 """
 
 from __future__ import annotations
@@ -93,6 +90,8 @@ class MessageOrder:
         )
         posts = []
         for moment, transfer in arrivals:
+            # Behind what leaves earlier in the order of all messages, and before what leaves later:
+            # that is what keeps two ranks from waiting for each other.
             index = bisect_left(left, moment)
             taken = index < len(starts) and starts[index] < moment.time
             posts.append(Post(transfer, index, taken))
@@ -194,6 +193,10 @@ def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> N
     Raises:
         ScheduleError: Some ranks wait forever; the message says for what.
     """
+    # Each rank works strictly in sequence and a send lasts until it is received, the worst that a
+    # queue can do. Ranks in one order still end: both ends of the first remaining message are free.
+    # Collectives need no check: their members run the same row and meet at the same position, so
+    # all replicas together block no more than one.
     done = dict.fromkeys(programs, 0)
     todo = list(programs)
     while todo:

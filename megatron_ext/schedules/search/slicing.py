@@ -8,9 +8,7 @@ micro-batch's slices run in reverse and begin after its last forward, k - 1 forw
     1f1b, last rank, m 4            the same, m 2 in 2 slices
     F0 B0 F1 B1 F2 B2 F3 B3         F0 F0.1 B0.1 F1 B0 F1.1 B1.1 B1
 
-Here all forwards move ahead by as many. Without chunks, and in interleaved tables, that costs
-nothing but k - 1 slices of memory. In folded tables each chunk needs its own move, so a search
-places their actions anew, with the same memory.
+Here all forwards move ahead by as many.
 
 Sources of the idea: SlimPipe (arXiv 2504.14519) and Seq1F1B (arXiv 2406.03488), without split
 backwards.
@@ -57,6 +55,7 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
         slices=equal,
         options={**schedule.options, "slices": num_slices},
     )
+    # Without chunks, and in interleaved tables, that costs nothing but k - 1 slices of memory.
     lead = max(_lead(row) for row in table.rows)
     moved = replace(table, rows=tuple(ahead(row, lead) for row in table.rows))
     check_cover(moved)
@@ -65,7 +64,8 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     ends = not walk(moved, lambda _rank, _index, _taken: (True, True))
     found = [moved.rows] if ends else []
     shares = shares_of_equal_cost(num_slices, costs.attention)
-    # Slices that take more than 1/k of as many micro-batches, beyond noise, are placed anew.
+    # Slices that take more than 1/k of as many micro-batches, beyond noise, are placed anew, with
+    # the same memory: in folded tables each chunk needs a move of its own.
     least = simulate(schedule, whole).makespan / num_slices
     if not ends or simulate(moved, even).makespan > least * (1 + 1e-6):
         rank_peaks = (max(live_counts(row)) for row in schedule.rows)

@@ -71,13 +71,8 @@ def stash_ratio(
 ) -> float:
     """Return the stash ratio of a transformer layer: bytes held for W over bytes held for I.
 
-    In 16 bits, a layer of width h with a feed-forward network of 4h keeps for each token and unit
-    of width 10 + 24/t bytes over t tensor-parallel ranks, 34/t with sequence parallelism
-    (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022), and
-    a recomputed layer only its input. Its four linear layers keep two operands each until W: one is
-    as wide as the model (the input of a column-parallel layer, the gradient of a row-parallel one),
-    the other divided (3h/t, h/t, 4h/t and 4h/t). That makes 8 + 24/t bytes, recomputed or not, and
-    32/t if sequence parallelism divides the first ones and W gathers them again.
+    The layer has width h and a feed-forward network of 4h, in 16 bits; what it keeps is that of
+    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 
     Args:
         tensor_parallel: The number t of ranks.
@@ -95,11 +90,17 @@ def stash_ratio(
     """
     t = tensor_parallel
     divided = t if sequence_parallel else 1
+    # For each token and unit of width: 10 + 24/t bytes, 34/t with sequence parallelism.
     kept = 10 / divided + 24 / t
     for module in set(recomputed) - ({"moe_act"} if "moe" in recomputed else set()):
         kept -= _RECOMPUTED.get(module, 0) / (divided if module == "layernorm" else t)
+    # A recomputed layer keeps only its input.
     inputs = 2 * kept_inputs / (t if divides_inputs else divided)
     kept = recomputed_layers * inputs + (1 - recomputed_layers) * kept
+    # The four linear layers keep two operands each until W, recomputed or not: one is as wide as
+    # the model (the input of a column-parallel layer, the gradient of a row-parallel one), the
+    # other divided (3h/t, h/t, 4h/t and 4h/t). That makes 8 + 24/t bytes, and 32/t if sequence
+    # parallelism divides the first ones and W gathers them again.
     stash = (8 if keeps_gathered or not sequence_parallel else 8 / t) + 24 / t
     return max(1.0, ceil(16 * stash / kept) / 16)
 
