@@ -89,7 +89,11 @@ FEATURES: dict[str, dict[str, Any]] = {
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
     },
-    "`--fine-grained-activation-offloading`": {"fine_grained_activation_offloading": True},
+    "`--fine-grained-activation-offloading`": {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["core_attn"],
+    },
+    "`--cpu-offloading-num-layers`": {"cpu_offloading_num_layers": 1},
     "`--no-gradient-accumulation-fusion`": {"gradient_accumulation_fusion": False},
     "`--tp-comm-overlap`": {
         "tensor_model_parallel_size": 4,
@@ -152,6 +156,7 @@ _SCOPES = {
     "microbatch_rng": "`--microbatch-rng`, and with it `--use-dpp` and disaggregation with dropout",
     "stock_microbatch_rng": "`--microbatch-rng` under Megatron's own schedules",
     "dynamic": "`--use-dpp` with several replicas",
+    "chosen": "`--use-dpp`",
     "crossed": "`--use-dpp` on mirrored pipelines",
     "pack": "`--pipeline-balance pack`",
     "slices": "`--pipeline-slices`",

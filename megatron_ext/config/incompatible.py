@@ -123,6 +123,15 @@ def _records_graphs(implementation: Any, *older: Any) -> bool:
     return implementation not in (None, "none") or any(older)
 
 
+def _offloads(reason: str) -> Rule:
+    return Rule(
+        ("fine_grained_activation_offloading",),
+        "--fine-grained-activation-offloading",
+        reason,
+        "use --recompute-granularity selective instead",
+    )
+
+
 _SHIPS = "fbd_activations"
 _MERGES = "ignore_forward_tensor_parallel"
 _DROPOUT = ("hidden_dropout", "attention_dropout")
@@ -138,9 +147,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
             _records_graphs,
         ),
         Rule(
-            ("fine_grained_activation_offloading", "cpu_offloading", "cpu_offloading_num_layers"),
-            "--fine-grained-activation-offloading or --cpu-offloading-num-layers",
-            "it follows the order of Megatron's own schedules",
+            ("cpu_offloading", "cpu_offloading_num_layers"),
+            "--cpu-offloading-num-layers",
+            "Megatron takes it without a pipeline only",
             "use --recompute-granularity selective instead",
         ),
         Rule(
@@ -350,6 +359,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "Megatron's forward step gives plans no lengths",
             "leave one of them out",
         ),
+        _offloads("activations return from the host by the backwards that run alone"),
     ),
     # For random numbers by micro-batch.
     "microbatch_rng": (
@@ -370,6 +380,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "add --pipeline-schedule interleaved, or leave one of them out",
         ),
     ),
+    # For ranks that choose their order.
+    "chosen": (_offloads("activations return from the host in the order of a table"),),
     # For data-parallel replicas that choose their order independently.
     "dynamic": (
         Rule(
@@ -518,9 +530,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "add --no-rope-fusion",
             lambda latent, fuses: latent and fuses,
         ),
+        _offloads("keys and values stay on the device from slice to slice"),
     ),
     # For forward and backward ranks.
     "roles": (
+        _offloads("activations return from the host by the backwards of the same rank"),
         Rule(
             ("moe_input_jitter_eps",),
             "--moe-input-jitter-eps",
@@ -725,6 +739,7 @@ def rules_of(
         if config.dynamic is not None:
             # Tensor-, context- and expert-parallel ranks follow one leader; replicas do not.
             has_replicas = _replicas(args) * placement.twins > 1
+            found.append(("dynamic", RULES["chosen"]))
             found.append(("dynamic", RULES["dynamic"] if has_replicas else ()))
             found.append(("dynamic", RULES["crossed"] if placement.twin_hops else ()))
     return found

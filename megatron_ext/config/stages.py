@@ -218,6 +218,9 @@ def stash_fields(
         recomputed=(getattr(args, "recompute_modules", None) or ())
         if granularity == "selective"
         else (),
+        offloaded=(getattr(args, "offload_modules", None) or ())
+        if getattr(args, "fine_grained_activation_offloading", False)
+        else (),
         recomputed_layers=whole,
         kept_inputs=1 / at_a_time,
         divides_inputs=bool(getattr(args, "distribute_saved_activations", False)),

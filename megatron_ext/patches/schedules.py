@@ -201,6 +201,18 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
         instance.recompute_modules.append("mhc")
 
 
+def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> None:
+    """Have the saved tensors of a forward return in the table's order."""
+    from megatron_ext.runtime.offloading import Offloading
+
+    active.required().state(Offloading).begin_forward(call, kwargs)
+
+
+def _forward_begun(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> Any:
+    """Return what keeps the saved tensors of the forward that runs; None in evaluations."""
+    return manager.cur_forward_chunk()
+
+
 PATCHES = (
     Patch(
         id="schedules.forward_backward",
@@ -249,6 +261,27 @@ PATCHES = (
         feature="schedules",
         reason="programs that call megatron_ext.configure show how gradients are reduced nowhere "
         "else, and some ways exclude split backwards",
+    ),
+    Patch(
+        id="schedules.offloading",
+        target="megatron.core.pipeline_parallel.fine_grained_activation_offload:"
+        "FineGrainedActivationOffloadingInterface.init_chunk_handler",
+        fn=_offload_by_table,
+        when=is_chosen,
+        feature="schedules",
+        reason="derives from the virtual stages in which order backwards fetch offloaded "
+        "activations, and a table has its own",
+    ),
+    Patch(
+        id="schedules.offloaded_forward",
+        target="megatron.core.pipeline_parallel.fine_grained_activation_offload:"
+        "PipelineOffloadManager.pop_forward_chunk",
+        fn=_forward_begun,
+        kind="replace",
+        when=is_chosen,
+        feature="schedules",
+        reason="takes a forward for finished once all that it offloads has left, so a stage of one "
+        "layer, which keeps its own, would take the place of the next",
     ),
     Patch(
         id="schedules.microbatch_rng",

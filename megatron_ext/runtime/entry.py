@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call
+from megatron_ext.runtime.offloading import Offloading
 from megatron_ext.runtime.program import shape_between_stages
 from megatron_ext.runtime.runtime import Runtimes, runtime_of
 from megatron_ext.upstream.signatures import (
@@ -88,6 +89,10 @@ def forward_backward(
     balanced = None if forward_only else runtime.balanced(table, config)
     if balanced is not None:
         iterators = [balanced.iterator(items) for items in iterators]
+    offloading = None
+    if getattr(config, "fine_grained_activation_offloading", False):
+        offloading = active.required().state(Offloading)
+        offloading.begin_step(table.schedule.rows[table.rank])
     call = Call(
         forward_step_func=forward_step_func,
         data=runtime.data(iterators),
@@ -113,6 +118,8 @@ def forward_backward(
                 pg_collection=groups,
                 force_all_reduce=force_all_reduce,
             )
+    if offloading is not None:
+        offloading.end_step()
     if timer:
         timer.stop()
     reports = compute.reports

@@ -41,6 +41,7 @@ from megatron.core.utils import (
 )
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.runtime.offloading import is_offloading
 from megatron_ext.upstream.signatures import linear_parameters
 
 __all__ = [
@@ -423,7 +424,7 @@ class _GradOutputBuffer:
     ) -> None:
         self._record = record
         self._weight = weight
-        self._input = input_.detach()  # without its graph
+        self.input = input_.detach()  # without its graph
         self._gather_group = gather_group
         self._fused = fused
 
@@ -432,8 +433,24 @@ class _GradOutputBuffer:
         if getattr(self._weight, "main_grad", self) is None:
             del self._weight.main_grad  # upstream's backward set it: no DDP, no such attribute
         self._record(
-            _LinearGradient(self._weight, self._input, grad_output, self._gather_group, self._fused)
+            _LinearGradient(self._weight, self.input, grad_output, self._gather_group, self._fused)
         )
+
+
+class _Returning(torch.autograd.Function):
+    """Passes an output on; its backward, the first of the layer, brings back the layer's input."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, buffer: _GradOutputBuffer) -> torch.Tensor:
+        ctx.save_for_backward(buffer.input)  # Megatron offloads what autograd saves
+        ctx.buffer = buffer
+        del buffer.input  # Megatron frees its memory after the forward
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (ctx.buffer.input,) = ctx.saved_tensors
+        return grad_output, None
 
 
 # If upstream skips the weight gradient, it skips the flattening too. The sum would then run over
@@ -477,13 +494,16 @@ def linear(
     # Upstream's backward skips the weight GEMM only with fusion on. If the user did not ask for
     # fusion, no fused kernel runs.
     fused = given["gradient_accumulation_fusion"]
+    buffer = _GradOutputBuffer(record, weight, given["input"], group, fused)
     given.update(
         bias=None,
         gradient_accumulation_fusion=True,
-        grad_output_buffer=_GradOutputBuffer(record, weight, given["input"], group, fused),
+        grad_output_buffer=buffer,
         wgrad_deferral_limit=0,
     )
     output = call(**given)
+    if is_offloading():
+        output = _Returning.apply(output, buffer)
     return output if bias is None else _AddBias.apply(output, bias)
 
 

@@ -149,7 +149,7 @@ def test_layers_that_are_left_whole_are_told(
     [
         ("cuda_graph_impl", "local", "1f1b"),
         ("enable_cuda_graph", True, "1f1b"),
-        ("fine_grained_activation_offloading", True, "1f1b"),
+        ("cpu_offloading", True, "1f1b"),
         ("use_megatron_fsdp", True, "1f1b"),
         ("use_torch_fsdp2", True, "1f1b"),
         ("decoder_num_layers", 4, "1f1b"),

@@ -25,13 +25,14 @@ SHIP = (
     "--recompute-num-layers 1 "
 )
 MERGED = "--ignore-forward-tensor-parallel --tensor-model-parallel-size 2 "
+OFFLOAD = "--fine-grained-activation-offloading --offload-modules core_attn "
 
 CASES: dict[str, tuple[str, list[str]]] = {
     "schedule": (
         ZB_V,
         [
             "--cuda-graph-impl local",
-            "--fine-grained-activation-offloading",
+            "--cpu-offloading-num-layers 1",
             "--use-megatron-fsdp",
             "--decoder-num-layers 4",
             "--use-legacy-models",
@@ -64,6 +65,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--mtp-num-layers 1 --mtp-detach-heads",
             f"--hybrid-layer-pattern {'M*M-' * 8} --pipeline-schedule zb-h1",
             "--variable-seq-lengths",
+            OFFLOAD,
         ],
     ),
     "microbatch_rng": (
@@ -78,6 +80,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--fp8-format hybrid --fp8-recipe delayed",
         ],
     ),
+    "chosen": ("--use-dpp ", [OFFLOAD]),
     "crossed": ("--use-dpp --pipeline-schedule bitpipe ", ["--overlap-param-gather"]),
     "pack": (
         "--pipeline-schedule 1f1b --pipeline-balance pack ",
@@ -103,11 +106,13 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--masked-softmax-fusion --bf16",
             "--fp8-format hybrid",
             "--multi-latent-attention --apply-rope-fusion",
+            OFFLOAD,
         ],
     ),
     "roles": (
         FBD,
         [
+            OFFLOAD,
             "--moe-input-jitter-eps 0.1",
             "--freeze-all-layers",
             "--moe-use-upcycling",

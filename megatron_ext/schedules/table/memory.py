@@ -58,6 +58,19 @@ _RECOMPUTED = {"layernorm": 4, "mla_up_proj": 6, "mlp": 16, "moe": 16, "moe_act"
 token and unit of width: outputs of the norms; queries, keys and values; input and output of the
 activation function. Attention itself keeps nothing more than its operands."""
 
+_OFFLOADED = {
+    "attn_norm": (2, 0),
+    "qkv_linear": (2, 0),
+    "core_attn": (0, 6),
+    "attn_proj": (0, 2),
+    "mlp_norm": (2, 0),
+    "expert_fc1": (2, 0),
+    "moe_act": (0, 8),
+    "fused_group_mlp": (2, 16),
+}
+"""The same if Megatron offloads a module until its backward: of tensors as wide as the model, and
+of those that tensor-parallel ranks divide."""
+
 
 def stash_ratio(
     tensor_parallel: int = 1,
@@ -65,6 +78,7 @@ def stash_ratio(
     sequence_parallel: bool = False,
     keeps_gathered: bool = False,
     recomputed: Collection[str] = (),
+    offloaded: Collection[str] = (),
     recomputed_layers: float = 0.0,
     kept_inputs: float = 1.0,
     divides_inputs: bool = False,
@@ -80,6 +94,8 @@ def stash_ratio(
         keeps_gathered: Whether layers keep what they gathered from I to W, as those of Transformer
             Engine do.
         recomputed: Modules that are recomputed, by Megatron's names.
+        offloaded: Modules whose inputs are on the host until I, which leaves the operands of W on
+            the device.
         recomputed_layers: Share of the layers that are recomputed whole, 0 to 1.
         kept_inputs: Inputs kept for each of those layers: 1/n if n layers are recomputed at once.
         divides_inputs: Whether tensor-parallel ranks divide these inputs without sequence
@@ -94,6 +110,10 @@ def stash_ratio(
     kept = 10 / divided + 24 / t
     for module in set(recomputed) - ({"moe_act"} if "moe" in recomputed else set()):
         kept -= _RECOMPUTED.get(module, 0) / (divided if module == "layernorm" else t)
+    for module in offloaded:
+        of_width, of_ranks = _OFFLOADED.get(module, (0, 0))
+        kept -= of_width / divided + of_ranks / t
+    kept = max(kept, 2 / divided)  # modules may be recomputed and offloaded
     # A recomputed layer keeps only its input.
     inputs = 2 * kept_inputs / (t if divides_inputs else divided)
     kept = recomputed_layers * inputs + (1 - recomputed_layers) * kept

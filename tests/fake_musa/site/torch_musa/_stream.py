@@ -111,7 +111,7 @@ class _PointInQueue:
 class Event:
     """A point in a stream, and when it was passed (or submitted, on a device without queues)."""
 
-    def __init__(self, enable_timing=False, blocking=False, interprocess=False):
+    def __init__(self, enable_timing=False, blocking=False, interprocess=False, external=False):
         self._timing = enable_timing
         self._point = _PointInQueue() if torch.ops.fake_musa.is_async() else _PointAtOnce()
         self._shared = SharedEvent() if interprocess else None

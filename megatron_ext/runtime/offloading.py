@@ -1,0 +1,73 @@
+"""Brings offloaded activations back in the order in which a table runs its backwards.
+
+Megatron's fine-grained offloading moves saved tensors to the host behind each forward of the first
+step, and from then on fetches those of the next backward ahead of time. It derives the order of
+backwards from the number of virtual stages; a table has its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import Action
+
+__all__ = ["Offloading", "is_offloading"]
+
+_MEGATRONS = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+
+
+def is_offloading() -> bool:
+    """Return whether what autograd saves now will be on the host until its backward."""
+    module = sys.modules.get(_MEGATRONS)
+    manager = None if module is None else module.PipelineOffloadManager.OFFLOAD_MGR
+    return bool(getattr(manager, "inside_context", False))
+
+
+class Offloading:
+    """The order in which activations return, for the step in progress."""
+
+    def __init__(self) -> None:
+        self._order: tuple[int, ...] = ()
+        """Numbers of forwards, in the order of their backwards; empty in evaluations."""
+        self._learned: tuple[int, ...] = ()
+        """The order that Megatron has in memory."""
+        self._begun = 0
+        """Forwards of this step so far."""
+
+    def begin_step(self, row: Sequence[Action]) -> None:
+        """Take the order of a rank's actions; another one than before is learned anew."""
+        forwards = [(a.stage, a.microbatch) for a in row if a.kind == "F"]
+        number = {forward: place for place, forward in enumerate(forwards)}
+        self._order = tuple(number[a.stage, a.microbatch] for a in row if a.kind in ("B", "I"))
+        self._begun = 0
+        if self._order and self._order != self._learned:
+            if self._learned:
+                _interface().reset_instance()
+            self._learned = self._order
+
+    def begin_forward(self, call: Any, kwargs: dict[str, Any]) -> None:
+        """Let Megatron prepare for the saved tensors of one forward, and sort what it has."""
+        if not self._order:
+            return
+        call(**{**kwargs, "vp_size": 1, "vp_stage": 0})  # so it derives nothing
+        manager = sys.modules[_MEGATRONS].PipelineOffloadManager.get_instance()
+        made = manager._cached_chunks_forward
+        manager._cached_chunks_backward[:] = [made[n] for n in self._order if n < len(made)]
+        manager._cur_forward_chunk = made[self._begun]
+        self._begun += 1
+
+    @staticmethod
+    def end_step() -> None:
+        """Begin with the first forward and the first backward again."""
+        _interface().reset()
+
+
+def _interface() -> Any:
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+        FineGrainedActivationOffloadingInterface,
+    )
+
+    return FineGrainedActivationOffloadingInterface
