@@ -16,6 +16,7 @@ from tests.fake_musa.queued import queued
 from tests.runtime import capture
 from tests.runtime.capture import Captured, run_here
 from tests.runtime.test_equality import UNCLIPPED, assert_equal, stock
+from tests.runtime.test_recipes import growing
 
 _NORMS = ["attn_norm", "mlp_norm", "qkv_linear"]
 _ATTENTION = ["core_attn", "attn_proj"]
@@ -68,6 +69,7 @@ SCHEDULES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.short_s(6)
 @SCHEDULES
 def test_activations_return_in_the_order_of_the_table(schedule: str, ranks: int) -> None:
     """From the second step on they come ahead of their backward."""
@@ -89,6 +91,13 @@ def test_memory_that_is_freed_behind_a_forward_returns_for_w(schedule: str, rank
     expected = capture.train(ranks, FLAGS + capture.PP2, run=attending)
     assert found.losses[0] == expected.losses[0]
     assert found.gradients[0] == expected.gradients[0]
+
+
+def test_another_number_of_microbatches_is_learned_anew() -> None:
+    flags = growing(FLAGS) + capture.PP2
+    found = capture.train(2, f"{flags}--pipeline-schedule zb-v ", run=offloading)
+    assert len(found.tables) == 2
+    assert_equal(found, stock(2, flags))
 
 
 @pytest.mark.usefixtures("emulated_musa")

@@ -8,7 +8,9 @@ up rank by rank.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, preflight
 from megatron_ext.config.stages import parse_layout
+from megatron_ext.upstream.releases import parse_release
 from tests.disaggregation.test_training import FBD, run_role, together
 from tests.ranks import run_ranks
 from tests.runtime import capture
@@ -120,6 +123,27 @@ def test_shared_experts_beside_the_dispatcher(tmp_path: Path) -> None:
     experts += MOE + "--disable-bias-linear "
     flags = start_from(tmp_path, MOCK + EXACT + experts) + "--moe-shared-expert-overlap "
     assert report(train(2, flags + ZB_H1)) == report(train(2, flags + PP2))
+
+
+def growing(flags: str) -> str:
+    """Return flags of a batch that grows from 4 to 8 samples; only releases before 0.18 ramp up."""
+    flags = re.sub(r"--(train-iters|lr-warmup-iters|global-batch-size) \d+ ", "", flags)
+    flags += "--train-samples 40 "
+    if parse_release(version("megatron-core")) >= (0, 18):
+        return flags + "--step-batch-size-schedule 0:4,128:8 "  # in tokens
+    return flags + "--rampup-batch-size 4 4 8 --global-batch-size 8 "
+
+
+@pytest.mark.parametrize(
+    "ours", [ZB_V, PP2 + "--pipeline-schedule dualpipe-v ", PP2 + "--use-dpp "]
+)
+def test_a_batch_that_grows(tmp_path: Path, ours: str) -> None:
+    """Each of its sizes has a table of its own."""
+    flags = growing(start_from(tmp_path, MOCK + EXACT))
+    run = train(2, flags + ours)
+    told = report(run)
+    assert told == report(train(2, flags + PP2))
+    assert all(any(f"batch size:     {size} " in line for line in told) for size in (4, 8))
 
 
 RECIPES = json.loads((Path(__file__).parent / "recipes.json").read_text(encoding="utf-8"))

@@ -139,6 +139,16 @@ def test_a_recomputed_module_keeps_less_before_i(module: str, ratio: float) -> N
     assert stash_ratio(recomputed=[module], recomputed_layers=1) == 16
 
 
+@pytest.mark.parametrize(
+    ("modules", "ratio"),
+    [((), 1), (["attn_norm"], 1), (["core_attn"], 1.1875), (["moe_act"], 1.25)],
+)
+def test_what_an_offloaded_module_brings_back_in_i_counts_until_w(
+    modules: list[str], ratio: float
+) -> None:
+    assert stash_ratio(offloaded=modules) == ratio
+
+
 @given(st.sampled_from(TABLES))
 def test_w_right_after_i_leaves_a_valid_table_with_one_stash(size: tuple[str, int, int]) -> None:
     table = weights_at_once(generate(*size))
