@@ -77,7 +77,7 @@ def cases() -> Iterator[Case]:
         if model == "latent attention":
             usual.remove("TP 2, SP, PP 2")  # without Transformer Engine it divides the latents
         for turn, schedule in enumerate(_SCHEDULES):
-            chosen = "PP 4" if schedule == "bitpipe" else usual[(number + turn) % len(usual)]
+            chosen = "PP 4" if get(schedule).twins == 2 else usual[(number + turn) % len(usual)]
             yield Case(model, chosen, schedule)
 
 
