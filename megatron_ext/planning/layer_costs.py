@@ -472,6 +472,7 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
         weights = hidden * (latent + model.rotary_size) + latent * keys + latent * model.qk_norm
         books.linear("attention", rows / t, hidden, latent + model.rotary_size)
         books.linear("mla_up_proj", rows, latent, keys)
+        books.waiting -= books.bytes * rows / t * hidden  # queries are made of the same input
         small = latent + model.rotary_size
         if rank := model.query_rank:
             books.linear("attention", rows / t, hidden, rank)
@@ -481,7 +482,7 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
         else:
             books.linear("attention", rows, hidden, queries)
             weights += hidden * queries
-        kept = 2 * rows * small  # two latents beside each other, and their norms, see below
+        kept = 2 * rows * small  # latents that norms would copy
         if model.qk_norm:
             kept = 2 * rows * (small - model.rotary_size)
             kept += _kept_by_norm(model, rows * latent, latent)

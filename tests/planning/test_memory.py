@@ -101,7 +101,7 @@ def test_a_rank_holds_the_weights_and_gradients_of_the_formula(tensor: int, expe
     [
         Case("tied", "PP 4", "zb-v"),
         Case("grouped queries", "PP 4", "bitpipe"),
-        Case("latent attention", "DP 2, PP 2", "interleaved"),
+        Case("latent attention", "PP 4", "zb-h1"),
         Case("experts", "EP 2, PP 2", "zb-h1"),
         Case("multi-token prediction", "TP 2, SP, PP 2", "1f1b"),
     ],
