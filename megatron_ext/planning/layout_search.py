@@ -456,13 +456,21 @@ def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
     and updates around that is at least the mean of all ranks, as it is convex in their weights.
     """
     layers, first, last = _parts(_key(job), sizes)
-    if _has_pairs(job, sizes):  # no more of the exchange is hidden than the device can
-        *layers, last = (_beside(part, job.device.pair_overlap) for part in (*layers, last))
-    whole, pp = _total([*layers, first, last]), sizes.pp
+    overlap = job.device.pair_overlap if _has_pairs(job, sizes) else 0.0
+    first_pass = sum(part.forward for part in (*layers, first, last))
+    kinds = Counter(layers)
+    # No more of the exchange is hidden than the device can.
+    *layers, last = (_beside(part, overlap) for part in (*layers, last))
+    whole, pp, m = _total([*layers, first, last]), sizes.pp, sizes.num_microbatches
     # Some rank has as many layers of one kind as if these were dealt out evenly, rounded up. Twins
     # deal them out to half of the ranks, which run half of the micro-batches.
-    kinds = Counter(layer.work for layer in layers)
-    whole_layers = max(-(-twins * count // pp) * work for work, count in kinds.items()) / twins
+    whole_layers = 0.0
+    for layer, count in kinds.items():
+        of_rank = -(-twins * count // pp) * _beside(layer, overlap).work / twins
+        # Before the first micro-batch has passed all stages there is no backward, and what runs
+        # until then has no partner. Layers pair one to one, so as many backwards have none.
+        lost = overlap * layer.exchange / layer.forward * first_pass
+        whole_layers = max(whole_layers, of_rank + lost / m)
     busiest = max(whole.work / pp, whole_layers)
     mean = whole._replace(
         forward=whole.forward * twins / pp,
@@ -476,8 +484,8 @@ def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
     # Before rank r starts, r stages have run forwards, of which all but the first have a layer.
     # Twins start at both ends.
     started = (pp - 1) * (pp - 2) / (2 * pp) * min(layer.forward for layer in layers) * (twins == 1)
-    filled = max(busiest, whole.work / pp + started / sizes.num_microbatches)
-    return max(sizes.num_microbatches * filled, whole.forward + whole.input) + around
+    filled = max(busiest, whole.work / pp + started / m)
+    return max(m * filled, whole.forward + whole.input) + around
 
 
 def _expert_replicas(job: Question, sizes: ParallelSizes) -> int:
