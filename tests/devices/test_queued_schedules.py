@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,34 +19,40 @@ from tests.disaggregation.test_training import FBD, RECOMPUTE, SHIP, run_role, t
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
 from tests.runtime.capture import GPT, PP2, PP4, run_here, train
-from tests.runtime.test_equality import EP2, PAIRS, UNCLIPPED, assert_equal, stock
+from tests.runtime.test_equality import UNCLIPPED, assert_equal, paired, stock
 from tests.runtime.test_sliced_compute import BALANCED, FULL
-from tests.training.helpers import LLAMA, MLA, MOE
+from tests.training.helpers import LLAMA, MLA
 
 pytestmark = pytest.mark.usefixtures("emulated_musa")
 
 _FLAGS = GPT + UNCLIPPED + "--num-layers 8 --global-batch-size 16 --train-iters 2 "
 
 
+_PAIRED_TABLES = (
+    *("zb-v", "1f1b", "interleaved", "zb-h1", "v-half", "dualpipe-v", "dualpipe"),
+    *("bitpipe", "bitpipe, paper", "csv", "gathered"),
+)
+
+
 @pytest.mark.short_s(8)
+@pytest.mark.parametrize("connections", [8, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("schedule", "connections"),
+    ("name", "more"),
     [
-        ("zb-v", 8),
-        pytest.param("zb-v", 1, marks=pytest.mark.slow),
-        pytest.param("1f1b", 1, marks=pytest.mark.slow),
-        pytest.param("1f1b", 8, marks=pytest.mark.slow),
-        pytest.param("zb-v --use-dpp", 1, marks=pytest.mark.slow),
-        pytest.param("zb-v --use-dpp", 8, marks=pytest.mark.slow),
+        ("zb-v", ""),
+        *(pytest.param(name, "", marks=pytest.mark.slow) for name in _PAIRED_TABLES[1:]),
+        pytest.param("zb-v", "--use-dpp ", marks=pytest.mark.slow),
     ],
 )
-def test_pairs_have_a_stream_for_communication(schedule: str, connections: int) -> None:
+def test_pairs_have_a_stream_for_communication(
+    name: str, more: str, connections: int, tmp_path: Path
+) -> None:
     """A plan frees nothing behind its forward that the backward or W reads."""
-    flags = f"{GPT}{UNCLIPPED}{LLAMA}{MOE}{EP2}--bf16 --train-iters 2 {PP2}"
+    ranks, ours, theirs = paired(name, tmp_path)
     env = queued(connections=connections, jitter_us=100, seed=connections)
-    found = train(4, f"{flags}--pipeline-schedule {schedule} {PAIRS}", device="musa", env=env)
+    found = train(ranks, ours + more, device="musa", env=env)
     assert found.pairs > 0
-    assert_equal(found, stock(4, flags))
+    assert_equal(found, stock(ranks, theirs))
 
 
 @pytest.mark.parametrize(

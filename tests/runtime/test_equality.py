@@ -83,7 +83,7 @@ _LATENT = LATENT + "--bf16 "
 _BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
 _ALLGATHER = "--moe-token-dispatcher-type allgather "
 _SELECTED = "--recompute-granularity selective --recompute-modules "
-_PAIRED = {
+PAIRED = {
     "1f1b": ("1f1b", EXPERTS),
     "zb-v": ("zb-v", EXPERTS),
     **{name: (name, EXPERTS) for name in ("zb-h1", "v-half", "dualpipe-v", "dualpipe")},
@@ -139,10 +139,18 @@ _QUICK = ("1f1b", "zb-v", "two layers of multi-token prediction", "three, whole 
 @pytest.mark.short_s(8)
 @pytest.mark.parametrize(
     "name",
-    [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in _PAIRED],
+    [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PAIRED],
 )
 def test_pairs_hide_the_communication_of_experts(name: str, tmp_path: Path) -> None:
-    schedule, model = _PAIRED[name]
+    ranks, ours, theirs = paired(name, tmp_path)
+    found = train(ranks, ours)
+    assert found.pairs > 0
+    assert_equal(found, stock(ranks, theirs))
+
+
+def paired(name: str, tmp_path: Path) -> tuple[int, str, str]:
+    """Return ranks, flags in pairs, and those of Megatron's own schedule with the same bits."""
+    schedule, model = PAIRED[name]
     ranks = 8 if name == "experts on four ranks" else 4
     flags = f"{GPT}{UNCLIPPED}--global-batch-size 16 {EP2}{model}"
     # What is recomputed is the same; 0.18 recomputes no layer of multi-token prediction.
@@ -152,9 +160,7 @@ def test_pairs_hide_the_communication_of_experts(name: str, tmp_path: Path) -> N
         file.write_text(table_files.csv_text(generate("zb-h1", 2, 4, pairs=True)))
         schedule = f"csv:{file}"
     ours = (PP4 if schedule in TWINS else PP2) + f"--pipeline-schedule {schedule} {PAIRS}"
-    found = train(ranks, flags + ours)
-    assert found.pairs > 0
-    assert_equal(found, stock(ranks, theirs))
+    return ranks, flags + ours, theirs
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
