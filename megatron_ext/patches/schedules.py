@@ -213,6 +213,18 @@ def _forward_begun(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> A
     return manager.cur_forward_chunk()
 
 
+def _await_return(call: Call, handler: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have the computation wait for the copies of a saved tensor, to the host and back."""
+    import torch
+
+    tag = args[0]
+    if not isinstance(tag, torch.Tensor):  # from 0.19 on one that stayed is its own tag
+        group, stream = handler.offload_groups[tag[0] - 1], torch.cuda.current_stream()
+        group.wait_offload_event(stream)
+        group.wait_reload_event(stream)
+    return call(*args, **kwargs)
+
+
 PATCHES = (
     Patch(
         id="schedules.forward_backward",
@@ -282,6 +294,16 @@ PATCHES = (
         feature="schedules",
         reason="takes a forward for finished once all that it offloads has left, so a stage of one "
         "layer, which keeps its own, would take the place of the next",
+    ),
+    Patch(
+        id="schedules.returned_activation",
+        target="megatron.core.pipeline_parallel.fine_grained_activation_offload:"
+        "ChunkOffloadHandler.tensor_pop",
+        fn=_await_return,
+        when=is_chosen,
+        feature="schedules",
+        reason="reads a saved tensor before its copy has ended, where groups are nested (attn_norm "
+        "around qkv_linear) or a backward follows its own forward in the first step",
     ),
     Patch(
         id="schedules.microbatch_rng",

@@ -101,10 +101,11 @@ def test_another_number_of_microbatches_is_learned_anew() -> None:
 
 
 @pytest.mark.usefixtures("emulated_musa")
+@pytest.mark.parametrize("connections", [8, 1])
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved"])
-def test_transfers_behind_the_host(schedule: str) -> None:
-    """On a device with one queue: with several, Megatron's own order reads what has not come."""
-    env = queued(connections=1, jitter_us=100, seed=1)
+def test_transfers_behind_the_host(schedule: str, connections: int) -> None:
+    """With eight queues Megatron's own schedule reads tensors that have not returned."""
+    env = queued(connections=connections, jitter_us=100, seed=connections)
     flags = f"{FLAGS}{capture.PP2}"
     ours = f"{flags}--pipeline-schedule {schedule} "
     found = capture.train(2, ours, device="musa", env=env, run=offloading)
