@@ -76,11 +76,14 @@ def prepare(args: Namespace, requested: PipelineConfig | None = None) -> None:
         ScheduleError: The schedule does not exist, or not for these sizes.
     """
     clear_configuration()
-    given = _as_given(args)
+    # Both runs of upstream's validation start from what the user gave. Nothing else changes
+    # arguments, so keeping (old, new) is enough to undo it; later changes by others stay.
+    given = Namespace(**vars(args))
+    for dest, (before, after) in vars(given).pop(_REWRITTEN, {}).items():
+        if getattr(given, dest, None) == after:
+            setattr(given, dest, before)
     found = inspect(given, requested)
     found.raise_refusals()
-    # Both runs of upstream's validation start from what the user gave. Nothing else changes
-    # arguments, so keeping (old, new) is enough to undo it.
     vars(args).update(vars(given))
     vars(args).pop(_REWRITTEN, None)
     if found.arguments:
@@ -178,15 +181,6 @@ def _log_what_runs(args: Namespace) -> None:
                 "only, so layers of the %d stages between attend across documents",
                 between,
             )
-
-
-def _as_given(args: Namespace) -> Namespace:
-    """Return the arguments as they were before `prepare`; later changes by others stay."""
-    given = Namespace(**vars(args))
-    for dest, (old, new) in vars(given).pop(_REWRITTEN, {}).items():
-        if getattr(given, dest, None) == new:
-            setattr(given, dest, old)
-    return given
 
 
 def rewritten(args: Namespace) -> dict[str, Any]:

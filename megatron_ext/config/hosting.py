@@ -227,9 +227,8 @@ def inspect(
         "slices": f"--pipeline-slices {config.slices}",
         "transport": f"--pipeline-transport {config.wire}",
     }
-    implies = {"dynamic": config.dynamic, "disaggregation": roles}
-    for what in (what for what, settings in implies.items() if settings is not None):
-        subjects["microbatch_rng"] = FLAG_OF[what]
+    if roles is not None or config.dynamic is not None:  # they imply it
+        subjects["microbatch_rng"] = FLAG_OF["dynamic" if roles is None else "disaggregation"]
     for what, rules in rules_of(config, args):
         found.refusals += refusals(subjects[what], args, rules)
 

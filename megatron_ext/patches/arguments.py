@@ -44,9 +44,12 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         if here is not None:
             parser.set_defaults(**{here: value})
     for action in parser._actions:
-        # 0.19 has a help text with a bare %, which is no format and ends `--help`.
-        if action.help and not _is_format(action.help, {**vars(action), "prog": parser.prog}):
-            action.help = action.help.replace("%", "%%")
+        text = action.help or ""
+        try:
+            _ = text % {**vars(action), "prog": parser.prog}
+        except (KeyError, TypeError, ValueError):
+            # 0.19 has a help text with a bare %, which is no format and ends `--help`.
+            action.help = text.replace("%", "%%")
     return parser
 
 
@@ -56,13 +59,6 @@ def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
 
     failure.report(ArgumentsError(parser_line(parser, message)))
     raise SystemExit(2)
-
-
-def _is_format(text: str, values: dict[str, Any]) -> bool:
-    try:
-        return bool(text % values)
-    except (KeyError, TypeError, ValueError):
-        return False
 
 
 def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:

@@ -127,7 +127,7 @@ def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> boo
 
 
 def _replays() -> bool:
-    # Asked at each layer: without an import, for where nothing is shipped.
+    # Called at each layer: without an import, for where nothing is shipped.
     ship = sys.modules.get("megatron_ext.disaggregation.ship")
     return ship is not None and ship.current_replay() is not None
 

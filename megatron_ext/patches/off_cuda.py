@@ -107,11 +107,6 @@ def _nothing(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
     """Do nothing in place of the original."""
 
 
-def _leave(function: Any) -> Any:
-    """Decorate nothing."""
-    return function
-
-
 PATCHES = (
     Patch(
         id="tensor_parallel.rng_notice",
@@ -165,7 +160,7 @@ PATCHES = (
         id="training_init.jit_fuser",
         target="megatron.core.jit:jit_fuser",
         kind="set",
-        fn=to(_leave),
+        fn=to(lambda function: function),
         when=off_cuda,
         reason="torch.compile needs a compiler for the device and gains nothing here",
     ),
