@@ -26,14 +26,14 @@ from megatron_ext.config.active import (
     required,
 )
 from megatron_ext.config.flags import FIELD_OF
-from megatron_ext.config.hosting import inspect
+from megatron_ext.config.hosting import Preflight, inspect
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig, is_of_type
-from megatron_ext.config.stages import ModelBuild, batches_of, build_of, stash_fields
+from megatron_ext.config.stages import ModelBuild, batches_of, build_of, with_stash
 from megatron_ext.disaggregation.role_settings import roles_in_words
 from megatron_ext.errors import ArgumentsError, DeviceError, ScheduleError
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.schedules import commands
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table, get, twins_of
+from megatron_ext.schedules.generators.catalog import base_table, twins_of
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import NOTABLE, quiet
 from megatron_ext.schedules.search.policies import Hint
@@ -204,10 +204,12 @@ def running(pipeline: Pipeline) -> str:
         peak = max(activation_peaks(schedule, config.stash_ratio))
     at_once = ""
     if config.weights_at_once and schedule.splits_backward:
-        at_once = (
-            f"; W runs right after I: all layers are recomputed, and W needs "
-            f"{config.stash_ratio:g} times what a micro-batch keeps before"
-        )
+        at_once = "; W runs right after I"
+        if config.stash_ratio > 1:
+            at_once += (
+                f": all layers are recomputed, and W needs {config.stash_ratio:g} times what a "
+                "micro-batch keeps before"
+            )
     return (
         f"pipeline schedule: {schedule.label} on {pipeline.pp} ranks{hosted}, "
         f"{schedule.total_microbatches} micro-batches: {order}bubble {timeline.bubble:g} "
@@ -375,9 +377,9 @@ def configure(
         micro_batch_size=1,
         global_batch_size=num_microbatches * max(1, world_size // pipeline_ranks),
     )
-    # Without a schedule and a second rank there are no messages to carry.
+    # One rank under Megatron's own schedule sends nothing: there is no transport to check.
     has_work = config.schedule or config.dynamic or pipeline_ranks > 1
-    found = inspect(given, config if has_work else replace(config, transport="torch"))
+    found = inspect(given, config) if has_work else Preflight()
     try:
         found.raise_refusals()
     except (ArgumentsError, ScheduleError) as error:
@@ -414,8 +416,7 @@ def _in_parameters(message: str) -> str:
 def count_recomputation(built: Any) -> None:
     """Count what a program's model recomputes in the memory that a table keeps between I and W.
 
-    `configure` comes before the model's settings, so it cannot; a configuration that counts it
-    itself stays, and so do flags, which say it in advance.
+    `configure` comes before the model's settings, so it cannot; flags say it in advance.
 
     Args:
         built: A `TransformerConfig` or `DistributedDataParallelConfig` of Megatron.
@@ -424,10 +425,9 @@ def count_recomputation(built: Any) -> None:
     if found is None or found.requested is None or found.pipeline is None:
         return
     pipeline, config = found.pipeline, found.pipeline.config
-    if not hasattr(built, "recompute_granularity") or config.stash_ratio > 1:
+    if not hasattr(built, "recompute_granularity"):
         return
-    generator = None if pipeline.name.startswith(CSV_PREFIX) else get(pipeline.name)
-    counted = replace(config, **stash_fields(built, generator, config.chunks))
+    counted = with_stash(config, built)
     if counted == config:
         return
     pipeline = replace(pipeline, config=counted)

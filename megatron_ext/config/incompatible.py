@@ -32,7 +32,6 @@ __all__ = [
     "forbids_splitting",
     "implied",
     "refusals",
-    "refuse",
     "refuse_built",
     "rules_of",
     "te_leaves_whole",
@@ -686,17 +685,6 @@ def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refus
     ]
 
 
-def refuse(subject: str, args: Namespace, rules: Iterable[Rule]) -> None:
-    """Refuse settings that exclude a feature, see `refusals`.
-
-    Raises:
-        ArgumentsError: One line for each mistake.
-    """
-    wrong = refusals(subject, args, rules)
-    if wrong:
-        raise ArgumentsError("\n".join(map(str, wrong)))
-
-
 def forbids_splitting(args: Namespace) -> bool:
     """Return whether backwards must stay whole, because a setting excludes W."""
     return any(rule.refuses(args) for rule in RULES["split"])
@@ -878,10 +866,15 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
         "schedule": f"schedule {pipeline.name}",
         "transport": f"transport {config.wire}",
     }
-    for name, rules in groups:
+    wrong = [
+        str(refusal)
+        for name, rules in groups
         # Megatron's other objects know nothing of experts.
-        if name != "pairs" or overlaps is not None:
-            refuse(valued.get(name, name), args, rules)
+        if name != "pairs" or overlaps is not None
+        for refusal in refusals(valued.get(name, name), args, rules)
+    ]
+    if wrong:
+        raise ArgumentsError("\n".join(wrong))
 
 
 def why_not_split(config: Any) -> str | None:

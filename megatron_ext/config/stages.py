@@ -30,7 +30,6 @@ from megatron_ext.schedules.table.memory import stash_ratio
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
-    from megatron_ext.schedules.generators.catalog import Generator
     from megatron_ext.schedules.table.placement import Placement
 
 __all__ = [
@@ -47,7 +46,7 @@ __all__ = [
     "layout_string",
     "layout_text",
     "parse_layout",
-    "stash_fields",
+    "with_stash",
     "world_size",
 ]
 
@@ -183,20 +182,21 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
         )
         wanted = pairs or getattr(args, "overlap_moe_expert_parallel_comm", False)
         pairs = bool(is_spread and wanted)
-    fields = {} if config.stash_ratio > 1 else stash_fields(args, generator, chunks)
-    return replace(config, schedule=name, chunks=chunks, pairs=pairs, **fields)
+    return with_stash(replace(config, schedule=name, chunks=chunks, pairs=pairs), args)
 
 
-def stash_fields(
-    args: Namespace, generator: Generator | None, chunks: int | None
-) -> dict[str, Any]:
-    """Return the fields of a `PipelineConfig` about what layers hold between I and W.
+def with_stash(config: PipelineConfig, args: Namespace) -> PipelineConfig:
+    """Return a configuration that counts what layers hold between I and W, if it does not yet.
 
     Args:
+        config: Of a schedule.
         args: Arguments with upstream's names, or a `TransformerConfig`.
-        generator: Of the schedule; None: it is a file.
-        chunks: Stages on each rank; None: the schedule's default.
     """
+    if config.stash_ratio > 1:
+        return config
+    name = config.schedule
+    assert name is not None
+    generator = None if name.startswith(CSV_PREFIX) else get(name)
     granularity = getattr(args, "recompute_granularity", None)
     if getattr(args, "recompute_activations", False):
         granularity = "selective"
@@ -204,7 +204,8 @@ def stash_fields(
     if granularity == "full":
         whole, given = 1.0, getattr(args, "recompute_num_layers", None) or 1
         if getattr(args, "recompute_method", None) == "block":  # so many of each stage
-            each = chunks or (1 if generator is None else generator.num_chunks // generator.twins)
+            usual = 1 if generator is None else generator.num_chunks // generator.twins
+            each = config.chunks or usual
             recomputed = given * each * args.pipeline_model_parallel_size
             whole = min(1.0, recomputed / (getattr(args, "num_layers", None) or recomputed))
         else:
@@ -226,8 +227,8 @@ def stash_fields(
         divides_inputs=bool(getattr(args, "distribute_saved_activations", False)),
     )
     # The order of a file is the user's.
-    at_once = whole == 1 and generator is not None
-    return {"stash_ratio": ratio, "weights_at_once": at_once}
+    at_once = config.weights_at_once or (whole == 1 and generator is not None)
+    return replace(config, stash_ratio=ratio, weights_at_once=at_once)
 
 
 def chunks_of_megatron(args: Namespace) -> int:

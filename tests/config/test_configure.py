@@ -67,6 +67,7 @@ _BUILT: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"pipeline_model_parallel_layout": "Ettt|ttt|ttt|tmL"},
     ),
     ({"dynamic": DynamicOrder()}, {"seed": 1}, {"pipeline_model_parallel_size": 4}),
+    ({"transport": "shm", "checksums": True}, {"pipeline_ranks": 1}, {"m": 8}),
 ]
 
 _REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -244,6 +245,12 @@ _BY_PROGRAMS: list[tuple[dict[str, Any], dict[str, Any], bool, str]] = [
     ),
     ({"schedule": "zb-h1"}, {"use_transformer_engine_op_fuser": True}, False, ""),
     ({"schedule": "zb-v"}, {"num_layers_in_first_pipeline_stage": 1}, False, "cuts the model"),
+    (
+        {"schedule": "zb-v"},
+        {"num_layers_in_first_pipeline_stage": 1, "cuda_graph_impl": "local"},
+        False,
+        "leave them out\nschedule zb-v cannot run with --decoder-first",
+    ),
     ({"schedule": "1f1b"}, {"num_layers_in_first_pipeline_stage": 1}, False, ""),
     (
         {"schedule": "1f1b", "variable_seq_lengths": True},
@@ -309,6 +316,7 @@ def _recomputing() -> tuple[list[Any], str]:
         ({}, {}),
         ({}, RECOMPUTED),
         ({"stash_ratio": 3.0}, RECOMPUTED),
+        ({"weights_at_once": True}, {}),
     ):
         megatron_ext.configure(
             PipelineConfig(schedule="zb-h1", **own),
@@ -334,5 +342,5 @@ RECOMPUTED = {
 
 def test_a_program_whose_model_recomputes_all_runs_w_right_after_i() -> None:
     [(found, told)] = run_ranks(1, _recomputing)
-    assert found == [(1, False, False), (16, True, True), (3, False, False)]
+    assert found == [(1, False, False), (16, True, True), (3, False, False), (1, True, True)]
     assert told.count("W runs right after I: all layers are recomputed, and W needs 16 times") == 1
