@@ -159,8 +159,8 @@ def make_table(
     schedule = replace(pipeline.schedule(num_microbatches), routes=routes)
     if pipeline.dynamic is not None:  # ranks choose their pairs themselves
         schedule = replace(schedule, pairs=())
-    # Checked at the start of the run for the batch sizes known then; this may be another one.
-    if pipeline.transport == "torch":
+    # The pipeline has checked its own table; routes put more messages into that order.
+    if routes and pipeline.transport == "torch":
         check_queues(schedule)
     # Activations and what is on routes share a direction of data flow, and its slots.
     by_pair: Counter[tuple[int, int, bool]] = Counter()
