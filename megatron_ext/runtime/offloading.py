@@ -44,8 +44,8 @@ class Offloading:
         self._order = tuple(number[a.stage, a.microbatch] for a in row if a.kind in ("B", "I"))
         self._begun = 0
         if self._order and self._order != self._learned:
-            if self._learned:
-                _interface().reset_instance()
+            # In the first step too: a schedule before this configuration may have left its own.
+            _interface().reset_instance()
             self._learned = self._order
 
     def begin_forward(self, call: Any, kwargs: dict[str, Any]) -> None:
