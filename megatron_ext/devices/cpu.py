@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.devices.backend import Sharing
 
-__all__ = ["CpuDevice", "argument_rules", "gloo_redirects"]
+__all__ = ["CpuDevice", "argument_rules"]
 
 _ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": (
@@ -107,7 +107,7 @@ class CpuDevice:
         yield from spelling_redirects("cpu")
         yield from tensor_redirects(translator("cpu", indexed=False), pinning=False)
         yield from collective_redirects("gloo")
-        yield from gloo_redirects()
+        yield from _gloo()
 
     def argument_errors(self, args: Any) -> list[str]:
         """Apply `argument_rules`."""
@@ -278,7 +278,7 @@ def _set_rng_state(new_state: torch.Tensor, *_device: Any, **_named: Any) -> Non
 # -- gloo ------------------------------------------------------------------------------------------
 
 
-def gloo_redirects() -> Iterator[Redirect]:
+def _gloo() -> Iterator[Redirect]:
     """List the redirects of gloo's groups and collectives."""
     for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
         yield Redirect(

@@ -46,14 +46,9 @@ from megatron_ext.upstream.signatures import linear_parameters
 
 __all__ = [
     "DelayedModules",
-    "Fetching",
-    "Progress",
-    "Record",
     "SplitBackward",
-    "WeightGradient",
     "accumulate",
     "grouped_product",
-    "is_splittable",
     "linear",
     "mark_embedding",
     "overwrites_first",

@@ -38,19 +38,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Forms",
-    "Leaf",
-    "Tree",
-    "TreeCompute",
     "TreeEnds",
-    "TreeForm",
     "TreeSteps",
-    "Trees",
     "agree_trees",
     "channels_of_routes",
-    "flatten",
-    "joined",
-    "pack",
-    "unpack",
 ]
 
 Tree = Any

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_ext.runtime.ordering import AHEAD, PolicyOrder, RunAhead
+from megatron_ext.runtime.ordering import PolicyOrder, RunAhead
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.search.policies import Hint, Patience
+from megatron_ext.schedules.table.costs import AHEAD
 from megatron_ext.schedules.table.transforms import split_backwards
 from megatron_ext.transport.direct import DirectTransport
 from tests.fake_musa.queued import queued

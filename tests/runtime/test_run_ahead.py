@@ -12,8 +12,9 @@ import torch
 from megatron_ext.devices.cpu import CpuDevice
 from megatron_ext.errors import MegatronExtError, TransportTimeout
 from megatron_ext.runtime import executor as executor_module
-from megatron_ext.runtime.ordering import AHEAD, RunAhead, TableOrder, run_ahead_of
+from megatron_ext.runtime.ordering import RunAhead, TableOrder, run_ahead_of
 from megatron_ext.schedules import Action, generate
+from megatron_ext.schedules.table.costs import AHEAD
 from megatron_ext.transport.direct import DirectTransport
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
