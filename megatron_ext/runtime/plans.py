@@ -173,8 +173,8 @@ class PlannedCompute(StageCompute):
 
         The last one puts the outputs of all together: with their graphs, its backward would run
         through those of the others and free them. And all of them embed tokens. Megatron's own
-        backward sums these gradients before it adds them up, so here the layer that runs backwards
-        last, the first one, has the embeddings of all.
+        backward adds the sum of these gradients to the weight, not one after the other. So here the
+        layer that runs backwards last, the first one, has the embeddings of all.
         """
         for layer in layers[:-1]:
             predicts = layer.mtp_post_process

@@ -28,19 +28,19 @@ pytestmark = pytest.mark.usefixtures("emulated_musa")
 _FLAGS = GPT + UNCLIPPED + "--num-layers 8 --global-batch-size 16 --train-iters 2 "
 
 
-_PAIRED_TABLES = (
-    *("zb-v", "1f1b", "interleaved", "zb-h1", "v-half", "dualpipe-v", "dualpipe"),
-    *("bitpipe", "bitpipe, paper", "csv", "gathered"),
-)
-
-
 @pytest.mark.short_s(8)
 @pytest.mark.parametrize("connections", [8, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "more"),
     [
         ("zb-v", ""),
-        *(pytest.param(name, "", marks=pytest.mark.slow) for name in _PAIRED_TABLES[1:]),
+        *(
+            pytest.param(name, "", marks=pytest.mark.slow)
+            for name in (
+                *("1f1b", "interleaved", "zb-h1", "v-half", "dualpipe-v", "dualpipe"),
+                *("bitpipe", "bitpipe, paper", "csv", "gathered"),
+            )
+        ),
         pytest.param("zb-v", "--use-dpp ", marks=pytest.mark.slow),
     ],
 )
