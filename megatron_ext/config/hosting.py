@@ -36,6 +36,7 @@ from megatron_ext.config.incompatible import (
     implied,
     refusals,
     rules_of,
+    rules_of_table,
     with_splittable_layers,
 )
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
@@ -229,7 +230,7 @@ def inspect(
     }
     if roles is not None or config.dynamic is not None:  # they imply it
         subjects["microbatch_rng"] = FLAG_OF["dynamic" if roles is None else "disaggregation"]
-    for what, rules in rules_of(config, args):
+    for what, rules in rules_of(config):
         found.refusals += refusals(subjects[what], args, rules)
 
     placement = None if roles is None else linear(args.pipeline_model_parallel_size)
@@ -238,9 +239,8 @@ def inspect(
         with found.collecting("pipeline_transport" if carries else "pipeline_schedule"):
             pipeline = _pipeline(found, config, args, over_torch=over_torch, here=here)
             found.pipeline, found.transport_only = (None, pipeline) if carries else (pipeline, None)
-            for what, rules in rules_of(config, args, pipeline.full):
-                refused = refusals(subjects[what], args, rules)
-                found.refusals += [one for one in refused if one not in found.refusals]
+            for what, rules in rules_of_table(pipeline.full, config, args):
+                found.refusals += refusals(subjects[what], args, rules)
     if found.pipeline is not None:
         table, placement = found.pipeline.full, found.pipeline.placement
         arguments, changes = drops(args, dropped(table))

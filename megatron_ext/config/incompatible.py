@@ -34,6 +34,7 @@ __all__ = [
     "refusals",
     "refuse_built",
     "rules_of",
+    "rules_of_table",
     "te_leaves_whole",
     "uses_te",
     "why_not_split",
@@ -690,17 +691,8 @@ def forbids_splitting(args: Namespace) -> bool:
     return any(rule.refuses(args) for rule in RULES["split"])
 
 
-def rules_of(
-    config: PipelineConfig, args: Namespace, table: Schedule | None = None
-) -> list[tuple[str, tuple[Rule, ...]]]:
-    """Return the rules of a configuration, each group by the field that brings it.
-
-    Args:
-        config: The pipeline.
-        args: Settings by Megatron's argument names.
-        table: That of the schedule, where it is known; without a schedule that of Megatron's own,
-            where our transport carries its messages.
-    """
+def rules_of(config: PipelineConfig) -> list[tuple[str, tuple[Rule, ...]]]:
+    """Return the rules of a configuration, each group by the field that brings it."""
     is_stock = config.schedule is None and config.dynamic is None
     stock = RULES["stock_microbatch_rng"] if is_stock else ()
     found = [
@@ -714,22 +706,35 @@ def rules_of(
     elif not is_stock:
         found.append(("schedule", RULES["schedule"]))
         found.append(("pairs", RULES["pairs"] if config.pairs else ()))
-    if table is not None and is_stock:
-        found.append(("transport", RULES["transport"]))
-    elif table is not None:
-        placement = table.placement
-        # Not the name of the schedule decides, but the table: a file may have any of these.
-        found += [
-            ("schedule", RULES["split"] if table.splits_backward else ()),
-            ("schedule", RULES["folded"] if placement.name in ("v", "w") else ()),
-            ("schedule", RULES["twins"] if placement.twins == 2 else ()),
-        ]
-        if config.dynamic is not None:
-            # Tensor-, context- and expert-parallel ranks follow one leader; replicas do not.
-            has_replicas = _replicas(args) * placement.twins > 1
-            found.append(("dynamic", RULES["chosen"]))
-            found.append(("dynamic", RULES["dynamic"] if has_replicas else ()))
-            found.append(("dynamic", RULES["crossed"] if placement.twin_hops else ()))
+    return found
+
+
+def rules_of_table(
+    table: Schedule, config: PipelineConfig, args: Namespace
+) -> list[tuple[str, tuple[Rule, ...]]]:
+    """Return the rules that a table adds to those of its configuration.
+
+    Args:
+        table: That of the schedule; without a schedule that of Megatron's own, where our transport
+            carries its messages.
+        config: The pipeline.
+        args: Settings by Megatron's argument names.
+    """
+    if config.schedule is None and config.dynamic is None:
+        return [("transport", RULES["transport"])]
+    placement = table.placement
+    # Not the name of the schedule decides, but the table: a file may have any of these.
+    found = [
+        ("schedule", RULES["split"] if table.splits_backward else ()),
+        ("schedule", RULES["folded"] if placement.name in ("v", "w") else ()),
+        ("schedule", RULES["twins"] if placement.twins == 2 else ()),
+    ]
+    if config.dynamic is not None:
+        # Tensor-, context- and expert-parallel ranks follow one leader; replicas do not.
+        has_replicas = _replicas(args) * placement.twins > 1
+        found.append(("dynamic", RULES["chosen"]))
+        found.append(("dynamic", RULES["dynamic"] if has_replicas else ()))
+        found.append(("dynamic", RULES["crossed"] if placement.twin_hops else ()))
     return found
 
 
@@ -856,7 +861,7 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
             f"schedule {pipeline.name} has pairs={config.pairs}, but the model "
             f"overlap_moe_expert_parallel_comm={overlaps}; give both the same value"
         )
-    groups = rules_of(config, args, pipeline.full)
+    groups = rules_of(config) + rules_of_table(pipeline.full, config, args)
     if not is_stock:
         placed = RULES["placed"] if pipeline.is_folded else ()
         groups.append(("schedule", dropped(pipeline.full) + placed))
