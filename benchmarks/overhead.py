@@ -1,4 +1,4 @@
-"""What this package costs beside the work: imports, patches, its executor, tables and traces.
+"""The cost of this package beside the work: imports, patches, its executor, tables and traces.
 
     python benchmarks/overhead.py WHAT ... [--quick] [--json FILE]
 
@@ -28,12 +28,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import timeit
 from collections.abc import Callable
@@ -306,6 +306,7 @@ def tracing(quick: bool) -> Answer:
 
 
 _STEP_NS = 400_000_000
+_TIMEOUT_S = 1200
 _DRAWN = """
 requestAnimationFrame(() => { document.body.dataset.drawn = 1; });
 document.getElementById("data")?.remove();  // the browser prints the page: not its data as well
@@ -372,13 +373,22 @@ def traces(quick: bool) -> Answer:
         size, count = write_run(directory, ranks, iterations, events), ranks * iterations * events
         for command in ("aggregate", "report"):
             words = [sys.executable, "-m", "megatron_ext", command, "--trace-dir", str(directory)]
-            before, begin_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-            subprocess.run(words, check=True, stdout=sys.stderr)
+            begin_s = time.perf_counter()
+            process = subprocess.Popen(words, stdout=sys.stderr)
+            watchdog = threading.Timer(_TIMEOUT_S, process.kill)
+            watchdog.start()
+            # Of this command and its processes; RUSAGE_CHILDREN has the memory of earlier parts.
+            _, status, used = os.wait4(process.pid, 0)
             took_s = time.perf_counter() - begin_s
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-            found[command] = {"s": took_s, "processor_s": cpu_s, "max_rss_kib": after.ru_maxrss}
-            memory = f"{after.ru_maxrss / 2**20:.2f} GiB"
+            watchdog.cancel()
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if process.returncode:
+                raise SystemExit(
+                    f"{command} ended with {process.returncode}; it has {_TIMEOUT_S} s"
+                )
+            cpu_s = used.ru_utime + used.ru_stime
+            found[command] = {"s": took_s, "processor_s": cpu_s, "max_rss_kib": used.ru_maxrss}
+            memory = f"{used.ru_maxrss / 2**20:.2f} GiB"
             rows.append((command, f"{took_s:.1f}", f"{cpu_s:.1f}", memory))
         if any(map(shutil.which, browser.NAMES)):
             page, empty = directory / "report.html", Path(scratch) / "empty.html"
