@@ -16,7 +16,7 @@
             SIGKILL after the fifth. The launcher's own lines mark the parts: the failure is noticed
             and the other processes are ended, a pause of a second, the hosts answer and the agents
             start, the ranks import, build the model and load the checkpoint, and the first step.
-            The median of the rounds.
+            The median of the rounds. Needs megatron-core 0.17 or later, whose wheel has a loop.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import argparse
 import os
 import re
 import resource
+import shlex
 import signal
 import statistics
 import subprocess
@@ -32,7 +33,8 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -43,7 +45,7 @@ from benchmarks.common.json_output import add_json, write_json
 from benchmarks.common.tables import markdown
 
 Row = tuple[str, str, str]
-"""What, how much, and the aim."""
+"""A figure: its name, the figure with its unit, the aim."""
 
 _LINE = "iteration {} | lm loss: 1.234567E+00 | grad norm: 0.123 | elapsed time (ms): 123.4"
 _TIMEOUT_S = 300
@@ -73,8 +75,12 @@ def command(directory: Path, hosts: str, *words: str) -> list[str]:
             "--ssh-cmd", f"sh {sys.path[0]}/tests/tools/launch/fake_ssh.sh", *words]  # fmt: skip
 
 
-def start(directory: Path, argv: list[str], stderr: int) -> subprocess.Popen[str]:
-    """Start a launcher, or torchrun, with the files of its runs in a directory."""
+@contextmanager
+def start(directory: Path, argv: list[str], stderr: int) -> Iterator[subprocess.Popen[str]]:
+    """Run a launcher, or torchrun, with the files of its runs in a directory.
+
+    After _TIMEOUT_S it is ended, and so are its lines and all that waits for it.
+    """
     environment = {
         # The launcher hands it on, and hosts would have to agree on the tree.
         **{name: value for name, value in os.environ.items() if name != "MEGATRON_LM_PATH"},
@@ -83,9 +89,21 @@ def start(directory: Path, argv: list[str], stderr: int) -> subprocess.Popen[str
         "MEGATRON_EXT_DEVICE": "cpu",
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.Popen(
+    process = subprocess.Popen(
         argv, env=environment, cwd=directory, stdout=subprocess.PIPE, stderr=stderr, text=True
     )
+
+    def end() -> None:
+        print(f"ended after {_TIMEOUT_S} s: {shlex.join(argv)}", file=sys.stderr)
+        process.terminate()
+
+    watchdog = threading.Timer(_TIMEOUT_S, end)
+    watchdog.start()
+    try:
+        with process:
+            yield process
+    finally:
+        watchdog.cancel()
 
 
 def _spent_s() -> float:
@@ -107,7 +125,7 @@ def torchrun(directory: Path, rounds: int) -> list[Row]:
         for name, argv in ways.items():
             begin_s, before_s = time.perf_counter(), _spent_s()
             with start(directory, argv, subprocess.DEVNULL) as process:
-                process.communicate(timeout=_TIMEOUT_S)
+                process.communicate()
             if process.returncode != 0:
                 raise SystemExit(f"{argv} ended with {process.returncode}")
             times[name].append((time.perf_counter() - begin_s, _spent_s() - before_s))
@@ -133,7 +151,7 @@ def hosts(directory: Path, num_hosts: int) -> list[Row]:
             launcher.stdout.readline()
         started_s = time.perf_counter()
         launcher.send_signal(signal.SIGINT)
-        launcher.communicate(timeout=_TIMEOUT_S)
+        launcher.communicate()
         ended_s = time.perf_counter()
     if launcher.returncode != 128 + signal.SIGINT:
         raise SystemExit(f"{num_hosts} hosts: the launcher ended with {launcher.returncode}")
@@ -181,8 +199,6 @@ def one_restart(directory: Path) -> dict[str, float]:
         "--", "pretrain_gpt.py", *_FLAGS.format(directory / "saved").split(),
     )  # fmt: skip
     with start(directory, argv, subprocess.STDOUT) as job:
-        watchdog = threading.Timer(_TIMEOUT_S, job.terminate)  # ends the lines of a job that hangs
-        watchdog.start()
         assert job.stdout is not None
         seen: list[str] = []
 
@@ -205,7 +221,6 @@ def one_restart(directory: Path) -> dict[str, float]:
                     last_s += found[_PAUSE]  # of no part but its own
             return found
         finally:
-            watchdog.cancel()
             job.terminate()
 
 

@@ -20,6 +20,7 @@ from benchmarks.schedule_harness.ops import HIDDEN, Op, OpTimes, Sizes, Step
 from benchmarks.schedule_harness.systems import Own, System, all_systems
 from benchmarks.schedules import wakeup_s
 from megatron_ext.schedules import Costs, Schedule, generate, simulate
+from megatron_ext.upstream import releases
 from tests.commands import run_python
 from tests.ranks import run_ranks
 
@@ -263,6 +264,7 @@ def test_figures_that_were_there_survive_a_disk_that_fills_up(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not releases.has_training(), reason="the wheel has no training loop")
 def test_the_way_from_a_killed_rank_to_the_next_step_is_broken_down(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     program = str(ROOT / "benchmarks/launch.py")
