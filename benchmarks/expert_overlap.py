@@ -4,8 +4,8 @@
         [--all-to-all SHARE ...] [--steps N] [--connections N] [--only TEXT ...] [--quick]
         [--json FILE]
 
-Runs on the emulated device that runs behind its host, as device_step.py does, with a C++ compiler
-and megatron-core 0.19 or later: earlier ones make plans of their own models only.
+Runs on the emulated device that runs behind its host, as schedules.py --device does, with a C++
+compiler and megatron-core 0.19 or later: earlier ones make plans of their own models only.
 Each layer computes attention, exchanges tokens, computes experts and exchanges tokens again; the
 ranks of a group of experts meet in each exchange. Both of a pair run through Megatron's own plans,
 the exchanges in their stream. `--all-to-all` is the time of the exchanges over the computation of
@@ -43,7 +43,7 @@ from tests.fake_musa.queued import queued
 from tests.ranks import RanksFailed
 
 _COSTS = {"copy_us": 10.0, "copied_per_us": 20_000.0, "message_us": 30.0}
-"""As in device_step.py."""
+"""As with schedules.py --device."""
 _UPSTREAM = "megatron-core interleaved, overlap"
 _QUICK = (_UPSTREAM, "zb-v, pairs", "zb-v")
 
