@@ -468,8 +468,9 @@ def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
     for layer, count in kinds.items():
         of_rank = -(-twins * count // pp) * _beside(layer, overlap).work / twins
         # Before the first micro-batch has passed all stages there is no backward, and what runs
-        # until then has no partner. Layers pair one to one, so as many backwards have none.
-        lost = overlap * layer.exchange / layer.forward * first_pass
+        # until then has no partner. Layers pair one to one, so as many backwards have none. A rank
+        # that does anything else meanwhile, waiting included, loses that time.
+        lost = min(1.0, overlap * layer.exchange / layer.forward) * first_pass
         whole_layers = max(whole_layers, of_rank + lost / m)
     busiest = max(whole.work / pp, whole_layers)
     mean = whole._replace(

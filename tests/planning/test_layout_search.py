@@ -70,6 +70,24 @@ def test_the_bound_is_below_the_optimum_and_the_answer_close_to_it(
         assert plan.bound_s <= plan.step_s
 
 
+@pytest.mark.parametrize("extra", ["", "--moe-layer-freq [0]+[1]*8"], ids=["alike", "mixed"])
+@pytest.mark.parametrize("slower", [280, 4000])
+def test_the_bound_is_below_every_plan_with_pairs(slower: int, extra: str) -> None:
+    """With exchanges as long as the computation of a forward, and far longer."""
+    cpu = DEVICES["cpu"]
+    job = Question(
+        model=tiny(f"--num-layers 9 --num-experts 4 --moe-router-topk 2 {extra}"),
+        device=dataclasses.replace(cpu, all_to_all=cpu.all_to_all / slower, pair_overlap=1.0),
+        num_devices=8, global_batch=8, sequence=512,
+        fixed={"tp": 1, "cp": 1, "ep": 2, "micro_batch": 1, "pairs": True,
+               "recompute": frozenset()},
+    )  # fmt: skip
+    plans = every_plan(job)
+    assert {plan.sizes.pp for plan in plans if plan.pairs} == {1, 2, 4}
+    for plan in plans:
+        assert plan.bound_s <= plan.step_s * (1 + 1e-9)
+
+
 def test_an_interrupted_search_gives_the_best_so_far() -> None:
     job = Question(
         model=tiny(), device=DEVICES["cpu"], num_devices=4, global_batch=8, sequence=512
