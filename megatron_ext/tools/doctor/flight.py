@@ -172,7 +172,7 @@ def _hangs(args: Namespace, known: Sequence[Rule]) -> Iterator[Diagnosis]:
 
 
 def _arenas(found: Preflight, args: Namespace, *, is_here: bool) -> Iterator[Diagnosis]:
-    """Yield the shared memory of a native transport; here it is compared with what there is."""
+    """Yield the shared memory of a native transport, beside what is free if it runs here."""
     pipeline = found.pipeline or found.transport_only
     sizes = [
         getattr(args, name, None) for name in ("seq_length", "micro_batch_size", "hidden_size")
