@@ -100,12 +100,14 @@ def test_another_number_of_microbatches_is_learned_anew() -> None:
     assert_equal(found, stock(2, flags))
 
 
+@pytest.mark.short_s(5)
 @pytest.mark.usefixtures("emulated_musa")
 @pytest.mark.parametrize("connections", [8, 1])
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved"])
 def test_transfers_behind_the_host(schedule: str, connections: int) -> None:
     """With eight queues Megatron's own schedule reads tensors that have not returned."""
-    env = queued(connections=connections, jitter_us=100, seed=connections)
+    # Slow copies, so that one to the host is still on its way when a backward fetches it again.
+    env = queued(connections=connections, jitter_us=100, copy_us=3000, seed=connections)
     flags = f"{FLAGS}{capture.PP2}"
     ours = f"{flags}--pipeline-schedule {schedule} "
     found = capture.train(2, ours, device="musa", env=env, run=offloading)
