@@ -266,6 +266,6 @@ class Accelerator:
 
     def timing_event(self) -> TimingEvent:
         """Return an event of the GPU's clock; a thread that waits for it sleeps."""
-        # blocking: a thread that waits for it sleeps; by default it would spin on a core.
+        # blocking: by default that thread would spin on a core.
         event: TimingEvent = self.runtime.Event(enable_timing=True, blocking=True)
         return event
