@@ -47,17 +47,20 @@ def _gone() -> str:
     transport = _open()
     key = Message("F", 1, 0)
     if dist.get_rank() == 1:
+        store().wait(["open"])  # or its end could meet rank 0 while that still connects
         transport.abort("stage 1, micro-batch 0: too long")
         os._exit(0)
     transport.begin(_expected([key], 1), slots=1)
+    store().set("open", "")
     with pytest.raises(TransportError) as raised:
         transport.recv(1, key, 30)
     return str(raised.value)
 
 
 def test_the_reason_of_a_peer_that_aborted() -> None:
-    told = start_ranks(2, _gone).values[0]
-    assert told.endswith("it aborted: stage 1, micro-batch 0: too long")
+    ended = start_ranks(2, _gone)
+    assert ended.values[0], ended.describe()
+    assert ended.values[0].endswith("it aborted: stage 1, micro-batch 0: too long")
 
 
 def _any_order() -> int:
