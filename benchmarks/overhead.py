@@ -249,10 +249,13 @@ def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, fl
 
 def event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, float]:
     """Return the seconds of the processor and the bytes of the file that an event takes."""
-    from megatron_ext.tracing.recorder import Recorder, Sampling
+    from megatron_ext.config.pipeline_config import Tracing
+    from megatron_ext.tracing.recorder import Recorder
 
     header = Header(0, 0, 0, 0, (1, 1, 1), "host", "boot", 1, 1)
-    recorder = Recorder(lambda: (directory, header), sampling=Sampling(rounds, rounds))
+    recorder = Recorder(
+        lambda: (directory, header), sampling=Tracing(interval=rounds, iterations=rounds)
+    )
     best_s = float("inf")
     for _ in range(rounds):
         recorder.begin_iteration()

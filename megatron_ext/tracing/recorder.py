@@ -1,8 +1,8 @@
 """Records the spans of one rank into its trace file during training.
 
-The recorder collects the spans of an iteration in a list of bounded length and writes them with one
-call at its end; only iterations with very many spans write earlier. On asynchronous devices, begin
-and end are events in the device's stream, read when all of them have completed.
+The recorder collects the spans of an iteration and writes them with one call at its end. On
+asynchronous devices, begin and end are events in the device's stream, read when all of them have
+completed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.errors import UserError
 from megatron_ext.files import cannot_write
 from megatron_ext.tracing.records import Header, Span, file_name, header_line, iteration_line
@@ -24,28 +25,14 @@ if TYPE_CHECKING:
     from megatron_ext.devices import Device
     from megatron_ext.devices.backend import TimingEvent
 
-__all__ = ["DeviceClock", "HostClock", "Recorder", "Sampling", "check_writable"]
+__all__ = ["DeviceClock", "HostClock", "Recorder", "check_writable"]
 
 _LOG = logging.getLogger(__name__)
-MAX_KEPT = 20_000
-"""Spans that are kept before they are written in the middle of an iteration."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors that come and go with what else is on the disk; another folder was no mistake."""
 
 _Stamp = Any
 """A moment: nanoseconds on the host, an event on a device."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The iterations that are traced: the first few of each interval."""
-
-    interval: int = 100
-    iterations: int = 10
-
-    def includes(self, index: int) -> bool:
-        """Return whether to trace the iteration with this index, from 0 in this process."""
-        return index % self.interval < self.iterations
 
 
 @contextmanager
@@ -129,7 +116,8 @@ class Recorder:
     directory: Callable[[], tuple[Path, Header]]
     """Gives the folder of the run, and who this rank is."""
     clock: HostClock | DeviceClock = field(default_factory=HostClock)
-    sampling: Sampling = Sampling()
+    sampling: Tracing = field(default_factory=Tracing)
+    """The iterations to record: the first few of each interval."""
     memory_bytes: Callable[[], int] = lambda: 0
     """The most memory that this rank has held so far."""
     first_iteration: Callable[[], int] = lambda: 1
@@ -158,7 +146,8 @@ class Recorder:
             self._number = self.first_iteration() - 1
         self._index += 1
         self._number += 1
-        if self._ended or not self.sampling.includes(self._index):
+        wanted = self._index % self.sampling.interval < self.sampling.num_iterations
+        if self._ended or not wanted:
             return
         # At the first traced iteration: the groups, which name the file, do not exist before.
         if self._file is None and not self._open():
@@ -177,8 +166,6 @@ class Recorder:
         if not self.active:  # any more, since the action began
             return
         self._kept.append((name, begin, self.clock.stamp() if end is None else end, attributes))
-        if len(self._kept) >= MAX_KEPT:
-            self._write(None)
 
     def end_iteration(self) -> None:
         """Write the iteration that runs, if one is traced."""
@@ -198,8 +185,15 @@ class Recorder:
             "memory_bytes": self.memory_bytes(),
             **self.notes,
         }
+        kept, self._kept = self._kept, []
         self.notes.clear()
-        self._write(closing)
+        begins = self.clock.resolve([begin for _, begin, _, _ in kept], self._begin_ns)
+        ends = self.clock.resolve([end for _, _, end, _ in kept], self._begin_ns)
+        spans = [
+            Span(name, begin_ns, end_ns, attributes)
+            for (name, _, _, attributes), begin_ns, end_ns in zip(kept, begins, ends, strict=True)
+        ]
+        self._put(iteration_line(self._row, self._begin_ns, spans, closing))
         self.active = False
 
     def close(self) -> None:
@@ -207,7 +201,7 @@ class Recorder:
         self.end_iteration()
         if self._file is not None:
             self._put("]\n")
-        if self._file is not None:
+        if self._file is not None:  # still: there was room for the bracket
             self._file.close()
             self._file = None
 
@@ -246,14 +240,3 @@ class Recorder:
         if file is not None:
             with suppress(OSError):  # closing writes what is buffered once more
                 file.close()
-
-    def _write(self, closing: Mapping[str, int] | None) -> None:
-        """Append the kept spans and, with figures, the end of the iteration."""
-        kept, self._kept = self._kept, []
-        begins = self.clock.resolve([begin for _, begin, _, _ in kept], self._begin_ns)
-        ends = self.clock.resolve([end for _, _, end, _ in kept], self._begin_ns)
-        spans = [
-            Span(name, begin_ns, end_ns, attributes)
-            for (name, _, _, attributes), begin_ns, end_ns in zip(kept, begins, ends, strict=True)
-        ]
-        self._put(iteration_line(self._row, self._begin_ns, spans, closing))

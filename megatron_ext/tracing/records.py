@@ -172,16 +172,15 @@ def sizes_in(fields: Mapping[str, int]) -> Iterator[tuple[int, tuple[int, int]]]
 
 
 def iteration_line(
-    row: tuple[int, int], begin_ns: int, spans: Iterable[Span], end: Mapping[str, int] | None
+    row: tuple[int, int], begin_ns: int, spans: Iterable[Span], end: Mapping[str, int]
 ) -> str:
-    """Return the line of one iteration, or of a part of it.
+    """Return the line of one iteration.
 
     Args:
         row: Of the rank, see `Header.row`.
         begin_ns: Begin of the iteration on the clock of the rank.
         spans: What belongs to it.
-        end: Figures of the whole iteration, with its `iteration` and its `duration_wall`; None: it
-            goes on in the next line.
+        end: Figures of the iteration, with its number, `iteration`, and its `duration_wall`.
     """
     place = '"ph":"X","pid":{},"tid":{}'.format(*row)
     beside = f'"ph":"X","pid":{row[0]},"tid":{row[1] + _EXCHANGES}'
@@ -205,11 +204,9 @@ def iteration_line(
             f'"ts":{_us(begin_ns + start)},'
             f'"dur":{_us(stop - start)},"args":{{{about}}}}}'
         )
-    if end is not None:
-        about = f'"name":"iteration {end["iteration"]}","cat":"iteration",{place}'
-        times = f'"ts":{_us(begin_ns)},"dur":{_us(end["duration_wall"])}'
-        parts.append(f',{{{about},{times},"args":{_compact(end)}}}')
-    return f"{''.join(parts)}\n"
+    about = f'"name":"iteration {end["iteration"]}","cat":"iteration",{place}'
+    times = f'"ts":{_us(begin_ns)},"dur":{_us(end["duration_wall"])}'
+    return f'{"".join(parts)},{{{about},{times},"args":{_compact(end)}}}\n'
 
 
 def _us(time_ns: int) -> str:

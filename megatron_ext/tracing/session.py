@@ -26,7 +26,6 @@ from megatron_ext.tracing.recorder import (
     DeviceClock,
     HostClock,
     Recorder,
-    Sampling,
     check_writable,
 )
 from megatron_ext.tracing.records import (
@@ -91,7 +90,7 @@ def subscribe(found: Active) -> None:
         session.recorder = Recorder(
             lambda: _identity(found),
             HostClock() if on_host else DeviceClock(device),
-            Sampling(wanted.interval, wanted.num_iterations),
+            wanted,
             memory_bytes=device.peak_memory_bytes,
             first_iteration=lambda: int(getattr(args, "iteration", 0)) + 1,
         )

@@ -40,7 +40,7 @@ def train(flags: str, directory: Path | None) -> tuple[list[str], Run]:
 
 
 def spans(run: Run, rank: int) -> list[Any]:
-    return [span for iteration in run.files[rank].iterations() for span in iteration.spans]
+    return [span for iteration in run.surveys[rank].file.iterations() for span in iteration.spans]
 
 
 def names(run: Run, rank: int) -> set[str]:
@@ -56,7 +56,7 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     plain, _ = train(dynamic, None)
     assert losses(logs) == losses(plain), "recording changes nothing"
     assert [survey.iterations for survey in run.surveys] == [3] * 4
-    assert not any(survey.damaged for survey in run.surveys)
+    assert not any(survey.file.damaged for survey in run.surveys)
     table = table_files.from_json((tmp_path / "run" / "schedule.json").read_text())
     for rank in range(4):
         assert {"forward", "receive", "send", "reduce", "optimizer"} <= names(run, rank)
@@ -105,8 +105,8 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     message = 2 * 16 * 32 * 4
     assert sent["interleaved chunks=2 dpp hint"] == 7 * 2 * 4 * message, "7 boundaries, both ways"
     assert sent["1f1b"] == 3 * 2 * 4 * message
-    ends = {rank for rank in range(4) for step in run.files[rank].iterations() if _told(step)}
-    assert ends == {0, 3}, "ranks that read data note how much"
+    ends = [each.header.rank for each in run.surveys if any(map(_told, each.file.iterations()))]
+    assert ends == [0, 3], "ranks that read data note how much"
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_followers_wait_for_their_leader_and_links_have_their_wire(tmp_path: Pat
     ]
     assert "leader" in causes[1] | causes[3]
     assert "leader" not in causes[0] | causes[2]
-    assert run.files[0].path.parent.name == tmp_path.name
+    assert run.surveys[0].file.path.parent.name == tmp_path.name
     links = [(link[0], link[1], link[7]) for link in content(report.page(run))["links"]]
     pairs = [(0, 1), (0, 2), (1, 3), (2, 0), (2, 3), (3, 1)]  # 0 and 2 lead 1 and 3
     assert sorted(links) == [(f"rank {a}", f"rank {b}", "tcp") for a, b in pairs]
@@ -186,8 +186,8 @@ def test_megatrons_own_schedules_are_recorded(
     interleaved = "--num-layers-per-virtual-pipeline-stage 1 " if chunks == 2 else ""
     _, run = train(f"{GPT}{PP2}{interleaved}", tmp_path)
     table = generate("interleaved", 2, 2, 2) if chunks == 2 else generate("1f1b", 2, 2)
-    for file, rank in zip(run.files, (0, 0, 1, 1), strict=True):
-        for iteration in file.iterations():
+    for survey, rank in zip(run.surveys, (0, 0, 1, 1), strict=True):
+        for iteration in survey.file.iterations():
             actions = [
                 (s.attributes["stage"], s.name, s.attributes["microbatch"])
                 for s in sorted(iteration.spans, key=lambda span: span.begin_ns)
@@ -300,9 +300,9 @@ def test_a_folder_that_cannot_be_written_ends_the_run_in_one_line(tmp_path: Path
 
 def test_forward_and_backward_ranks_have_a_row_each(tmp_path: Path) -> None:
     _, run = train(f"{GPT}{PP2}--forward-backward-disaggregating ", tmp_path)
-    assert sorted(file.header.pipeline for file in run.files) == [0, 1, 2, 3]
-    assert [file.header.rank for file in run.files] == [0, 1, 2, 3]
-    by_row = {file.header.pipeline: names(run, file.header.rank) for file in run.files}
+    assert sorted(survey.header.pipeline for survey in run.surveys) == [0, 1, 2, 3]
+    assert [survey.header.rank for survey in run.surveys] == [0, 1, 2, 3]
+    by_row = {each.header.pipeline: names(run, each.header.rank) for each in run.surveys}
     assert all("weights" in found for found in by_row.values())
     assert "backward" not in by_row[0] | by_row[1]
     assert "backward" in by_row[2] & by_row[3]

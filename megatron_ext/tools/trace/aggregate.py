@@ -14,7 +14,7 @@ import re
 import shutil
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,17 +24,11 @@ from typing import TypeVar
 from megatron_ext.errors import DataError
 from megatron_ext.files import cannot_write, replacing, scratch_folder
 from megatron_ext.tools.trace.reader import TraceFile, load_schedule, open_run
-from megatron_ext.tools.trace.survey import (
-    Incoming,
-    MessageKey,
-    RankSurvey,
-    message_key,
-    survey,
-)
-from megatron_ext.tracing.records import Header, labels
+from megatron_ext.tools.trace.survey import Link, RankSurvey, message_key, survey
+from megatron_ext.tracing.records import labels
 
-__all__ = ["SLOW_LINK", "SLOW_RANK", "LinkSpeed", "Run", "aggregated_name", "link_speeds",
-           "read_run", "slow", "write_chrome_trace"]  # fmt: skip
+__all__ = ["SLOW_LINK", "SLOW_RANK", "Run", "aggregated_name", "align", "read_run", "slow",
+           "write_chrome_trace"]  # fmt: skip
 
 SLOW_RANK, SLOW_LINK = 1.2, 2.0
 """Times the median from which a rank, or a link, is slow."""
@@ -42,75 +36,67 @@ _TIME = re.compile(r'"ts":([0-9.]+)')
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class Alignment:
-    """Offset to add to the times of each clock, in nanoseconds, with its uncertainty."""
-
-    offset_ns: Mapping[str, int]
-    error_ns: Mapping[str, int | None]
-    """Half of the distance between the two bounds; None: by the time since 1970."""
-
-    def of(self, header: Header) -> int:
-        """Return what to add to the times of a rank."""
-        return self.offset_ns[header.clock]
-
-
-def align(surveys: Iterable[RankSurvey]) -> Alignment:
-    """Return what to add to each clock so that all agree with that of the lowest rank.
+def align(surveys: Iterable[RankSurvey]) -> dict[str, int | None]:
+    """Set the shift of each rank's times so that all agree with the clock of the lowest rank.
 
     Messages relate two clocks, as in NTP; hosts that exchange none are related through others that
     do, or else through the time since 1970 that each rank recorded at its start.
+
+    Returns:
+        The uncertainty of each clock in nanoseconds, half of the distance between the two bounds;
+        None: by the time since 1970.
     """
     ranks = {each.header.rank: each for each in surveys}
     clocks = {rank: each.header.clock for rank, each in ranks.items()}
-    sent = {
-        key: begin
-        for rank, each in ranks.items()
-        for key, (begin, _) in each.stamps.items()
-        if key.source == rank
-    }
+    sent = {key: begin for each in ranks.values() for key, begin in each.sends.items()}
     # By (sender's clock, receiver's clock): the smallest time between send and receive. What was
     # sent at s on one clock and arrived at r on the other proves the other ahead by r - s at most;
     # the smallest difference in each direction bounds the offset from both sides.
     bounds: dict[tuple[str, str], int] = {}
     for rank, each in ranks.items():
-        for key, (_, end) in each.stamps.items():
-            if key.target == rank and key in sent and clocks[key.source] != clocks[rank]:
+        for key, (end, _) in each.receives.items():
+            if key in sent and clocks[key.source] != clocks[rank]:
                 pair, took = (clocks[key.source], clocks[rank]), end - sent[key]
                 bounds[pair] = min(bounds.get(pair, took), took)
     headers = {clocks[rank]: ranks[rank].header for rank in sorted(ranks, reverse=True)}
     # Breadth first from the reference, so that each clock is as few steps from it as can be.
     reference = clocks[min(ranks)]
-    offsets, errors = {reference: 0}, {reference: 0 if len(headers) > 1 else None}
+    shifts, errors = {reference: 0}, dict[str, int | None]({reference: 0})
     waiting = [reference]
     while waiting:
         known = waiting.pop(0)
         for (ahead, clock), bound in sorted(bounds.items()):
             back = bounds.get((clock, ahead))
-            if ahead != known or clock in offsets or back is None:
+            if ahead != known or clock in shifts or back is None:
                 continue
             # clock - known is at most `bound`, and at least `-back`.
-            offsets[clock] = offsets[known] - (bound - back) // 2
+            shifts[clock] = shifts[known] - (bound - back) // 2
             errors[clock] = (errors[known] or 0) + max(0, bound + back) // 2
             waiting.append(clock)
     here = headers[reference]
     for clock, header in headers.items():
-        if clock not in offsets:
-            offsets[clock] = (header.wall_ns - header.clock_ns) - (here.wall_ns - here.clock_ns)
+        if clock not in shifts:
+            shifts[clock] = (header.wall_ns - header.clock_ns) - (here.wall_ns - here.clock_ns)
             errors[clock] = None
-    return Alignment(offsets, errors)
+    for each in ranks.values():
+        each.file.shift_ns = shifts[each.header.clock]
+    return errors
 
 
 @dataclass(frozen=True)
 class Run:
-    """The traces of a run: their files, the survey of each, and their clocks."""
+    """The traces of a run, on one clock."""
 
     directory: Path
-    files: Sequence[TraceFile]
     surveys: Sequence[RankSurvey]
-    alignment: Alignment
     notes: Sequence[str]
     """Notes about missing or damaged traces."""
+
+    @property
+    def links(self) -> list[Link]:
+        """Every pair of ranks that exchanged messages, the longest waited for first."""
+        found = [link for each in self.surveys for link in each.links.values()]
+        return sorted(found, key=lambda link: -link.waited_ns)
 
 
 def read_run(directory: Path | str) -> Run:
@@ -122,21 +108,19 @@ def read_run(directory: Path | str) -> Run:
     directory = Path(directory)
     files, notes = open_run(directory)
     surveys: list[RankSurvey] = []
-    readable: list[TraceFile] = []
     try:
         table = load_schedule(directory)
     except DataError:  # whoever needs the table loads it, and says what is wrong
         table = None
     full, slices = (0, (1.0,)) if table is None else (table.num_microbatches, table.slices)
     read = partial(_survey, full, tuple(slices))
-    for file, found in zip(files, _for_each(read, files), strict=True):
+    for found in _for_each(read, files):
         if isinstance(found, str):
             notes.append(found)
             continue
-        readable.append(file)
         surveys.append(found)
-        if found.damaged:
-            notes.append(f"{found.path.name}: {found.damaged} damaged lines were skipped")
+        if damaged := found.file.damaged:
+            notes.append(f"{found.file.path.name}: {damaged} damaged lines were skipped")
     counts = sorted({found.iterations for found in surveys})
     if not any(counts):
         raise DataError(f"{directory}: no iteration was recorded yet; {'; '.join(notes)}")
@@ -150,12 +134,22 @@ def read_run(directory: Path | str) -> Run:
         notes.append(
             f"steps of other sizes than the table's {full} micro-batches do not count: {sizes}"
         )
-    alignment = align(surveys)
-    for clock, error in alignment.error_ns.items() if len(alignment.error_ns) > 1 else ():
+    errors = align(surveys)
+    shifts = {each.header.clock: each.file.shift_ns for each in surveys}
+    for clock, error in errors.items() if len(errors) > 1 else ():
         how = "by the time of day" if error is None else f"+- {error / 1e3:.0f} us by messages"
-        offset_ms = alignment.offset_ns[clock] / 1e6
-        notes.append(f"clock {clock}: {offset_ms:+.3f} ms, {how}")
-    return Run(directory, readable, surveys, alignment, notes)
+        notes.append(f"clock {clock}: {shifts[clock] / 1e6:+.3f} ms, {how}")
+    sent = {key: at + s.file.shift_ns for s in surveys for key, at in s.sends.items()}
+    for each in surveys:
+        delays: dict[int, list[int]] = defaultdict(list)
+        for key, (end, has_waited) in each.receives.items():
+            if has_waited and key in sent:
+                delays[key.source].append(end + each.file.shift_ns - sent[key])
+        for source, times in delays.items():
+            if source in each.links:
+                # Clocks agree to within an error: a fast message may seem to arrive early.
+                each.links[source].delay_ns = max(0, statistics.median_low(times))
+    return Run(directory, surveys, notes)
 
 
 def _for_each(task: Callable[[TraceFile], _T], files: Sequence[TraceFile]) -> Iterator[_T]:
@@ -181,40 +175,6 @@ def _survey(full: int, slices: tuple[float, ...], file: TraceFile) -> RankSurvey
         return f"{file.path.name} is damaged and left out: {error}"
 
 
-@dataclass(frozen=True)
-class LinkSpeed:
-    """An ordered pair of ranks that exchange messages."""
-
-    source: int
-    target: int
-    link: Incoming
-    delay_ns: int | None
-    """Median from the begin of a send to the end of its receive, of messages that were waited for;
-    None: both ends of no such message are known."""
-
-
-def link_speeds(run: Run) -> list[LinkSpeed]:
-    """Return every pair of ranks that exchanged messages, the longest waited for first."""
-    sent: dict[MessageKey, int] = {}
-    for each in run.surveys:
-        shift = run.alignment.of(each.header)
-        for key, (begin, _) in each.stamps.items():
-            if key.source == each.header.rank:
-                sent[key] = begin + shift
-    found = []
-    for each in run.surveys:
-        shift = run.alignment.of(each.header)
-        delays: dict[int, list[int]] = defaultdict(list)
-        for key in each.waited & sent.keys():
-            if key.target == each.header.rank:
-                delays[key.source].append(each.stamps[key][1] + shift - sent[key])
-        for source, link in each.links.items():
-            # Clocks are aligned to within an error: a fast message may seem to arrive early.
-            delay = max(0, statistics.median_low(delays[source])) if delays[source] else None
-            found.append(LinkSpeed(source, each.header.rank, link, delay))
-    return sorted(found, key=lambda speed: -speed.link.waited_ns)
-
-
 def slow(run: Run) -> list[tuple[str, float]]:
     """Return slow ranks and links in words, with their factor over the median, worst first.
 
@@ -225,8 +185,8 @@ def slow(run: Run) -> list[tuple[str, float]]:
     by_name: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for each in run.surveys:
         for (name, stage), sample in each.actions.items():
-            by_stage[name, stage][each.header.rank] = sample.median_ns
-            by_name[name][each.header.rank].append(sample.median_ns)
+            by_stage[name, stage][each.header.rank] = statistics.median(sample)
+            by_name[name][each.header.rank].append(statistics.median(sample))
     factors: dict[int, list[float]] = defaultdict(list)
     for (name, _), peers in by_stage.items():
         means = {rank: statistics.fmean(found) for rank, found in by_name[name].items()}
@@ -239,9 +199,9 @@ def slow(run: Run) -> list[tuple[str, float]]:
     found = [(f"rank {rank}", statistics.fmean(values)) for rank, values in sorted(factors.items())]
     found = [(what, factor) for what, factor in found if factor >= SLOW_RANK]
     delays = [
-        (f"link from rank {speed.source} to rank {speed.target}", speed.delay_ns)
-        for speed in link_speeds(run)
-        if speed.delay_ns is not None
+        (f"link from rank {link.source} to rank {link.target}", link.delay_ns)
+        for link in run.links
+        if link.delay_ns is not None
     ]
     middle = statistics.median_low([delay for _, delay in delays]) if delays else 0
     found += [(what, delay / middle) for what, delay in delays if 0 < SLOW_LINK * middle <= delay]
@@ -259,18 +219,18 @@ def write_chrome_trace(run: Run, output: Path) -> int:
     Raises:
         DataError: It cannot be written.
     """
-    ranks = frozenset(file.header.rank for file in run.files)
-    begins = [s.steps[0].begin_ns + run.alignment.of(s.header) for s in run.surveys if s.steps]
+    ranks = frozenset(each.header.rank for each in run.surveys)
+    begins = [s.steps[0].begin_ns + s.file.shift_ns for s in run.surveys if s.steps]
     try:
         with (
             replacing(output) as merged,
             scratch_folder(output) as parts,
             merged.open("wb") as file,
         ):
-            task = partial(_write_part, parts, run.alignment, min(begins, default=0), ranks)
+            task = partial(_write_part, parts, min(begins, default=0), ranks)
             size = file.write(b"[\n")
             # Files are read again, an iteration at a time: memory does not grow with the run.
-            for index, part in enumerate(_for_each(task, run.files)):
+            for index, part in enumerate(_for_each(task, [each.file for each in run.surveys])):
                 size += file.write(b",\n" if index else b"") + part.stat().st_size
                 with part.open("rb") as content:
                     shutil.copyfileobj(content, file, 1 << 20)
@@ -281,16 +241,13 @@ def write_chrome_trace(run: Run, output: Path) -> int:
         raise DataError(cannot_write(output, error, remedy)) from error
 
 
-def _write_part(
-    directory: Path, alignment: Alignment, begin_ns: int, ranks: frozenset[int], file: TraceFile
-) -> Path:
+def _write_part(directory: Path, begin_ns: int, ranks: frozenset[int], file: TraceFile) -> Path:
     """Write the events of one rank, without the brackets of the list."""
     header, path = file.header, directory / str(file.header.rank)
-    shift_ns = alignment.of(header) - begin_ns
     row = {"name": "message", "cat": "message", "pid": header.row[0], "tid": header.row[1]}
 
     def shifted(time: re.Match[str]) -> str:
-        return f'"ts":{float(time[1]) + shift_ns / 1e3:.3f}'
+        return f'"ts":{float(time[1]) + (file.shift_ns - begin_ns) / 1e3:.3f}'
 
     with path.open("w", encoding="utf-8") as out:
         out.write(_encode(labels(header))[1:-1])  # the list's brackets are those of the whole file
@@ -305,7 +262,7 @@ def _write_part(
                 part = span.attributes.get("part", 0)
                 arrow = {**row, "id": ".".join(map(str, (*key[1:], part, iteration.number)))}
                 begin_us, end_us = (
-                    (iteration.begin_ns + shift_ns + time_ns) / 1e3 for time_ns in span[1:3]
+                    (iteration.begin_ns - begin_ns + time_ns) / 1e3 for time_ns in span[1:3]
                 )
                 if span.name == "send":
                     arrow |= {"ph": "s", "ts": begin_us}

@@ -9,6 +9,7 @@ activations stays the same.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from megatron_ext.schedules.search.policies import POLICIES
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.schedules.table.slices import attention_of
-from megatron_ext.tools.trace.aggregate import Run, link_speeds, read_run
+from megatron_ext.tools.trace.aggregate import Run, read_run
 from megatron_ext.tools.trace.reader import load_schedule
 from megatron_ext.tools.trace.survey import figures
 from megatron_ext.tracing.records import ACTION_NAMES
@@ -186,12 +187,17 @@ def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
     Raises:
         DataError: The actions of some stage were not traced.
     """
-    times: dict[tuple[str, int], list[int]] = defaultdict(list)
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
     sigmas = []
     for survey in run.surveys:
         for key, sample in survey.actions.items():
-            times[key].append(sample.median_ns)
-            sigmas.append(sample.sigma)
+            times[key].append(statistics.median(sample))
+            values = [value for value in sample if value > 0]
+            if len(values) >= 8:
+                # The quartiles of a normal distribution are 1.349 sigma apart; a step in which the
+                # machine did something else moves them little.
+                low, _, high = statistics.quantiles(values, n=4)
+                sigmas.append(math.log(high / low) / 1.349)
 
     def median_s(kind: str, stage: int) -> float | None:
         found = times.get((ACTION_NAMES[kind], stage))
@@ -216,13 +222,13 @@ def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
             )
         rows.append((forward, *backward))
     forwards, inputs, weights = zip(*rows, strict=True)
-    delays = [speed.delay_ns for speed in link_speeds(run) if speed.delay_ns is not None]
+    delays = [link.delay_ns for link in run.links if link.delay_ns is not None]
     latency_s = statistics.median(delays) / 1e9 if delays else 0.0
-    exchanged: dict[int, list[int]] = defaultdict(list)  # what a forward of each stage exchanges
+    exchanged: dict[int, list[float]] = defaultdict(list)  # what a forward of each stage exchanges
     for survey in run.surveys:
         for (name, stage), sample in survey.exchanges.items():
             if name == ACTION_NAMES["F"]:
-                exchanged[stage].append(sample.median_ns)
+                exchanged[stage].append(statistics.median(sample))
     exchanged_s = sum(statistics.median(each) for each in exchanged.values()) / 1e9
     share = min(1.0, exchanged_s / sum(forwards))
     jitter = statistics.median(sigmas or [0.0])
@@ -491,9 +497,8 @@ def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
     durations: dict[int, list[int]] = defaultdict(list)
     fixed, activations = [], []
     for survey in run.surveys:
-        shift = run.alignment.of(survey.header)
         for step in survey.complete_steps:
-            end = step.begin_ns + step.duration_ns - step.after_ns + shift
+            end = step.begin_ns + step.duration_ns - step.after_ns + survey.file.shift_ns
             begins[step.number].append(end - step.pipeline_ns)
             ends[step.number].append(end)
             durations[step.number].append(step.duration_ns)
@@ -501,7 +506,7 @@ def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
         # Measured once for each stage, in the first recorded step: a maximum over steps finds it.
         kept = max((step.activation_bytes for step in survey.steps), default=0)
         if kept and mine.memory_bytes:
-            fixed.append(max(0, mine.memory_bytes - kept * mine.peak_kept))
+            fixed.append(max(0, mine.memory_bytes - kept * mine.peak_live))
             activations.append(kept * schedule.num_stages / schedule.pp)
     if not fixed:
         notes.append("no rank recorded what a forward keeps: memory is not predicted")

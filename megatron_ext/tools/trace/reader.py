@@ -35,7 +35,7 @@ class Iteration:
 
     number: int
     begin_ns: int
-    """On the clock of the rank."""
+    """On the clock of the rank, shifted by `TraceFile.shift_ns`."""
     duration_ns: int
     spans: list[Span] = field(default_factory=list)
     end: dict[str, int] = field(default_factory=dict)
@@ -50,6 +50,8 @@ class TraceFile:
 
     path: Path
     header: Header
+    shift_ns: int = 0
+    """To be added to its times so that those of all ranks agree."""
     damaged: int = 0
     """Lines that were skipped, counted while iterations are read."""
 
@@ -63,27 +65,40 @@ class TraceFile:
             DataError: The file can no longer be read.
         """
         self.damaged = 0
-        parts: list[str] = []  # of an iteration with very many spans, which takes several lines
         try:
             # A rank that died may have left half of a character.
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 file.readline()  # the header, which `open_run` has read
                 for line in file:
-                    parts.append(line.strip(",] \r\n"))
+                    text = line.strip(",] \r\n")
                     # Looked for as text: lines of other iterations need no decoding.
-                    if '"cat":"iteration"' not in line:
+                    if not text or (only is not None and f'"iteration":{only}' not in text):
                         continue
-                    text, parts = ",".join(filter(None, parts)), []
-                    if only is not None and f'"iteration":{only}' not in line:
-                        continue
-                    found = _iteration(text)
+                    found = self._iteration(text)
                     self.damaged += found is None
                     if found is not None and only in (None, found.number):
                         yield found
         except OSError as error:
             raise DataError(f"{self.path.name} cannot be read: {error.strerror}") from error
-        rest = ",".join(filter(None, parts))
-        self.damaged += _decode(f"[{rest}]") is None
+
+    def _iteration(self, text: str) -> Iteration | None:
+        """Return the iteration of some events; None if no recorder wrote them."""
+        try:
+            *spans, last = _decode(f"[{text}]")
+            end = {key: value for key, value in last["args"].items() if type(value) is int}
+            begin_ns, duration_ns = round(1e3 * last["ts"]), round(1e3 * last["dur"])
+            shifted_ns = begin_ns + self.shift_ns
+            found = Iteration(end["iteration"], shifted_ns, duration_ns, [], end, text)
+            for event in spans:
+                # Of a large time since the boot of a host, the last nanoseconds are rounded.
+                start = max(0, round(1e3 * event["ts"]) - begin_ns)
+                length = round(1e3 * event["dur"])
+                if length < 0 or not isinstance(event["args"], dict):
+                    return None
+                found.spans.append(Span(str(event["cat"]), start, start + length, event["args"]))
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+            return None
+        return found
 
 
 def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
@@ -180,22 +195,3 @@ def _decode(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _iteration(text: str) -> Iteration | None:
-    """Return the iteration of some events; None if no recorder wrote them."""
-    try:
-        *spans, last = _decode(f"[{text}]")
-        end = {key: value for key, value in last["args"].items() if type(value) is int}
-        begin_ns = round(1e3 * last["ts"])
-        found = Iteration(end["iteration"], begin_ns, round(1e3 * last["dur"]), [], end, text)
-        for event in spans:
-            # Of a large time since the boot of a host, the last nanoseconds are rounded.
-            start = max(0, round(1e3 * event["ts"]) - begin_ns)
-            length = round(1e3 * event["dur"])
-            if length < 0 or not isinstance(event["args"], dict):
-                return None
-            found.spans.append(Span(str(event["cat"]), start, start + length, event["args"]))
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        return None
-    return found

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, SPANS, ink, variables
 from megatron_ext.schedules.table.transforms import literal_rows, table_rank
-from megatron_ext.tools.trace.aggregate import link_speeds, slow
+from megatron_ext.tools.trace.aggregate import slow
 from megatron_ext.tools.trace.forecast import Forecast, planned, predict
 from megatron_ext.tools.trace.reader import load_schedule
 from megatron_ext.tools.trace.survey import Figures, figures
@@ -220,21 +220,20 @@ def _heat_row(steps: Sequence[Step]) -> list[float]:
 def _links(run: Run) -> list[list[str]]:
     by_rank = {survey.header.rank: survey for survey in run.surveys}
     rows = []
-    for speed in link_speeds(run)[:_MAX_ROWS]:
-        target = by_rank[speed.target]
+    for link in run.links[:_MAX_ROWS]:
+        target = by_rank[link.target]
         # Messages of Megatron's own transport have no wire that we know.
-        wire = target.wires.get(speed.source, target.header.settings.get("transport", ""))
+        wire = target.wires.get(link.source, target.header.settings.get("transport", ""))
         steps, rate = max(1, target.counted), ""
-        if speed.delay_ns and speed.link.messages:
-            of_each = speed.link.bytes / speed.link.messages
-            rate = f"{of_each / speed.delay_ns * 1e9 / 2**20:.1f}"
+        if link.delay_ns and link.messages:
+            rate = f"{link.bytes / link.messages / link.delay_ns * 1e9 / 2**20:.1f}"
         rows.append([
-            f"rank {speed.source}",
-            f"rank {speed.target}",
-            f"{speed.link.messages / steps:.4g}",
-            f"{speed.link.bytes / steps / 2**20:.2f}",
-            f"{speed.link.waited_ns / steps / 1e6:.2f}",
-            "" if speed.delay_ns is None else f"{speed.delay_ns / 1e6:.3f}",
+            f"rank {link.source}",
+            f"rank {link.target}",
+            f"{link.messages / steps:.4g}",
+            f"{link.bytes / steps / 2**20:.2f}",
+            f"{link.waited_ns / steps / 1e6:.2f}",
+            "" if link.delay_ns is None else f"{link.delay_ns / 1e6:.3f}",
             rate,
             str(wire),
         ])  # fmt: skip
@@ -275,22 +274,21 @@ def _measured(run: Run) -> list[_Row]:
 
 
 def _timeline(run: Run, number: int, title: str) -> _Row:
-    found: list[tuple[str, int, Iteration]] = []
-    for file, survey in zip(run.files, run.surveys, strict=True):
+    found: list[tuple[str, Iteration]] = []
+    for survey in run.surveys:
         if len(found) == _MAX_RANKS:
             break
-        for iteration in file.iterations(only=number):
-            shift_ns = iteration.begin_ns + run.alignment.of(file.header)
-            found.append((survey.header.label, shift_ns, iteration))
-            break
-    begin_ns = min(shift_ns for _, shift_ns, _ in found)
-    length_ns = max(shift_ns + i.duration_ns for _, shift_ns, i in found) - begin_ns
-    total = sum(len(iteration.spans) for _, _, iteration in found)
+        iteration = next(survey.file.iterations(only=number), None)
+        if iteration is not None:
+            found.append((survey.header.label, iteration))
+    begin_ns = min(iteration.begin_ns for _, iteration in found)
+    length_ns = max(each.begin_ns + each.duration_ns for _, each in found) - begin_ns
+    total = sum(len(iteration.spans) for _, iteration in found)
     # What is thinner than its share of the picture could not be seen anyway.
     finest_ns = 0 if total <= _MAX_SPANS else length_ns * len(found) // _MAX_SPANS
     rows = [
-        _row(label, iteration.spans, shift_ns - begin_ns, finest_ns)
-        for label, shift_ns, iteration in found
+        _row(label, iteration.spans, iteration.begin_ns - begin_ns, finest_ns)
+        for label, iteration in found
     ]
     return {"title": f"{title} ({number})", "rows": rows, "length": max(1e-3, length_ns / 1e3)}
 

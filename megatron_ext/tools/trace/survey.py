@@ -5,32 +5,31 @@ The page, the forecast and the lines of text are made of surveys.
 
 from __future__ import annotations
 
-import math
 import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.tracing.records import ACTION_NAMES, Header, Span
 
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.reader import Iteration, TraceFile
 
-__all__ = ["Figures", "Incoming", "MessageKey", "RankSurvey", "Sample", "Step", "figures",
-           "message_key", "survey", "text"]  # fmt: skip
+__all__ = ["Figures", "Link", "MessageKey", "RankSurvey", "Step", "figures", "message_key",
+           "survey", "text"]  # fmt: skip
 
 MAX_STEPS = 20_000
 """Number of iterations that a survey keeps separately; it ignores further ones."""
 # Bounds on a survey: those of all ranks are in memory together, and travel between processes.
-_MAX_SAMPLED_ITERATIONS = 16
-_MAX_STAMPS = 20_000
+_MAX_ITERATIONS = 16
+_MAX_SPANS = 40_000
 _MAX_LINES = 16
 """Ranks that have a line of text of their own."""
 
 _WORK = frozenset(ACTION_NAMES.values())
+_WEIGHT = ACTION_NAMES["W"]
 _IDLE = ("wait", "send", "weights")
 """Spans in which a rank computes nothing."""
 _OTHER_END = {"send": "to", "receive": "from", "wait": "on"}
@@ -65,9 +64,7 @@ class Step(NamedTuple):
     """From the last action to the end of the iteration: reduction, optimizer and so on."""
     memory_bytes: int
     peak_live: float
-    """Most forwards that waited for the end of their backward at once, in stages."""
-    peak_kept: float
-    """The same in activations of one stage; a weight stash may count more than 1."""
+    """Most activations of one stage that it kept at once; a weight stash may count more than 1."""
     actions: int
     out_of_order: int
     """Actions that ran although an earlier one of the table had not run."""
@@ -78,80 +75,58 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Sample:
-    """Durations of one kind: count and an evenly thinned selection of at most 512."""
-
-    count: int = 0
-    kept: list[int] = field(default_factory=list)
-    _stride: int = 1
-
-    def add(self, values_ns: Sequence[int]) -> None:
-        """Take in durations."""
-        # Every stride-th of all values, across calls: `count` says how many were seen before.
-        self.kept += values_ns[-self.count % self._stride :: self._stride]
-        while len(self.kept) >= 512:
-            self.kept = self.kept[::2]
-            self._stride *= 2
-        self.count += len(values_ns)
-
-    @property
-    def median_ns(self) -> int:
-        """The median of the selection, 0 if there is nothing."""
-        return sorted(self.kept)[len(self.kept) // 2] if self.kept else 0
-
-    @property
-    def sigma(self) -> float:
-        """Standard deviation of the logarithms."""
-        values = sorted(value for value in self.kept if value > 0)
-        if len(values) < 8:
-            return 0.0
-        # The quartiles of a normal distribution are 1.349 sigma apart; a step in which the machine
-        # did something else moves them little.
-        return math.log(values[3 * len(values) // 4] / values[len(values) // 4]) / 1.349
-
-
-@dataclass
-class Incoming:
+class Link:
     """Messages that a rank received from another one."""
 
+    source: int
+    target: int
     messages: int = 0
     bytes: int = 0
     waited_ns: int = 0
+    delay_ns: int | None = None
+    """Median from the begin of a send to the end of its receive, of messages that were waited for;
+    None: both ends of no such message are known. It takes the surveys of both ranks."""
+
+
+def _lists() -> dict[tuple[str, int], list[int]]:
+    return defaultdict(list)
 
 
 @dataclass
 class RankSurvey:
     """The survey of one rank."""
 
-    path: Path
-    header: Header
+    file: TraceFile
     full: int = 0
     """Micro-batches of the table of the run; 0: not known. The figures are of steps with so many
     only, because others take another time (`--rampup-batch-size`)."""
     slices: tuple[float, ...] = (1.0,)
     """Share of a micro-batch that each of its slices is."""
     steps: list[Step] = field(default_factory=list)
-    actions: dict[tuple[str, int], Sample] = field(default_factory=lambda: defaultdict(Sample))
-    """By name and stage: from the begin of an action to the begin of what follows it, without
-    waiting, so that what the runtime does around an action belongs to it."""
-    exchanges: dict[tuple[str, int], Sample] = field(default_factory=lambda: defaultdict(Sample))
+    actions: dict[tuple[str, int], list[int]] = field(default_factory=_lists)
+    """Nanoseconds by name and stage: from the begin of an action to the begin of what follows it,
+    without waiting, so that what the runtime does around an action belongs to it."""
+    exchanges: dict[tuple[str, int], list[int]] = field(default_factory=_lists)
     """By the same keys: what an action exchanges between experts, alone as in pairs."""
-    links: dict[int, Incoming] = field(default_factory=lambda: defaultdict(Incoming))
+    links: dict[int, Link] = field(default_factory=dict)
     """By the global rank that sent."""
     wires: dict[int, str] = field(default_factory=dict)
     """By the global rank of each peer: what carries messages between the two."""
-    stamps: dict[MessageKey, tuple[int, int]] = field(default_factory=dict)
-    """Of the messages of some iterations: begin and end of their `send` or `receive`, on the clock
-    of the rank."""
-    waited: set[MessageKey] = field(default_factory=set)
-    """Keys of `stamps` that were received and had been waited for."""
+    sends: dict[MessageKey, int] = field(default_factory=dict)
+    """When the `send` of a message began, on the clock of the rank."""
+    receives: dict[MessageKey, tuple[int, bool]] = field(default_factory=dict)
+    """When the `receive` of a message ended, and whether the rank had waited for it."""
     sent: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
     """Bytes of the messages that it sent, by kind and stage."""
     counted: int = 0
-    """Iterations that `actions`, `links` and `sent` are about."""
+    """Iterations that `actions`, `exchanges`, `links` and `sent` are about: some, evenly spread."""
     iterations: int = 0
     spans: int = 0
-    damaged: int = 0
+
+    @property
+    def header(self) -> Header:
+        """The identity of the rank."""
+        return self.file.header
 
     @property
     def stash_ratio(self) -> float:
@@ -184,44 +159,44 @@ def survey(file: TraceFile, full: int = 0, slices: tuple[float, ...] = (1.0,)) -
     Raises:
         DataError: See `reader.TraceFile.iterations`.
     """
-    found = RankSurvey(file.path, file.header, full, slices)
-    # The messages of some iterations, evenly spread, and of the same ones on all ranks: by number
-    # their begin, and their spans that are about a message.
-    kept: dict[int, tuple[int, list[tuple[MessageKey, Span]]]] = {}
-    stride = 1
+    found = RankSurvey(file, full, slices)
+    # Every iteration has its figures; single durations and messages are those of some, evenly
+    # spread, and of the same ones on all ranks: weeks of iterations must not grow what is kept.
+    kept: list[Iteration] = []
+    stride, has_full = 1, False
     for iteration in file.iterations():
-        spans = iteration.spans
         found.iterations += 1
-        found.spans += len(spans)
-        spans.sort(key=operator.itemgetter(1))
-        # Weeks of iterations must not grow what a process keeps.
-        if len(found.steps) < MAX_STEPS:
-            found.steps.append(_step(iteration, found.stash_ratio, slices))
-        is_full = found.is_full(iteration.end.get("microbatches", 0))
-        if is_full and (found.iterations > 1 or iteration.number > 1):  # the first one warms up
-            _count(found, spans)
-        for span in spans:
+        found.spans += len(iteration.spans)
+        iteration.spans.sort(key=operator.itemgetter(1))
+        for span in iteration.spans:
             if span.name == "wire":
                 peer = _whole(span.attributes.get("peer"))
                 found.wires[peer] = str(span.attributes.get("wire"))
-        if iteration.number % stride:
+        if len(found.steps) < MAX_STEPS:
+            found.steps.append(_step(iteration, found.stash_ratio, slices))
+        is_full = found.is_full(iteration.end.get("microbatches", 0))
+        if is_full and not has_full:
+            has_full, kept = True, []  # those before, of other sizes, are of no more use
+        if iteration.number % stride or is_full != has_full:
             continue
-        keyed = ((message_key(found.header.rank, iteration.number, span), span) for span in spans)
-        about = [(key, span) for key, span in keyed if key is not None]
-        kept[iteration.number] = iteration.begin_ns, about
+        kept.append(iteration)
         while len(kept) > 1 and (
-            len(kept) > _MAX_SAMPLED_ITERATIONS
-            or sum(len(about) for _, about in kept.values()) > _MAX_STAMPS
+            len(kept) > _MAX_ITERATIONS or sum(len(one.spans) for one in kept) > _MAX_SPANS
         ):
             stride *= 2
-            kept = {number: one for number, one in kept.items() if number % stride == 0}
-    for begin_ns, about in kept.values():
-        waits = {key for key, span in about if span.name == "wait"}
-        for key, span in about:
-            if span.name != "wait":
-                found.stamps[key] = begin_ns + span.begin_ns, begin_ns + span.end_ns
-        found.waited |= waits & found.stamps.keys()
-    found.damaged = file.damaged
+            kept = [one for one in kept if one.number % stride == 0]
+    for iteration in kept:
+        waits: set[MessageKey] = set()
+        for span in iteration.spans:
+            key = message_key(found.header.rank, iteration.number, span)
+            if key is not None and span.name == "wait":
+                waits.add(key)
+            elif key is not None and span.name == "send":
+                found.sends[key] = iteration.begin_ns + span.begin_ns
+            elif key is not None:
+                found.receives[key] = iteration.begin_ns + span.end_ns, key in waits
+        if has_full and iteration.number > 1:  # the first one warms up
+            _count(found, iteration.spans)
     return found
 
 
@@ -230,9 +205,24 @@ def _step(iteration: Iteration, stash_ratio: float, slices: tuple[float, ...]) -
     begin = work[0].begin_ns if work else 0
     end = max((span.end_ns for span in work), default=0)
     busy, covered = 0, begin
-    for span in work:  # the two of a pair overlap, and the rank is busy once
-        busy += max(0, span.end_ns - max(span.begin_ns, covered))
+    live = peak = 0.0
+    of = [(about("stage"), about("microbatch"), about("slice", 0))
+          for about in (span.attributes.get for span in work)]  # fmt: skip
+    splits = {action for action, span in zip(of, work, strict=True) if span.name == _WEIGHT}
+    for action, span in zip(of, work, strict=True):
+        busy += max(0, span.end_ns - max(span.begin_ns, covered))  # those of a pair overlap
         covered = max(covered, span.end_ns)
+        part = _whole(action[2])
+        share = slices[part] if part < len(slices) else 0.0
+        if span.name == ACTION_NAMES["F"]:
+            live += share
+        elif action not in splits:
+            live -= share
+        elif span.name == ACTION_NAMES["I"]:
+            live += (stash_ratio - 1) * share
+        else:
+            live -= stash_ratio * share
+        peak = max(peak, live)
     idle: dict[str, int] = defaultdict(int)
     for span in iteration.spans:
         if span.name in _IDLE and begin <= span.begin_ns < end:
@@ -254,8 +244,7 @@ def _step(iteration: Iteration, stash_ratio: float, slices: tuple[float, ...]) -
         idle_ns=dict(idle),
         after_ns=iteration.duration_ns - end,
         memory_bytes=given("memory_bytes", 0),
-        peak_live=_peak_live(work, slices),
-        peak_kept=_peak_live(work, slices, stash_ratio),
+        peak_live=peak,
         actions=len(work),
         out_of_order=given("out_of_order", 0),
         activation_bytes=given("activation_bytes", 0),
@@ -263,41 +252,8 @@ def _step(iteration: Iteration, stash_ratio: float, slices: tuple[float, ...]) -
     )
 
 
-def _peak_live(work: list[Span], slices: Sequence[float], stash_ratio: float = 1.0) -> float:
-    """Count the forwards whose backward, or whose weight gradient, has not ended.
-
-    Args:
-        work: The actions of an iteration, in order.
-        slices: What each slice counts.
-        stash_ratio: What one between its input gradient and its weight gradient counts.
-    """
-    splits = {_action_of(span) for span in work if span.name == "weight_gradient"}
-    live = peak = 0.0
-    for span in work:
-        about = _action_of(span)
-        number = _whole(about[2])
-        share = slices[number] if number < len(slices) else 0.0
-        if span.name == "forward":
-            live += share
-        elif about not in splits:
-            live -= share
-        elif span.name == "input_gradient":
-            live += (stash_ratio - 1) * share
-        else:
-            live -= stash_ratio * share
-        peak = max(peak, live)
-    return peak
-
-
-def _action_of(span: Span) -> tuple[Any, Any, Any]:
-    """Return stage, micro-batch and slice of an action, whatever its kind."""
-    about = span.attributes.get
-    return about("stage"), about("microbatch"), about("slice", 0)
-
-
 def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
     """Add the durations of an iteration's actions, and what it sent and received."""
-    costs: dict[tuple[str, int], list[int]] = defaultdict(list)
     action: tuple[str, int] | None = None
     found.counted += 1
     begun = ended = 0
@@ -314,27 +270,26 @@ def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
             continue
         if action is not None and (name in _WORK or name in ("wait", "receive")):
             # What is done until the rank waits or computes again is the price of the action.
-            costs[action].append(max(begin, ended) - begun)
+            found.actions[action].append(max(begin, ended) - begun)
             action = None
+        other = about.get(_OTHER_END.get(name))
         if name in _WORK:
             action, begun, ended = (name, about.get("stage", 0)), begin, end
         elif name == "send":
             of = str(about.get("for")), _whole(about.get("stage"))
             found.sent[of] += _whole(about.get("bytes"))  # damaged numbers count as none
         # Exactly int: a damaged `true` would count as rank 1.
-        elif name in ("receive", "wait") and type(about.get(_OTHER_END[name])) is int:
-            link = found.links[about[_OTHER_END[name]]]
+        elif name in ("receive", "wait") and type(other) is int:
+            link = found.links.setdefault(other, Link(other, found.header.rank))
             if name == "wait":
                 link.waited_ns += end - begin
             else:
                 link.messages += 1
                 link.bytes += _whole(about.get("bytes"))
     if action is not None:
-        costs[action].append(ended - begun)
-    for of_action, values_ns in costs.items():
-        found.actions[of_action].add(values_ns)
+        found.actions[action].append(ended - begun)
     for (of_kind, stage, _), exchanged_ns in exchanged.items():
-        found.exchanges[of_kind, stage].add([exchanged_ns])
+        found.exchanges[of_kind, stage].append(exchanged_ns)
 
 
 def message_key(rank: int, iteration: int, span: Span) -> MessageKey | None:
@@ -370,7 +325,6 @@ class Figures:
     """Mean per step after the last action."""
     memory_bytes: int = 0
     peak_live: float = 0.0
-    peak_kept: float = 0.0
     out_of_order_ratio: float = 0.0
 
     @property
@@ -398,7 +352,6 @@ def figures(surveys: Iterable[RankSurvey]) -> Figures:
         after_ns=statistics.fmean(step.after_ns for step in steps),
         memory_bytes=max(step.memory_bytes for step in steps),
         peak_live=max(step.peak_live for step in steps),
-        peak_kept=max(step.peak_kept for step in steps),
         out_of_order_ratio=sum(step.out_of_order for step in steps) / actions if actions else 0.0,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.communication import exchanges
@@ -73,7 +74,8 @@ def write_run(
             rank, 0, rank, 0, (1, pp, 1), "host", clock_of(rank), now_ns, 1,
             settings or {"schedule": table.label, "transport": "torch"}, {"torch": "2"},
         )  # fmt: skip
-        recorder = Recorder(lambda header=header: (directory, header), clock)
+        every = Tracing(iterations=100)
+        recorder = Recorder(lambda header=header: (directory, header), clock, every)
         if wire_of is not None:
             recorder.wires |= {peer: wire_of(rank, peer) for peer in range(pp) if peer != rank}
         origin = 5_000 * MS + clock_offset_ns(rank)

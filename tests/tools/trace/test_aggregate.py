@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ import pytest
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.tools.trace.aggregate import (
     aggregated_name,
+    align,
     read_run,
     slow,
     write_chrome_trace,
 )
-from megatron_ext.tools.trace.survey import Sample, figures
+from megatron_ext.tools.trace.survey import figures
 from tests.commands import run_package
 from tests.tools.trace.runs import COSTS, MS, trace_of, write_run
 
@@ -66,7 +68,7 @@ def test_a_pair_is_busy_once_and_no_measure_of_its_halves(tmp_path: Path) -> Non
     alone = schedule.num_microbatches - len(schedule.pairs[0])
     assert alone > 0
     forward = first.actions["forward", 0]
-    assert (forward.median_ns, forward.count) == (10 * MS, 2 * alone)
+    assert (statistics.median(forward), len(forward)) == (10 * MS, 2 * alone)
 
 
 @pytest.mark.parametrize("offset_ns", [250 * MS, -7 * MS])
@@ -78,9 +80,8 @@ def test_clocks_of_hosts_are_aligned_by_their_messages(tmp_path: Path, offset_ns
         clock_offset_ns=lambda rank: offset_ns * (rank // 2),
     )
     run = read_run(skewed)
-    found = run.alignment.offset_ns["boot 1"]
-    assert abs(found + offset_ns) <= run.alignment.error_ns["boot 1"]
-    assert run.alignment.error_ns["boot 1"] <= 2 * MS
+    error_ns = align(run.surveys)["boot 1"]
+    assert abs(run.surveys[2].file.shift_ns + offset_ns) <= error_ns <= 2 * MS
     for before, after in zip(straight, chrome(skewed), strict=True):
         assert after.get("ts", 0) == pytest.approx(before.get("ts", 0), abs=2000)
 
@@ -95,8 +96,8 @@ def test_clocks_that_exchange_nothing_are_aligned_by_the_time_of_day(tmp_path: P
         text = trace_of(run, rank).read_text()
         trace_of(run, rank).write_text(text.replace('"receive"', '"other"'))
     found = read_run(run)
-    assert found.alignment.offset_ns["boot 1"] == -90 * MS
-    assert found.alignment.error_ns["boot 1"] is None
+    assert found.surveys[2].file.shift_ns == -90 * MS
+    assert align(found.surveys)["boot 1"] is None
 
 
 def test_missing_ranks_other_lengths_and_a_trailing_slash(tmp_path: Path) -> None:
@@ -142,9 +143,10 @@ def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
     assert "cannot be written" in done.stderr
 
 
-def test_samples_stay_small_and_keep_the_middle() -> None:
-    sample = Sample()
-    for value in range(100_000):
-        sample.add([value])
-    assert len(sample.kept) <= 512
-    assert sample.median_ns == pytest.approx(50_000, rel=0.01)
+def test_surveys_of_long_runs_stay_small_and_are_of_all_of_them(tmp_path: Path) -> None:
+    [first, *_] = read_run(write_run(tmp_path, pp=2, microbatches=2, iterations=100)).surveys
+    assert len(first.steps) == first.iterations == 100
+    assert 8 <= first.counted <= 16
+    assert {len(times) for times in first.actions.values()} == {2 * first.counted}
+    numbers = sorted({key.iteration for key in first.sends})
+    assert numbers[0] < 15 < 85 < numbers[-1]

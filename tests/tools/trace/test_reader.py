@@ -134,7 +134,7 @@ def test_what_no_rank_of_ours_wrote_is_left_out_with_one_line(tmp_path: Path) ->
     path = trace_of(run, 0)
     path.write_bytes(path.read_bytes().replace(b'"stage":', b'"stage":[1],"was":'))
     found = read_run(run)
-    assert path not in [survey.path for survey in found.surveys]
+    assert path not in [survey.file.path for survey in found.surveys]
     [note] = [note for note in found.notes if "is damaged and left out" in note]
     assert path.name in note
     assert "\n" not in note

@@ -159,7 +159,7 @@ def test_the_page_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     run = write_run(tmp_path, microbatches=40)
     rows = content(report.page(read_run(run)))["timelines"][0]["rows"]
     assert sum(len(row["spans"]) for row in rows) < 400
-    steps = [step for file in read_run(run).files for step in file.iterations(2)]
+    steps = [step for each in read_run(run).surveys for step in each.file.iterations(2)]
     assert sum(len(step.spans) for step in steps) > 800
 
 
