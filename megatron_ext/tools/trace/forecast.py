@@ -143,39 +143,28 @@ class StageCosts:
     all_to_all: float = 0.0
     """Part of forwards and input gradients in which experts exchange tokens; 0: not known."""
 
-    def resampled(self, num_stages: int) -> StageCosts:
-        """Return the costs of the same model cut into another number of equal stages.
+    def cut(self, num_stages: int) -> list[float]:
+        """Return the seconds of each stage if the same model is cut into equal stages.
 
         The time of each stage is spread evenly over its part of the model.
         """
-        old = len(self.forward_s)
-
-        def split(times: Sequence[float]) -> tuple[float, ...]:
-            found = []
-            for stage in range(num_stages):
-                begin, end = stage * old / num_stages, (stage + 1) * old / num_stages
-                parts = range(int(begin), min(old, int(end) + 1))
-                found.append(
-                    sum(times[i] * max(0.0, min(end, i + 1) - max(begin, i)) for i in parts)
-                )
-            return tuple(found)
-
-        forward_s, input_s, weight_s = map(split, (self.forward_s, self.input_s, self.weight_s))
-        return replace(self, forward_s=forward_s, input_s=input_s, weight_s=weight_s)
+        times = list(map(sum, zip(self.forward_s, self.input_s, self.weight_s, strict=True)))
+        old, found = len(times), []
+        for stage in range(num_stages):
+            begin, end = stage * old / num_stages, (stage + 1) * old / num_stages
+            parts = range(int(begin), min(old, int(end) + 1))
+            found.append(sum(times[i] * max(0.0, min(end, i + 1) - max(begin, i)) for i in parts))
+        return found
 
     def costs(self, pp: int, num_stages: int, *, jitter: bool = False) -> Costs:
         """Return what the simulator takes, in seconds, for a cut of the model."""
-        cut = self.resampled(num_stages)
-        totals = [
-            sum(stage) for stage in zip(cut.forward_s, cut.input_s, cut.weight_s, strict=True)
-        ]
-        mean = statistics.fmean(totals)
+        stages = self.cut(num_stages)
         return Costs(
-            sum(cut.forward_s) / pp,
-            sum(cut.input_s) / pp,
-            sum(cut.weight_s) / pp,
+            sum(self.forward_s) / pp,
+            sum(self.input_s) / pp,
+            sum(self.weight_s) / pp,
             latency=self.latency_s,
-            stage_scale=tuple(total / mean for total in totals),
+            stage_scale=tuple(stage / statistics.fmean(stages) for stage in stages),
             jitter=self.jitter if jitter else 0.0,
             all_to_all=self.all_to_all,
         )

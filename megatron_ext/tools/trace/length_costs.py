@@ -2,9 +2,9 @@
 
 A micro-batch whose samples have L tokens each costs the sum of a*L + b*L^2. The trace has the
 tokens of each micro-batch, the pairs of tokens of one sample (the sum of L^2), and how long each
-stage took for it. For each stage, a and b are what comes closest to its durations by least squares;
-those of the model are their sums. Slices of one length tell them too, because later ones attend to
-more.
+stage took for it. A token then costs a + b * (pairs for a token), which is a line: for each stage,
+a and b are those of the line through its durations by least squares; those of the model are their
+sums. Slices of one length tell them too, because later ones attend to more.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ __all__ = ["MeasuredCost", "Point", "fit", "measured_length_cost"]
 _WORK = frozenset(ACTION_NAMES.values())
 _OUTLIER = 5.0
 """Durations that are off by more than so many times the median error do not count."""
+_ONE_LENGTH = 1e-4
+"""Micro-batches whose pairs for a token differ by less than this part are of one length."""
 
 
 class Point(NamedTuple):
@@ -80,15 +82,16 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
                     part = span.attributes.get("slice", 0)
                     took_ns[stage][replica, step, number, part] += span.end_ns - span.begin_ns
     slices = (1.0,) if schedule is None else schedule.slices
-    by_stage = [
-        [
-            Point(*_part(sizes[replica, step, number], slices, part), took / 1e9)
-            for (replica, step, number, part), took in took_ns[stage].items()
-            if (replica, step, number) in sizes
-        ]
-        for stage in sorted(took_ns)
-    ]
-    by_stage = [points for points in by_stage if points]
+    points: dict[int, list[Point]] = defaultdict(list)
+    for stage, of_stage in sorted(took_ns.items()):
+        for (*micro_batch, part), took in of_stage.items():
+            tokens, pairs = sizes.get(tuple(micro_batch), (0, 0))
+            if tokens:
+                # The tokens of a slice attend to all before them, too.
+                begin, end = sum(slices[:part]), sum(slices[: part + 1])
+                share, attended = end - begin, end * end - begin * begin
+                points[stage].append(Point(tokens * share, pairs * attended, took / 1e9))
+    by_stage = list(points.values())
     if not by_stage:
         raise DataError(
             f"{directory} has no lengths of micro-batches; trace a schedule of this "
@@ -101,58 +104,33 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
             "steps, or data of several lengths"
         )
     errors = [
-        abs(_expected_s(cost, point) - point.took_s) / point.took_s
-        for cost, points in zip(costs, by_stage, strict=True)
-        for point in points
-        if point.took_s
+        abs(cost.linear * tokens + cost.quadratic * pairs - took_s) / took_s
+        for cost, of_cost in zip(costs, by_stage, strict=True)
+        for tokens, pairs, took_s in of_cost
+        if took_s
     ]
     together = LengthCost(sum(cost.linear for cost in costs), sum(cost.quadratic for cost in costs))
     return MeasuredCost(together, statistics.median(errors), len(errors))
 
 
-def _part(size: tuple[int, int], slices: Sequence[float], part: int) -> tuple[float, float]:
-    """Return tokens and pairs of a slice, whose tokens attend to all before them."""
-    begin, end = sum(slices[:part]), sum(slices[: part + 1])
-    return size[0] * (end - begin), size[1] * (end * end - begin * begin)
-
-
-def _expected_s(cost: LengthCost, point: Point) -> float:
-    return cost.linear * point.tokens + cost.quadratic * point.pairs
-
-
 def fit(points: Sequence[Point]) -> LengthCost | None:
-    """Return the cost that comes closest to durations, in seconds; None: they do not tell it.
-
-    Outliers, such as a step in which the machine did something else, do not count.
-    """
-    found = _least_squares(points)
-    if found is None:
-        return None
-    errors = [abs(_expected_s(found, point) - point.took_s) for point in points]
-    most = _OUTLIER * statistics.median(errors)
-    kept = [point for point, error in zip(points, errors, strict=True) if error <= most]
-    return _least_squares(kept) or found
-
-
-def _least_squares(points: Sequence[Point]) -> LengthCost | None:
-    """Return the coefficients with the least squared errors, among those of 0 or more."""
-    # In units of the largest values, so that the numbers below are of one size.
-    most_tokens = max((point.tokens for point in points), default=0)
-    most_pairs = max((point.pairs for point in points), default=0)
-    if not (most_tokens and most_pairs):
-        return None
-    rows = [(tokens / most_tokens, pairs / most_pairs, took) for tokens, pairs, took in points]
-    tt, pp = sum(t * t for t, _, _ in rows), sum(p * p for _, p, _ in rows)
-    tp = sum(t * p for t, p, _ in rows)
-    ty, py = sum(t * took for t, _, took in rows), sum(p * took for _, p, took in rows)
-    # Lengths that are all alike leave the two coefficients undetermined.
-    determinant = tt * pp - tp * tp
-    if determinant <= 1e-9 * tt * pp:
-        return None
-    linear, quadratic = (ty * pp - py * tp) / determinant, (py * tt - ty * tp) / determinant
-    # A negative cost would make a longer sample cheaper: the best fit of the other alone.
-    if linear < 0:
-        linear, quadratic = 0.0, py / pp
-    elif quadratic < 0:
-        linear, quadratic = ty / tt, 0.0
-    return LengthCost(linear / most_tokens, quadratic / most_pairs) if ty + py else None
+    """Return the cost that comes closest to durations, in seconds; None: they do not tell it."""
+    rates = [(pairs / tokens, took_s / tokens) for tokens, pairs, took_s in points]
+    cost = None
+    # Once more without outliers, such as a step in which the machine did something else.
+    for _ in range(2):
+        of_token, took = [x for x, _ in rates], [y for _, y in rates]
+        most = max(of_token, default=0.0)
+        if not any(took) or most - min(of_token) <= _ONE_LENGTH * most:
+            break
+        quadratic, linear = statistics.linear_regression(of_token, took)
+        # A negative cost would make a longer sample cheaper: the best fit of the other alone.
+        if linear < 0:
+            linear, quadratic = 0.0, sum(x * y for x, y in rates) / sum(x * x for x in of_token)
+        elif quadratic < 0:
+            linear, quadratic = statistics.fmean(took), 0.0
+        cost = LengthCost(linear, quadratic)
+        errors = [abs(linear + quadratic * x - y) for x, y in rates]
+        bound = _OUTLIER * statistics.median(errors)
+        rates = [rate for rate, error in zip(rates, errors, strict=True) if error <= bound]
+    return cost

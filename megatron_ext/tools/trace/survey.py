@@ -272,7 +272,7 @@ def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
             # What is done until the rank waits or computes again is the price of the action.
             found.actions[action].append(max(begin, ended) - begun)
             action = None
-        other = about.get(_OTHER_END.get(name))
+        other = about.get(_OTHER_END.get(name, ""))
         if name in _WORK:
             action, begun, ended = (name, about.get("stage", 0)), begin, end
         elif name == "send":

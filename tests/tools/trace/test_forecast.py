@@ -198,7 +198,7 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
 @settings(deadline=None)  # other work on the machine is no failure
 @given(st.lists(st.floats(0.1, 9), min_size=1, max_size=8), st.integers(1, 24))
 def test_cutting_a_model_anew_keeps_its_work(times: list[float], count: int) -> None:
-    costs = StageCosts(times, times, times, 0.0, 0.0).resampled(count)
-    assert sum(costs.forward_s) == pytest.approx(sum(times))
-    assert len(costs.weight_s) == count
-    assert min(costs.forward_s) > 0
+    stages = StageCosts(times, times, times, 0.0, 0.0).cut(count)
+    assert sum(stages) == pytest.approx(3 * sum(times))
+    assert len(stages) == count
+    assert min(stages) > 0
