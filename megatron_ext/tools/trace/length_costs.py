@@ -84,8 +84,8 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
     slices = (1.0,) if schedule is None else schedule.slices
     points: dict[int, list[Point]] = defaultdict(list)
     for stage, of_stage in sorted(took_ns.items()):
-        for (*micro_batch, part), took in of_stage.items():
-            tokens, pairs = sizes.get(tuple(micro_batch), (0, 0))
+        for (replica, step, number, part), took in of_stage.items():
+            tokens, pairs = sizes.get((replica, step, number), (0, 0))
             if tokens:
                 # The tokens of a slice attend to all before them, too.
                 begin, end = sum(slices[:part]), sum(slices[: part + 1])
