@@ -407,13 +407,13 @@ def _pipelines(measured: Schedule, stash_ratio: float, pairs: Sequence[bool]) ->
 
 
 def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
-    """Simulate a pipeline with the costs of the trace.
+    """Simulate a pipeline with the costs of the trace, with several draws of jitter.
 
     Raises:
         ScheduleError: The schedule is impossible for these sizes.
     """
     layers, stages = measured.num_layers, pipeline.placement.num_stages
-    total = measured.schedule.total_microbatches
+    total, count = measured.schedule.total_microbatches, pipeline.num_microbatches
     if total % pipeline.twins:
         raise ScheduleError(
             f"{pipeline.name} runs half of the micro-batches in each direction, and the traced run "
@@ -426,7 +426,10 @@ def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
         )
     attention = pipeline.costs.attention
     costs = replace(measured.costs.costs(pipeline.pp, stages, jitter=True), attention=attention)
-    candidates = [pipeline]
+    draws = [replace(costs, seed=seed) for seed in range(_SEEDS)]
+    if costs.jitter <= _QUIET:  # all draws would be the same step
+        draws = [replace(costs, jitter=0.0)]
+    configs = [pipeline.config]
     if registered()[pipeline.name].needs_costs:
         # An order made for costs, here in the form of --pipeline-costs, need not be the best.
         whole = measured.costs.costs(pipeline.pp, pipeline.pp)
@@ -435,49 +438,39 @@ def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
             for time in (whole.input, whole.weight, whole.latency)
         )
         given = Costs(1.0, input_gradient, weight, latency=latency, attention=attention)
-        candidates.append(replace(pipeline, config=replace(pipeline.config, costs=given)))
-    return min(
-        (_of_table(measured, each, costs) for each in candidates),
-        key=lambda prediction: prediction.step_s,
-    )
-
-
-def _of_table(measured: _Measured, pipeline: Pipeline, costs: Costs) -> Prediction:
-    """Simulate the table of a pipeline, with several draws of jitter unless that is negligible."""
-    count, dynamic = pipeline.num_microbatches, pipeline.dynamic
-    schedule, static = pipeline.schedule(count), pipeline.static().full
-    draws = [replace(costs, seed=seed) for seed in range(_SEEDS)]
-    if costs.jitter <= _QUIET:  # all draws would be the same step
-        draws = [replace(costs, jitter=0.0)]
-    policies = partial(pipeline.policy, count)
-    steps = [
-        commands.evaluate(schedule, drawn)
-        if dynamic is None
-        else simulate_dynamic(schedule, policies, drawn)
-        for drawn in draws
-    ]
-    label, flags = static.label, commands.training_flags(static, pipeline.costs)
-    if dynamic is not None:
-        label += f" dpp {dynamic.policy}"
-        flags += f" --use-dpp --dpp-policy {dynamic.policy}"
-    memory = None
-    if measured.fixed_bytes is not None:
-        peak = max(max(activation_peaks(step.schedule, measured.stash_ratio)) for step in steps)
-        # Gradients and optimizer state come with each copy of the weights.
-        weights = static.weight_copies / measured.schedule.weight_copies
-        memory = round(measured.fixed_bytes * weights + peak * measured.activation_bytes)
-    traffic = measured.traffic
-    return Prediction(
-        label,
-        flags,
-        step_s=statistics.fmean(step.makespan for step in steps) + measured.outside_s,
-        bubble_ratio=statistics.fmean(step.bubble_ratio for step in steps),
-        memory_bytes=memory,
-        bounds_memory=dynamic is None or dynamic.policy == DynamicOrder.policy,
-        sent_bytes=None if traffic is None else traffic.under(static.placement),
-        weight_copies=static.weight_copies,
-        all_to_all_hidden=statistics.fmean(s.hidden for s in steps) if costs.all_to_all else None,
-    )
+        configs.append(replace(pipeline.config, costs=given))
+    found = []
+    for config in configs:
+        each = replace(pipeline, config=config)
+        dynamic, schedule, static = each.dynamic, each.schedule(count), each.static().full
+        label, flags = static.label, commands.training_flags(static, each.costs)
+        if dynamic is None:
+            steps = [commands.evaluate(schedule, drawn) for drawn in draws]
+        else:
+            policies = partial(each.policy, count)
+            steps = [simulate_dynamic(schedule, policies, drawn) for drawn in draws]
+            label += f" dpp {dynamic.policy}"
+            flags += f" --use-dpp --dpp-policy {dynamic.policy}"
+        memory = None
+        if measured.fixed_bytes is not None:
+            peak = max(max(activation_peaks(step.schedule, measured.stash_ratio)) for step in steps)
+            # Gradients and optimizer state come with each copy of the weights.
+            weights = static.weight_copies / measured.schedule.weight_copies
+            memory = round(measured.fixed_bytes * weights + peak * measured.activation_bytes)
+        traffic, hides = measured.traffic, costs.all_to_all
+        prediction = Prediction(
+            label,
+            flags,
+            step_s=statistics.fmean(step.makespan for step in steps) + measured.outside_s,
+            bubble_ratio=statistics.fmean(step.bubble_ratio for step in steps),
+            memory_bytes=memory,
+            bounds_memory=dynamic is None or dynamic.policy == DynamicOrder.policy,
+            sent_bytes=None if traffic is None else traffic.under(static.placement),
+            weight_copies=static.weight_copies,
+            all_to_all_hidden=statistics.fmean(s.hidden for s in steps) if hides else None,
+        )
+        found.append(prediction)
+    return min(found, key=lambda prediction: prediction.step_s)
 
 
 def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:

@@ -17,7 +17,7 @@ from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, SPANS, ink, variables
 from megatron_ext.schedules.table.transforms import literal_rows, table_rank
 from megatron_ext.tools.trace.aggregate import slow
-from megatron_ext.tools.trace.forecast import Forecast, planned, predict
+from megatron_ext.tools.trace.forecast import Forecast, Prediction, planned, predict
 from megatron_ext.tools.trace.reader import load_schedule
 from megatron_ext.tools.trace.survey import Figures, figures
 from megatron_ext.tracing.records import ACTION_NAMES
@@ -63,29 +63,60 @@ def page(run: Run) -> str:
     notes = list(run.notes)
     total = figures(run.surveys)
     timelines = _measured(run)
+    settings = run.surveys[0].header.settings
+    title = str(settings.get("pipeline_schedule", "A run"))
+    per_step = ""
+    cards = [
+        (f"{total.step_ns / 1e6:.1f} ms", "step, median"),
+        (f"{total.pipeline_ns / 1e6:.1f} ms", "of it in the pipeline"),
+        (f"{100 * total.bubble_ratio:.1f} %", "bubble, all causes"),
+    ]
     # A table or a forecast that is missing leaves a note: the rest of the page is of use alone.
-    plan = None
     try:
         if (schedule := load_schedule(run.directory)) is not None:
             plan = planned(run, schedule)
             timelines.append(_planned_rows(plan))
+            cards.append((f"{1e3 * plan.makespan:.1f} ms", "planned pipeline time"))
+            cards.append((f"{100 * plan.bubble_ratio:.1f} %", "planned bubble"))
+            title, policy = schedule.label, settings.get("dpp_policy")
+            title += "" if policy is None else f" in dynamic order ({policy})"
+            per_step = f", {schedule.total_microbatches} micro-batches a step"
     except DataError as error:
         notes.append(f"no planned step: {error}")
+    cards += [
+        (f"{100 * total.out_of_order_ratio:.1f} %", "actions out of order"),
+        (f"{total.memory_bytes / 2**30:.2f} GiB", "peak memory of a rank"),
+        (str(len(run.surveys)), "ranks traced"),
+    ]
     slowest = slow(run)[:_MAX_ROWS]
+    found, predictions = None, list[Prediction]()
     try:
         found = predict(run)
+        predictions = [
+            p for p in found.predictions if p.bounds_memory or p.schedule == found.measured
+        ]
+        # The fastest that bound memory, and in any case the traced schedule's own.
+        predictions = predictions[:8] + [p for p in predictions[8:] if p.schedule == found.measured]
     except (DataError, ScheduleError) as error:
         notes.append(f"no forecast: {error}")
-        found = None
     whole = total.busy_ns + sum(total.idle_ns.values()) or 1
     content = {
-        "title": _title_of(run, plan),
+        "title": f"{title} on {len(run.surveys)} ranks{per_step}",
         "folder": run.directory.resolve().name,
         "verdict": _verdict(total, found, slowest),
         "flags": [best.flags for best in found.recommended] if found else [],
-        "forecast": _forecast(found),
+        "forecast": [
+            [
+                p.schedule + (" (traced)" if found and p.schedule == found.measured else ""),
+                f"{1e3 * p.step_s:.1f}",
+                f"{100 * p.bubble_ratio:.1f} %",
+                "" if p.memory_bytes is None else f"{p.memory_bytes / 2**30:.2f}",
+                p.flags,
+            ]
+            for p in predictions
+        ],
         "notes": notes[:_MAX_ROWS],
-        "cards": _cards(total, plan, len(run.surveys)),
+        "cards": cards,
         "legend": _LEGEND,
         "inks": {
             **{k: ink(even) for k, (even, _) in KINDS.items()},
@@ -93,7 +124,7 @@ def page(run: Run) -> str:
         },
         "timelines": timelines,
         "ranks": [_rank(survey) for survey in run.surveys[:_MAX_ROWS]],
-        "heat": [_heat_row(survey.steps) for survey in run.surveys[:_MAX_RANKS]],
+        "heat": [_idle_shares(survey.steps) for survey in run.surveys[:_MAX_RANKS]],
         "steps": [step.number for step in run.surveys[0].steps],
         "causes": [
             (cause, len(run.surveys) * time_ns / 1e3, time_ns / whole)
@@ -111,16 +142,6 @@ def page(run: Run) -> str:
     for theme in ("light", "dark"):
         template = template.replace(f"@{theme.upper()}@", variables(theme))
     return template.replace("@DATA@", text)
-
-
-def _title_of(run: Run, plan: Timeline | None) -> str:
-    settings, count = run.surveys[0].header.settings, len(run.surveys)
-    if plan is None:
-        return f"{settings.get('pipeline_schedule', 'A run')} on {count} ranks"
-    name = plan.schedule.label
-    if settings.get("dpp_policy") is not None:
-        name += f" in dynamic order ({settings['dpp_policy']})"
-    return f"{name} on {count} ranks, {plan.schedule.total_microbatches} micro-batches a step"
 
 
 def _verdict(
@@ -151,56 +172,21 @@ def _verdict(
     return lines
 
 
-def _forecast(found: Forecast | None) -> list[list[str]]:
-    """Return the fastest predictions that bound memory, and the traced schedule's own."""
-    if found is None:
-        return []
-    bounded = [p for p in found.predictions if p.bounds_memory or p.schedule == found.measured]
-    own = [p for p in bounded[8:] if p.schedule == found.measured]
-    return [
-        [
-            p.schedule + (" (traced)" if p.schedule == found.measured else ""),
-            f"{1e3 * p.step_s:.1f}",
-            f"{100 * p.bubble_ratio:.1f} %",
-            "" if p.memory_bytes is None else f"{p.memory_bytes / 2**30:.2f}",
-            p.flags,
-        ]
-        for p in bounded[:8] + own
-    ]
-
-
-def _cards(total: Figures, plan: Timeline | None, ranks: int) -> list[tuple[str, str]]:
-    cards = [
-        (f"{total.step_ns / 1e6:.1f} ms", "step, median"),
-        (f"{total.pipeline_ns / 1e6:.1f} ms", "of it in the pipeline"),
-        (f"{100 * total.bubble_ratio:.1f} %", "bubble, all causes"),
-    ]
-    if plan is not None:
-        cards.append((f"{1e3 * plan.makespan:.1f} ms", "planned pipeline time"))
-        cards.append((f"{100 * plan.bubble_ratio:.1f} %", "planned bubble"))
-    return [
-        *cards,
-        (f"{100 * total.out_of_order_ratio:.1f} %", "actions out of order"),
-        (f"{total.memory_bytes / 2**30:.2f} GiB", "peak memory of a rank"),
-        (str(ranks), "ranks traced"),
-    ]
-
-
 def _rank(survey: RankSurvey) -> _Row:
     mine = figures([survey])
-    moving = {cause: us for cause, us in mine.idle_ns.items() if cause in ("send", "weights")}
-    idle = sum(mine.idle_ns.values())
+    moving = sum(mine.idle_ns.get(cause, 0) for cause in ("send", "weights"))
+    waits = [c for c in mine.idle_ns if c not in ("send", "weights")]
     parts = [
         ("F", mine.busy_ns / 1e3, "in actions"),
-        ("move", sum(moving.values()) / 1e3, "send"),
-        *(("wait", us / 1e3, cause) for cause, us in mine.idle_ns.items() if cause not in moving),
+        ("move", moving / 1e3, "send"),
+        *(("wait", mine.idle_ns[cause] / 1e3, cause) for cause in waits),
         ("after", mine.after_ns / 1e3, "after the pipeline"),
     ]
     return {
         "label": survey.header.label,
         "parts": parts[:40],  # more colours nobody can tell apart
         "busy": mine.busy_ns / 1e3,
-        "idle": idle / 1e3,
+        "idle": sum(mine.idle_ns.values()) / 1e3,
         "bubble": mine.bubble_ratio,
         "after": mine.after_ns / 1e3,
         "live": mine.peak_live,
@@ -209,7 +195,7 @@ def _rank(survey: RankSurvey) -> _Row:
     }
 
 
-def _heat_row(steps: Sequence[Step]) -> list[float]:
+def _idle_shares(steps: Sequence[Step]) -> list[float]:
     """Return the idle shares of a rank's steps, averaged if there are more than page columns."""
     idle = [1 - step.busy_ns / step.pipeline_ns if step.pipeline_ns else 0.0 for step in steps]
     width = -(-len(idle) // _MAX_COLUMNS) or 1
@@ -270,55 +256,48 @@ def _measured(run: Run) -> list[_Row]:
     chosen = {"median step": ranked[(len(ranked) - 1) // 2][1], "slowest step": ranked[-1][1]}
     if len(ranked) == 1:
         del chosen["slowest step"]
-    return [_timeline(run, number, title) for title, number in chosen.items()]
+    timelines = []
+    for title, number in chosen.items():
+        found: list[tuple[str, Iteration]] = []
+        for survey in run.surveys[:_MAX_RANKS]:
+            iteration = next(survey.file.iterations(only=number), None)
+            if iteration is not None:
+                found.append((survey.header.label, iteration))
+        begin_ns = min(each.begin_ns for _, each in found)
+        length_ns = max(each.begin_ns + each.duration_ns for _, each in found) - begin_ns
+        total = sum(len(each.spans) for _, each in found)
+        # What is thinner than its share of the picture could not be seen anyway.
+        finest_ns = 0 if total <= _MAX_SPANS else length_ns * len(found) // _MAX_SPANS
+        rows = [
+            {"label": label, "spans": _bars(each.spans, each.begin_ns - begin_ns, finest_ns)}
+            for label, each in found
+        ]
+        length_us = max(1e-3, length_ns / 1e3)
+        timelines.append({"title": f"{title} ({number})", "rows": rows, "length": length_us})
+    return timelines
 
 
-def _timeline(run: Run, number: int, title: str) -> _Row:
-    found: list[tuple[str, Iteration]] = []
-    for survey in run.surveys:
-        if len(found) == _MAX_RANKS:
-            break
-        iteration = next(survey.file.iterations(only=number), None)
-        if iteration is not None:
-            found.append((survey.header.label, iteration))
-    begin_ns = min(iteration.begin_ns for _, iteration in found)
-    length_ns = max(each.begin_ns + each.duration_ns for _, each in found) - begin_ns
-    total = sum(len(iteration.spans) for _, iteration in found)
-    # What is thinner than its share of the picture could not be seen anyway.
-    finest_ns = 0 if total <= _MAX_SPANS else length_ns * len(found) // _MAX_SPANS
-    rows = [
-        _row(label, iteration.spans, iteration.begin_ns - begin_ns, finest_ns)
-        for label, iteration in found
-    ]
-    return {"title": f"{title} ({number})", "rows": rows, "length": max(1e-3, length_ns / 1e3)}
-
-
-def _row(label: str, spans: list[Span], shift_ns: int, finest_ns: int) -> _Row:
+def _bars(spans: list[Span], shift_ns: int, finest_ns: int) -> list[list[Any]]:
     """Return the bars of a rank; spans shorter than `finest_ns` merge with the next one."""
     bars: list[list[Any]] = []
     for span in sorted(spans, key=lambda span: span.begin_ns):
-        kind = _KINDS.get(span.name)
+        kind, about = _KINDS.get(span.name), span.attributes
         if kind is None:
             continue
-        length = span.end_ns - span.begin_ns
-        begin = (span.begin_ns + shift_ns) / 1e3
-        if finest_ns and bars and length < finest_ns and bars[-1][2] < finest_ns / 1e3:
-            bars[-1][2] = begin + length / 1e3 - bars[-1][1]
-            bars[-1][3] = ""
+        begin_us, length_us = (span.begin_ns + shift_ns) / 1e3, (span.end_ns - span.begin_ns) / 1e3
+        if bars and max(length_us, bars[-1][2]) < finest_ns / 1e3:
+            bars[-1][2:] = begin_us + length_us - bars[-1][1], ""
             continue
-        bars.append([kind, begin, length / 1e3, _title(span)])
-    return {"label": label, "spans": bars}
-
-
-def _title(span: Span) -> str:
-    about = span.attributes
-    if span.name == "wait":
-        return f"for rank {about['on']}" if "on" in about else str(about.get("cause", ""))
-    if span.name in ("send", "receive"):
-        other = about.get("to", about.get("from", ""))
-        return f"{'to' if span.name == 'send' else 'from'} rank {other}"
-    part = about.get("slice")
-    return f"{about.get('microbatch', span.name)}{f'.{part}' if part else ''}"
+        part = about.get("slice")
+        title = f"{about.get('microbatch', span.name)}{f'.{part}' if part else ''}"
+        if span.name == "wait":
+            title = f"for rank {about['on']}" if "on" in about else str(about.get("cause", ""))
+        elif span.name == "send":
+            title = f"to rank {about.get('to', '')}"
+        elif span.name == "receive":
+            title = f"from rank {about.get('from', '')}"
+        bars.append([kind, begin_us, length_us, title])
+    return bars
 
 
 def _planned_rows(plan: Timeline) -> _Row:
