@@ -88,7 +88,7 @@ def test_every_schedule_can_be_asked_for(name: str, size: list[str]) -> None:
         chosen = pipeline()
         assert chosen is not None
         assert chosen.name == name
-        assert (chosen.pp, args.pipeline_model_parallel_size) == (2 * chosen.twins, 2)
+        assert (chosen.pp, args.pipeline_model_parallel_size) == (2 * chosen.config.twins, 2)
     finally:
         clear_configuration()
 

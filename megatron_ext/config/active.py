@@ -9,7 +9,6 @@ so it ends with the configuration.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from megatron_ext import devices
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.generators.catalog import base_table, generate, twins_of
+from megatron_ext.schedules.generators.catalog import base_table, generate
 from megatron_ext.schedules.search.patience import policies
 from megatron_ext.schedules.search.queues import check_queues
 from megatron_ext.schedules.table.costs import UNIT, Costs
@@ -50,11 +48,8 @@ __all__ = [
     "process_state",
     "required",
     "seed_of",
-    "torch_is_best",
     "transport_only",
 ]
-
-_LOG = logging.getLogger(__name__)
 
 _State = TypeVar("_State")
 
@@ -113,11 +108,6 @@ class Pipeline:
         return self.schedule(self.num_microbatches).placement
 
     @property
-    def twins(self) -> int:
-        """Mirrored pipelines; to Megatron, each is a data-parallel replica."""
-        return twins_of(self.name)
-
-    @property
     def full(self) -> Schedule:
         """The table of a full batch."""
         return self.schedule(self.num_microbatches)
@@ -154,7 +144,7 @@ class Pipeline:
             table = generate(
                 self.name,
                 self.pp,
-                num_microbatches * self.twins,
+                num_microbatches * self.config.twins,
                 self.config.chunks,
                 self.costs,
                 pairs=self.config.pairs,
@@ -231,32 +221,6 @@ class Environment:
     def ranks_per_node(self, world_size: int) -> int:
         """Return the number of ranks on this host."""
         return self.local_world_size or world_size
-
-
-def torch_is_best(config: PipelineConfig, world_size: int, *, here: bool = True) -> bool:
-    """Return whether `auto` selects torch.distributed: a static order between devices.
-
-    torch.distributed offers all that a schedule with a fixed order needs. Tables take it for every
-    pair of ranks that does not share device memory, on one host or several; Megatron's own
-    schedules only on one host, where nothing of them has to be replaced.
-    """
-    if config.wire != "auto" or config.dynamic is not None:
-        return False
-    if config.device_path == "ipc" or config.checksums:  # torch.distributed has neither
-        return False
-    if here and not devices.current().reaches_peers:
-        return False
-    on_one_host = Environment.read().ranks_per_node(world_size) >= world_size
-    if not on_one_host and config.schedule is None:
-        return False
-    _LOG.info(
-        "--pipeline-transport auto: torch.distributed, which moves tensors between devices without "
-        "the host's memory%s",
-        ", for pairs of ranks that do not share device memory"
-        if config.tries_ipc and config.schedule is not None
-        else "",
-    )
-    return True
 
 
 @dataclass(eq=False)

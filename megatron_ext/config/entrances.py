@@ -33,7 +33,7 @@ from megatron_ext.disaggregation.role_settings import roles_in_words
 from megatron_ext.errors import ArgumentsError, DeviceError, ScheduleError
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.schedules import commands
-from megatron_ext.schedules.generators.catalog import base_table, twins_of
+from megatron_ext.schedules.generators.catalog import base_table
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import NOTABLE, quiet
 from megatron_ext.schedules.search.policies import Hint
@@ -190,18 +190,15 @@ def rewritten(args: Namespace) -> dict[str, Any]:
 
 def running(pipeline: Pipeline) -> str:
     """Return a line about the pipeline that runs, with its simulated bubble and memory."""
-    if pipeline.dynamic is None:
+    config = pipeline.config
+    if config.dynamic is None:
         timeline = commands.evaluate(pipeline.full, pipeline.costs)
-        order = ""
+        order, peak = "", max(activation_peaks(timeline.schedule, config.stash_ratio))
     else:
         timeline = _dynamic_timeline(pipeline, pipeline.costs)
-        order = f"{order_in_words(pipeline)}; "
+        order, peak = f"{order_in_words(pipeline)}; ", timeline.peak_activations
     schedule = timeline.schedule
-    hosted = f" (two mirrored pipelines of {pipeline.pp // 2})" if pipeline.twins == 2 else ""
-    peak = timeline.peak_activations
-    config = pipeline.config
-    if pipeline.dynamic is None:
-        peak = max(activation_peaks(schedule, config.stash_ratio))
+    hosted = f" (two mirrored pipelines of {pipeline.pp // 2})" if config.twins == 2 else ""
     at_once = ""
     if config.weights_at_once and schedule.splits_backward:
         at_once = "; W runs right after I"
@@ -355,8 +352,7 @@ def configure(
     assert num_microbatches is not None
     assert num_layers is not None
     name = config.schedule or base_table(config.chunks)
-    twins = twins_of(name)
-    if num_microbatches % twins:
+    if num_microbatches % config.twins:
         raise ConfigurationError(
             "{num_microbatches} {count} must be even for the two mirrored pipelines of {name}; "
             "use {fewer} or {more}",

@@ -14,7 +14,6 @@ from megatron_ext.config.pipeline_config import (
     BALANCES,
     DEVICE_PATHS,
     TRANSPORTS,
-    ConfigurationError,
     Disaggregation,
     DynamicOrder,
     PipelineConfig,
@@ -423,7 +422,8 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
         args: Parsed arguments with upstream's names, as the user gave them.
 
     Raises:
-        ArgumentsError: The flags contradict each other.
+        ArgumentsError: The flags contradict each other. A `ConfigurationError` names fields until
+            it is `worded` with `flag_names`.
         ScheduleError: The schedule does not exist.
     """
 
@@ -452,37 +452,34 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
     interval = given("--trace-interval")
     if interval is None:  # a longer recording makes a longer interval
         interval = max(Tracing.interval, given("--trace-iterations") or 0)
-    try:
-        return PipelineConfig(
-            schedule=name,
-            options=_options(args, name),
-            costs=_parsed(args, "--pipeline-costs", Costs.parse),
-            length_costs=_parsed(args, "--pipeline-length-costs", LengthCost.parse),
-            dynamic=DynamicOrder(
-                policy=given("--dpp-policy") or DynamicOrder.policy,
-                extra_activations=given("--dpp-extra-activations"),
-            )
-            if given(_DPP)
-            else None,
-            disaggregation=Disaggregation(
-                activations=given("--fbd-activations") or Disaggregation.activations,
-                merged=bool(given("--ignore-forward-tensor-parallel")),
-            )
-            if given(FLAG)
-            else None,
-            tracing=Tracing(
-                interval=interval,
-                iterations=given("--trace-iterations"),
-                directory=given("--trace-dir"),
-            )
-            if given("--trace")
-            else None,
-            # Megatron's own time-out of collectives.
-            message_timeout_s=60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10),
-            **{field: value for field in _SIMPLE if (value := given(FLAG_OF[field])) is not None},
+    return PipelineConfig(
+        schedule=name,
+        options=_options(args, name),
+        costs=_parsed(args, "--pipeline-costs", Costs.parse),
+        length_costs=_parsed(args, "--pipeline-length-costs", LengthCost.parse),
+        dynamic=DynamicOrder(
+            policy=given("--dpp-policy") or DynamicOrder.policy,
+            extra_activations=given("--dpp-extra-activations"),
         )
-    except ConfigurationError as error:
-        raise ArgumentsError(error.worded(flag_names(args))) from None
+        if given(_DPP)
+        else None,
+        disaggregation=Disaggregation(
+            activations=given("--fbd-activations") or Disaggregation.activations,
+            merged=bool(given("--ignore-forward-tensor-parallel")),
+        )
+        if given(FLAG)
+        else None,
+        tracing=Tracing(
+            interval=interval,
+            iterations=given("--trace-iterations"),
+            directory=given("--trace-dir"),
+        )
+        if given("--trace")
+        else None,
+        # Megatron's own time-out of collectives.
+        message_timeout_s=60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10),
+        **{field: value for field in _SIMPLE if (value := given(FLAG_OF[field])) is not None},
+    )
 
 
 def _options(args: Namespace, name: str | None) -> dict[str, Option]:

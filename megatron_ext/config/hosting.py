@@ -9,6 +9,7 @@ have a layout.
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
-from megatron_ext.config.active import Pipeline, torch_is_best
+from megatron_ext.config.active import Environment, Pipeline
 from megatron_ext.config.flags import (
     DROPPED,
     FLAG_OF,
@@ -36,7 +37,6 @@ from megatron_ext.config.incompatible import (
     implied,
     refusals,
     rules_of,
-    rules_of_table,
     with_splittable_layers,
 )
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
@@ -53,7 +53,7 @@ from megatron_ext.config.stages import (
 from megatron_ext.disaggregation.ranks import rank_map
 from megatron_ext.disaggregation.role_settings import job_of, role_arguments
 from megatron_ext.errors import ArgumentsError, ScheduleError
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table, twins_of
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
 from megatron_ext.schedules.table.placement import linear
 from megatron_ext.upstream.tree import setting_names
 
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
 
 __all__ = ["Preflight", "inspect", "preflight"]
+
+_LOG = logging.getLogger(__name__)
 
 _USUAL = {
     "add_bias_linear": True,
@@ -112,6 +114,14 @@ class Preflight:
     def accepted(self) -> bool:
         """Whether the configuration can run."""
         return not self.refusals
+
+    def take(
+        self, arguments: Mapping[str, Any], changes: Sequence[str], notices: Sequence[str] = ()
+    ) -> None:
+        """Add what one part of the check sets for Megatron, and its lines."""
+        self.arguments |= arguments
+        self.changes += changes
+        self.notices += notices
 
     def raise_refusals(self) -> None:
         """Raise all refusals as one error, a line for each.
@@ -212,16 +222,8 @@ def inspect(
     if found.refusals:
         return found
     name, roles = config.schedule, config.disaggregation
-    over_torch = roles is None and torch_is_best(config, ranks, here=here)
+    over_torch = roles is None and _torch_is_best(config, ranks, here=here)
     carries = name is None and roles is None and not over_torch and config.wire != "torch"
-    if roles is not None:
-        # What the job does without leaves nothing for the rules to refuse.
-        found.arguments, found.changes = drops(args, DROPPED_BY_ROLES)
-        args = copy(args)
-        vars(args).update(found.arguments)
-    arguments, changes, found.notices = implied(config, args)
-    found.arguments |= arguments
-    found.changes += changes
     subjects = FLAG_OF | {
         "balance": f"--pipeline-balance {config.balance}",
         "schedule": f"--pipeline-schedule {name}",
@@ -230,33 +232,38 @@ def inspect(
     }
     if roles is not None or config.dynamic is not None:  # they imply it
         subjects["microbatch_rng"] = FLAG_OF["dynamic" if roles is None else "disaggregation"]
-    for what, rules in rules_of(config):
-        found.refusals += refusals(subjects[what], args, rules)
 
-    placement = None if roles is None else linear(args.pipeline_model_parallel_size)
-    # What ends one of these checks leaves the rest of it without a subject.
+    # The sizes first: what ends one of these checks leaves the rest of it without a subject.
+    table, placement = None, None if roles is None else linear(args.pipeline_model_parallel_size)
     if carries or name is not None:
         with found.collecting("pipeline_transport" if carries else "pipeline_schedule"):
             pipeline = _pipeline(found, config, args, over_torch=over_torch, here=here)
+            table = pipeline.full
             found.pipeline, found.transport_only = (None, pipeline) if carries else (pipeline, None)
-            for what, rules in rules_of_table(pipeline.full, config, args):
-                found.refusals += refusals(subjects[what], args, rules)
     if found.pipeline is not None:
-        table, placement = found.pipeline.full, found.pipeline.placement
-        arguments, changes = drops(args, dropped(table))
-        found.arguments |= arguments
-        found.changes += changes
-        with found.collecting("transformer_impl"):
-            found.pipeline, notices = with_splittable_layers(found.pipeline, args, here=here)
-            found.notices += notices
+        placement = found.pipeline.placement
     with found.collecting("num_layers"):
         if placement is not None and (here or getattr(args, "num_layers", None)):
             subject = subjects["schedule" if roles is None else "disaggregation"]
-            arguments, changes = flags_for(args, placement, subject)
-            found.arguments |= arguments
-            found.changes += changes
+            found.take(*flags_for(args, placement, subject))
         elif found.pipeline is not None:
             found.notices.append("the cut into stages is not checked: there is no --num-layers")
+
+    # Then Megatron's own settings, against the configuration and its table.
+    if roles is not None:
+        # What the job does without leaves nothing for the rules to refuse.
+        off, changes = drops(args, DROPPED_BY_ROLES)
+        found.take(off, changes)
+        args = copy(args)
+        vars(args).update(off)
+    found.take(*implied(config, args))
+    for what, rules in rules_of(config, table, args):
+        found.refusals += refusals(subjects[what], args, rules)
+    if found.pipeline is not None:
+        found.take(*drops(args, dropped(found.pipeline.full)))
+        with found.collecting("transformer_impl"):
+            found.pipeline, notices = with_splittable_layers(found.pipeline, args, here=here)
+            found.notices += notices
     # A job that is refused already has no roles to give out.
     if roles is not None and args.world_size and not (here and found.refusals):
         with found.collecting("disaggregation"):
@@ -278,6 +285,32 @@ def inspect(
         if value is not None:
             found.changes.append(f"{flag} {value} is ignored: Megatron-LM has dropped it, {reason}")
     return found
+
+
+def _torch_is_best(config: PipelineConfig, world_size: int, *, here: bool) -> bool:
+    """Return whether `auto` selects torch.distributed: a static order between devices.
+
+    torch.distributed offers all that a schedule with a fixed order needs. Tables take it for every
+    pair of ranks that does not share device memory, on one host or several; Megatron's own
+    schedules only on one host, where nothing of them has to be replaced.
+    """
+    if config.wire != "auto" or config.dynamic is not None:
+        return False
+    if config.device_path == "ipc" or config.checksums:  # torch.distributed has neither
+        return False
+    if here and not devices.current().reaches_peers:
+        return False
+    on_one_host = Environment.read().ranks_per_node(world_size) >= world_size
+    if not on_one_host and config.schedule is None:
+        return False
+    _LOG.info(
+        "--pipeline-transport auto: torch.distributed, which moves tensors between devices without "
+        "the host's memory%s",
+        ", for pairs of ranks that do not share device memory"
+        if config.tries_ipc and config.schedule is not None
+        else "",
+    )
+    return True
 
 
 def _pipeline(
@@ -306,13 +339,13 @@ def _pipeline(
     else:
         name, sends_groups = config.schedule, False
         subject = f"--pipeline-schedule {name}"
-        check_ranks(name, pp)
+        check_ranks(config, pp)
     batches = None
     sizes = ("global_batch_size", "step_batch_size_schedule")
     batch = any(getattr(args, size, None) for size in sizes)
     if here or (batch and getattr(args, "micro_batch_size", None)):
         with found.collecting("global_batch_size"):
-            batches = batches_of(args, pp, twins_of(name))
+            batches = batches_of(args, pp, config.twins)
     else:
         found.notices.append(
             "the number of micro-batches is not checked: there is no --micro-batch-size or no "

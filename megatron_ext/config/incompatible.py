@@ -34,7 +34,6 @@ __all__ = [
     "refusals",
     "refuse_built",
     "rules_of",
-    "rules_of_table",
     "te_leaves_whole",
     "uses_te",
     "why_not_split",
@@ -691,8 +690,17 @@ def forbids_splitting(args: Namespace) -> bool:
     return any(rule.refuses(args) for rule in RULES["split"])
 
 
-def rules_of(config: PipelineConfig) -> list[tuple[str, tuple[Rule, ...]]]:
-    """Return the rules of a configuration, each group by the field that brings it."""
+def rules_of(
+    config: PipelineConfig, table: Schedule | None, args: Namespace
+) -> list[tuple[str, tuple[Rule, ...]]]:
+    """Return the rules of a configuration and of its table, each group by the field that brings it.
+
+    Args:
+        config: The pipeline.
+        table: That of the schedule; without a schedule that of Megatron's own, where our transport
+            carries its messages. None: there is none, so its rules stay out.
+        args: Settings by Megatron's argument names.
+    """
     is_stock = config.schedule is None and config.dynamic is None
     stock = RULES["stock_microbatch_rng"] if is_stock else ()
     found = [
@@ -706,25 +714,13 @@ def rules_of(config: PipelineConfig) -> list[tuple[str, tuple[Rule, ...]]]:
     elif not is_stock:
         found.append(("schedule", RULES["schedule"]))
         found.append(("pairs", RULES["pairs"] if config.pairs else ()))
-    return found
-
-
-def rules_of_table(
-    table: Schedule, config: PipelineConfig, args: Namespace
-) -> list[tuple[str, tuple[Rule, ...]]]:
-    """Return the rules that a table adds to those of its configuration.
-
-    Args:
-        table: That of the schedule; without a schedule that of Megatron's own, where our transport
-            carries its messages.
-        config: The pipeline.
-        args: Settings by Megatron's argument names.
-    """
-    if config.schedule is None and config.dynamic is None:
-        return [("transport", RULES["transport"])]
+    if table is None:
+        return found
+    if is_stock:
+        return [*found, ("transport", RULES["transport"])]
     placement = table.placement
     # Not the name of the schedule decides, but the table: a file may have any of these.
-    found = [
+    found += [
         ("schedule", RULES["split"] if table.splits_backward else ()),
         ("schedule", RULES["folded"] if placement.name in ("v", "w") else ()),
         ("schedule", RULES["twins"] if placement.twins == 2 else ()),
@@ -861,7 +857,7 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
             f"schedule {pipeline.name} has pairs={config.pairs}, but the model "
             f"overlap_moe_expert_parallel_comm={overlaps}; give both the same value"
         )
-    groups = rules_of(config) + rules_of_table(pipeline.full, config, args)
+    groups = rules_of(config, pipeline.full, args)
     if not is_stock:
         placed = RULES["placed"] if pipeline.is_folded else ()
         groups.append(("schedule", dropped(pipeline.full) + placed))

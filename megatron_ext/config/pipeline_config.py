@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_origin, get_type_hints
 
 from megatron_ext.devices import CHOICES as DEVICES
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX, get
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX, Generator, get
 from megatron_ext.schedules.search.length_balance import LengthCost  # noqa: TC001 - check_types
 from megatron_ext.schedules.search.policies import PolicyName  # noqa: TC001 - check_types
 from megatron_ext.schedules.table.actions import Option  # noqa: TC001 - check_types
@@ -346,14 +346,14 @@ class PipelineConfig:
                         f"{{{what}}} is for schedules of this package; add {{schedule}} NAME"
                     )
             return
-        if name.startswith(CSV_PREFIX):
+        generator = self.generator
+        if generator is None:
             if self.chunks is not None or self.options:
                 raise ConfigurationError(
                     "{schedule} {name}: the file fixes chunks and options; leave them out",
                     name=name,
                 )
             return
-        generator = get(name)
         if not generator.listed:
             raise ConfigurationError(
                 "{schedule} {name} needs processes of two roles; use {disaggregation} instead, "
@@ -391,6 +391,17 @@ class PipelineConfig:
                 "shm, or leave {device_path} out",
                 name=name,
             )
+
+    @property
+    def generator(self) -> Generator | None:
+        """The generator of the table; None: a file holds it, or no schedule is chosen yet."""
+        name = self.schedule
+        return None if name is None or name.startswith(CSV_PREFIX) else get(name)
+
+    @property
+    def twins(self) -> int:
+        """Mirrored pipelines; to Megatron, each is a data-parallel replica."""
+        return 1 if self.generator is None else self.generator.twins
 
     @property
     def tries_ipc(self) -> bool:

@@ -19,14 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.cuts import layout_of, spread
-from megatron_ext.schedules.generators.catalog import (
-    CSV_PREFIX,
-    base_table,
-    generate,
-    get,
-    twins_of,
-)
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
 from megatron_ext.schedules.table.memory import stash_ratio
+from megatron_ext.schedules.table.table_files import load_csv
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
@@ -164,12 +159,11 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
     """
     if config.disaggregation is not None and (args.hidden_dropout or args.attention_dropout):
         return replace(config, microbatch_rng=True)  # both roles must draw the same masks
-    name, chunks = config.schedule, config.chunks
-    if name is None and config.dynamic is not None:
-        name = base_table(chunks_of_megatron(args))
-    if name is None:
+    if config.schedule is None and config.dynamic is not None:
+        config = replace(config, schedule=base_table(chunks_of_megatron(args)))
+    if config.schedule is None:
         return config
-    generator = None if name.startswith(CSV_PREFIX) else get(name)
+    generator, chunks = config.generator, config.chunks
     if chunks is None and generator is not None and generator.free_chunks:
         made = _makes(_cut_flag(args), args)
         chunks = made if made is not None and made > 1 else generator.num_chunks
@@ -182,7 +176,7 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
         )
         wanted = pairs or getattr(args, "overlap_moe_expert_parallel_comm", False)
         pairs = bool(is_spread and wanted)
-    return with_stash(replace(config, schedule=name, chunks=chunks, pairs=pairs), args)
+    return with_stash(replace(config, chunks=chunks, pairs=pairs), args)
 
 
 def with_stash(config: PipelineConfig, args: Namespace) -> PipelineConfig:
@@ -194,9 +188,7 @@ def with_stash(config: PipelineConfig, args: Namespace) -> PipelineConfig:
     """
     if config.stash_ratio > 1:
         return config
-    name = config.schedule
-    assert name is not None
-    generator = None if name.startswith(CSV_PREFIX) else get(name)
+    generator = config.generator
     granularity = getattr(args, "recompute_granularity", None)
     if getattr(args, "recompute_activations", False):
         granularity = "selective"
@@ -481,29 +473,29 @@ def build_of(
         pipeline_model_parallel_size=placement.num_ranks,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         pipeline_model_parallel_layout=layout,
-        replicas=pipeline.twins,
+        replicas=pipeline.config.twins,
         num_microbatches=pipeline.num_microbatches,
         variable_seq_lengths=pipeline.config.variable_seq_lengths,
         stages_of=placement.stages_of,
     )
 
 
-def check_ranks(name: str, pp: int) -> None:
+def check_ranks(config: PipelineConfig, pp: int) -> None:
     """Check that Megatron can host a schedule on a number of pipeline ranks.
 
     Args:
-        name: The schedule.
+        config: Names the schedule.
         pp: Ranks of the whole pipeline world, which two mirrored pipelines share.
 
     Raises:
         ConfigurationError: It cannot; the message names numbers that work.
     """
-    twins = twins_of(name)
+    twins, chosen = config.twins, f"schedule {config.schedule}"
     if pp < 2:
         raise ConfigurationError(
             "{chosen} needs a pipeline, {pipeline_ranks} {pp} makes none; use {pipeline_ranks} "
             "{least}, or leave {chooser} out",
-            chosen=f"schedule {name}",
+            chosen=chosen,
             chooser="schedule",
             pp=pp,
             least=2 * twins,
@@ -513,7 +505,7 @@ def check_ranks(name: str, pp: int) -> None:
             "{chosen} mirrors two pipelines on one set of ranks, so {pipeline_ranks} {pp} must be "
             "even and at least 4; use {pipeline_ranks} {near}, or {schedule} zb-v, which accepts "
             "any",
-            chosen=f"schedule {name}",
+            chosen=chosen,
             pp=pp,
             near=f"{pp - 1} or {pp + 1}" if pp > 4 else "4",
         )
@@ -530,7 +522,7 @@ def check_file(name: str, pp: int, batches: Batches) -> None:
     Raises:
         ScheduleError: It has another one; the message names the flags to change.
     """
-    table = generate(name)
+    table = load_csv(name.removeprefix(CSV_PREFIX))
     if table.pp != pp:
         raise ScheduleError(
             f"--pipeline-schedule {name} has {table.pp} rows, one for each rank, not "

@@ -103,7 +103,7 @@ def _sizes_of_configure() -> tuple[int, int] | None:
 
 def _sizes(found: active.Active) -> tuple[int, int] | None:
     chosen = found.pipeline or found.transport_only
-    return None if chosen is None else (chosen.pp, chosen.num_microbatches * chosen.twins)
+    return None if chosen is None else (chosen.pp, chosen.num_microbatches * chosen.config.twins)
 
 
 def _check_sizes(given: tuple[int, int] | None) -> None:
@@ -198,7 +198,7 @@ def _refuse_decentralized(container: Any) -> None:
     chosen = active.pipeline()
     if chosen is None or not container.dist.use_decentralized_pg:
         return
-    if chosen.twins == 2:
+    if chosen.config.twins == 2:
         why = "finds its mirrored ranks"
     elif chosen.is_folded:
         why = "has a layout, and Megatron finds the layers of a layout"

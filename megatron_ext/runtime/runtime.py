@@ -423,7 +423,7 @@ def runtime_of(
             "Megatron's schedule plans do not know; leave --overlap-moe-expert-parallel-comm out"
         )
     twin = None
-    if pipeline.twins == 2:  # the neighbour in the data-parallel group
+    if pipeline.config.twins == 2:  # the neighbour in the data-parallel group
         replicas = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
         twin = replicas[replicas.index(dist.get_rank()) ^ 1]
     # From here to the end in one order on all ranks of the job: most of it is collective.

@@ -46,9 +46,9 @@ def test_all_refusals_are_collected() -> None:
         "save": "/checkpoints",
     }
     assert rules(settings) == [
+        "global_batch_size",
         "cuda_graph_impl",
         "moe_paged_stash",
-        "global_batch_size",
         "ckpt_format",
     ]
     assert any(

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_ext.config import active
 from megatron_ext.config.flags import pipeline_config
+from megatron_ext.config.hosting import preflight
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.table import table_files
@@ -272,7 +273,7 @@ def test_without_the_flags_nothing_of_ours_takes_part() -> None:
 def test_impossible_flags_are_refused(said: dict[str, Any], message: str) -> None:
     empty = dict.fromkeys(("trace_interval", "trace_iterations", "trace_dir"))
     with pytest.raises(ArgumentsError, match=message):
-        pipeline_config(Namespace(**{**empty, **said}))
+        preflight({**empty, **said}).raise_refusals()
 
 
 def test_numbers_that_are_not_said_fit_those_that_are() -> None:

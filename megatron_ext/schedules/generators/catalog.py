@@ -34,7 +34,6 @@ __all__ = [
     "published_peak",
     "register",
     "registered",
-    "twins_of",
 ]
 
 CSV_PREFIX = "csv:"
@@ -202,11 +201,6 @@ def get(name: str) -> Generator:
 def base_table(chunks: int | None) -> str:
     """Return the name of Megatron's own schedule for a number of stages on each rank."""
     return "interleaved" if chunks is not None and chunks > 1 else "1f1b"
-
-
-def twins_of(name: str) -> int:
-    """Return the number of mirrored pipelines of a schedule, each a data-parallel replica."""
-    return 1 if name.startswith(CSV_PREFIX) else get(name).twins
 
 
 def generate(

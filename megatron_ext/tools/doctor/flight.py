@@ -29,7 +29,7 @@ from megatron_ext.planning.layout_search import (
 )
 from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import techniques_of_flags
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table, twins_of
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
 from megatron_ext.schedules.search.policies import arena_slots
 from megatron_ext.schedules.table.validation import validate
 
@@ -271,7 +271,7 @@ def planned(
     name = found.pipeline.name if found.pipeline else base_table(stages.chunks_of_megatron(args))
     if name.startswith(CSV_PREFIX) or found.config is None or found.config.disaggregation:
         name = ""  # the planner knows neither tables of the user's own nor roles
-    twins = twins_of(name) if name else 1
+    twins = found.config.twins if found.config else 1
     batches = stages.batches_of(args, pp, twins)
     count = args.world_size or tp * pp * cp
     sequence = model.sequence

@@ -414,7 +414,7 @@ def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
     """
     layers, stages = measured.num_layers, pipeline.placement.num_stages
     total, count = measured.schedule.total_microbatches, pipeline.num_microbatches
-    if total % pipeline.twins:
+    if total % pipeline.config.twins:
         raise ScheduleError(
             f"{pipeline.name} runs half of the micro-batches in each direction, and the traced run "
             f"has {total}"
