@@ -53,8 +53,8 @@ class _Job:
             why = f"the agent got {number.name}"
             signal.signal(number, lambda *_, why=why: self.stop(why, request["grace_s"]))
 
-    def start(self, argv: list[str], environment: dict[str, str]) -> IO[bytes] | None:
-        """Start the process, and return its output."""
+    def start(self, argv: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Start the process."""
         agent_pid = os.getpid()
         parent.adopt_orphans()
         self._child = subprocess.Popen(
@@ -66,7 +66,7 @@ class _Job:
             start_new_session=True,
             preexec_fn=lambda: parent.die_with_parent(agent_pid),  # noqa: PLW1509 - no threads yet
         )
-        return self._child.stdout
+        return self._child
 
     def stop(self, why: str, grace_s: float) -> None:
         """Send SIGTERM, and kill what is left after the grace."""
@@ -106,13 +106,6 @@ class _Job:
             time.sleep(_ALIVE_S)
         self.stop(f"the launcher was silent for {silence_s:g} s", grace_s)
 
-    def wait(self) -> int:
-        """Return the exit code of its process, when nothing of the job is left."""
-        assert self._child is not None
-        code = self._child.wait()
-        self.end()  # torchrun's end is not that of all it has started
-        return code
-
 
 def _run(request: Json, directory: Path, send: Send) -> None:
     for number in _STOPPING:
@@ -146,16 +139,18 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         directory.mkdir(parents=True)
         runs.write_json(directory / "agent.json", process.record())
         log = own_log.open("wb", buffering=0)
-        output = job.start(start["argv"], environment)
+        child = job.start(start["argv"], environment)
     except OSError as error:
         reason = f"{error.filename or start['argv'][0]}: {error.strerror}"
         send({**ended, "time": time.time(), "tail": [reason]})
         return
-    forwarder = threading.Thread(target=_forward, args=(output, log, send, per_node))
+    forwarder = threading.Thread(target=_forward, args=(child.stdout, log, send, per_node))
     for thread in (forwarder, threading.Thread(target=job.follow_launcher)):
         thread.daemon = True
         thread.start()
-    ended.update(code=job.wait(), stopped=job.stopped, time=time.time())
+    code = child.wait()
+    job.end()  # torchrun's end is not that of all it has started
+    ended.update(code=code, stopped=job.stopped, time=time.time())
     forwarder.join(_CLOSE_S)
     if ended["code"] != 0 and ended["stopped"] is None:
         # torchrun's own code says which rank failed first only in its log: `elastic` reports it.
@@ -193,7 +188,7 @@ def _forward(output: IO[bytes] | None, log: IO[bytes], send: Send, every_line: b
                 send({"kind": "log", "text": text})
 
 
-def _stop(request: Json, directory: Path, send: Send) -> None:
+def _stop(request: Json, directory: Path) -> Json:
     agent = process.recorded(directory / "agent.json")
     if agent is not None:  # it ends its job in order, which takes up to the grace
         process.send(agent, signal.SIGTERM)
@@ -207,11 +202,10 @@ def _stop(request: Json, directory: Path, send: Send) -> None:
         text = f"processes {stuck} cannot be killed (they wait for a device)"
     elif agent is not None or left:
         text = f"stopped ({len(left)} processes killed after the grace)"
-    was = {"agent": agent is not None, "killed": len(left)}
-    send({"kind": "answer", "failed": bool(stuck), "text": text, **was})
+    return {"failed": bool(stuck), "text": text, "agent": agent is not None, "killed": len(left)}
 
 
-def _status(request: Json, directory: Path, send: Send) -> None:
+def _status(request: Json, directory: Path) -> Json:
     state = ""
     if process.recorded(directory / "agent.json") is not None:
         state = "running, "
@@ -219,20 +213,19 @@ def _status(request: Json, directory: Path, send: Send) -> None:
         ended = json.loads((directory / "ended.json").read_text(encoding="utf-8"))
         why = f" ({ended['stopped']})" if ended["stopped"] else ""
         state = f"ended with {ended['code']}{why}, "
-    count = len(process.marked(request["run_id"], request["node"]))
-    text = f"{state}{count or 'no'} processes, logs in {directory}"
     if not directory.is_dir():
-        text = "has no record of this run"
-    send({"kind": "answer", "failed": False, "text": text})
+        return {"text": "has no record of this run"}
+    count = len(process.marked(request["run_id"], request["node"]))
+    return {"text": f"{state}{count or 'no'} processes, logs in {directory}"}
 
 
-def _logs(request: Json, directory: Path, send: Send) -> None:
+def _logs(request: Json, directory: Path) -> Json:
     paths = [directory / "output.log", directory / "torchrun.log"]
     if request["local_rank"] is not None:
         paths = rank_logs(directory, request["local_rank"])
     there = filter(Path.exists, paths)
     lines = [line for path in there for line in (path, *last_lines(path, request["lines"]))]
-    send({"kind": "answer", "failed": False, "text": "\n".join(map(str, lines))})
+    return {"text": "\n".join(map(str, lines))}
 
 
 def main() -> int:
@@ -257,8 +250,12 @@ def main() -> int:
     request = runs.decode(sys.stdin.buffer.readline())
     if request is not None:
         threading.Thread(target=live, daemon=True).start()
-        operations = {"run": _run, "stop": _stop, "status": _status, "logs": _logs}
-        operations[request["op"]](request, runs.log_dir(request), send)
+        directory = runs.log_dir(request)
+        if request["op"] == "run":
+            _run(request, directory, send)
+        else:
+            answer = {"stop": _stop, "status": _status, "logs": _logs}[request["op"]]
+            send({"kind": "answer", "failed": False, **answer(request, directory)})
     return 0
 
 

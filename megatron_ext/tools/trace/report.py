@@ -19,14 +19,14 @@ from megatron_ext.schedules.table.transforms import literal_rows, table_rank
 from megatron_ext.tools.trace.aggregate import slow
 from megatron_ext.tools.trace.forecast import Forecast, Prediction, planned, predict
 from megatron_ext.tools.trace.reader import load_schedule
-from megatron_ext.tools.trace.survey import Figures, figures
+from megatron_ext.tools.trace.survey import Step, figures
 from megatron_ext.tracing.records import ACTION_NAMES
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.tools.trace.aggregate import Run
     from megatron_ext.tools.trace.reader import Iteration
-    from megatron_ext.tools.trace.survey import RankSurvey, Step
+    from megatron_ext.tools.trace.survey import RankSurvey
     from megatron_ext.tracing.records import Span
 
 __all__ = ["page"]
@@ -67,7 +67,7 @@ def page(run: Run) -> str:
     title = str(settings.get("pipeline_schedule", "A run"))
     per_step = ""
     cards = [
-        (f"{total.step_ns / 1e6:.1f} ms", "step, median"),
+        (f"{total.duration_ns / 1e6:.1f} ms", "step, median"),
         (f"{total.pipeline_ns / 1e6:.1f} ms", "of it in the pipeline"),
         (f"{100 * total.bubble_ratio:.1f} %", "bubble, all causes"),
     ]
@@ -145,7 +145,7 @@ def page(run: Run) -> str:
 
 
 def _verdict(
-    total: Figures, found: Forecast | None, slowest: list[tuple[str, float]]
+    total: Step, found: Forecast | None, slowest: list[tuple[str, float]]
 ) -> list[tuple[str, str]]:
     """Return (question, answer) pairs: where the time goes, what to change, what to mistrust."""
     whole = total.busy_ns + sum(total.idle_ns.values()) + total.after_ns or 1
@@ -197,7 +197,7 @@ def _rank(survey: RankSurvey) -> _Row:
 
 def _idle_shares(steps: Sequence[Step]) -> list[float]:
     """Return the idle shares of a rank's steps, averaged if there are more than page columns."""
-    idle = [1 - step.busy_ns / step.pipeline_ns if step.pipeline_ns else 0.0 for step in steps]
+    idle = [step.bubble_ratio for step in steps]
     width = -(-len(idle) // _MAX_COLUMNS) or 1
     groups = (idle[first : first + width] for first in range(0, len(idle), width))
     return [round(statistics.fmean(group), 3) for group in groups]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import operator
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.tracing.records import ACTION_NAMES, Header, Span
@@ -17,8 +18,7 @@ from megatron_ext.tracing.records import ACTION_NAMES, Header, Span
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.reader import Iteration, TraceFile
 
-__all__ = ["Figures", "Link", "MessageKey", "RankSurvey", "Step", "figures", "message_key",
-           "survey", "text"]  # fmt: skip
+__all__ = ["Link", "MessageKey", "RankSurvey", "Step", "figures", "message_key", "survey", "text"]
 
 MAX_STEPS = 20_000
 """Number of iterations that a survey keeps separately; it ignores further ones."""
@@ -49,29 +49,40 @@ class MessageKey(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One iteration of one rank, in nanoseconds."""
+    """One iteration of one rank, or the summary of several; times in nanoseconds."""
 
-    number: int
-    begin_ns: int
-    duration_ns: int
-    pipeline_ns: int
+    number: int = 0
+    begin_ns: int = 0
+    duration_ns: float = 0
+    pipeline_ns: float = 0
     """From the begin of its first action to the end of its last."""
-    busy_ns: int
+    busy_ns: float = 0
     """Of that, in actions."""
-    idle_ns: dict[str, int]
+    idle_ns: Mapping[str, float] = MappingProxyType({})
     """The rest of `pipeline_ns` by cause: `input of rank 3`, `slot`, `leader`, `send`, `other`."""
-    after_ns: int
+    after_ns: float = 0
     """From the last action to the end of the iteration: reduction, optimizer and so on."""
-    memory_bytes: int
-    peak_live: float
+    memory_bytes: int = 0
+    peak_live: float = 0
     """Most activations of one stage that it kept at once; a weight stash may count more than 1."""
-    actions: int
-    out_of_order: int
+    actions: int = 0
+    out_of_order: int = 0
     """Actions that ran although an earlier one of the table had not run."""
-    activation_bytes: int
+    activation_bytes: int = 0
     """Bytes that a forward of one stage keeps; 0: not known."""
-    microbatches: int
+    microbatches: int = 0
     """Of one pipeline; 0: not known."""
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Share of the pipeline's time that is in no action."""
+        idle_ns = sum(self.idle_ns.values())
+        return idle_ns / (self.busy_ns + idle_ns) if idle_ns else 0.0
+
+    @property
+    def out_of_order_ratio(self) -> float:
+        """Share of its actions that ran out of order."""
+        return self.out_of_order / self.actions if self.actions else 0.0
 
 
 @dataclass
@@ -309,50 +320,29 @@ def _whole(value: object) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Summary of the steps of one or more ranks; times in nanoseconds."""
+def figures(surveys: Iterable[RankSurvey]) -> Step:
+    """Summarise the steps of some ranks, without each rank's first step, which warms up.
 
-    step_ns: float = 0.0
-    """Median time of an iteration."""
-    pipeline_ns: float = 0.0
-    """Median of the time from the first to the last action."""
-    busy_ns: float = 0.0
-    """Mean per step in actions."""
-    idle_ns: dict[str, float] = field(default_factory=dict)
-    """Mean per step, by cause, the longest first."""
-    after_ns: float = 0.0
-    """Mean per step after the last action."""
-    memory_bytes: int = 0
-    peak_live: float = 0.0
-    out_of_order_ratio: float = 0.0
-
-    @property
-    def bubble_ratio(self) -> float:
-        """Share of the pipeline's time that is in no action."""
-        total = self.busy_ns + sum(self.idle_ns.values())
-        return sum(self.idle_ns.values()) / total if total else 0.0
-
-
-def figures(surveys: Iterable[RankSurvey]) -> Figures:
-    """Summarise the steps of some ranks, without each rank's first step, which warms up."""
+    Durations are medians, what a step consists of are means, the longest wait first; memory and
+    activations are those of the worst step, and numbers of actions sums.
+    """
     steps = [step for survey in surveys for step in survey.complete_steps]
     if not steps:
-        return Figures()
+        return Step()
     idle: dict[str, float] = defaultdict(float)
     for step in steps:
         for cause, time_ns in step.idle_ns.items():
             idle[cause] += time_ns / len(steps)
-    actions = sum(step.actions for step in steps)
-    return Figures(
-        step_ns=statistics.median(step.duration_ns for step in steps),
+    return Step(
+        duration_ns=statistics.median(step.duration_ns for step in steps),
         pipeline_ns=statistics.median(step.pipeline_ns for step in steps),
         busy_ns=statistics.fmean(step.busy_ns for step in steps),
         idle_ns=dict(sorted(idle.items(), key=lambda item: -item[1])),
         after_ns=statistics.fmean(step.after_ns for step in steps),
         memory_bytes=max(step.memory_bytes for step in steps),
         peak_live=max(step.peak_live for step in steps),
-        out_of_order_ratio=sum(step.out_of_order for step in steps) / actions if actions else 0.0,
+        actions=sum(step.actions for step in steps),
+        out_of_order=sum(step.out_of_order for step in steps),
     )
 
 
@@ -362,7 +352,7 @@ def text(surveys: Sequence[RankSurvey]) -> str:
     spans, iterations = sum(s.spans for s in surveys), max(s.iterations for s in surveys)
     lines = [f"{len(surveys)} ranks, {iterations} iterations, {spans} spans"]
     lines.append(
-        f"step {total.step_ns / 1e6:.1f} ms, bubble {100 * total.bubble_ratio:.1f} % of the "
+        f"step {total.duration_ns / 1e6:.1f} ms, bubble {100 * total.bubble_ratio:.1f} % of the "
         f"pipeline's time, {100 * total.out_of_order_ratio:.1f} % of the actions out of order"
     )
     for survey in surveys[:_MAX_LINES]:
