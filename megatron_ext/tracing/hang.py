@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -25,7 +25,7 @@ from megatron_ext.errors import HangError
 if TYPE_CHECKING:
     from megatron_ext.message import Message
 
-__all__ = ["OUTSIDE", "Activity", "RankState", "Watchdog", "explain", "made_by"]
+__all__ = ["OUTSIDE", "RankState", "Watchdog", "explain", "made_by"]
 
 _LOG = logging.getLogger(__name__)
 _PREFIX = "megatron_ext/hang"
@@ -65,28 +65,6 @@ class RankState(NamedTuple):
     def lasting(self) -> str:
         """Duration of that, and the place of its training thread, if that is known."""
         return f"for {self.since_s:.1f} s" + (f", at {self.where}" if self.where else "")
-
-
-class Activity:
-    """The present activity of a rank; the training thread writes it, the watchdog reads it."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        """Incremented with every change; a constant value means no progress."""
-        self.state = RankState(-1)
-
-    def now(
-        self, what: str, waits_for: Sequence[tuple[int, str]] = (), collective: str = ""
-    ) -> None:
-        """Set the rank's activity."""
-        # One assignment, without a lock: the watchdog never sees half of a change.
-        self.state = RankState(-1, what, tuple(waits_for), collective, time.monotonic())
-        self.count += 1
-
-    @property
-    def is_watched(self) -> bool:
-        """True if the rank is inside a step."""
-        return self.state.what != OUTSIDE
 
 
 def made_by(message: Message) -> str:
@@ -153,10 +131,15 @@ def explain(states: Mapping[int, RankState], num_ranks: int, start: int) -> Verd
 
 
 class Watchdog:
-    """The thread that watches this process."""
+    """The thread that watches this process.
 
-    def __init__(self, activity: Activity, timeout_s: float) -> None:
-        self.activity, self.timeout_s = activity, timeout_s
+    Args:
+        now: Gives the present state, which the training thread replaces as a whole.
+        timeout_s: Seconds in one state from which the rank does not make progress.
+    """
+
+    def __init__(self, now: Callable[[], RankState], timeout_s: float) -> None:
+        self._now, self.timeout_s = now, timeout_s
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._verdict: Verdict | None = None
@@ -203,11 +186,9 @@ class Watchdog:
     def _watch(self, store: Any, rank: int, num_ranks: int) -> None:
         """Check the training thread periodically, and the alarm of the others."""
         period_s = min(5.0, self.timeout_s / 4)  # so an alarm is raised in time, and seen soon
-        seen, since_s = -1, time.monotonic()
         while not self._stop.wait(period_s):
-            if self.activity.count != seen or not self.activity.is_watched:
-                seen, since_s = self.activity.count, time.monotonic()
-            stuck = time.monotonic() - since_s >= self.timeout_s
+            now = self._now()
+            stuck = now.what != OUTSIDE and time.monotonic() - now.since_s >= self.timeout_s
             try:
                 if stuck:
                     store.set(f"{_PREFIX}/alarm", str(rank))
@@ -259,7 +240,7 @@ class Watchdog:
             if "/torch/" not in name and "/megatron_ext/tracing/" not in name:
                 where = f"{name.rpartition('/')[2]}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
-        now = self.activity.state
+        now = self._now()
         return now._replace(rank=rank, since_s=time.monotonic() - now.since_s, where=where)
 
     def _raise(self, _number: int, _frame: FrameType | None) -> None:

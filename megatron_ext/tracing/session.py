@@ -21,7 +21,7 @@ from megatron_ext.schedules.generators.catalog import base_table, generate
 from megatron_ext.schedules.table import table_files
 from megatron_ext.tracing import telemetry
 from megatron_ext.tracing.activations import kept_bytes
-from megatron_ext.tracing.hang import OUTSIDE, Activity, Watchdog, made_by
+from megatron_ext.tracing.hang import OUTSIDE, RankState, Watchdog, made_by
 from megatron_ext.tracing.recorder import (
     DeviceClock,
     HostClock,
@@ -83,7 +83,7 @@ def subscribe(found: Active) -> None:
         return
     session = Session(found)
     if timeout_s is not None:
-        session.watchdog = Watchdog(session.activity, timeout_s)
+        session.watchdog = Watchdog(lambda: session.state, timeout_s)
     if wanted is not None:
         device, args = devices.current(), megatron_arguments()
         on_host = device.timing_event() is None
@@ -108,7 +108,8 @@ class Session(Observer):
     def __init__(self, configuration: Active) -> None:
         self.recorder: Recorder | None = None
         self.watchdog: Watchdog | None = None
-        self.activity = Activity()
+        self.state = RankState(-1)
+        """What the rank does now; the watchdog reads it."""
         self._configuration = configuration
         self._activation_bytes: dict[int, dict[int, int]] = {}
         """By stage and slice: what a forward keeps for its backward, once it was measured."""
@@ -119,7 +120,6 @@ class Session(Observer):
         self._began_action: Any = None
         self._began_exchange: Any = None
         self._began_message: Any = None
-        self._in_iteration = False
         self._collectives = 0
         """Collectives under way, one inside the other."""
 
@@ -134,8 +134,8 @@ class Session(Observer):
 
     def begin_iteration(self, num_microbatches: int) -> None:
         """Start to watch and to record."""
-        self._in_iteration = True
-        self._now("begins a step")  # before the watchdog: it counts from here
+        # Before the watchdog, which counts from here.
+        self.state = RankState(-1, "begins a step", since_s=time.monotonic())
         if self.watchdog is not None:
             self.watchdog.start()
         if self.recorder is not None:
@@ -144,8 +144,7 @@ class Session(Observer):
 
     def end_iteration(self) -> None:
         """Write what the step has left."""
-        self._in_iteration, self._compute, self._collectives = False, None, 0
-        self.activity.now(OUTSIDE)
+        self.state, self._compute, self._collectives = RankState(-1), None, 0
         if self.recorder is not None:
             if self._activation_bytes:
                 stages = [sum(slices.values()) for slices in self._activation_bytes.values()]
@@ -298,8 +297,9 @@ class Session(Observer):
         self, what: str, waits_for: Sequence[tuple[int, str]] = (), collective: str = ""
     ) -> None:
         # Evaluations and saves take their time: only training steps are watched.
-        if self._in_iteration:
-            self.activity.now(what, waits_for, collective)
+        if self.state.what != OUTSIDE:
+            # One assignment, without a lock: the watchdog never sees half of a change.
+            self.state = RankState(-1, what, tuple(waits_for), collective, time.monotonic())
 
     def _stamp(self) -> Any:
         recorder = self.recorder

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from megatron_ext.message import Message
-from megatron_ext.tracing.hang import Activity, RankState, explain, made_by
+from megatron_ext.tracing.hang import OUTSIDE, RankState, explain, made_by
+from megatron_ext.tracing.session import Session
 
 
 def test_the_chain_is_followed_to_the_rank_that_waits_for_nobody() -> None:
@@ -69,8 +70,12 @@ def test_messages_are_named_by_the_action_that_makes_them() -> None:
 
 
 def test_activity_outside_of_steps_is_not_watched() -> None:
-    activity = Activity()
-    assert not activity.is_watched
-    activity.now("runs 0F0")
-    assert activity.is_watched
-    assert activity.count == 1
+    session = Session(None)  # type: ignore[arg-type]
+    session.begin_send(Message("F", 1, 0), 1)
+    assert session.state.what == OUTSIDE
+    session.begin_iteration(2)
+    session.begin_send(Message("F", 1, 0), 1)
+    assert session.state.what == "sends 0F0 to rank 1"
+    assert session.state.since_s > 0
+    session.end_iteration()
+    assert session.state.what == OUTSIDE

@@ -49,8 +49,9 @@ class _Job:
         self._request, self._since = request, time.time()
         self._child: subprocess.Popen[bytes] | None = None
         self.stopped: str | None = None
-        for number in _STOPPING:
-            why = f"the agent got {number.name}"
+        whys = {number: f"the agent got {number.name}" for number in _STOPPING}
+        whys[signal.SIGALRM] = f"the launcher was silent for {request['silence_s']:g} s"
+        for number, why in whys.items():
             signal.signal(number, lambda *_, why=why: self.stop(why, request["grace_s"]))
 
     def start(self, argv: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -90,21 +91,13 @@ class _Job:
 
     def follow_launcher(self) -> None:
         """Stop the job when the launcher says so, exits or falls silent."""
-        heard, grace_s = threading.Event(), self._request["grace_s"]
-
-        def listen() -> None:
-            for message in map(runs.decode, sys.stdin.buffer):
-                heard.set()
-                if message is not None and message["op"] == "stop":
-                    self.stop("the launcher requested it", message["grace_s"])
-            self.stop("the launcher exited", grace_s)
-
-        threading.Thread(target=listen, daemon=True).start()
         silence_s = self._request["silence_s"]
-        while heard.wait(silence_s):
-            heard.clear()
-            time.sleep(_ALIVE_S)
-        self.stop(f"the launcher was silent for {silence_s:g} s", grace_s)
+        signal.setitimer(signal.ITIMER_REAL, silence_s)  # SIGALRM, which stops the job
+        for message in map(runs.decode, sys.stdin.buffer):
+            signal.setitimer(signal.ITIMER_REAL, silence_s)
+            if message is not None and message["op"] == "stop":
+                self.stop("the launcher requested it", message["grace_s"])
+        self.stop("the launcher exited", self._request["grace_s"])
 
 
 def _run(request: Json, directory: Path, send: Send) -> None:

@@ -474,9 +474,9 @@ def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
 
 
 def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
-    begins: dict[int, list[int]] = defaultdict(list)
-    ends: dict[int, list[int]] = defaultdict(list)
-    durations: dict[int, list[int]] = defaultdict(list)
+    begins: dict[int, list[float]] = defaultdict(list)
+    ends: dict[int, list[float]] = defaultdict(list)
+    durations: dict[int, list[float]] = defaultdict(list)
     fixed, activations = [], []
     for survey in run.surveys:
         for step in survey.complete_steps:

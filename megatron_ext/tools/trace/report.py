@@ -243,7 +243,7 @@ def _settings(run: Run) -> list[list[str]]:
 
 def _measured(run: Run) -> list[_Row]:
     """The timelines of the median and of the slowest iteration that all ranks have."""
-    by_number: dict[int, list[int]] = defaultdict(list)
+    by_number: dict[int, list[float]] = defaultdict(list)
     for survey in run.surveys:
         for step in survey.complete_steps:
             by_number[step.number].append(step.duration_ns)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ import pytest
 
 from megatron_ext.tools.launch import process, runs
 from megatron_ext.tools.launch.hostfile import Host
+from megatron_ext.tools.launch.plan import JobPlan
 from megatron_ext.tools.launch.ssh import Ssh, explain
 from megatron_ext.tools.launch.supervise import Failure, first_failure
 from megatron_ext.upstream import parent
@@ -77,6 +79,26 @@ def test_a_rank_whose_torchrun_is_gone_ends_itself() -> None:
     )
     assert (adopted.returncode, adopted.stdout) == (0, b"lives\n")
     assert (orphan.returncode, orphan.stdout) == (-9, b"")
+
+
+def test_an_agent_that_hears_nothing_stops_its_job(tmp_path: Path) -> None:
+    words, host = ("sleep", "60"), Host("localhost", slots=1)
+    plan = JobPlan("r1", (host,), words, "/", sys.executable, per_node=True, silence_s=1.0)
+    request = replace(plan, log_root=str(tmp_path), env={"PATH": os.environ["PATH"]}).request(0)
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_ext.tools.launch.agent"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    ) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        start = {"op": "start", "argv": words, "first_rank": 0}
+        agent.stdin.write(runs.encode(request) + runs.encode(start))
+        agent.stdin.flush()  # and stays open
+        *_, last = filter(None, map(runs.decode, agent.stdout))
+    assert (last["kind"], last["stopped"]) == ("ended", "the launcher was silent for 1 s")
+    assert last["code"] == -15
 
 
 def test_a_record_is_of_one_process_and_not_of_its_id(tmp_path: Path) -> None:
