@@ -3,10 +3,12 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <charconv>
 #include <fstream>
 #include <limits>
 #include <optional>
 #include <sstream>
+#include <system_error>
 
 namespace megatron_ext {
 namespace {
@@ -26,11 +28,19 @@ constexpr CgroupNames kV1{"/sys/fs/cgroup/memory", "memory.limit_in_bytes", "mem
 constexpr CgroupNames kV2{"/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file",
                           "active_file"};
 
+/// The number that a text begins with. Not by a stream: beside PyTorch 2.11 on Ubuntu 24.04, one
+/// took the "max" of a cgroup without a limit for 0, as it did in no program without PyTorch.
+std::optional<std::uint64_t> number(const std::string& text) {
+    std::uint64_t value = 0;
+    const auto end = std::from_chars(text.data(), text.data() + text.size(), value);
+    return end.ec == std::errc() ? std::optional(value) : std::nullopt;
+}
+
 /// The number that is a file's content; std::nullopt without a file or a number, as for "max".
 std::optional<std::uint64_t> read_number(const std::string& path) {
     std::ifstream file(path);
-    std::uint64_t value = 0;
-    return file >> value ? std::optional(value) : std::nullopt;
+    std::string word;
+    return file >> word ? number(word) : std::nullopt;
 }
 
 /// The value of `key` in a file of lines "key value ..."; 0 if it is missing.
@@ -39,9 +49,9 @@ std::uint64_t read_field(const std::string& path, const std::string& key) {
     for (std::string line; std::getline(file, line);) {
         std::istringstream words(line);
         std::string name;
-        std::uint64_t value = 0;
+        std::string value;
         if (words >> name >> value && name == key) {
-            return value;
+            return number(value).value_or(0);
         }
     }
     return 0;
@@ -63,7 +73,9 @@ void apply_cgroup(MemoryBudget* budget, const CgroupNames& names, const std::str
     const std::uint64_t page_cache =
         read_field(stat, names.inactive_file_key) + read_field(stat, names.active_file_key);
     const std::uint64_t in_use = *usage - std::min(*usage, page_cache);
-    tighten(budget, *limit - std::min(*limit, in_use), "the memory cgroup " + directory);
+    tighten(budget, *limit - std::min(*limit, in_use),
+            "the memory cgroup " + directory + ", where " + std::to_string(in_use) + " of " +
+                std::to_string(*limit) + " bytes are in use,");
 }
 
 /// Applies the limits of `path` and of all its parents, each of which bounds its subtree.

@@ -29,7 +29,7 @@ class FakeRoot {
     }
     MemoryBudget budget() const { return shared_memory_budget(root_); }
     bool limited_by(const std::string& path) const {
-        return budget().limited_by == "the memory cgroup " + root_ + path;
+        return budget().limited_by.rfind("the memory cgroup " + root_ + path + ", where ", 0) == 0;
     }
 
   private:
