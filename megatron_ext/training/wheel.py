@@ -262,11 +262,12 @@ def _batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[st
         else:
             size, dtype = kinds.get(name, (shape, torch.int64))
             batch[name] = torch.empty(size, dtype=dtype, device=device)
-        dist.broadcast(
-            batch[name],
-            parallel_state.get_tensor_model_parallel_src_rank(),
-            group=parallel_state.get_tensor_model_parallel_group(),
-        )
+        if args.tensor_model_parallel_size > 1:
+            dist.broadcast(
+                batch[name],
+                parallel_state.get_tensor_model_parallel_src_rank(),
+                group=parallel_state.get_tensor_model_parallel_group(),
+            )
     return batch
 
 
