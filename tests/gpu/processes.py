@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ CHECKS = "MEGATRON_EXT_GPU_CHECKS"
 
 EMULATED = os.environ.get(CHECKS) == "emulated"
 
+TRANSFORMER_ENGINE = not EMULATED and find_spec("transformer_engine") is not None
+"""Its kernels can run."""
+
 _ENVIRONMENT = {
     "MEGATRON_EXT_DEVICE": "musa" if EMULATED else "cuda",
     "LOCAL_RANK": "0",  # which is the number of the GPU
@@ -40,6 +44,8 @@ _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products that come out the same each time
+    "NVTE_CPU_OFFLOAD_V1": "1",  # demanded by Megatron where it offloads activations
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # and so does Transformer Engine's attention
     "PYTHONWARNINGS": "ignore",
 }
 
@@ -70,7 +76,7 @@ def run(
     function: Callable[..., Any],
     *arguments: object,
     directory: Path,
-    timeout_s: float = 240.0,
+    timeout_s: float = 240.0 if EMULATED else 90.0,
     **environment: str,
 ) -> list[Any]:
     """Call a function of a module in new processes; return what it returned, by rank.
@@ -153,6 +159,18 @@ def join() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = "mccl" if EMULATED else "gloo"
     torch.distributed.init_process_group(backend, store=store(), rank=rank, world_size=size)
+    if not EMULATED:
+        # Gloo reduces one tensor of a GPU, but not several in one call, as Megatron does.
+        torch.distributed.ProcessGroup.allreduce_coalesced = _allreduce_one_by_one
+
+
+def _allreduce_one_by_one(group: Any, tensors: list[torch.Tensor], options: Any) -> Any:
+    each = torch.distributed.AllreduceOptions()
+    each.reduceOp = options.reduceOp
+    *first, last = [group.allreduce([tensor], each) for tensor in tensors]
+    for work in first:
+        work.wait()
+    return last
 
 
 def _main() -> None:

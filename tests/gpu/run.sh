@@ -8,11 +8,13 @@
 #                 same checks with little work, so that the first run on a GPU is not their first
 #   --wheels DIR  first installs all wheels of DIR, without dependencies and without an index. Fill it
 #                 where there is one:
-#                     pip download --no-deps -d DIR megatron-core wrapt pytest iniconfig pluggy
+#                     pip download --no-deps -d DIR megatron-core wrapt pytest iniconfig pluggy \
+#                         pybind11 scikit-build-core setuptools-scm vcs-versioning
 #
 # It needs torch with CUDA, pytest and megatron-core; nothing is downloaded. The package is installed
-# from this tree if its native core is not there yet, which needs pip, a C++ compiler, cmake, ninja,
-# pybind11 and scikit-build-core.
+# from this tree if its native core is not there yet, which needs pip, a C++ compiler, cmake, ninja
+# and the last four of these wheels. With pytest-xdist, `-n 6` shortens it on 16 cores or more;
+# `-k how_fast` alone then measures bandwidth undisturbed.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
