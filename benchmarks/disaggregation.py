@@ -15,21 +15,43 @@ Prints the tables of `docs/disaggregation.md`. Takes about 10 minutes.
 
 from __future__ import annotations
 
-import argparse
+import functools
+import os
 import statistics
 import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common.json_output import add_json, write_json
-from benchmarks.common.tables import machine, markdown
-from benchmarks.schedule_harness import launch, rank
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.transformer_block import TransformerBlock
+
+from benchmarks.common import machine, markdown, options, write_json
+from benchmarks.schedule_harness import ranks
+from benchmarks.schedule_harness.megatron_core import make_config
 from benchmarks.schedule_harness.metrics import seconds_of
-from benchmarks.schedule_harness.ops import Sizes
-from benchmarks.schedule_harness.roles import Case, Trained, measure_training
+from benchmarks.schedule_harness.ops import OpTimes, Sizes
+from benchmarks.schedule_harness.stage import MESSAGE_SHAPE, EmulatedStage, Probe
+from benchmarks.schedule_harness.systems import Run, System
+from megatron_ext.config.active import Active, Pipeline, activate_configuration
+from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
+from megatron_ext.disaggregation import step, worlds
+from megatron_ext.disaggregation.job import Job, current
+from megatron_ext.disaggregation.ranks import RankMap
+from megatron_ext.runtime.compute import StageCompute
+from megatron_ext.runtime.entry import forward_backward
+from megatron_ext.schedules import Costs, Schedule, generate, simulate
+from megatron_ext.schedules.table.placement import linear
 from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules import Kind, Placement
 
 _BAR, _FORWARD_S = 0.03, 0.04
 _STEP_HEAD = ("", "TP", "PP", "M", "computed", "measured", "", "time, computed", "measured",
@@ -48,6 +70,223 @@ _MODEL = (
 _RECOMPUTE = " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _FBD = " --forward-backward-disaggregating"
 _SHARDED = _FBD + " --use-distributed-optimizer --overlap-grad-reduce"
+
+
+@dataclass(frozen=True)
+class Case(System):
+    """One way to run a pipeline, with or without roles."""
+
+    schedule: str
+    """fbd or 1f1b."""
+    tp: int = 1
+    """Tensor-parallel ranks that one forward rank stands in for."""
+    activations: Literal["recompute", "ship"] = "recompute"
+    """Of fbd: what backward ranks start from."""
+    recomputes: bool = False
+    """Whether 1f1b recomputes in full."""
+    replicas: int = 1
+    """Of the pipeline, of which one is run."""
+
+    def num_processes(self, pp: int) -> int:
+        """Return how many are started; tensor-parallel ranks of a stage are one here."""
+        return 2 * pp if self.schedule == "fbd" else pp
+
+    def num_devices(self, pp: int) -> int:
+        """Return how many devices it stands for."""
+        return self.replicas * pp * (self.tp + 1 if self.schedule == "fbd" else self.tp)
+
+    @property
+    def checkpoints(self) -> bool:
+        """True if a layer is computed again in its backward."""
+        return self.recomputes or self.activations == "ship"
+
+    def computed(self, pp: int, num_microbatches: int) -> float:
+        """Return the simulated step in forwards of a stage."""
+        settings: dict[str, Any] = {}
+        if self.schedule == "fbd":
+            settings["activations"] = self.activations
+        table = generate(self.schedule, self.num_processes(pp), num_microbatches, **settings)
+        again = 0.5 if self.recomputes else 0.0  # of either gradient
+        costs = _RoleCosts(1.0, 1.0 + again, 1.0 + again, tp=self.tp)
+        return simulate(table, costs).makespan * table.num_stages / table.pp
+
+    def placement(self, pp: int) -> Placement:
+        return linear(pp)
+
+    def times(self, sizes: Sizes) -> OpTimes:
+        place = RankMap(1, sizes.pp, 1).place(int(os.environ["RANK"]))
+        merges = self.schedule == "fbd" and place.role == "forward"
+        return _RoleTimes(sizes.forward_s, 1.0, self.tp if merges else 1)
+
+    def join(self, pp: int, backend: str, timeout_s: float) -> None:
+        if self.schedule == "1f1b":
+            super().join(pp, backend, timeout_s)
+            return
+        job = Job(RankMap(1, pp, 1), int(os.environ["RANK"]), self.activations, timeout_s)
+        config = PipelineConfig(disaggregation=Disaggregation(activations=self.activations))
+        activate_configuration(Active(config, job=job))
+        worlds.join(backend)
+
+    def probe(self, times: OpTimes, device: torch.device) -> Probe:
+        return Probe(times) if self.schedule == "1f1b" else _RoleProbe(times)
+
+    def prepare(self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float) -> Run:
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pp)
+        run: Callable[..., list[Any]] = forward_backward
+        if self.schedule == "1f1b":
+            settings = PipelineConfig(schedule="1f1b", transport="shm")
+            activate_configuration(Active(settings, Pipeline(settings, pp, num_microbatches)))
+        else:
+            # Megatron's own schedule is for evaluation, and nothing is evaluated here.
+            run = functools.partial(step.forward_backward, forward_backward)
+        # What an op does beside its sleep is part of its time: the probe has to see both ends.
+        StageCompute.forward = _timed(StageCompute.forward, probe, "F")  # type: ignore[method-assign]
+        StageCompute.backward = _timed(StageCompute.backward, probe, "B")  # type: ignore[method-assign]
+        config = make_config(pp)
+        config.num_layers, config.timers = 8, None
+        stage = _Stage(config, probe, checkpoints=self.checkpoints)
+        return lambda: run(
+            forward_step_func=_forward_step,
+            data_iterator=None,
+            model=[stage],
+            num_microbatches=num_microbatches,
+            seq_length=MESSAGE_SHAPE[0],
+            micro_batch_size=MESSAGE_SHAPE[1],
+            forward_only=False,
+        )
+
+
+@dataclass(frozen=True)
+class _RoleTimes(OpTimes):
+    """Times where a forward rank does the work of several."""
+
+    tp: int
+
+    def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
+        return super().seconds(kind, stage, microbatch) * (self.tp if kind == "F" else 1)
+
+
+@dataclass(frozen=True)
+class _RoleCosts(Costs):
+    """The same for the simulator."""
+
+    tp: int = 1
+
+    def durations(self, schedule: Schedule) -> dict[Any, list[float]]:
+        found = super().durations(schedule)
+        if schedule.disaggregated:
+            found["F"] = [self.tp * time for time in found["F"]]
+        return found
+
+
+@dataclass
+class _RoleProbe(Probe):
+    """Meets through the store of the job: torch.distributed joins ranks of one role only."""
+
+    met: int = 0
+
+    def meet(self) -> None:
+        store, self.met = worlds.shared_store(), self.met + 1
+        where, job = f"benchmark/{self.met}", current()
+        assert job is not None
+        if store.add(where, 1) == job.ranks.num_ranks:
+            store.set(f"{where}: all are here", "")
+        store.wait([f"{where}: all are here"])
+
+
+def _timed(method: Callable[..., Any], probe: Probe, kind: Kind) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def timed(*args: Any, **keywords: Any) -> Any:
+        with probe.op(kind, 0, 0):
+            return method(*args, **keywords)
+
+    return timed
+
+
+class _Stage(torch.nn.Module):
+    """An emulated stage in a block of one layer, where shipped layers are looked for."""
+
+    def __init__(self, config: Any, probe: Probe, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.config, self.vp_stage, self.model_type = config, None, None
+        self.input: torch.Tensor | None = None
+        self.block = TransformerBlock.__new__(TransformerBlock)  # nothing else of a real one
+        torch.nn.Module.__init__(self.block)
+        self.block.layers = torch.nn.ModuleList([EmulatedStage(probe)])
+        self.first = torch.nn.Parameter(torch.zeros(MESSAGE_SHAPE))
+        self.checkpoints = checkpoints
+
+    def set_input_tensor(self, tensors: list[Any]) -> None:
+        self.input = tensors[0]
+
+    def forward(self) -> torch.Tensor:
+        x = self.first if self.input is None else self.input
+        [layer] = self.block.layers
+        made: torch.Tensor
+        if self.checkpoints:
+
+            def computed(hidden: torch.Tensor, _mask: None, context: None) -> tuple[Any, None]:
+                return layer(hidden), context
+
+            made = random.checkpoint(computed, False, x, None, None)[0]
+        else:
+            made = layer(x)
+        return made
+
+
+def _forward_step(_data: Iterator[Any] | None, stage: _Stage) -> tuple[Any, Any]:
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        return output.sum(), torch.tensor(1, dtype=torch.int), {}
+
+    return stage(), loss
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Time and memory of one process of a real training."""
+
+    role: str
+    stage: int
+    peak_mib: float
+    """Resident memory above that before the first step."""
+    weights_ms: float
+    """For each step, what new weights cost: a forward rank from their announcement until they are
+    here, a backward rank until it goes on."""
+    step_ms: float
+
+
+def measure_training(flags: list[str]) -> Trained:
+    """Train as one rank and return what it needed."""
+    from megatron_ext import devices
+    from tests.ranks import train_here
+
+    devices.current()  # before Megatron is imported
+    from megatron.training import get_args, training
+
+    found: dict[str, float] = {}
+    train = training.train
+
+    def status_mib(name: str) -> float:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
+
+    @functools.wraps(train)
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+        before = status_mib("VmRSS")
+        begin_s = time.perf_counter()
+        result = train(*args, **kwargs)
+        found["step_ms"] = 1e3 * (time.perf_counter() - begin_s) / get_args().train_iters
+        found["peak_mib"] = status_mib("VmHWM") - before
+        return result
+
+    training.train = measured
+    train_here("gpt", flags)
+    job = current()
+    role = "both" if job is None else job.role
+    weights_s = 0.0 if job is None else step.weights_s()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return Trained(role, stage, found["peak_mib"], 1e3 * weights_s, found["step_ms"])
 
 
 @dataclass(frozen=True)
@@ -82,9 +321,9 @@ def cases() -> list[tuple[Case, int, int]]:
     rows = []
     for pp in (1, 2, 4):
         rows += [
-            (Case("1F1B", "1f1b", activations="keep"), pp, 8),
-            (Case("1F1B, full recomputation", "1f1b"), pp, 8),
-            (Case("1F1B, two replicas", "1f1b", activations="keep", replicas=2), pp, 4),
+            (Case("1F1B", "1f1b"), pp, 8),
+            (Case("1F1B, full recomputation", "1f1b", recomputes=True), pp, 8),
+            (Case("1F1B, two replicas", "1f1b", replicas=2), pp, 4),
             (Case("plain, recompute", "fbd"), pp, 8),
             (Case("plain, ship", "fbd", activations="ship"), pp, 8),
         ]
@@ -101,9 +340,9 @@ def measure_rows(wanted: list[tuple[Case, int, int]], steps: int) -> list[Row]:
     """Measure the first table."""
     found = []
     for case, pp, count in wanted:
-        sizes = Sizes(pp, count, _FORWARD_S, 2, steps, 60.0)
+        sizes = Sizes(pp, count, _FORWARD_S, 2, steps)
         replicas = case.num_processes(pp) // pp
-        by_rank = launch.run(rank.measure, case, sizes, replicas=replicas, repeats=case.tp)
+        by_rank = ranks.run(ranks.measure, case, sizes, replicas=replicas, repeats=case.tp)
         seconds = map(seconds_of, zip(*by_rank, strict=True))
         units = statistics.median(each / _FORWARD_S for each in seconds)
         found.append(Row(case, pp, count, case.computed(pp, count), units))
@@ -142,26 +381,23 @@ def steps_as_markdown(rows: list[Row], conditions: str) -> str:
 def training_as_markdown(found: dict[str, list[Trained]]) -> str:
     """Return the second table."""
     rows = []
-    for name, ranks in found.items():
-        first = [one for one in ranks if one.stage == 0]
+    for name, processes in found.items():
+        first = [one for one in processes if one.stage == 0]
         columns = (
             (0, [one.peak_mib for one in first if one.role != "forward"]),
             (0, [one.peak_mib for one in first if one.role == "forward"]),
-            (1, [one.weights_ms for one in ranks if one.role == "backward"]),
-            (1, [one.weights_ms for one in ranks if one.role == "forward"]),
+            (1, [one.weights_ms for one in processes if one.role == "backward"]),
+            (1, [one.weights_ms for one in processes if one.role == "forward"]),
         )
         cells = (f"{max(values):.{digits}f}" if values else "" for digits, values in columns)
-        rows.append((name, f"{max(one.step_ms for one in ranks):.0f}", *cells))
+        rows.append((name, f"{max(one.step_ms for one in processes):.0f}", *cells))
     return markdown(_TRAINING_HEAD, rows)
 
 
 def main() -> None:
     """Measure and print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one stage, one step, no training")
-    add_json(parser)
-    args = parser.parse_args()
-    launch.clean_up_when_terminated()
+    args = options(__doc__, "one stage, one step, no training").parse_args()
+    ranks.clean_up_when_terminated()
     wanted = [(case, pp, count) for case, pp, count in cases() if pp == 1 or not args.quick]
     steps = 1 if args.quick else 3
     rows = measure_rows(wanted, steps)
@@ -178,10 +414,11 @@ def main() -> None:
         print(f"trained: {name}", file=sys.stderr)
     if trained:
         print(f"<!-- training: begin -->\n{training_as_markdown(trained)}\n<!-- training: end -->")
-    if args.json:
-        training = {name: [vars(one) for one in ranks] for name, ranks in trained.items()}
-        write_json(args.json, {"steps": list(map(asdict, rows)), "training": training})
+    training = {name: list(map(asdict, processes)) for name, processes in trained.items()}
+    write_json(args.json, {"steps": list(map(asdict, rows)), "training": training})
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks import disaggregation  # ranks find what they run by the name of its module
+
+    disaggregation.main()

@@ -19,7 +19,6 @@ measured time over that of a replay of the same order with the measured ops.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,19 +28,17 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common.json_output import add_json, write_json
-from benchmarks.common.tables import machine, markdown, ratios, spread
-from benchmarks.schedule_harness import launch, scenarios
+from benchmarks.common import machine, markdown, options, ratios, spread, write_json
+from benchmarks.schedule_harness import ranks, scenarios
 from benchmarks.schedule_harness.noise import SCENARIOS
 from benchmarks.schedule_harness.ops import Sizes
-from benchmarks.schedule_harness.systems import Own, disturbed_systems
+from benchmarks.schedule_harness.systems import OVERLAPPED, Own, disturbed_systems
 from megatron_ext.errors import ScheduleError
 from tests.ranks import RanksFailed
 
 if TYPE_CHECKING:
     from benchmarks.schedule_harness.metrics import Figures
 
-_UPSTREAM = "megatron-core interleaved, overlapped P2P"
 _WHOLE, _SPLIT = "interleaved chunks=2, static", "interleaved chunks=2, static, split"
 _HINTS = ("interleaved chunks=2, hint +0", "interleaved chunks=2, hint +1")
 _GREEDY = ("interleaved chunks=2, breadth-first", "interleaved chunks=2, depth-first")
@@ -86,14 +83,14 @@ _NO_SLACK = "zb-v in its own order, which has no slack while nothing is late"
 _OF_BITPIPE = "BitPipe's published table with split backwards, in its own order"
 PARTS = (
     Part(4, 16, 8.0, (
-        Comparison(_UPSTREAM_TITLE, _UPSTREAM, (*_HINTS, _SPLIT, _ZBV, *_GREEDY, *_TORCH),
+        Comparison(_UPSTREAM_TITLE, OVERLAPPED, (*_HINTS, _SPLIT, _ZBV, *_GREEDY, *_TORCH),
                    ("quiet", "jitter-0.3", "microbatch-0.5", "link-0.5"), stand_in=_WHOLE),
         Comparison(_IN_ITS_ORDER, _SPLIT, _HINTS, _ALL),
         Comparison(_NO_SLACK, _ZBV, _ZBV_HINTS, ("quiet", "jitter-0.3", "link-0.5")),
         Comparison(_OF_BITPIPE, _BITPIPE, _BITPIPE_HINTS, _ALL),
     )),
     Part(8, 32, 10.0, (
-        Comparison(_UPSTREAM_TITLE, _UPSTREAM, (*_HINTS, _SPLIT, _ZBV),
+        Comparison(_UPSTREAM_TITLE, OVERLAPPED, (*_HINTS, _SPLIT, _ZBV),
                    ("quiet", "microbatch-0.5"), stand_in=_WHOLE),
         Comparison(_NO_SLACK, _ZBV, _ZBV_HINTS[:1], ("quiet",)),
     )),
@@ -147,10 +144,10 @@ def run(part: Part, sizes: Sizes, repetitions: int | None) -> Found:
                 found.cells[name] = scenarios.expect(system, sizes, list(names))
         except (ScheduleError, RanksFailed) as error:
             found.failures[name] = str(error)
-    work, found.how = 3 * sizes.num_microbatches, f"simulated, {sizes.steps} draws"
-    found.ideal_s = work
+    found.how = f"simulated, {sizes.steps} draws"
+    found.ideal_s = sizes.work_s / sizes.forward_s  # simulated times are in forwards
     if repetitions is not None:
-        found.ideal_s = work * sizes.forward_s
+        found.ideal_s = sizes.work_s
         late = max((c.op_inflation for by in found.cells.values() for c in by.values()), default=0)
         found.how = (
             f"forward = input gradient = weight gradient = {1e3 * sizes.forward_s:g} ms, "
@@ -193,29 +190,26 @@ def _overheads(found: Found) -> Iterator[list[str]]:
 
 def main() -> int:
     """Measure and print; 1 if a system failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "one draw of the last tables")
     parser.add_argument("--simulate", action="store_true", help="compute what to expect instead")
     parser.add_argument("--draws", type=int, default=5, help="seeds of the noise")
-    parser.add_argument("--quick", action="store_true", help="one draw of the last tables")
-    add_json(parser)
     args = parser.parse_args()
-    launch.clean_up_when_terminated()
+    ranks.clean_up_when_terminated()
     name = "simulated" if args.simulate else "measured"
     found = []
     parts = [p for p in PARTS if not (args.simulate and p.most_overhead is not None)]
     for part in parts[-1:] if args.quick else parts:
         draws, forward_ms = (1, 8.0) if args.quick else (args.draws, part.forward_ms)
-        sizes = Sizes(part.pp, part.num_microbatches, forward_ms / 1e3, 2, draws, timeout_s=60.0)
+        sizes = Sizes(part.pp, part.num_microbatches, forward_ms / 1e3, 2, draws)
         repetitions = 5 if part.most_overhead is None else 1
         found.append(run(part, sizes, None if args.simulate else repetitions))
     texts = [f"{name.capitalize()}; median of the draws (lowest .. highest).", *map(text_of, found)]
     print(f"<!-- {name}: begin -->\n" + "\n\n".join(texts) + f"\n<!-- {name}: end -->")
-    if args.json:
-        write_json(args.json, {"parts": [
-            {"pp": each.part.pp, "how": each.how, "failures": each.failures,
-             "cells": {n: {s: asdict(d) for s, d in by.items()} for n, by in each.cells.items()}}
-            for each in found
-        ]})  # fmt: skip
+    write_json(args.json, {"parts": [
+        {"pp": each.part.pp, "how": each.how, "failures": each.failures,
+         "cells": {n: {s: asdict(d) for s, d in by.items()} for n, by in each.cells.items()}}
+        for each in found
+    ]})  # fmt: skip
     return 1 if any(each.failures for each in found) else 0
 
 

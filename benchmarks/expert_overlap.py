@@ -1,15 +1,15 @@
 """How much of the experts' all-to-all pairs hide, and what a step then takes.
 
-    python benchmarks/expert_overlap.py [--pp P] [--microbatches M] [--experts N] [--forward-ms T]
+    python benchmarks/expert_overlap.py [--pp P] [--microbatches M] [--forward-ms T]
         [--all-to-all SHARE ...] [--steps N] [--connections N] [--only TEXT ...] [--quick]
         [--json FILE]
 
 Runs on the emulated device that runs behind its host, as schedules.py --device does, with a C++
 compiler and megatron-core 0.19 or later: earlier ones make plans of their own models only.
 Each layer computes attention, exchanges tokens, computes experts and exchanges tokens again; the
-ranks of a group of experts meet in each exchange. Both of a pair run through Megatron's own plans,
-the exchanges in their stream. `--all-to-all` is the time of the exchanges over the computation of
-the same layer, in the forward and in the input gradient. Columns:
+two ranks of a group of experts meet in each exchange. Both of a pair run through Megatron's own
+plans, the exchanges in their stream. `--all-to-all` is the time of the exchanges over the
+computation of the same layer, in the forward and in the input gradient. Columns:
 
     T ms         the shortest step, from the first rank's begin until all devices are idle
     work/T       computation of one rank over T; no order can have more than 1
@@ -23,91 +23,109 @@ the same layer, in the forward and in the input gradient. Columns:
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common.json_output import add_json, write_json
-from benchmarks.common.tables import add_only, chosen, machine, markdown
-from benchmarks.schedule_harness import expert_steps, launch
-from benchmarks.schedule_harness.expert_steps import ExpertFigures, expert_systems
-from benchmarks.schedule_harness.ops import Sizes
+from benchmarks.common import chosen, figure, machine, markdown, options, write_json
+from benchmarks.schedule_harness import ranks
+from benchmarks.schedule_harness.metrics import peak, seconds_of
+from benchmarks.schedule_harness.ops import LAYERS, ExpertTimes, Sizes, Step
+from benchmarks.schedule_harness.systems import Own, Peer, System, variants
 from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules import Costs, simulate
+from megatron_ext.schedules.table.placement import loop
 from megatron_ext.upstream import releases
-from tests.fake_musa.build import NoCompiler
-from tests.fake_musa.queued import queued
 from tests.ranks import RanksFailed
 
-_COSTS = {"copy_us": 10.0, "copied_per_us": 20_000.0, "message_us": 30.0}
-"""As with schedules.py --device."""
+_EXPERTS = 2
+"""Ranks that exchange tokens."""
 _UPSTREAM = "megatron-core interleaved, overlap"
-_QUICK = (_UPSTREAM, "zb-v, pairs", "zb-v")
-
-Found = Mapping[str, Mapping[float, ExpertFigures]]
-"""By system, then by share of all-to-all."""
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pp", type=int, default=4, help="ranks of a pipeline")
-    parser.add_argument("--microbatches", type=int, default=16, help="in one step")
-    parser.add_argument("--experts", type=int, default=2, help="ranks that exchange tokens")
-    parser.add_argument(
-        "--forward-ms", type=float, default=40.0, help="computation of 1/pp of the model"
-    )
-    parser.add_argument(
-        "--all-to-all",
-        type=float,
-        nargs="+",
-        default=[0.3, 0.6, 1.0],
-        metavar="SHARE",
-        help="time of the exchanges over that computation",
-    )
-    parser.add_argument("--steps", type=int, default=2, help="measured steps, after another one")
-    parser.add_argument(
-        "--connections",
-        type=int,
-        default=32,
-        help="hardware queues of a device; exchanges in one with other streams wait for them",
-    )
-    add_only(parser)
-    parser.add_argument("--quick", action="store_true", help="three systems, a few short actions")
-    parser.add_argument("--timeout-s", type=float, default=120.0, help="for every wait")
-    add_json(parser)
-    args = parser.parse_args(argv)
-    if args.quick:
-        args.pp, args.microbatches, args.forward_ms = 2, 4, 8.0
-        args.steps, args.all_to_all = 1, [0.6]
-    systems = expert_systems(args.experts)
-    args.systems = chosen(parser, systems, args.only)
-    if args.quick:
-        args.systems = [system for system in systems if system.name in _QUICK]
-    return args
+def systems() -> list[System]:
+    """Return Megatron's own overlap and all tables, each of them with pairs and without."""
+    found: list[System] = [
+        Peer(_UPSTREAM, "megatron_core", "interleaved-overlap, experts", lambda pp: loop(pp, 2)),
+        Peer("megatron-core interleaved", "megatron_core", "interleaved-overlap",
+             lambda pp: loop(pp, 2)),
+    ]  # fmt: skip
+    for label, name, settings in variants():
+        if name == "gpipe" or settings.get("overlap"):
+            continue  # no backward before the last forward; the pass makes pairs itself
+        found.append(Own(f"{label}, pairs", name, settings, pairs=True))
+        found.append(Own(label, name, settings))
+    return found
 
 
-def measure(args: argparse.Namespace, sizes: Sizes) -> tuple[Found, list[str]]:
-    """Run all systems; return the figures and what failed."""
-    costs = {**_COSTS, "lag_us": 1e3 * args.forward_ms}
-    env = queued(connections=args.connections, stuck_s=args.timeout_s / 2, **costs)
-    found, failed = {}, []
-    for system in args.systems:
-        print(system.name, file=sys.stderr)
-        try:
-            system.check(sizes.pp, sizes.num_microbatches)
-            steps = launch.run(
-                expert_steps.measure_experts, system, sizes, args.all_to_all,
-                repeats=2 * len(args.all_to_all), replicas=args.experts, device="musa", env=env,
-            )  # fmt: skip
-        except (ScheduleError, RanksFailed) as error:
-            failed.append(f"{system.name}: {error}")
-            continue
-        found[system.name] = expert_steps.expert_figures(steps, system, sizes, args.all_to_all)
-    return found, failed
+@dataclass(frozen=True)
+class Overlap:
+    """The figures of one system for one share of all-to-all, in its shortest step.
+
+    Other load on the machine only adds time.
+    """
+
+    seconds: list[float]
+    """Of each step, from its first rank's begin until all devices are idle."""
+    work_s: float
+    """Computation of one rank."""
+    bound_s: float | None
+    """Simulated time of the table where a pair takes the larger of computation and all-to-all."""
+    plain_s: float | None
+    """The same of the table without pairs."""
+    hidden: float | None
+    """Part of what pairs could hide that they hid; None: there are no pairs."""
+    of_all: float
+    """Part of all all-to-all that ran behind computation."""
+    activations: float
+    """On the worst rank, in those of one micro-batch on 1/pp of the model."""
+
+    @property
+    def step_s(self) -> float:
+        """The shortest step."""
+        return min(self.seconds)
+
+
+def overlap(steps: Sequence[Sequence[Step]], system: System, sizes: Sizes, part: float) -> Overlap:
+    """Return the figures of a measurement.
+
+    Args:
+        steps: By rank of the world, those with one share of all-to-all.
+        system: What was measured.
+        sizes: How much was run.
+        part: That share.
+    """
+    times = ExpertTimes(sizes.forward_s, system.share(sizes.pp), all_to_all=part)
+    seconds, of_all, kept = [], [], 0.0
+    hidden: list[float | None] = []
+    for of_step in zip(*steps, strict=True):
+        seconds.append(seconds_of(of_step))
+        saved = could = total = 0.0
+        for step in of_step:
+            kept = max(kept, times.share * peak(step.ops))
+            total += sum(map(times.exchange_s, step.ops))
+            for one, two in pairwise(step.ops):
+                if one.kind == "F" and one.begin_s == two.begin_s:
+                    exchange_s = times.exchange_s(one) + times.exchange_s(two)
+                    work_s = sum(times.seconds(op.kind, op.stage, 0) for op in (one, two))
+                    saved += exchange_s + work_s - one.duration_s
+                    could += min(exchange_s, work_s)
+        hidden.append(saved / could if could else None)
+        of_all.append(saved / total if total else 0.0)
+    bound_s = plain_s = None
+    if isinstance(system, Own):
+        costs = Costs(1 + part, 1 + part, 1, all_to_all=part / (1 + part))
+        bound_s, plain_s = (
+            sizes.forward_s
+            * simulate(each.pipeline(sizes.pp, sizes.num_microbatches).full, costs).makespan
+            for each in (system, replace(system, pairs=False))
+        )
+    best = seconds.index(min(seconds))
+    return Overlap(seconds, sizes.work_s, bound_s, plain_s, hidden[best], of_all[best], kept)
 
 
 _HEADER = (
@@ -116,78 +134,86 @@ _HEADER = (
 )  # fmt: skip
 
 
-def table(found: Found, part: float) -> str:
+def table(found: dict[str, Overlap]) -> str:
     """Return the figures of one share of all-to-all as a Markdown table."""
     rows = []
-    upstream = found.get(_UPSTREAM)
-    for name, by_share in found.items():
-        figures = by_share[part]
-        step_s = figures.step_s
-        rows.append(
-            (
-                name,
-                f"{1e3 * step_s:.0f}",
-                f"{figures.work_s / step_s:.3f}",
-                "" if figures.bound_s is None else f"{step_s / figures.bound_s:.3f}",
-                "" if figures.hidden is None else f"{100 * figures.hidden:.1f}",
-                f"{100 * figures.of_all:.1f}",
-                "" if figures.plain_s is None else f"{figures.plain_s / step_s:.3f}",
-                "" if upstream is None else f"{step_s / upstream[part].step_s:.3f}",
-                f"{figures.activations:g}",
-            )
-        )
+    for name, each in found.items():
+        step_s = each.step_s
+        rows.append((
+            name,
+            f"{1e3 * step_s:.0f}",
+            f"{each.work_s / step_s:.3f}",
+            "" if each.bound_s is None else f"{step_s / each.bound_s:.3f}",
+            figure(each.hidden, ".1f", 100),
+            f"{100 * each.of_all:.1f}",
+            figure(each.plain_s, ".3f", 1 / step_s),
+            f"{step_s / found[_UPSTREAM].step_s:.3f}" if _UPSTREAM in found else "",
+            f"{each.activations:g}",
+        ))  # fmt: skip
     return markdown(_HEADER, rows, align="---:")
-
-
-def conditions(args: argparse.Namespace, before: str) -> str:
-    """Return what was measured, and on what machine, as it was before."""
-    return (
-        f"pp {args.pp}, {args.experts} ranks of experts, {args.microbatches} micro-batches, "
-        f"{expert_steps.LAYERS} layers on each rank, forward = input gradient = weight gradient = "
-        f"{args.forward_ms:g} ms besides the exchanges, {args.connections} hardware queues, a "
-        f"message {_COSTS['message_us']:g} us, the shortest of {args.steps} steps; {before} "
-        "before"
-    )
 
 
 def main() -> int:
     """Measure and print; 1 if a system failed."""
-    args = parse()
-    release = releases.installed_release()
-    if release is not None and release < (0, 19):
+    parser = options(__doc__, "three systems, a few short actions", only=True)
+    add = parser.add_argument
+    add("--pp", type=int, default=4, help="ranks of a pipeline")
+    add("--microbatches", type=int, default=16, help="in one step")
+    add("--forward-ms", type=float, default=40.0, help="computation of 1/pp of the model")
+    add("--all-to-all", type=float, nargs="+", default=[0.3, 0.6, 1.0], metavar="SHARE",
+        help="time of the exchanges over that computation")  # fmt: skip
+    add("--steps", type=int, default=2, help="measured steps, after another one")
+    add("--connections", type=int, default=32, help="hardware queues of a device; exchanges in one "
+        "with other streams wait for them")  # fmt: skip
+    args = parser.parse_args()
+    compared = chosen(parser, systems(), args.only)
+    if args.quick:
+        args.pp, args.microbatches, args.forward_ms = 2, 4, 8.0
+        args.steps, args.all_to_all = 1, [0.6]
+        compared = [each for each in systems() if each.name in (_UPSTREAM, "zb-v, pairs", "zb-v")]
+    if (releases.installed_release() or (0, 19)) < (0, 19):
         raise SystemExit(
             f"expert_overlap.py: megatron-core {releases.core_version()} makes plans of its own "
             "models only, not of emulated ones; install 0.19 or later"
         )
-    launch.clean_up_when_terminated()
-    before = machine()
-    sizes = Sizes(
-        pp=args.pp,
-        num_microbatches=args.microbatches,
-        forward_s=args.forward_ms / 1e3,
-        warmup=1,
-        steps=args.steps,
-        timeout_s=args.timeout_s,
+    ranks.clean_up_when_terminated()
+    before, shares = machine(), args.all_to_all
+    sizes = Sizes(args.pp, args.microbatches, args.forward_ms / 1e3, 1, args.steps, 120.0)
+    where, device = ranks.emulated_device(sizes, args.connections)
+    found: dict[float, dict[str, Overlap]] = {part: {} for part in shares}
+    failed = []
+    for system in compared:
+        print(system.name, file=sys.stderr)
+        share = system.share(sizes.pp)
+        times = [ExpertTimes(sizes.forward_s, share, all_to_all=part) for part in shares]
+        try:
+            system.check(sizes.pp, sizes.num_microbatches)
+            steps = ranks.run(
+                ranks.measure, system, sizes, times * sizes.steps,
+                repeats=2 * len(shares), replicas=_EXPERTS, **where,
+            )  # fmt: skip
+        except (ScheduleError, RanksFailed) as error:
+            failed.append(f"{system.name}: {error}")
+            continue
+        for number, part in enumerate(shares):
+            own = [row[number :: len(shares)] for row in steps]
+            found[part][system.name] = overlap(own, system, sizes, part)
+    for part, by_system in found.items():
+        print(f"All-to-all {part:g} of a layer's computation:\n\n{table(by_system)}\n")
+    conditions = (
+        f"pp {args.pp}, {_EXPERTS} ranks of experts, {args.microbatches} micro-batches, {LAYERS} "
+        f"layers on each rank, forward = input gradient = weight gradient = {args.forward_ms:g} ms "
+        f"besides the exchanges, {device}, the shortest of {args.steps} steps; {before} before"
     )
-    try:
-        found, failed = measure(args, sizes)
-    except NoCompiler as error:
-        raise SystemExit(
-            f"expert_overlap.py: the emulated device cannot be built: {error}"
-        ) from None
-    for part in args.all_to_all:
-        print(f"All-to-all {part:g} of a layer's computation:\n\n{table(found, part)}\n")
-    text = conditions(args, before)
-    print(f"{text}.")
+    print(f"{conditions}.")
     for reason in failed:
         print(f"\n{reason}", file=sys.stderr)
-    if args.json:
-        rows = [
-            {"system": name, "all_to_all": part, **asdict(figures)}
-            for name, by_share in found.items()
-            for part, figures in by_share.items()
-        ]
-        write_json(args.json, {"conditions": text, "measured": rows, "failures": failed})
+    rows = [
+        {"system": name, "all_to_all": part, **asdict(each)}
+        for part, by_system in found.items()
+        for name, each in by_system.items()
+    ]
+    write_json(args.json, {"conditions": conditions, "measured": rows, "failures": failed})
     return 1 if failed else 0
 
 

@@ -21,7 +21,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import resource
@@ -41,8 +40,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common.json_output import add_json, write_json
-from benchmarks.common.tables import markdown
+from benchmarks.common import markdown, options, write_json
 
 Row = tuple[str, str, str]
 """A figure: its name, the figure with its unit, the aim."""
@@ -200,10 +198,10 @@ def one_restart(directory: Path) -> dict[str, float]:
     )  # fmt: skip
     with start(directory, argv, subprocess.STDOUT) as job:
         assert job.stdout is not None
-        seen: list[str] = []
+        shown, seen = job.stdout, list[str]()
 
         def line_with(pattern: str) -> tuple[float, re.Match[str]]:
-            for line in job.stdout:
+            for line in shown:
                 if match := re.search(pattern, line):
                     return time.monotonic(), match
                 seen.append(line)
@@ -252,13 +250,11 @@ def restart(directory: Path, rounds: int) -> list[Row]:
 
 def main() -> None:
     """Measure and print the table of docs/launching.md."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "one round, few hosts and lines")
     # What each part runs: rounds, hosts, lines.
     parts = {torchrun: 5, hosts: 64, lines: 1_000_000, restart: 3}
     names = [part.__name__ for part in parts]
     parser.add_argument("what", nargs="*", help=f"parts, of {', '.join(names)} (default: all)")
-    parser.add_argument("--quick", action="store_true", help="one round, few hosts and lines")
-    add_json(parser)
     args = parser.parse_args()
     if unknown := set(args.what) - set(names):
         parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(names)}")
@@ -270,8 +266,7 @@ def main() -> None:
             if not args.what or part.__name__ in args.what:
                 rows += part(Path(scratch), count)
     print(markdown(("", "measured", "aim"), rows))
-    if args.json:
-        write_json(args.json, rows)
+    write_json(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ model's count of operations, not a measurement.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -40,17 +39,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import log
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common.json_output import add_json, write_json
-from benchmarks.common.tables import add_only, chosen, machine, ratios, size, spread
-from benchmarks.schedule_harness import launch, rank
+from benchmarks.common import chosen, machine, options, ratios, size, spread, write_json
+from benchmarks.schedule_harness import ranks
 from benchmarks.schedule_harness.metrics import evaluate
 from benchmarks.schedule_harness.ops import ScaledTimes, Sizes
 from benchmarks.schedule_harness.scenarios import simulated
-from benchmarks.schedule_harness.systems import Own, Peer, System, all_systems
+from benchmarks.schedule_harness.systems import OVERLAPPED, Own, System, all_systems
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.commands import aligned
@@ -58,8 +55,7 @@ from megatron_ext.schedules.search.length_balance import (
     LengthCost,
     best_order,
     deal_out,
-    num_fills,
-    pack_by_cost,
+    fills_of,
     pack_in_file_order,
     shortest,
 )
@@ -132,38 +128,28 @@ class Way:
 
     name: str
     system: System
-    shares: Literal["file", "pack", "repack"] = "file"
-    """How a batch is shared out: as the file has it, micro-batch by micro-batch between the
-    replicas (`--pipeline-balance pack`), or sample by sample into new packs."""
+    packs: bool = False
+    """Whether replicas share out micro-batches (`--pipeline-balance pack`); else they run what the
+    file has for them."""
     orders: bool = False
     """True if micro-batches are ordered by cost; else they stay in the order of their packs."""
 
 
 def ways() -> list[Way]:
     """Return all ways; the first is what the others are compared with."""
-    [upstream] = [
-        system
-        for system in all_systems()
-        if isinstance(system, Peer) and system.schedule == "interleaved-overlap"
-    ]
+    [upstream] = [system for system in all_systems() if system.name == OVERLAPPED]
     hint = DynamicOrder(policy="hint")
     dynamic = Own("dynamic", "interleaved", {"chunks": 2}, transport="shm", dynamic=hint)
     zb_v = Own("zb-v", "zb-v", transport="shm")
-    dynamic_zb_v = Own("zb-v dynamic", "zb-v", transport="shm", dynamic=hint)
     return [
         Way(UPSTREAM, upstream),
         Way("interleaved, file order", _STATIC),
         Way("interleaved, order", _STATIC, orders=True),
-        Way("interleaved, pack", _STATIC, "pack", orders=True),
-        Way("interleaved, repack", _STATIC, "repack"),
-        Way("interleaved, repack and order", _STATIC, "repack", orders=True),
+        Way("interleaved, pack", _STATIC, packs=True, orders=True),
         Way("interleaved, dynamic", dynamic),
-        Way("interleaved, pack and dynamic", dynamic, "pack", orders=True),
-        Way("interleaved, repack, order and dynamic", dynamic, "repack", orders=True),
+        Way("interleaved, pack and dynamic", dynamic, packs=True, orders=True),
         Way("zb-v, file order", zb_v),
-        Way("zb-v, pack", zb_v, "pack", orders=True),
-        Way("zb-v, repack and order", zb_v, "repack", orders=True),
-        Way("zb-v, repack, order and dynamic", dynamic_zb_v, "repack", orders=True),
+        Way("zb-v, pack", zb_v, packs=True, orders=True),
     ]
 
 
@@ -176,30 +162,25 @@ class Batch:
         self.pp, self.num_replicas = pp, num_replicas
         self.lengths = workload.batch(num_microbatches * num_replicas, seed)
         settings = self.lengths, num_replicas, workload.max_tokens
-        begin_s = time.thread_time()
-        packed = pack_by_cost(*settings, _COST, num_fills(pp, 2))
-        self.pack_s = time.thread_time() - begin_s
         in_file = _COST.of_packing(pack_in_file_order(*settings), self.lengths)
         self._unit = sum(map(sum, in_file)) / (num_microbatches * num_replicas)
         # As replicas read them: one micro-batch each, in turn.
         costs = [each for turn in zip(*in_file, strict=True) for each in turn]
         begin_s = time.thread_time()
-        shares = deal_out(costs, num_replicas, num_fills(pp, 2))
+        shares = deal_out(costs, num_replicas, fills_of(_STATIC.placement(pp)))
         self.deal_s = time.thread_time() - begin_s
         self.order_s = 0.0
         """Of ordering one replica's micro-batches, at most."""
-        self._rows = {
-            "file": in_file,
-            "pack": [[costs[number] for number in share] for share in shares],
-            "repack": _COST.of_packing(packed, self.lengths),
-        }
+        self._in_file = in_file
+        self._packed = [[costs[number] for number in share] for share in shares]
 
     def rows(self, way: Way) -> list[tuple[float, ...]]:
         """Return by replica what its micro-batches cost, in the order in which they run.
 
         The unit is the mean micro-batch in file order.
         """
-        rows = [tuple(cost / self._unit for cost in row) for row in self._rows[way.shares]]
+        taken = self._packed if way.packs else self._in_file
+        rows = [tuple(cost / self._unit for cost in row) for row in taken]
         if not way.orders:
             return rows
         assert isinstance(way.system, Own)
@@ -249,13 +230,13 @@ def run(way: Way, sizes: Sizes, batches: Sequence[Batch], *, simulates: bool) ->
     share = way.system.share(sizes.pp)
     times = [ScaledTimes(sizes.forward_s, share, row) for by in rows for row in by]
     # One after another, by the same processes.
-    steps = launch.run(rank.measure, way.system, sizes, times, repeats=_REPLICAS)
+    steps = ranks.run(ranks.measure, way.system, sizes, times, repeats=_REPLICAS)
     found = evaluate(steps, way.system.placement(sizes.pp), times)
-    slowest = (
+    seconds, of_order = (
         [max(by_row[first : first + _REPLICAS]) for first in range(0, len(times), _REPLICAS)]
         for by_row in (found.seconds, found.order_s)
     )
-    return Line(*slowest, found.overheads)
+    return Line(seconds, of_order, found.overheads)
 
 
 def text_of(name: str, sizes: Sizes, batches: Sequence[Batch], lines: Mapping[str, Line]) -> str:
@@ -274,22 +255,20 @@ def text_of(name: str, sizes: Sizes, batches: Sequence[Batch], lines: Mapping[st
     ]
     samples = statistics.median(len(batch.lengths) for batch in batches)
     tokens = statistics.median(sum(batch.lengths) for batch in batches)
-    deal_ms, order_ms, pack_ms = (
-        1e3 * max(getattr(batch, took) for batch in batches)
-        for took in ("deal_s", "order_s", "pack_s")
+    deal_ms, order_ms = (
+        1e3 * max(getattr(batch, took) for batch in batches) for took in ("deal_s", "order_s")
     )
     return (
         f"{name} ({workload.about}): pp {sizes.pp}, {sizes.num_microbatches} micro-batches of at "
         f"most {workload.max_tokens} tokens, attention at that length {workload.attention:.1f} of "
         f"the rest, {samples:.0f} samples and {tokens:.0f} tokens in a batch\n{aligned(rows)}\n"
-        f"processor time: share out {deal_ms:.1f} ms, order {order_ms:.1f} ms, repack "
-        f"{pack_ms:.1f} ms\n"
+        f"processor time: share out {deal_ms:.1f} ms, order {order_ms:.1f} ms\n"
     )
 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "few and short steps, as a test", only=True)
     add = parser.add_argument
     add("--workload", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), metavar="NAME",
         help=f"of {', '.join(WORKLOADS)} (default: all)")  # fmt: skip
@@ -299,14 +278,11 @@ def main() -> int:
     add("--forward-ms", type=float, help="forward of the mean micro-batch on a rank; default: "
         "160/pp")  # fmt: skip
     add("--simulate", action="store_true", help="compute what to expect instead of measuring")
-    add("--quick", action="store_true", help="few and short steps, as a test")
-    add_only(parser)
-    add_json(parser)
     args = parser.parse_args()
     if args.quick:
         args.workload, args.size = args.workload[-1:], [(2, 4)]
         args.draws, args.forward_ms = 1, 1.0
-    launch.clean_up_when_terminated()
+    ranks.clean_up_when_terminated()
     reference, *others = ways()
     tables = []
     for name in args.workload:
@@ -334,8 +310,7 @@ def main() -> int:
             f"micro-batch on a rank {forward}, either gradient as long; {machine()}"
         )
     print(conditions)
-    if args.json:
-        write_json(args.json, {"conditions": conditions, "tables": tables})
+    write_json(args.json, {"conditions": conditions, "tables": tables})
     return 0
 
 

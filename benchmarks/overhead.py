@@ -25,7 +25,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import shutil
@@ -44,9 +43,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common.json_output import add_json, write_json
-from benchmarks.common.tables import machine, markdown
-from benchmarks.schedule_harness import launch, rank
+from benchmarks.common import machine, markdown, options, write_json
+from benchmarks.schedule_harness import ranks
 from benchmarks.schedule_harness.ops import Sizes
 from benchmarks.schedule_harness.systems import Own, all_systems
 from megatron_ext.schedules import generate, simulate, validate
@@ -114,10 +112,10 @@ def count_calls(flags: list[str]) -> list[tuple[int, float]]:
 
     dispatch, train_step, count, steps = REGISTRY._dispatch, training.train_step, 0, []
 
-    def counting(*args: Any) -> Any:
+    def counting(*call: Any) -> Any:
         nonlocal count
         count += 1
-        return dispatch(*args)
+        return dispatch(*call)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         before, begin_s = count, time.perf_counter()
@@ -126,7 +124,7 @@ def count_calls(flags: list[str]) -> list[tuple[int, float]]:
         return result
 
     REGISTRY.deactivate()
-    REGISTRY._dispatch = counting  # type: ignore[method-assign]
+    vars(REGISTRY)["_dispatch"] = counting
     REGISTRY.activate()
     training.train_step = timed
     train_here("gpt", flags)
@@ -160,10 +158,8 @@ def point_s() -> tuple[float, float]:
 
 def patches(quick: bool) -> Answer:
     """Relate what patch points add to the step of a small GPT on two stages."""
-    from benchmarks import overhead  # ranks find functions by the name of their module
-
     flags = [*_MODEL.split(), "--train-iters", "4" if quick else "30"]
-    steps = run_ranks(2, overhead.count_calls, flags, timeout_s=300)[-1][2:]
+    steps = run_ranks(2, count_calls, flags, timeout_s=300)[-1][2:]
     calls, step_s = (statistics.median(column) for column in zip(*steps, strict=True))
     through_s, plain_s = point_s()
     share = calls * (through_s - plain_s) / step_s
@@ -188,8 +184,7 @@ def executor(quick: bool) -> Answer:
     found, count, steps = {}, *((8, 2) if quick else (64, 20))
     for system in (system for system in all_systems() if system.name in _LOOPS):
         found[system.name] = [
-            1e6
-            * max(launch.run(rank.measure_overhead, system, Sizes(n, count, 0.0, 2, steps, 60.0)))
+            1e6 * max(ranks.run(ranks.measure_overhead, system, Sizes(n, count, 0.0, 2, steps)))
             for n in (1, 2)
         ]
     rows = [(name, *(f"{us:.0f}" for us in by_ranks)) for name, by_ranks in found.items()]
@@ -228,7 +223,7 @@ def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, fl
     from megatron_ext.tracing.session import Session, subscribe
 
     tracing = Tracing(interval=2, iterations=1, directory=directory)
-    step, probe = rank.prepare(replace(system, tracing=tracing), sizes)
+    step, probe = ranks.prepare(replace(system, tracing=tracing), sizes)
     subscribe(required())  # the groups exist, and no runtime yet
     [observer] = required().observers
     assert isinstance(observer, Session)
@@ -272,18 +267,17 @@ def event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, 
 
 def tracing(quick: bool) -> Answer:
     """Trace every second step of each schedule."""
-    from benchmarks import overhead
     from megatron_ext.tools.trace.forecast import forecast
 
     pp, count, forward_ms, pairs = (2, 4, 5, 1) if quick else (4, 8, 40, 5)
-    sizes = Sizes(pp, count, forward_ms / 1e3, 1, pairs, 60.0)
+    sizes = Sizes(pp, count, forward_ms / 1e3, 1, pairs)
     systems = [s for s in all_systems() if isinstance(s, Own) and s.transport == "torch"]
     systems = [s for s in systems if not s.costs.latency and (not quick or s.schedule == "1f1b")]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="megatron_ext_tracing_") as scratch:
         for system in systems:
             folder = Path(scratch) / system.name
-            by_rank = launch.run(overhead.traced_s, system, sizes, folder, repeats=2)
+            by_rank = ranks.run(traced_s, system, sizes, folder, repeats=2)
             # A step is as long as on its slowest rank.
             steps = [[max(kind) for kind in zip(*each, strict=True)]
                      for each in zip(*by_rank, strict=True)]  # fmt: skip
@@ -412,20 +406,19 @@ _PARTS = {part.__name__: part for part in (imports, patches, executor, tables, t
 
 def main() -> None:
     """Measure and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "small and few, as a test")
     parser.add_argument("what", nargs="+", choices=list(_PARTS), help="what is measured")
-    parser.add_argument("--quick", action="store_true", help="small and few, as a test")
-    add_json(parser)
     args = parser.parse_args()
-    launch.clean_up_when_terminated()
+    ranks.clean_up_when_terminated()
     print(machine())
     figures = {}
     for name in args.what:
         text, figures[name] = _PARTS[name](args.quick)
         print(f"\n{text}", flush=True)
-    if args.json:
-        write_json(args.json, figures)
+    write_json(args.json, figures)
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks import overhead  # ranks find what they run by the name of its module
+
+    overhead.main()

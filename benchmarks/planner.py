@@ -31,20 +31,19 @@ and optimizer.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common.json_output import add_json, write_json
-from benchmarks.schedule_harness import launch, model_memory, planned
+from benchmarks.common import markdown, options, write_json
+from benchmarks.schedule_harness import planned, ranks
 from megatron_ext.config.stages import parse_layout
 from megatron_ext.planning.cuts import cut, loads
 from megatron_ext.planning.hardware import parse_devices
@@ -53,6 +52,9 @@ from megatron_ext.planning.layout_search import Layout, Question, search
 from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import Techniques, techniques_of_flags
 from megatron_ext.schedules.table import placement as place
+
+if TYPE_CHECKING:
+    from benchmarks.schedule_harness.model_memory import Case
 
 _ACCURACY = 0.073
 """Mean error on rows that nothing was fitted to: layouts that are closer are tied."""
@@ -117,10 +119,10 @@ def measured(*, asks_for_recipes: bool = True) -> list[Measured]:
     return found
 
 
-def summary(errors: Sequence[float]) -> str:
-    """Return mean and worst of the absolute errors in percent."""
-    sizes = [abs(error) for error in errors]
-    return f"{100 * statistics.mean(sizes):.1f} | {100 * max(sizes):.1f}"
+def summary(errors: Sequence[float]) -> tuple[str, str]:
+    """Return mean and worst of the absolute errors in percent; dashes if there are none."""
+    sizes = [100 * abs(error) for error in errors]
+    return (f"{statistics.mean(sizes):.1f}", f"{max(sizes):.1f}") if sizes else ("-", "-")
 
 
 def by_hand() -> list[tuple[str, int, str, float, float]]:
@@ -130,7 +132,7 @@ def by_hand() -> list[tuple[str, int, str, float, float]]:
     """
     data = json.loads(ROWS.read_text(encoding="utf-8"))
     device, found = parse_devices("1xh100")[1], []
-    for model, ranks, layout in data["layouts"]:
+    for model, pp, layout in data["layouts"]:
         sizes = sizes_of_flags(data["models"][model].split(), model)
         experts = 8 if sizes.num_experts else 1
         by = Sharding(sequence=4096, expert=experts, techniques=techniques_of_flags(()))
@@ -140,40 +142,43 @@ def by_hand() -> list[tuple[str, int, str, float, float]]:
         if sizes.mtp_layers:
             last += part_of(sizes, "mtp", by, device).work
         theirs = [stage.count("t") for stage in parse_layout(layout)]
-        placement = place.linear(ranks)
-        if len(theirs) > ranks:
-            placement = place.loop(ranks, len(theirs) // ranks)
+        placement = place.linear(pp)
+        if len(theirs) > pp:
+            placement = place.loop(pp, len(theirs) // pp)
         ours = cut(layers, first, last, placement, least_last=min(1, theirs[-1]))
-        mean = (sum(layers) + first + last) / ranks
+        mean = (sum(layers) + first + last) / pp
         shares = [max(loads(c, layers, first, last, placement)) / mean for c in (theirs, ours)]
-        found.append((model, ranks, layout, shares[0], shares[1]))
+        found.append((model, pp, layout, shares[0], shares[1]))
     return found
 
 
 def measure(step_s: float, steps: int) -> list[dict[str, Any]]:
     """Run the layouts; return the figures of each, in seconds of the H100."""
-    launch.clean_up_when_terminated()
+    ranks.clean_up_when_terminated()
     job, factor = planned.slowed(step_s)
     found = []
-    plans = list(planned.layouts(job))
-    for number, plan in enumerate(plans, start=1):
-        name = plan.schedule if plan.chunks == 1 else f"{plan.schedule} x{plan.chunks}"
-        sizes = plan.sizes
-        row = {"schedule": plan.schedule, "name": name, "pp": sizes.pp, "layout": plan.layout}
-        row |= {"micro_batch": sizes.micro_batch, "forecast_s": plan.pipeline_s}
-        row["measured_s"] = planned.measured_s(plan, factor, steps)
-        print(f"{number} of {len(plans)}: {row}", file=sys.stderr)
-        found.append(row)
+    for plan in planned.layouts(job):
+        found.append({
+            "schedule": plan.schedule,
+            "name": plan.schedule if plan.chunks == 1 else f"{plan.schedule} x{plan.chunks}",
+            "pp": plan.sizes.pp,
+            "layout": plan.layout,
+            "micro_batch": plan.sizes.micro_batch,
+            "forecast_s": plan.pipeline_s,
+            "measured_s": planned.measured_s(plan, factor, steps),
+        })  # fmt: skip
+        print(found[-1], file=sys.stderr)
     return found
 
 
 def print_measured(rows: Sequence[dict[str, Any]]) -> None:
     """Print the forecasts by schedule, and the planner's choice among all."""
-    print("| schedule | layouts | off, mean % | worst % |\n|---|---|---|---|")
+    lines = []
     for schedule in [*dict.fromkeys(row["schedule"] for row in rows), "all"]:
         own = [row for row in rows if schedule in (row["schedule"], "all")]
         errors = [row["forecast_s"] / row["measured_s"] - 1 for row in own]
-        print(f"| {schedule} | {len(own)} | {summary(errors)} |")
+        lines.append((schedule, str(len(own)), *summary(errors)))
+    print(markdown(("schedule", "layouts", "off, mean %", "worst %"), lines))
     chosen = min(rows, key=lambda row: row["forecast_s"])
     fastest = min(rows, key=lambda row: row["measured_s"])
     slowest = max(rows, key=lambda row: row["measured_s"])
@@ -185,8 +190,10 @@ def print_measured(rows: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def memory() -> list[tuple[model_memory.Case, float, float]]:
+def memory() -> list[tuple[Case, float, float]]:
     """Return by case and rank how far forecasts of weights and of activations are, as shares."""
+    from benchmarks.schedule_harness import model_memory  # with Megatron, and torch
+
     found = []
     for case in model_memory.cases():
         for forecast, held in model_memory.compared(case):
@@ -196,20 +203,19 @@ def memory() -> list[tuple[model_memory.Case, float, float]]:
     return found
 
 
-def print_memory(rows: Sequence[tuple[model_memory.Case, float, float]]) -> None:
+def print_memory(rows: Sequence[tuple[Case, float, float]]) -> None:
     """Print the errors by model, parallelism and schedule."""
-    print("| | ranks | weights, mean % | worst % | activations, mean % | worst % |")
-    print("|---|---|---|---|---|---|")
-    for name in [
-        *dict.fromkeys(each for by in (0, 1, 2) for each in (c[by] for c, *_ in rows)),
-        "",
-    ]:
-        own = [row for row in rows if not name or name in row[0]]
-        tail = " | ".join(summary([row[column] for row in own]) for column in (1, 2))
-        print(f"| {name or 'all'} | {len(own)} | {tail} |")
+    names = dict.fromkeys(each for by in (0, 1, 2) for each in (case[by] for case, *_ in rows))
+    lines = []
+    for name in [*names, "all"]:
+        own = [row for row in rows if name == "all" or name in row[0]]
+        weights, kept = summary([off for _, off, _ in own]), summary([off for *_, off in own])
+        lines.append((name, str(len(own)), *weights, *kept))
+    print(markdown(("", "ranks", "weights, mean %", "worst %", "activations, mean %", "worst %"),
+                   lines))  # fmt: skip
 
 
-def ranks() -> list[tuple[int | None, float]]:
+def places() -> list[tuple[int | None, float]]:
     """Return for each configuration of Megatron-Bridge how its layout compares to all others.
 
     Sizes alone are compared: tp, pp, cp, ep and micro-batch. First is the rank among the sizes of
@@ -239,37 +245,41 @@ def ranks() -> list[tuple[int | None, float]]:
 
 def print_errors(rows: Sequence[Measured], plain: Sequence[Measured]) -> None:
     """Print errors of time and memory by source and model."""
-    print("| source | model | rows | time, mean % | worst % | memory, mean % | worst % |")
-    print("|---|---|---|---|---|---|---|")
-    own = [each for each in rows if each[0]["source"] == "SimuMax"]
-    for model in [*dict.fromkeys(row["model"] for row, *_ in own), "all"]:
-        some = [each for each in own if model in ("all", each[0]["model"])]
+
+    def by_model(source: str) -> Iterator[tuple[str, list[Measured], list[float]]]:
+        """Yield each model and all, with its rows, and the errors of its rows without flags."""
+        own, bare = (
+            [each for each in table if each[0]["source"] == source] for table in (rows, plain)
+        )
+        for model in [*dict.fromkeys(row["model"] for row, *_ in own), "all"]:
+            some, without_flags = (
+                [each for each in table if model in (each[0]["model"], "all")]
+                for table in (own, bare)
+            )
+            yield model, some, [error for _, _, error, _ in without_flags]
+
+    lines: list[tuple[str, ...]] = []
+    for model, some, _ in by_model("SimuMax"):
         memory = [each for *_, each in some if each is not None]
-        tail = f"{summary([e[2] for e in some])} | {summary(memory)}"
-        print(f"| SimuMax | {model} | {len(some)} | {tail} |")
-    print(
-        "\n| Megatron-Bridge | fitted to, rows | mean % | worst % | others, rows | mean % "
-        "| worst % | all without flags, mean % | worst % |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
-    own = [each for each in rows if each[0]["source"] != "SimuMax"]
-    bare = [each for each in plain if each[0]["source"] != "SimuMax"]
-    for model in [*dict.fromkeys(row["model"] for row, *_ in own), "all"]:
-        cells = []
+        time = summary([each[2] for each in some])
+        lines.append(("SimuMax", model, str(len(some)), *time, *summary(memory)))
+    print(markdown(("source", "model", "rows", "time, mean %", "worst %", "memory, mean %",
+                    "worst %"), lines) + "\n")  # fmt: skip
+    lines = []
+    for model, some, without_flags in by_model("Megatron-Bridge"):
+        cells = [model]
         for fitted in (True, False):
-            errors = [
-                each[2]
-                for each in own
-                if model in ("all", each[0]["model"]) and each[0]["fitted"] == fitted
-            ]
-            cells.append(f"{len(errors)} | {summary(errors)}" if errors else "0 | - | -")
-        rest = summary([each[2] for each in bare if model in ("all", each[0]["model"])])
-        print(f"| {model} | {' | '.join(cells)} | {rest} |")
+            errors = [each[2] for each in some if each[0]["fitted"] == fitted]
+            cells += [str(len(errors)), *summary(errors)]
+        lines.append((*cells, *summary(without_flags)))
+    head = ("Megatron-Bridge", "fitted to, rows", "mean %", "worst %", "others, rows", "mean %",
+            "worst %", "all without flags, mean %", "worst %")  # fmt: skip
+    print(markdown(head, lines))
 
 
 def main(words: Sequence[str] = ()) -> None:
     """Print the tables of docs/planning.md."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--rows", action="store_true", help="also each row of Megatron-Bridge")
     parser.add_argument("--layouts", action="store_true", help="also layouts made by hand")
     parser.add_argument("--ranks", action="store_true", help="where the published layouts rank")
@@ -277,13 +287,11 @@ def main(words: Sequence[str] = ()) -> None:
     parser.add_argument("--measured", action="store_true", help="run layouts on sleeping stages")
     parser.add_argument("--step-s", type=float, default=1.0, help="about what a step takes then")
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after another")
-    add_json(parser, "the measured steps")
     args = parser.parse_args(words)
     if args.measured:
         own = measure(args.step_s, args.steps)
         print_measured(own)
-        if args.json:
-            write_json(args.json, own)
+        write_json(args.json, own)
         return
     if args.memory:
         print_memory(memory())
@@ -291,21 +299,27 @@ def main(words: Sequence[str] = ()) -> None:
     rows = measured()
     print_errors(rows, measured(asks_for_recipes=False))
     if args.rows:
-        heads = "model|devices|TP|PP|VPP|CP|EP|batch|precision|release|measured|forecast|time off"
-        print(f"\n| {heads.replace('|', ' | ')} |\n|{'---|' * 13}")
-        for row, plan, error, _ in rows:
-            if row["source"] != "SimuMax":
-                names = ("model", "devices", "tp", "pp", "vp", "cp", "ep", "micro_batch")
-                cells = [*(row[name] for name in names), row["precision"], row["release"]]
-                cells += [row["tokens_per_s"], f"{plan.tokens_per_s:.0f}", f"{100 * error:+.0f} %"]
-                print(f"| {' | '.join(map(str, cells))} |")
+        names = ("model", "devices", "tp", "pp", "vp", "cp", "ep", "micro_batch", "precision",
+                 "release", "tokens_per_s")  # fmt: skip
+        lines = [
+            (
+                *(str(row[name]) for name in names),
+                f"{plan.tokens_per_s:.0f}",
+                f"{100 * error:+.0f} %",
+            )
+            for row, plan, error, _ in rows
+            if row["source"] != "SimuMax"
+        ]
+        print("\n" + markdown((*names[:-1], "measured", "forecast", "time off"), lines))
     if args.layouts:
-        print("\n| model | ranks | by hand | busiest rank, mean 1 | ours |\n|---|---|---|---|---|")
+        layouts = []
         for model, count, layout, theirs, ours in by_hand():
             text = layout.replace("|", "\\|")
-            print(f"| {model} | {count} | `{text}` | {theirs:.3f} | {ours:.3f} |")
+            layouts.append((model, str(count), f"`{text}`", f"{theirs:.3f}", f"{ours:.3f}"))
+        columns = ("model", "ranks", "by hand", "busiest rank, mean 1", "ours")
+        print("\n" + markdown(columns, layouts))
     if args.ranks:
-        found = ranks()
+        found = places()
         first = sum(rank is not None and rank <= 5 for rank, _ in found)
         tied = sum(behind <= _ACCURACY for _, behind in found)
         large = sum(behind == math.inf for _, behind in found)

@@ -1,12 +1,11 @@
 """How many training recipes each schedule accepts, by `megatron_ext.preflight`.
 
-    python benchmarks/recipes.py FILE [--why SCHEDULE] [--json FILE]
+    python benchmarks/recipes.py FILE [--json FILE]
     python benchmarks/recipes.py --features > TABLES
 
 FILE is a JSON list of recipes: `flags` (settings by the names of Megatron's arguments, of its
 configuration objects or of Megatron-Bridge's), `name`, `source`, `pp`, `gpus`, and `counted`
-(whether the sums include the recipe). Recipes without a pipeline are left out. `--why` lists what
-one schedule refuses: recipes by rule, of at least 256 GPUs, and those that nothing else refuses.
+(whether the sums include the recipe). Recipes without a pipeline are left out.
 
 Disaggregation gets forward ranks beside those of the recipe, so twice its GPUs.
 
@@ -18,16 +17,14 @@ rounds of the pipeline and what is left over.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common.json_output import add_json, write_json
+from benchmarks.common import options, write_json
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, preflight
 from megatron_ext.config.incompatible import RULES
 
@@ -180,13 +177,12 @@ def shorter(flags: dict[str, Any]) -> dict[str, Any]:
     return {**flags, "global_batch_size": step * (4 * pp + batch // step % (2 * pp))}
 
 
-def refused(recipe: dict[str, Any], config: PipelineConfig) -> list[str]:
-    """Return the rules that refuse a recipe under a configuration, each once."""
+def accepted(recipe: dict[str, Any], config: PipelineConfig) -> bool:
+    """Return whether no rule refuses a recipe under a configuration."""
     flags = shorter(recipe["flags"])
     if config.disaggregation is not None and flags.get("world_size"):
         flags["world_size"] *= 2  # forward ranks stand beside those of the recipe
-    found = preflight(flags, config)
-    return list(dict.fromkeys(refusal.rule for refusal in found.refusals))
+    return preflight(flags, config).accepted
 
 
 def features() -> str:
@@ -217,12 +213,10 @@ def features() -> str:
 
 
 def main() -> None:
-    """Print the table, or what refuses recipes under one schedule."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Print how many recipes each schedule accepts, or the features."""
+    parser = options(__doc__)
     parser.add_argument("file", type=Path, metavar="FILE", nargs="?", help="the recipes")
     parser.add_argument("--features", action="store_true", help="tables of features in Markdown")
-    parser.add_argument("--why", choices=SCHEDULES, metavar="SCHEDULE", help="rank its refusals")
-    add_json(parser)
     args = parser.parse_args()
     if args.features:
         print(features())
@@ -231,18 +225,6 @@ def main() -> None:
         parser.error("FILE is missing: give the recipes, or --features")
 
     recipes = [one for one in json.loads(args.file.read_text()) if (one["pp"] or 1) > 1]
-    if args.why:
-        chosen = [one for one in recipes if one["counted"]]
-        reasons = [(one, refused(one, SCHEDULES[args.why])) for one in chosen]
-        ranks = Counter(rule for _, rules in reasons for rule in rules)
-        print(f"{'rule':<45}{'all':>6}{'large':>7}{'alone':>7}")
-        for rule, count in ranks.most_common():
-            named = [(one, rules) for one, rules in reasons if rule in rules]
-            large = sum((one["gpus"] or 0) >= LARGE for one, _ in named)
-            alone = sum(len(rules) == 1 for _, rules in named)
-            print(f"{rule:<45}{count:>6}{large:>7}{alone:>7}")
-        return
-
     groups = {source: [one for one in recipes if one["source"] == source]
               for source in dict.fromkeys(one["source"] for one in recipes)}  # fmt: skip
     counted = [one for one in recipes if one["counted"]]
@@ -250,7 +232,7 @@ def main() -> None:
     groups[f"SUM counted >= {LARGE}"] = [one for one in counted if (one["gpus"] or 0) >= LARGE]
     groups["SUM all"] = recipes
     accepts = {
-        (id(one), name): not refused(one, config)
+        (id(one), name): accepted(one, config)
         for one in recipes
         for name, config in SCHEDULES.items()
     }
@@ -264,8 +246,7 @@ def main() -> None:
         )
         print(f"{source:<22}{len(chosen):>5}" + "".join(shares))
         table[source] = {"recipes": len(chosen), **row}
-    if args.json:
-        write_json(args.json, table)
+    write_json(args.json, table)
 
 
 if __name__ == "__main__":

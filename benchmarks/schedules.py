@@ -1,14 +1,13 @@
 """Pipeline schedules and runtimes side by side, on emulated stages, or on an emulated device.
 
     python benchmarks/schedules.py [--pp P ...] [--microbatches M] [--forward-ms T] [--steps N]
-        [--only TEXT ...] [--json FILE] [--svg FILE] [--quick]
+        [--only TEXT ...] [--json FILE] [--quick]
     python benchmarks/schedules.py --device [--scenario NAME ...] [--repetitions N] ...
 
 Every system runs the same model in real processes with real messages; stages emulate computation by
 sleeping. Each rank is bound to CPUs of its own, or shares one if there are too few. All figures of
-the documentation come from one run with `--svg docs/images/measured.svg`: 4 and 8 ranks, 15
-minutes. With several sizes the first runs all systems, the others leave out this package's
-schedules over gloo, unless `--only` selects systems.
+the documentation come from one run: 4 and 8 ranks, 15 minutes. With several sizes the first runs
+all systems, the others leave out this package's schedules over gloo, unless `--only` selects some.
 
 `--device` runs on the emulated device of the tests (tests/fake_musa/README.md), which is behind its
 host and needs a C++ compiler: processes, launches, events, copies and messages are real, and a
@@ -46,31 +45,21 @@ Sleeping ops say nothing about kernels, memory bandwidth or collectives that sha
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import os
 import statistics
 import sys
-import time
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common.json_output import add_json, write_json
-from benchmarks.common.tables import add_only, chosen, machine, ratios
-from benchmarks.schedule_harness import launch, scenarios
+from benchmarks.common import chosen, figure, machine, options, ratios, write_json
+from benchmarks.schedule_harness import ranks, scenarios
 from benchmarks.schedule_harness.noise import SCENARIOS
 from benchmarks.schedule_harness.ops import Sizes
 from benchmarks.schedule_harness.systems import Own, System, all_systems, device_systems
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.commands import aligned
-from tests.fake_musa.build import NoCompiler
-from tests.fake_musa.queued import queued
 from tests.ranks import RanksFailed
 
 if TYPE_CHECKING:
@@ -78,46 +67,6 @@ if TYPE_CHECKING:
 
 _NOISY = 0.05
 """Ops that took longer than this above their time: the machine was too busy."""
-_ANSWER_S = 60.0
-_DEVICE = {"connections": 8, "copy_us": 10.0, "copied_per_us": 20_000.0, "message_us": 30.0}
-"""Its hardware queues; what a copy between devices and an operation of a communicator take beside
-their launch."""
-
-
-def wakeup_s(idle_s: float, num_samples: int = 25) -> float:
-    """Return the median time from a write to a pipe until its reader, asleep, goes on.
-
-    No message costs less. Reader and writer are on different CPUs if there are several, and idle
-    for `idle_s` before each sample.
-
-    Raises:
-        TimeoutError: The reader does not answer.
-    """
-    context = multiprocessing.get_context("fork")
-    there, here = context.Pipe(duplex=True)
-    reader = context.Process(target=_read, args=(there, num_samples), daemon=True)
-    reader.start()
-    there.close()
-    found_s = []
-    for _ in range(num_samples):
-        time.sleep(idle_s)
-        begin_s = time.perf_counter()
-        here.send_bytes(b"wake up")
-        if not here.poll(_ANSWER_S):
-            raise TimeoutError(f"a process did not answer within {_ANSWER_S:g} s of a write to it")
-        found_s.append(here.recv() - begin_s)
-    reader.join(_ANSWER_S)
-    here.close()
-    return statistics.median(found_s)
-
-
-def _read(connection: Connection, num_samples: int) -> None:
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    for _ in range(num_samples):
-        connection.recv_bytes()
-        connection.send(time.perf_counter())  # the clock is the machine's
-
-
 Key = tuple[str, str]
 """System and scenario."""
 
@@ -132,11 +81,6 @@ class Measured:
     figures: dict[Key, Figures] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def ideal_s(self) -> float:
-        """Undisturbed work of a rank."""
-        return 3 * self.sizes.forward_s * self.sizes.num_microbatches
-
     def speeds(self, key: Key) -> tuple[float, float] | None:
         """Return how much faster a dynamic order was than its table, and should have been.
 
@@ -148,9 +92,10 @@ class Measured:
         if not (isinstance(dynamic, Own) and dynamic.dynamic):
             return None
         for other, system in self.systems.items():
-            is_table = isinstance(system, Own) and system.splits
             table = self.figures.get((other, scenario))
-            if is_table and system.schedule == dynamic.schedule and table is not None:
+            if not (isinstance(system, Own) and system.splits) or table is None:
+                continue
+            if system.schedule == dynamic.schedule:
                 return (
                     statistics.median(ratios(table.seconds, mine.seconds)),
                     statistics.median(ratios(table.order_s, mine.order_s)),
@@ -159,13 +104,14 @@ class Measured:
 
 
 def compare(
-    systems: list[System], sizes: Sizes, names: list[str], repetitions: int, **where: Any
+    systems: list[System], sizes: Sizes, names: list[str], repetitions: int, *, on_device: bool
 ) -> Measured:
     """Run all systems in turn; all but dynamic orders and their table undisturbed on a device."""
     found = Measured(sizes, {system.name: system for system in systems})
     before = machine()
+    where, what = ranks.emulated_device(sizes) if on_device else ({}, "peers over gloo")
     for system in systems:
-        fixed = where and not (isinstance(system, Own) and (system.dynamic or system.splits))
+        fixed = on_device and not (isinstance(system, Own) and (system.dynamic or system.splits))
         try:
             each = scenarios.measure(
                 system, sizes, ["quiet"] if fixed else names, repetitions, **where
@@ -174,15 +120,6 @@ def compare(
             found.failures[system.name] = str(error)
             continue
         found.figures.update({(system.name, name): figures for name, figures in each.items()})
-    if where:
-        what = (
-            f"{_DEVICE['connections']} hardware queues, a copy {_DEVICE['copy_us']:g} us and "
-            f"{_DEVICE['copied_per_us'] / 1e3:g} GB/s, a message of a communicator "
-            f"{_DEVICE['message_us']:g} us"
-        )
-    else:
-        pipe_us = 1e6 * wakeup_s(sizes.forward_s)
-        what = f"peers over gloo, {pipe_us:.0f} us to wake a process by a pipe"
     found.conditions = (
         f"pp {sizes.pp}, {sizes.num_microbatches} micro-batches, forward = input gradient = weight "
         f"gradient = {1e3 * sizes.forward_s:g} ms, {what}, median of {sizes.steps} steps, each the "
@@ -204,8 +141,8 @@ def cells(measured: Measured, key: Key, found: Figures) -> dict[str, str]:
     return {
         "system": name if scenario == "quiet" else f"{name}, {scenario}",
         "T ms": f"{1e3 * found.median_s:.0f}",
-        "T/ideal": f"{found.median_s / measured.ideal_s:.3f}",
-        "order": f"{found.optimum_s / measured.ideal_s:.3f}",
+        "T/ideal": f"{found.median_s / measured.sizes.work_s:.3f}",
+        "order": f"{found.optimum_s / measured.sizes.work_s:.3f}",
         "T/order": f"{statistics.median(ratios(found.seconds, found.order_s)):.3f}",
         "replay %": f"{100 * statistics.median(found.overheads):.1f}",
         "ops %": f"{'!' * (found.op_inflation > _NOISY)}{100 * found.op_inflation:.1f}",
@@ -218,78 +155,9 @@ def cells(measured: Measured, key: Key, found: Figures) -> dict[str, str]:
         "hop us": f"{1e6 * found.hop_s:.0f}",
         "cpu %": f"{100 * found.cpu_s / found.median_s:.1f}",
         "waits": f"{found.waits_per_action:.2f}",
-        "speed": "" if speed is None else f"{speed:.3f}",
-        "of orders": "" if of_orders is None else f"{of_orders:.3f}",
+        "speed": figure(speed, ".3f"),
+        "of orders": figure(of_orders, ".3f"),
     }
-
-
-def table(measured: Measured, columns: Sequence[str]) -> str:
-    """Return the comparison as text."""
-    every = [cells(measured, key, found) for key, found in measured.figures.items()]
-    return aligned([columns, *([row[name] for name in columns] for row in every)])
-
-
-def _parts(found: Figures) -> list[tuple[str, float, str]]:
-    """Return what a step takes beyond ideal: name, seconds, and what that is."""
-    replay_s = statistics.median(found.replays_s)
-    return [
-        ("order", found.optimum_s - found.ideal_s, "bubble of the order that ran"),
-        ("ops", replay_s - found.optimum_s, "ops that took longer"),
-        ("replay", found.median_s - replay_s, "runtime and messages"),
-    ]
-
-
-_ROW, _TOP, _NAME, _SCALE, _BAR = 22, 46, 290, 600, 15
-_STYLE = """\
-text { font: 12px sans-serif; fill: #1f2328 }
-.axis { stroke: #8888; stroke-width: 1 }
-.order { fill: #79b8ff } .ops { fill: #d0d7de } .replay { fill: #f9b384 }
-.own .order { fill: #388bfd } .own .ops { fill: #afb8c1 } .own .replay { fill: #e5714b }
-@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } }"""
-
-
-def draw(measured: list[Measured]) -> str:
-    """Return bars as SVG: what each system takes beyond ideal, as a share of it."""
-    every = [found for one in measured for found in one.figures.values()]
-    scale = _SCALE / max([0.1, *(found.ratio - 1 for found in every)])
-    title, width = "time beyond ideal, measured", _NAME + _SCALE + 60
-    height = _TOP + _ROW * (len(every) + 2 * len(measured)) + 34
-    box = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" aria-label="{title}">',
-        f"<title>{title}</title>",
-        f"<style>\n{_STYLE}\n</style>",
-        f'<text x="4" y="17">{title}</text>',
-    ]
-    bottom = _TOP
-    for one in measured:
-        size = f"pp {one.sizes.pp}, {one.sizes.num_microbatches} micro-batches"
-        parts.append(f'<text x="4" y="{bottom + 12}" font-weight="bold">{size}</text>')
-        top = bottom + _ROW
-        bottom = top + _ROW * len(one.figures)
-        for index, ((name, _), found) in enumerate(one.figures.items()):
-            parts += _bar(name, found, top + _ROW * index, scale)
-        parts.append(f'<path class="axis" d="M{_NAME} {top - 6}V{bottom}"/>')
-        bottom += _ROW
-    for index, (kind, _, text) in enumerate(_parts(every[0]) if every else ()):
-        left = _NAME + 210 * index
-        parts.append(f'<rect class="{kind}" x="{left}" y="{bottom + 8}" width="12" height="12"/>')
-        parts.append(f'<text x="{left + 17}" y="{bottom + 18}">{text}</text>')
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _bar(name: str, found: Figures, y: int, scale: float) -> Iterator[str]:
-    style, x = ' class="own"' if name.startswith("megatron_ext") else "", float(_NAME)
-    yield f"<g{style}>"
-    yield f'<text x="4" y="{y + 12}">{escape(name)}</text>'
-    reached_s = until_s = found.ideal_s
-    for kind, took_s, _ in _parts(found):  # a part may be negative
-        until_s += took_s
-        length = scale * max(0.0, until_s - reached_s) / found.ideal_s
-        yield f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{length:.1f}" height="{_BAR}"/>'
-        x, reached_s = x + length, max(reached_s, until_s)
-    yield f'<text x="{x + 5:.1f}" y="{y + 12}">+{100 * (found.ratio - 1):.1f} %</text>'
-    yield "</g>"
 
 
 _QUICK = ("megatron-core 1F1B", "gloo: 1f1b", "communicator: 1f1b", "ipc: 1f1b")
@@ -297,7 +165,7 @@ _QUICK = ("megatron-core 1F1B", "gloo: 1f1b", "communicator: 1f1b", "ipc: 1f1b")
 
 def main() -> int:
     """Measure and print; 1 if a system failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "few systems, few and short actions", only=True)
     add = parser.add_argument
     add("--device", action="store_true", help="on the emulated device, which is behind its host")
     add("--pp", type=int, nargs="+", help="ranks of the pipeline (default: 4 8, or 4)")
@@ -308,10 +176,6 @@ def main() -> int:
         "long; default: 160/pp, or 10")  # fmt: skip
     add("--scenario", nargs="+", choices=list(SCENARIOS), metavar="NAME",
         help=f"disturb ops: {', '.join(SCENARIOS)}")  # fmt: skip
-    add("--svg", type=Path, help="also draw them to this file")
-    add("--quick", action="store_true", help="few systems, few and short actions")
-    add_only(parser)
-    add_json(parser)
     args = parser.parse_args()
     names = args.scenario or ["quiet", *["jitter-0.3"] * args.device]
     if args.device and any(SCENARIOS[name].delays_messages for name in names):
@@ -320,43 +184,33 @@ def main() -> int:
         args.pp, args.microbatches, args.forward_ms, args.steps = [2], 4, 2.0, 1
         args.only, names = args.only or _QUICK, ["quiet"]
     systems = chosen(parser, device_systems() if args.device else all_systems(), args.only)
-    launch.clean_up_when_terminated()
-    measured = []
+    ranks.clean_up_when_terminated()
+    measured: list[Measured] = []
     for pp in args.pp or ([4] if args.device else [4, 8]):
-        count, forward_ms = args.microbatches or 4 * pp, 10 if args.device else 160 / pp
-        forward_ms = args.forward_ms or forward_ms
-        sizes = Sizes(pp, count, forward_ms / 1e3, 1 if args.quick else 2, args.steps, 60.0)
-        where: dict[str, Any] = {}
-        if args.device:
-            env = queued(stuck_s=sizes.timeout_s, lag_us=1e3 * forward_ms, **_DEVICE)
-            where = {"device": "musa", "env": env}
-        # Gloo's share shows at the first size already.
-        shown = [s for s in systems if args.only or not measured or not _is_over_gloo(s)]
-        try:
-            measured.append(compare(shown, sizes, names, args.repetitions, **where))
-        except NoCompiler as error:
-            raise SystemExit(f"the emulated device cannot be built: {error}") from None
+        forward_ms = args.forward_ms or (10 if args.device else 160 / pp)
+        warmup, count = 1 if args.quick else 2, args.microbatches or 4 * pp
+        sizes = Sizes(pp, count, forward_ms / 1e3, warmup, args.steps)
+        shown = systems
+        if measured and not args.only:  # gloo's share shows at the first size already
+            shown = [s for s in systems if not (isinstance(s, Own) and s.transport == "torch")]
+        measured.append(compare(shown, sizes, names, args.repetitions, on_device=args.device))
     columns = _ON_DEVICE if args.device else _ON_HOST
-    texts = [f"```text\n{table(m, columns)}\n```\n\n{m.conditions}." for m in measured]
-    print("<!-- measured: begin -->\n" + "\n\n".join(texts) + "\n<!-- measured: end -->")
-    for found in measured:
-        for name, reason in found.failures.items():
+    texts = []
+    for one in measured:
+        every = [cells(one, key, found) for key, found in one.figures.items()]
+        rows = [columns, *([row[name] for name in columns] for row in every)]
+        texts.append(f"```text\n{aligned(rows)}\n```\n\n{one.conditions}.")
+        for name, reason in one.failures.items():
             print(f"\n{name}: {reason}", file=sys.stderr)
-    if args.json:
-        write_json(args.json, {"measured": [
-            {"conditions": found.conditions, "pp": found.sizes.pp, "failures": found.failures,
-             "systems": [{"system": name, "scenario": scenario, **asdict(figures),
-                          "speeds": found.speeds((name, scenario))}
-                         for (name, scenario), figures in found.figures.items()]}
-            for found in measured
-        ]})  # fmt: skip
-    if args.svg:
-        args.svg.write_text(draw(measured), encoding="utf-8")
+    print("<!-- measured: begin -->\n" + "\n\n".join(texts) + "\n<!-- measured: end -->")
+    write_json(args.json, {"measured": [
+        {"conditions": found.conditions, "pp": found.sizes.pp, "failures": found.failures,
+         "systems": [{"system": name, "scenario": scenario, **asdict(figures),
+                      "speeds": found.speeds((name, scenario))}
+                     for (name, scenario), figures in found.figures.items()]}
+        for found in measured
+    ]})  # fmt: skip
     return 1 if any(found.failures for found in measured) else 0
-
-
-def _is_over_gloo(system: System) -> bool:
-    return isinstance(system, Own) and system.transport == "torch"
 
 
 if __name__ == "__main__":

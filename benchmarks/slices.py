@@ -36,7 +36,6 @@ attention itself.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -45,24 +44,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common.json_output import add_json, write_json
-from benchmarks.common.tables import add_only, chosen, machine, size
-from benchmarks.schedule_harness import launch, rank
+from benchmarks.common import chosen, figure, machine, options, size, write_json
+from benchmarks.schedule_harness import ranks
 from benchmarks.schedule_harness.metrics import evaluate
-from benchmarks.schedule_harness.ops import HIDDEN, SEQUENCE_LENGTH, Peaks, Sizes
-from benchmarks.schedule_harness.systems import Own, System, all_systems
+from benchmarks.schedule_harness.ops import SEQUENCE_LENGTH, Sizes
+from benchmarks.schedule_harness.systems import OVERLAPPED, Own, System, all_systems
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.commands import aligned
 from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.memory import measure as memory
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed
 
 _PARTS = ("schedules", "memory", "join")
 _LENGTH = 4 * SEQUENCE_LENGTH
 """Tokens of the samples of real models."""
-WORK = 3
-"""Of a micro-batch on a rank, in forwards."""
 
 
 @dataclass
@@ -90,14 +86,24 @@ class Line:
     """Simulated time over that of slices without attention, minus 1."""
 
     def cells(self) -> list[str]:
-        """Return the text of each column."""
-        percent = (self.over, self.best, self.ideal, self.cpu)
-        over, best, ideal, cpu = (None if share is None else 100 * share for share in percent)
-        figures = (self.of_order, self.bubble, over, best, self.peak_of_order, self.peak)
-        texts = ("" if figure is None else f"{figure:.2f}" for figure in (*figures, ideal))
-        cores = "" if cpu is None else f"{cpu:.0f}"
-        gap = "" if self.gap_s is None else f"{1e6 * self.gap_s:.0f}"
-        return [self.name, *texts, f"{self.weights}x", cores, gap]
+        """Return the text of each column, as `_HEAD` has them."""
+        return [
+            self.name,
+            figure(self.of_order, ".2f"),
+            figure(self.bubble, ".2f"),
+            figure(self.over, ".2f", 100),
+            figure(self.best, ".2f", 100),
+            figure(self.peak_of_order, ".2f"),
+            figure(self.peak, ".2f"),
+            figure(self.ideal, ".2f", 100),
+            f"{self.weights}x",
+            figure(self.cpu, ".0f", 100),
+            figure(self.gap_s, ".0f", 1e6),
+        ]
+
+
+_HEAD = ("schedule", "bubble", "measured", "over %", "best", "peak act.", "measured", "ideal %",
+         "weights", "cpu %", "gap us")  # fmt: skip
 
 
 def systems(slices: list[int], attention: list[float]) -> list[System]:
@@ -105,16 +111,12 @@ def systems(slices: list[int], attention: list[float]) -> list[System]:
 
     Shares of attention above 0 are for eight slices, or the most of fewer.
     """
-    peers = [s for s in all_systems() if s.name == "megatron-core interleaved, overlapped P2P"]
-    whole: list[System] = [
+    few = max([k for k in slices if k <= 8], default=min(slices))
+    return [
+        *(peer for peer in all_systems() if peer.name == OVERLAPPED),
         Own("1f1b", "1f1b", transport="shm"),
         Own("zb-v", "zb-v", transport="shm"),
         Own("bitpipe order=zb", "bitpipe", {"order": "zb"}, transport="shm"),
-    ]
-    few = max([k for k in slices if k <= 8], default=min(slices))
-    return [
-        *peers,
-        *whole,
         *(
             Own(
                 f"zb-h1 slices={k}" + (f" attention {100 * share:g} %" if share else ""),
@@ -134,7 +136,7 @@ def line_of(system: System, sizes: Sizes, *, simulates: bool) -> Line | None:
     """Return a line; None if there is no such schedule of this size."""
     attention = system.attention if isinstance(system, Own) else 0.0
     line = Line(sizes.pp, sizes.num_microbatches, attention, system.name, system.weight_copies)
-    work = WORK * sizes.num_microbatches
+    work = sizes.work_s / sizes.forward_s
     try:
         system.check(sizes.pp, sizes.num_microbatches)
         if isinstance(system, Own):
@@ -156,7 +158,7 @@ def line_of(system: System, sizes: Sizes, *, simulates: bool) -> Line | None:
                 line.ideal = (line.of_order + work) / simulate(even).makespan - 1
         if simulates:
             return line if isinstance(system, Own) else None
-        steps = launch.run(rank.measure, system, sizes)
+        steps = ranks.run(ranks.measure, system, sizes)
     except (ScheduleError, RanksFailed) as error:
         print(f"{system.name}: {error}", file=sys.stderr)
         return None
@@ -173,9 +175,7 @@ def line_of(system: System, sizes: Sizes, *, simulates: bool) -> Line | None:
 
 def text_of(lines: list[Line]) -> str:
     """Return the lines of one size as a table, without columns that are empty."""
-    head = ["schedule", "bubble", "measured", "over %", "best", "peak act.", "measured", "ideal %"]
-    head += ["weights", "cpu %", "gap us"]
-    columns = zip(head, *(line.cells() for line in lines), strict=True)
+    columns = zip(_HEAD, *(line.cells() for line in lines), strict=True)
     return aligned(list(zip(*(column for column in columns if any(column[1:])), strict=True)))
 
 
@@ -186,8 +186,8 @@ def executors_own(systems: list[System], pp: int, num_microbatches: int) -> str:
     found = []
     for cut in sorted({min(ends), max(ends)}) if ends else ():
         # Ops may be short: their own time does not count.
-        sizes = Sizes(pp, num_microbatches, 2e-3 * cut, 1, 2, 60.0)
-        most_s = max(launch.run(rank.measure_overhead, ends[cut], sizes))
+        sizes = Sizes(pp, num_microbatches, 2e-3 * cut, 1, 2)
+        most_s = max(ranks.run(ranks.measure_overhead, ends[cut], sizes))
         found.append(f"{1e6 * most_s:.0f} us with slices={cut}")
     return f"zb-h1, processor time between two actions: {', '.join(found)}\n" if found else ""
 
@@ -211,8 +211,8 @@ def join(length: int, num_slices: int) -> str:
             _Joined.apply(own, of, number) for own, of in zip((key, value), kept, strict=True)
         )
         join_s += time.perf_counter() - join_begin_s
-        heads_first = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        losses.append(torch.nn.functional.scaled_dot_product_attention(*heads_first).sum())
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))  # heads first
+        losses.append(torch.nn.functional.scaled_dot_product_attention(q, k, v).sum())
     for loss in reversed(losses):
         loss.backward()
     all_s = time.perf_counter() - begin_s
@@ -224,63 +224,55 @@ def join(length: int, num_slices: int) -> str:
     )
 
 
-def real_memory(length: int, slices: int) -> str:
+def memory_of_a_model(length: int, slices: int) -> str:
     """Return what a real model keeps, as a table beside what the schedule's says."""
+    from benchmarks.schedule_harness.model_memory import HIDDEN, sliced  # with Megatron, torch
+
     pp, num_microbatches = 4, 4
-
-    def peaks(name: str, count: int, cut: int, dynamic: bool = False) -> list[Peaks]:
-        sizes = (name, pp, count, cut, length, dynamic)
-        return run_ranks(pp, rank.measure_memory, *sizes, timeout_s=600)
-
-    one = peaks("1f1b", 1, 1)
-    keys = 2 * 4 * length * HIDDEN
+    one = sliced("1f1b", pp, 1, 1, length)
+    keys = 2 * 2 * length * HIDDEN  # in bf16
     rows = [["schedule", "peak act.", "measured", "off %", "keys, values", "measured"]]
-    runs = (("1f1b", 1, False), ("1f1b", slices, False), ("zb-h1", slices, False))
-    for name, cut, dynamic in (*runs, ("zb-h1", slices, True)):
-        found = peaks(name, num_microbatches, cut, dynamic)
-        saved = [
-            mine.saved_bytes / whole.saved_bytes for mine, whole in zip(found, one, strict=True)
-        ]
+    for name, cut, more in (
+        ("1f1b", 1, ""),
+        ("1f1b", slices, ""),
+        ("zb-h1", slices, ""),
+        ("zb-h1", slices, "--use-dpp --dpp-extra-activations 0"),
+    ):
+        found = sliced(name, pp, num_microbatches, cut, length, more)
+        saved = [mine.held.kept / whole.held.kept for mine, whole in zip(found, one, strict=True)]
         planned = max(mine.planned for mine in found)
         most = max(mine.planned_keys for mine in found)
         figures = (planned, max(saved), 100 * (max(saved) / planned - 1), most)
         kept = max(mine.keys_bytes for mine in found) / keys
-        label = f"{name} slices={cut}" + (", dynamic" if dynamic else "")
+        label = f"{name} slices={cut}" + (", dynamic" if more else "")
         rows.append([label, *(f"{figure:.2f}" for figure in (*figures, kept))])
     return f"pp {pp}, {num_microbatches} micro-batches of {length} tokens\n\n{aligned(rows)}"
 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--size", nargs="+", type=size, default=[(4, 4), (4, 8), (8, 16)], metavar="PPxM",
-        help="ranks of a pipeline and its micro-batches (default: 4x4 4x8 8x16)",
-    )  # fmt: skip
-    parser.add_argument("--slices", nargs="+", type=int, default=[1, 4, 8, 16], metavar="K")
-    parser.add_argument(
-        "--attention", nargs="+", type=float, default=[0.0, 0.3, 0.6], metavar="SHARE"
-    )
-    parser.add_argument("--forward-ms", type=float, default=80, help="forward of 1/pp of the model")
-    parser.add_argument(
-        "--slice-ms", type=float, default=25,
-        help="forward of the shortest slice: the whole one is longer where it has to be",
-    )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=2, help="measured steps, after another one")
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
-    parser.add_argument("--simulate", action="store_true", help="compute what to expect only")
-    add_only(parser)
-    add_json(parser)
+    parser = options(__doc__, only=True)
+    add = parser.add_argument
+    add("--size", nargs="+", type=size, default=[(4, 4), (4, 8), (8, 16)], metavar="PPxM",
+        help="ranks of a pipeline and its micro-batches (default: 4x4 4x8 8x16)")  # fmt: skip
+    add("--slices", nargs="+", type=int, default=[1, 4, 8, 16], metavar="K")
+    add("--attention", nargs="+", type=float, default=[0.0, 0.3, 0.6], metavar="SHARE")
+    add("--forward-ms", type=float, default=80, help="forward of 1/pp of the model")
+    add("--slice-ms", type=float, default=25,
+        help="forward of the shortest slice: the whole one is longer if it has to be")  # fmt: skip
+    add("--steps", type=int, default=2, help="measured steps, after another one")
+    add("--parts", nargs="+", choices=_PARTS, default=_PARTS)
+    add("--simulate", action="store_true", help="compute what to expect only")
     args = parser.parse_args()
     compared = chosen(parser, systems(args.slices, args.attention), args.only)
-    launch.clean_up_when_terminated()
+    ranks.clean_up_when_terminated()
     lines: list[Line] = []
     for pp, num_microbatches in args.size if "schedules" in args.parts else ():
         found = []
         for system in compared:
             cut = system.slices if isinstance(system, Own) else 1
             forward_s = max(args.forward_ms, cut * args.slice_ms) / 1e3
-            sizes = Sizes(pp, num_microbatches, forward_s, 1, args.steps, 60.0)
+            sizes = Sizes(pp, num_microbatches, forward_s, 1, args.steps)
             line = line_of(system, sizes, simulates=args.simulate)
             found += [] if line is None else [line]
         lines += found
@@ -289,15 +281,14 @@ def main() -> int:
             print(executors_own(compared, pp, num_microbatches), flush=True)
     if not args.simulate:
         if "memory" in args.parts:
-            print(f"{real_memory(_LENGTH, 8)}\n", flush=True)
+            print(f"{memory_of_a_model(_LENGTH, 8)}\n", flush=True)
         for num_slices in args.slices if "join" in args.parts else ():
             print(join(_LENGTH, num_slices), flush=True)
     print(
         f"forward {args.forward_ms:g} ms, of a slice at least {args.slice_ms:g} ms, median of "
         f"{args.steps} steps; {machine()}"
     )
-    if args.json:
-        write_json(args.json, {"lines": [asdict(line) for line in lines]})
+    write_json(args.json, {"lines": [asdict(line) for line in lines]})
     return 0
 
 

@@ -28,7 +28,6 @@ GPU has it. A single GPU serves both processes.
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import statistics
@@ -44,8 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import tables
-from benchmarks.common.json_output import add_json, write_json
+from benchmarks.common import markdown, options, write_json
 from megatron_ext import devices
 from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
@@ -134,10 +132,10 @@ class _Socket(_Torch):
         self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, tensor: torch.Tensor) -> None:
-        self._link.sendall(memoryview(tensor.numpy()))
+        self._link.sendall(memoryview(tensor.numpy().data))
 
     def recv(self) -> None:
-        left = memoryview(self._buffer.numpy())
+        left = memoryview(self._buffer.numpy().data)
         while left:
             num_bytes = self._link.recv_into(left)
             if not num_bytes:
@@ -321,7 +319,7 @@ def rows_of(num_bytes: int, times: dict[str, Times]) -> list[dict[str, Any]]:
     return rows
 
 
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
+def text_of(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as the tables of the page about the transport."""
     sizes = sorted({row["nbytes"] for row in rows})
     of = {(row["wire"], row["nbytes"]): row for row in rows}
@@ -337,35 +335,29 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             [wire, *(cell(of[wire, n]) if (wire, n) in of else "-" for n in sizes)]
             for wire in dict.fromkeys(row["wire"] for row in rows)
         ]
-        texts.append(tables.markdown([title, *units], lines))
+        texts.append(markdown([title, *units], lines))
     return "<!-- transport: begin -->\n" + "\n\n".join(texts) + "\n<!-- transport: end -->"
 
 
 def main() -> None:
     """Measure and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one round of two sizes")
-    add_json(parser, "the rows")
-    args = parser.parse_args()
-
-    # Ranks find what they run by the name of its module.
-    from benchmarks import transport
-
+    args = options(__doc__, "one round of two sizes").parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = []
     for num_bytes in SIZES[1:3] if args.quick else SIZES:
         times: dict[str, Times] = {}
         for backend in ("", *["cuda"] * torch.cuda.is_available()):
             arguments = num_bytes, 1 if args.quick else 15, backend
-            times |= run_ranks(2, transport.measure, *arguments, timeout_s=300)[0]
+            times |= run_ranks(2, measure, *arguments, timeout_s=300)[0]
         rows += rows_of(num_bytes, times)
         print(f"{num_bytes} bytes", file=sys.stderr)
-    print(markdown(rows))
+    print(text_of(rows))
     if missing := left_out():
         print(missing)
-    if args.json:
-        write_json(args.json, rows)
+    write_json(args.json, rows)
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks import transport  # ranks find what they run by the name of its module
+
+    transport.main()

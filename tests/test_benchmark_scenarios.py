@@ -8,7 +8,7 @@ from statistics import mean, median
 import pytest
 
 from benchmarks import dynamic_order
-from benchmarks.schedule_harness import launch, rank, scenarios
+from benchmarks.schedule_harness import ranks, scenarios
 from benchmarks.schedule_harness.bound import shortest
 from benchmarks.schedule_harness.noise import SCENARIOS, NoisyTimes, noisy
 from benchmarks.schedule_harness.ops import Sizes
@@ -57,7 +57,7 @@ def test_slow_places_are_where_they_are_said_to_be() -> None:
 def test_nobody_computes_with_a_message_that_is_not_there_yet(name: str) -> None:
     system = SYSTEMS[name]
     times = noisy(system, SIZES, "slow-hop")
-    records = launch.run(rank.measure, system, SIZES, times, True, repeats=2)
+    records = ranks.run(ranks.measure, system, SIZES, times, True, repeats=2)
     ops = [op for [step] in records for op in step.ops]
     made = {  # a busy machine may let a process wait before it notes the end
         (op.kind.replace("I", "B"), op.stage, op.microbatch): op.begin_s

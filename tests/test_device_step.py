@@ -10,11 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.schedule_harness.expert_steps import (
-    OwnExperts,
-    expert_figures,
-    expert_systems,
-)
+from benchmarks.expert_overlap import overlap, systems
 from benchmarks.schedule_harness.metrics import Figures, evaluate
 from benchmarks.schedule_harness.noise import noisy
 from benchmarks.schedule_harness.ops import Op, Sizes, Step
@@ -114,9 +110,8 @@ def test_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hides", [1.0, 0.5])
 def test_what_pairs_hide_is_a_part_of_what_they_could(hides: float) -> None:
-    systems = {system.name: system for system in expert_systems(2)}
-    system, share = systems["zb-v, pairs"], 0.6
-    assert isinstance(system, OwnExperts)
+    system, share = next(each for each in systems() if each.name == "zb-v, pairs"), 0.6
+    assert isinstance(system, Own)
     costs = Costs(1 + share, 1 + share, 1, all_to_all=share / (1 + share), hides=hides)
     timeline = simulate(system.pipeline(4, 8).full, costs)
     steps = []
@@ -125,7 +120,7 @@ def test_what_pairs_hide_is_a_part_of_what_they_could(hides: float) -> None:
     ):
         ops = [Op(*a[:3], *times) for a, *times in zip(row, starts, ends, strict=True)]
         steps.append([Step(0.0, timeline.makespan, ops, 0)])
-    found = expert_figures(steps, system, Sizes(4, 8, 1.0, 0, 1, 60), [share])[share]
+    found = overlap(steps, system, Sizes(4, 8, 1.0, 0, 1, 60), share)
     assert found.hidden == pytest.approx(hides)
     assert found.of_all == pytest.approx(timeline.hidden)
     assert found.activations == timeline.peak_activations
@@ -134,11 +129,11 @@ def test_what_pairs_hide_is_a_part_of_what_they_could(hides: float) -> None:
 
 
 def test_pairs_are_measured_under_every_schedule_beside_upstream() -> None:
-    own = [system for system in expert_systems(2) if isinstance(system, OwnExperts)]
+    own = [system for system in systems() if isinstance(system, Own)]
     for pairs in (True, False):
         names = {system.schedule for system in own if system.pairs is pairs}
         assert names == set(registered()) - {"gpipe"}
-    assert sum(not isinstance(system, OwnExperts) for system in expert_systems(2)) == 2
+    assert sum(isinstance(system, Peer) for system in systems()) == 2
 
 
 @pytest.mark.slow
@@ -154,8 +149,8 @@ def test_command_of_pairs(tmp_path: Path) -> None:
     assert stock["system"] == "megatron-core interleaved, overlap"
     assert (plain["hidden"], plain["of_all"]) == (None, 0)
     assert paired["hidden"] is not None
-    table = simulate(
-        next(s for s in expert_systems(2) if s.name == "zb-v, pairs").pipeline(2, 4).full
-    )
+    zb_v = next(each for each in systems() if each.name == "zb-v, pairs")
+    assert isinstance(zb_v, Own)
+    table = simulate(zb_v.pipeline(2, 4).full)
     assert paired["activations"] == table.peak_activations
     assert "| zb-v, pairs |" in printed

@@ -1,1 +1,120 @@
-"""Code shared by all benchmarks."""
+"""What all benchmarks share: their options, how figures are printed, and where they are written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from megatron_ext.files import cannot_write, write_text
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_T = TypeVar("_T", bound=_Named)
+
+
+def options(about: str | None, quick: str = "", *, only: bool = False) -> argparse.ArgumentParser:
+    """Return a parser of the options that benchmarks share.
+
+    Args:
+        about: The docstring of the benchmark, whose first line is shown.
+        quick: What `--quick` leaves; empty: there is no such option.
+        only: Whether `--only TEXT ...` chooses systems, see `chosen`.
+    """
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
+    # Refused before anything is measured, if it cannot be written.
+    parser.add_argument("--json", type=_writable, help="also write the figures to this file")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    if only:
+        parser.add_argument(
+            "--only",
+            nargs="+",
+            default=[],
+            metavar="TEXT",
+            help="what has one of these in its name",
+        )
+    return parser
+
+
+def _writable(text: str) -> Path:
+    path = Path(text)
+    there = path if path.exists() else path.parent
+    if path.is_dir() or not there.exists() or not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written; give another file")
+    return path
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    """Replace a file by these figures, if one is wanted.
+
+    Raises:
+        SystemExit: It cannot be written; with the line that says so. What was there is still there.
+    """
+    if path is None:
+        return
+    try:
+        write_text(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise SystemExit(cannot_write(path, error, "make room, or give another --json")) from error
+
+
+def chosen(parser: argparse.ArgumentParser, systems: Sequence[_T], only: Sequence[str]) -> list[_T]:
+    """Return the systems with one of the texts in their name; all without, an error if none."""
+    found = [s for s in systems if not only or any(text in s.name for text in only)]
+    if not found:
+        names = "; ".join(system.name for system in systems)
+        parser.error(f"no system has {' or '.join(only)} in its name; there are: {names}")
+    return found
+
+
+def size(text: str) -> tuple[int, int]:
+    """Parse `PPxM`: the ranks of a pipeline and its micro-batches."""
+    try:
+        pp, num_microbatches = map(int, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 4x16") from None
+    return pp, num_microbatches
+
+
+def machine() -> str:
+    """Return the versions, the cores and the present load, which belong beside every figure."""
+    packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
+    return (
+        f"{packages}, Python {platform.python_version()}, {os.cpu_count()} cores, load average "
+        f"{os.getloadavg()[0]:.1f}"
+    )
+
+
+def ratios(above: Iterable[float], below: Iterable[float]) -> list[float]:
+    """Return one list of times over another, draw by draw."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Return the median and, in brackets, the lowest and the highest value."""
+    median, low, high = (
+        f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))
+    )
+    return f"{median} ({low} .. {high})"
+
+
+def figure(value: float | None, form: str, scale: float = 1.0) -> str:
+    """Return a figure as the cell of a table; an empty one if there is none."""
+    return "" if value is None else format(scale * value, form)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---") -> str:
+    """Return a table in Markdown; columns but the first are aligned as `align` says."""
+    lines = [head, ["---", *[align] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from megatron_ext.schedules import Costs, Kind, Schedule
 
-__all__ = ["shortest"]
-
 
 class _Job(NamedTuple):
     """An action for the rank that runs it; times in the unit of the costs."""

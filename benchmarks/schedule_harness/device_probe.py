@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from .ops import OpTimes
 
-__all__ = ["DeviceProbe", "TimedOp"]
 
 _CLOCK_SAMPLES = 10
 
@@ -79,7 +78,7 @@ class DeviceProbe(Probe):
         """Note an op and the events around it."""
         self._timed.append((name, begin, end))
 
-    def take(self) -> tuple[list[Op], int]:
+    def take(self) -> tuple[list[Op], float]:
         """Return ops and peak since the last call; the device must have finished them."""
         ops = [Op(*name, self._at_s(begin), self._at_s(end)) for name, begin, end in self._timed]
         self._timed, peak, self.peak_live = [], self.peak_live, 0

@@ -10,7 +10,7 @@ own plan of a layer, and exchanges have a stream of their own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -22,20 +22,17 @@ from megatron.core.models.common import model_chunk_schedule_plan as plans
 from megatron.core.pipeline_parallel import combined_1f1b
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 
-from megatron_ext.config.active import required
-from megatron_ext.runtime.runtime import Runtimes
-
-from . import megatron_core, own
 from .device_probe import DeviceProbe, TimedOp
-from .expert_steps import LAYERS, ExpertTimes, Part
 from .megatron_core import Chunk, first
+from .ops import LAYERS, ExpertTimes, Part
 from .stage import MESSAGE_SHAPE, weight_product
 
 if TYPE_CHECKING:
-    from megatron_ext.config.active import Pipeline
-    from megatron_ext.schedules import Kind, Placement
+    from megatron_ext.runtime.split import SplitBackward
+    from megatron_ext.schedules import Kind, Schedule
 
-__all__ = ["ExpertChunk", "ExpertProbe", "prepare", "prepare_own"]
+    from .stage import Probe
+
 
 _PARTS: tuple[Part, ...] = ("attention", "dispatch", "experts", "combine")
 
@@ -43,9 +40,8 @@ _PARTS: tuple[Part, ...] = ("attention", "dispatch", "experts", "combine")
 class ExpertProbe(DeviceProbe):
     """Lets the parts of a layer take their time, each in the stream that it runs in."""
 
-    def is_split(self) -> bool:
-        """Return whether the backward that runs leaves its weight gradients to W."""
-        return False
+    split: SplitBackward | None = None
+    """Knows whether the backward that runs leaves its weight gradients to W."""
 
     def enqueue(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Enqueue the time of a W; the parts of other ops enqueue theirs."""
@@ -104,7 +100,8 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if not ctx.layer.probe.is_split():
+        split = ctx.layer.probe.split
+        if split is None or split.record is None:
             ctx.layer.probe.part(ctx.part, "W", ctx.place)
         return gradient, None, None
 
@@ -122,38 +119,34 @@ class _Layer(torch.nn.Module):
 
     def run(self, part: Part, x: torch.Tensor) -> torch.Tensor:
         """Run one part."""
-        made = _Timed.apply(x, self, part)
-        if part in ("dispatch", "combine"):
-            return made
-        from_weights = weight_product(x, self.weights[part == "experts"])
-        return made + _Weights.apply(from_weights, self, part)
+        made: torch.Tensor = _Timed.apply(x, self, part)
+        if part in ("attention", "experts"):
+            from_weights = weight_product(x, self.weights[part == "experts"])
+            made = made + _Weights.apply(from_weights, self, part)
+        return made
 
 
 class ExpertChunk(Chunk):
     """A chunk of layers with experts, which runs in one stream, or by a plan."""
 
-    def __init__(self, probe: ExpertProbe, config: Any, vp_stage: int | None, number: int) -> None:
+    def __init__(self, probe: Probe, config: Any, vp_stage: int | None, number: int) -> None:
         super().__init__(probe, config, vp_stage, number)
-        assert isinstance(probe.times, ExpertTimes)
-        num_layers = round(LAYERS * probe.times.share)
-        self.layers = torch.nn.ModuleList(_Layer(probe) for _ in range(num_layers))
+        assert isinstance(probe, ExpertProbe)
+        self.parts = [_Layer(probe) for _ in range(round(LAYERS * probe.times.share))]
+        self.layers = torch.nn.ModuleList(self.parts)
 
     def begin(self, data: Iterator[dict[str, torch.Tensor]], microbatch: int) -> torch.Tensor:
         """Return what the first layer takes."""
-        for layer in self.layers:
+        for layer in self.parts:
             layer.place = (self.number, microbatch)
-        x = self._input
-        if x is None:
-            tokens = next(data)["tokens"]
-            x = tokens.T[..., None].expand(-1, -1, MESSAGE_SHAPE[-1])
-        activation = x + self.stage.z
+        activation = self._given(data) + self.stage.z
         self.stage.probe.keep(activation)
         return activation
 
     def forward(self, data: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Run everything in one stream."""
         x = self.begin(data, self.stage.probe.current[1])
-        for layer in self.layers:
+        for layer in self.parts:
             for part in _PARTS:
                 x = layer.run(part, x)
         return x
@@ -200,11 +193,23 @@ class _ChunkPlan(plans.TransformerModelChunkSchedulePlan):
         self.pre_process = _Node(begin, pipeline_utils.get_comp_stream, self._event, name="begin")
         self.post_process = None
         self.vp_stage = chunk.vp_stage
-        self._transformer_layers = [_LayerPlan(layer, self._event) for layer in chunk.layers]
+        self._transformer_layers = [_LayerPlan(layer, self._event) for layer in chunk.parts]
 
 
-def _record_plans(probe: ExpertProbe, is_split: Callable[[tuple[int, int]], bool]) -> None:
-    """Record what plans run, for the rest of this process's life; both of a pair at one time."""
+def record_plans(
+    probe: Probe, split: SplitBackward | None = None, table: Schedule | None = None
+) -> None:
+    """Record what plans run, for the rest of this process's life; both of a pair at one time.
+
+    Args:
+        probe: Takes the records.
+        split: Splits backwards.
+        table: Says which of them.
+    """
+    assert isinstance(probe, ExpertProbe)
+    probe.split = split
+    rows = () if table is None else table.rows
+    split_backwards = {a[:3:2] for row in rows for a in row if a.kind == "W"}
     step = combined_1f1b.combined_forward_backward_step
     parameters = inspect.signature(step)
 
@@ -217,7 +222,7 @@ def _record_plans(probe: ExpertProbe, is_split: Callable[[tuple[int, int]], bool
             names.append((key[0], "F", key[1]))
         if given["b_model"] is not None:
             stage, microbatch = first(given["b_output_tensor"]).benchmark_key
-            kind: Kind = "I" if is_split((stage, microbatch)) else "B"
+            kind: Kind = "I" if (stage, microbatch) in split_backwards else "B"
             names.append((stage, kind, microbatch))
         with TimedOp(probe, *names):
             if model is not None:
@@ -228,32 +233,3 @@ def _record_plans(probe: ExpertProbe, is_split: Callable[[tuple[int, int]], bool
         return outputs, num_tokens, found
 
     combined_1f1b.combined_forward_backward_step = recorded
-
-
-def prepare_own(pipeline: Pipeline, probe: ExpertProbe, experts: int) -> Callable[[], None]:
-    """Return a function that runs one step of a table, in pairs if it has any."""
-    made = own.prepare(pipeline, probe, ExpertChunk, experts)
-    split = required().state(Runtimes).splits
-    probe.is_split = lambda: split.record is not None  # type: ignore[method-assign]
-    split_backwards = {a[:3:2] for row in pipeline.full.rows for a in row if a.kind == "W"}
-    _record_plans(probe, split_backwards.__contains__)
-    return made
-
-
-def prepare(
-    placement: Placement, num_microbatches: int, probe: ExpertProbe, experts: int, *, overlaps: bool
-) -> Callable[[], None]:
-    """Return a function that runs one step of Megatron's own interleaved schedule.
-
-    Args:
-        placement: Where the stages are.
-        num_microbatches: In one step.
-        probe: Records the ops.
-        experts: Ranks that exchange tokens.
-        overlaps: Whether with Megatron's own overlap of that.
-    """
-    made = megatron_core.prepare(
-        "interleaved-overlap", placement, num_microbatches, probe, ExpertChunk, experts, overlaps
-    )
-    _record_plans(probe, lambda _key: False)
-    return made

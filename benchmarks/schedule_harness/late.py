@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from megatron_ext.message import Message
     from megatron_ext.transport.base import Expected, Transport
 
-__all__ = ["LateTransport", "read", "stamp"]
 
 _WRAP_S = 1 << 20
 """Whole seconds below this are exact in single precision."""
@@ -57,14 +56,12 @@ class LateTransport:
         return getattr(self._inner, name)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step."""
         self._source = {item.message: item.source for item in expected}
         self._told.clear()
         self._inner.begin(expected, slots)
 
     def isend(self, tensor: torch.Tensor, target: int, key: Message) -> None:
-        """Send a stamped copy; decisions are not late."""
-        if key.kind == "D":
+        if key.kind == "D":  # decisions are not late
             self._inner.isend(tensor, target, key)
             return
         tensor = tensor.detach().clone()
@@ -72,7 +69,6 @@ class LateTransport:
         self._inner.isend(tensor, target, key)
 
     def recv(self, source: int, key: Message, timeout_s: float) -> torch.Tensor:
-        """Return a tensor as soon as it may be seen."""
         if key.kind == "D":
             return self._inner.recv(source, key, timeout_s)
         if key not in self._held:
@@ -82,7 +78,6 @@ class LateTransport:
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
-        """Return what may be seen now; sleep until there is something."""
         deadline_s = time.perf_counter() + timeout_s
         wait_s = 0.0
         while True:

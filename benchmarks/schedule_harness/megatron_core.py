@@ -18,20 +18,11 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig
 
+from .ops import ExpertTimes
 from .stage import MESSAGE_SHAPE, EmulatedStage, Probe
 
 if TYPE_CHECKING:
     from megatron_ext.schedules import Kind, Placement
-
-__all__ = [
-    "Chunk",
-    "first",
-    "initialize",
-    "make_config",
-    "prepare",
-    "record_steps",
-    "step_keywords",
-]
 
 
 class Chunk(torch.nn.Module):
@@ -59,13 +50,16 @@ class Chunk(torch.nn.Module):
 
     def forward(self, data: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Run on the given input, or without one on the next of the data."""
+        made: torch.Tensor = self.stage(self._given(data))
+        return made
+
+    def _given(self, data: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
         if self._input is not None:
-            return self.stage(self._input)
-        tokens = next(data)["tokens"]
-        return self.stage(tokens.T[..., None].expand(-1, -1, MESSAGE_SHAPE[-1]))
+            return self._input
+        return next(data)["tokens"].T[..., None].expand(-1, -1, MESSAGE_SHAPE[-1])
 
 
-def initialize(pp: int, virtual_pp: int | None, experts: int = 1) -> None:
+def _initialize(pp: int, virtual_pp: int | None, experts: int) -> None:
     """Initialise Megatron's groups, with one communicator for all groups of the same ranks.
 
     Each gloo communicator has a thread that wakes up every few milliseconds. Megatron's two dozen
@@ -113,33 +107,58 @@ def _forward_step(
     return chunk.build_schedule_plan(data) if return_schedule_plan else chunk(data), loss
 
 
-def step_keywords(chunks: list[Chunk], num_microbatches: int) -> dict[str, Any]:
-    """Return the arguments of a forward-backward function."""
+def set_up(
+    placement: Placement,
+    num_microbatches: int,
+    probe: Probe,
+    backward_kind: Callable[[], Kind],
+    **settings: Any,
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Initialise Megatron, build the stages of this rank and record their steps.
+
+    Args:
+        placement: Where the stages are. Ranks beyond it exchange tokens of experts.
+        num_microbatches: In one step.
+        probe: Records the ops, and says by its times whether stages have experts.
+        backward_kind: Says what a backward step that begins now is.
+        settings: More of the configuration.
+
+    Returns:
+        The stages, and the arguments of a forward-backward function.
+    """
+    pp, num_chunks = placement.num_ranks, placement.num_stages // placement.num_ranks
+    virtual = num_chunks if num_chunks > 1 else None
+    experts = torch.distributed.get_world_size() // (pp * placement.twins)
+    kind = Chunk
+    if isinstance(probe.times, ExpertTimes):
+        from . import experts as layers  # it has chunks of this module
+
+        kind = layers.ExpertChunk
+    _initialize(pp, virtual, experts)
+    config = make_config(
+        pp,
+        virtual_pipeline_model_parallel_size=virtual,
+        num_moe_experts=2 * experts if experts > 1 else None,
+        expert_model_parallel_size=experts,
+        moe_token_dispatcher_type="alltoall",  # pairs ask for it
+        **settings,
+    )
+    stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
+    _record_steps(probe, stages, backward_kind)
     seq_length, micro_batch_size, _ = MESSAGE_SHAPE
-    device = chunks[0].stage.probe.device
-    data = {"tokens": torch.zeros(micro_batch_size, seq_length, device=device)}
-    return {
+    data = {"tokens": torch.zeros(micro_batch_size, seq_length, device=probe.device)}
+    return stages, {
         "forward_step_func": _forward_step,
-        "data_iterator": [itertools.repeat(data) for _ in chunks],
-        "model": chunks,
+        "data_iterator": [itertools.repeat(data) for _ in stages],
+        "model": [kind(probe, config, virtual and c, stage) for c, stage in enumerate(stages)],
         "num_microbatches": num_microbatches,
         "seq_length": seq_length,
         "micro_batch_size": micro_batch_size,
     }
 
 
-def record_steps(
-    probe: Probe,
-    stages: tuple[int, ...],
-    backward_kind: Callable[[], Kind],
-) -> None:
-    """Record every forward and backward step that this process runs, for the rest of its life.
-
-    Args:
-        probe: Takes the records.
-        stages: The stage of each chunk.
-        backward_kind: Says what a backward step that begins now is.
-    """
+def _record_steps(probe: Probe, stages: tuple[int, ...], backward_kind: Callable[[], Kind]) -> None:
+    """Record every forward and backward step that this process runs, for the rest of its life."""
     forward_step, backward_step = schedules.forward_step, schedules.backward_step
 
     @functools.wraps(forward_step)
@@ -166,39 +185,22 @@ def first(tensors: Any) -> Any:
 
 
 def prepare(
-    schedule: str,
-    placement: Placement,
-    num_microbatches: int,
-    probe: Probe,
-    kind: type[Chunk] = Chunk,
-    experts: int = 1,
-    overlaps_experts: bool = False,
-) -> Callable[[], None]:
+    schedule: str, placement: Placement, num_microbatches: int, probe: Probe
+) -> Callable[[], object]:
     """Return a function that runs one step of `1f1b`, `interleaved-batched` or `-overlap`.
 
-    Args:
-        schedule: One of these.
-        placement: Where the stages are.
-        num_microbatches: In one step.
-        probe: Records the ops.
-        kind: What a rank's stages are.
-        experts: Ranks that exchange tokens.
-        overlaps_experts: Whether with Megatron's own overlap of that.
+    With `-overlap, experts` stages have experts, and Megatron's own overlap of their exchanges.
     """
-    pp, interleaved = placement.num_ranks, schedule != "1f1b"
-    virtual = placement.num_stages // pp if interleaved else None
-    initialize(pp, virtual, experts)
-    overlap = schedule == "interleaved-overlap"
-    config = make_config(
-        pp,
-        virtual_pipeline_model_parallel_size=virtual,
+    overlap = schedule.startswith("interleaved-overlap")
+    _, keywords = set_up(
+        placement, num_microbatches, probe, lambda: "B",
         overlap_p2p_comm=overlap,
         batch_p2p_comm=not overlap,
-    )
-    config.overlap_moe_expert_parallel_comm = overlaps_experts
-    stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
-    chunks = [kind(probe, config, virtual and c, stage) for c, stage in enumerate(stages)]
-    record_steps(probe, stages, lambda: "B")
-    keywords = step_keywords(chunks, num_microbatches)
+        overlap_moe_expert_parallel_comm=schedule.endswith("experts"),
+    )  # fmt: skip
+    if isinstance(probe.times, ExpertTimes):
+        from .experts import record_plans
+
+        record_plans(probe)
     function = schedules.get_forward_backward_func()
     return lambda: function(**keywords)

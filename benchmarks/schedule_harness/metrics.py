@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from .ops import Op, Step
 
-__all__ = ["Figures", "evaluate", "peak", "replay", "seconds_of"]
 
 _Made = dict[tuple[str, int, int, int], float]
 """F or B, stage, micro-batch, twin -> since when that exists."""

@@ -1,19 +1,30 @@
-"""Memory of the ranks of real trainings, beside the planner's forecast."""
+"""Memory of the ranks of real trainings, beside the planner's forecast and what tables say."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from megatron_ext import devices
+from megatron_ext.config.active import required
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layout_search import Question, search
 from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import techniques_of_flags
+from megatron_ext.runtime.executor import Observer
+from megatron_ext.runtime.runtime import Runtimes
+from megatron_ext.runtime.sliced_compute import KeptState
 from megatron_ext.schedules.generators.catalog import generate, get, registered
+from megatron_ext.schedules.table.memory import measure as memory_of
+from megatron_ext.tracing.activations import kept_bytes
 from tests.ranks import run_ranks, train_here
 
-__all__ = ["Case", "Held", "cases", "compared", "measure"]
+if TYPE_CHECKING:
+    from megatron_ext.runtime.compute import StageCompute
+    from megatron_ext.schedules.table.actions import Action
 
 _SEQUENCE, _MICRO_BATCH, _NUM_MICROBATCHES = 128, 2, 8
 _TRAINING = (
@@ -53,6 +64,16 @@ _SCHEDULES = [name for name in registered() if name != "gpipe"]
 """All that the planner plans with."""
 
 
+_SLICED = (
+    f"{_TRAINING}--num-attention-heads 1 --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --recompute-granularity selective --micro-batch-size 1 "
+    "--no-create-attention-mask-in-dataloader --pipeline-transport shm "
+)
+"""Keeps little but what its table says: attention is recomputed."""
+HIDDEN = 64
+"""Width of that model, which has a layer on each rank."""
+
+
 class Case(NamedTuple):
     """A model on ranks under a schedule."""
 
@@ -68,6 +89,22 @@ class Held(NamedTuple):
     """Weights, buffers of gradients and states of the optimizer."""
     kept: float
     """Most that autograd and weight gradients that wait keep."""
+
+
+class Rank(NamedTuple):
+    """What a rank of a training holds, and what it is."""
+
+    held: Held
+    keys_bytes: int
+    """Most keys, values and their gradients that layers keep between slices."""
+    planned: float
+    """Activations of its table, in micro-batches."""
+    planned_keys: float
+    """Keys and values of its table, in micro-batches."""
+    layers: list[int]
+    """Of each chunk."""
+    number: int
+    """In the pipeline."""
 
 
 def cases() -> Iterator[Case]:
@@ -93,15 +130,13 @@ def compared(case: Case) -> list[tuple[Held, Held]]:
         f"{'--sequence-parallel ' if sizes['tp'] > 1 else ''}"
         f"{(generator.flags or f'--pipeline-schedule {case.schedule}').format(chunks=2)}"
     ).split()
-    by_rank = {rank: (held, layers) for held, layers, rank in run_ranks(
-        ranks, measure, flags, timeout_s=300
-    )}  # fmt: skip
-    chunks = len(by_rank[0][1])
+    by_rank = {rank.number: rank for rank in run_ranks(ranks, measure, flags, timeout_s=300)}
+    chunks = len(by_rank[0].layers)
     placement = generate(
         case.schedule, pp, _NUM_MICROBATCHES, chunks if generator.free_chunks else None
     ).placement
     layout = [
-        by_rank[placement.rank_of[stage]][1][placement.chunk_of(stage)]
+        by_rank[placement.rank_of[stage]].layers[placement.chunk_of(stage)]
         for stage in range(placement.num_stages)
     ]
     fixed = {**sizes, "cp": 1, "micro_batch": _MICRO_BATCH, "recompute": frozenset()}
@@ -119,18 +154,32 @@ def compared(case: Case) -> list[tuple[Held, Held]]:
         Held(static * 2**30, kept * 2**30)
         for static, kept in zip(plan.static_gib, plan.kept_gib, strict=True)
     ]
-    return [(held, by_rank[rank][0]) for rank, held in enumerate(by_formula)]
+    return [(held, by_rank[rank].held) for rank, held in enumerate(by_formula)]
 
 
-def measure(argv: list[str]) -> tuple[Held, list[int], int]:
-    """Train as one rank; return what it held, the layers of its chunks, and its pipeline rank."""
-    import torch
+def sliced(
+    schedule: str, pp: int, num_microbatches: int, slices: int, length: int, more: str = ""
+) -> list[Rank]:
+    """Train one step of a GPT with a layer on each of `pp` ranks.
 
-    from megatron_ext import devices
-    from megatron_ext.config.active import required
+    Args:
+        schedule: A registered schedule with one stage on each rank.
+        pp: Ranks of the pipeline.
+        num_microbatches: Of one sample each.
+        slices: Of each micro-batch.
+        length: Tokens of a sample.
+        more: Further flags.
+    """
+    flags = (
+        f"{_SLICED}--num-layers {pp} --pipeline-model-parallel-size {pp} --hidden-size {HIDDEN} "
+        f"--seq-length {length} --max-position-embeddings {length} --pipeline-slices {slices} "
+        f"--global-batch-size {num_microbatches} --pipeline-schedule {schedule} {more}"
+    )
+    return run_ranks(pp, measure, flags.split(), timeout_s=600)
 
-    from .real_memory import Counting, storage_bytes
 
+def measure(argv: list[str]) -> Rank:
+    """Train as one rank; return what it held."""
     devices.current()  # before Megatron is imported
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
@@ -141,13 +190,13 @@ def measure(argv: list[str]) -> tuple[Held, list[int], int]:
     @functools.wraps(set_up)
     def counting(*args: Any, **kwargs: Any) -> Any:
         made = set_up(*args, **kwargs)
-        found["made"], found["counter"] = made, Counting(torch.nn.ModuleList(made[0]))
+        found["made"], found["counter"] = made, _Counting(torch.nn.ModuleList(made[0]))
         required().observers.append(found["counter"])
         return made
 
     training.setup_model_and_optimizer = counting  # this process is a rank, and ends
     train_here("gpt", argv)
-    chunks, optimizer, _ = found["made"]
+    counter, (chunks, optimizer, _) = found["counter"], found["made"]
     tensors = [weight for chunk in chunks for weight in chunk.parameters()]
     for chunk in chunks:
         tensors += [each.grad_data for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -156,6 +205,51 @@ def measure(argv: list[str]) -> tuple[Held, list[int], int]:
         for group in each.optimizer.param_groups:
             for weight in group["params"]:
                 tensors += [weight, *filter(torch.is_tensor, states[weight].values())]
-    layers = [len(unwrap_model(chunk).decoder.layers) for chunk in chunks]
-    held = Held(storage_bytes(tensors), found["counter"].saved)
-    return held, layers, parallel_state.get_pipeline_model_parallel_rank()
+    number = parallel_state.get_pipeline_model_parallel_rank()
+    planned = memory_of(counter.compute.table.schedule)
+    return Rank(
+        Held(_storage_bytes(tensors), counter.saved),
+        counter.kept,
+        planned.activations[number],
+        planned.keys_and_values[number] if planned.keys_and_values else 0.0,
+        [len(unwrap_model(chunk).decoder.layers) for chunk in chunks],
+        number,
+    )
+
+
+class _Counting(Observer):
+    """Counts after each action what the rank keeps."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.saved, self.kept = model, 0, 0
+        self.compute: Any = None
+
+    def begin_step(self, compute: StageCompute) -> None:
+        self.compute = compute
+
+    def end_action(self, position: int, action: Action) -> None:
+        outputs = [tensor for _, made in self.compute._live.values() for tensor in made]
+        waiting = required().state(Runtimes).splits._waiting.values()
+        operands = [
+            tensor
+            for gradients in waiting
+            for gradient in gradients
+            for tensor in vars(gradient).values()
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
+        ]
+        self.saved = max(self.saved, kept_bytes(outputs, self.model) + _storage_bytes(operands))
+        between = required().state(KeptState).microbatches.values()
+        pairs = [pair for kept in between for pair in kept.attention.values()]
+        tensors = [
+            t
+            for pair in pairs
+            for kept in pair
+            for t in (*kept.made.values(), *kept.gradients.values())
+        ]
+        self.kept = max(self.kept, _storage_bytes(tensors))
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the memory of tensors, each counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

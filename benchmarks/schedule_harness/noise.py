@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .ops import Sizes
     from .systems import System
 
-__all__ = ["SCENARIOS", "NoisyTimes", "Scenario", "noisy"]
-
 
 @dataclass(frozen=True)
 class Scenario:
@@ -74,8 +72,7 @@ class NoisyTimes(OpTimes):
     step: int
 
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
-        """Return the time of one op; that of B is those of I and W."""
-        if kind == "B":
+        if kind == "B":  # those of I and W
             return sum(self.seconds(half, stage, microbatch) for half in ("I", "W"))
         scenario, middle = self.scenario, (max(self.rank_of) + 1) // 2
         factor = self._factor(scenario.jitter, kind, stage, microbatch)

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from megatron_ext.schedules import Kind
 
-__all__ = ["HIDDEN", "SEQUENCE_LENGTH", "Op", "OpTimes", "Peaks", "ScaledTimes", "Sizes", "Step"]
-
 SEQUENCE_LENGTH = 1024
 """Of the emulated model, in tokens: enough for slices of any cost."""
-
-
-HIDDEN = 64
-"""Width of the real model, which has a layer on each rank and one attention head."""
+LAYERS = 4
+"""Of a model with experts, on 1/pp of it."""
+Part = Literal["attention", "dispatch", "experts", "combine"]
+"""Of such a layer."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,13 @@ class Sizes:
     """Forward of one device share; both gradients take as long."""
     warmup: int
     steps: int
-    timeout_s: float
+    timeout_s: float = 60.0
     """For every wait."""
+
+    @property
+    def work_s(self) -> float:
+        """Undisturbed work of a rank."""
+        return 3 * self.forward_s * self.num_microbatches
 
 
 class Op(NamedTuple):
@@ -84,8 +87,27 @@ class ScaledTimes(OpTimes):
     """By place in the table: cost over that of the mean micro-batch."""
 
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
-        """Return the time of one op."""
         return super().seconds(kind, stage, microbatch) * self.scales[microbatch]
+
+
+@dataclass(frozen=True)
+class ExpertTimes(OpTimes):
+    """How long each op computes, and how long the all-to-all of its layers takes."""
+
+    all_to_all: float = field(default=0.0, kw_only=True)
+    """All-to-all in a forward or an input gradient, over the computation there."""
+
+    def part_s(self, part: Part, kind: Kind, stage: int, microbatch: int) -> float:
+        """Return the time of a part of one layer."""
+        layer_s = self.seconds(kind, stage, microbatch) / (LAYERS * self.share)
+        exchanges = part in ("dispatch", "combine")
+        return layer_s / 2 * (self.all_to_all if exchanges else 1)
+
+    def exchange_s(self, op: Op) -> float:
+        """Return the time of all-to-all in an op."""
+        if op.kind == "W":
+            return 0.0
+        return self.all_to_all * self.seconds("F", op.stage, op.microbatch)
 
 
 class Step(NamedTuple):
@@ -100,16 +122,3 @@ class Step(NamedTuple):
     """Processor time of the rank."""
     host_waits: Mapping[str, int] = {}
     """By line: how often the host waited for its device."""
-
-
-class Peaks(NamedTuple):
-    """What one rank of the real model keeps at most."""
-
-    saved_bytes: int
-    """Tensors in graphs, and operands of weight gradients that W will compute."""
-    keys_bytes: int
-    """Keys, values and their gradients that layers keep between slices."""
-    planned: float
-    """Activations of the table, in micro-batches."""
-    planned_keys: float
-    """Keys and values of the table, in micro-batches."""

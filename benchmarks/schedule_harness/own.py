@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-from megatron.core import parallel_state
+from unittest import mock
 
 from megatron_ext.config.active import Active, activate_configuration, required
 from megatron_ext.runtime import runtime
+from megatron_ext.runtime.connect import open_transport
 from megatron_ext.runtime.entry import forward_backward
 
 from .late import LateTransport
-from .megatron_core import Chunk, initialize, make_config, record_steps, step_keywords
+from .megatron_core import set_up
 from .noise import NoisyTimes
+from .ops import ExpertTimes
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
@@ -22,12 +23,8 @@ if TYPE_CHECKING:
 
     from .stage import Probe
 
-__all__ = ["prepare"]
 
-
-def prepare(
-    pipeline: Pipeline, probe: Probe, kind: type[Chunk] = Chunk, experts: int = 1
-) -> Callable[[], None]:
+def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], object]:
     """Return a function that runs one step of a chosen schedule.
 
     A schedule with twins is hosted as in training: as half as many pipeline ranks, each twice.
@@ -35,31 +32,24 @@ def prepare(
     Args:
         pipeline: The settings that training would get.
         probe: Records the ops.
-        kind: What a rank's stages are.
-        experts: Ranks that exchange tokens.
     """
     activate_configuration(Active(pipeline.config, pipeline))
     split = required().state(runtime.Runtimes).splits
     _emulate_split(probe, split)
-    placement = pipeline.placement
-    num_chunks = placement.num_stages // placement.num_ranks
-    virtual = num_chunks if num_chunks > 1 else None
-    initialize(placement.num_ranks, virtual, experts)
-    config = make_config(
-        placement.num_ranks,
-        virtual_pipeline_model_parallel_size=virtual,
+    stages, keywords = set_up(
+        pipeline.placement,
+        pipeline.num_microbatches,
+        probe,
+        lambda: "B" if split.record is None else "I",
         overlap_moe_expert_parallel_comm=pipeline.config.pairs,
-        num_moe_experts=2 * experts if experts > 1 else None,
-        expert_model_parallel_size=experts,
-        moe_token_dispatcher_type="alltoall",  # pairs ask for it
     )
-    stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
-    chunks = [kind(probe, config, virtual and c, stage) for c, stage in enumerate(stages)]
     if probe.waits:
         probe.waits = False  # the transport does
         _delay_messages(probe)
-    record_steps(probe, stages, lambda: "B" if split.record is None else "I")
-    keywords = step_keywords(chunks, pipeline.num_microbatches)
+    if isinstance(probe.times, ExpertTimes):
+        from .experts import record_plans
+
+        record_plans(probe, split, pipeline.full)
     # As with GPT, only the first stage reads data here.
     iterators = zip(stages, keywords["data_iterator"], strict=True)
     keywords["data_iterator"] = [data if stage == 0 else None for stage, data in iterators]
@@ -68,7 +58,6 @@ def prepare(
 
 def _delay_messages(probe: Probe) -> None:
     """Let every transport that is opened take the time that the scenario says."""
-    open_transport = runtime.open_transport
 
     def latency_s(key: Message) -> float:
         assert isinstance(probe.times, NoisyTimes)
@@ -78,7 +67,7 @@ def _delay_messages(probe: Probe) -> None:
     def opened(*args: Any, **options: Any) -> LateTransport:
         return LateTransport(open_transport(*args, **options), latency_s)
 
-    runtime.open_transport = opened  # type: ignore[assignment]
+    mock.patch.object(runtime, "open_transport", opened).start()
 
 
 def _emulate_split(probe: Probe, split: SplitBackward) -> None:

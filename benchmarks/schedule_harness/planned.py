@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,16 +11,16 @@ from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layout_search import Layout, Question, forecast, search, stage_parts
 from megatron_ext.planning.model_sizes import sizes_of_flags
 
-from . import launch, rank
+from . import ranks
+from .metrics import seconds_of
 from .ops import OpTimes, Sizes
-from .systems import Own
+from .systems import Own, Run
 
 if TYPE_CHECKING:
     from megatron_ext.schedules import Kind
 
     from .stage import Probe
 
-__all__ = ["RANKS", "layouts", "measured_s", "slowed"]
 
 RANKS = 8
 _MODEL = (
@@ -76,7 +76,6 @@ class _CutTimes(OpTimes):
     """By stage: seconds of each kind of action."""
 
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
-        """Return the time of one op."""
         return self.stages[stage][kind]
 
 
@@ -89,14 +88,10 @@ class _Planned(Own):
     own_times: OpTimes | None = None
 
     def times(self, sizes: Sizes) -> OpTimes:
-        """Return how long its ops have to take."""
         assert self.own_times is not None
         return self.own_times
 
-    def prepare(
-        self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
-    ) -> Callable[[], None]:
-        """Return the function that runs one step on this rank."""
+    def prepare(self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float) -> Run:
         return super().prepare(self.ranks, num_microbatches, probe, timeout_s)
 
 
@@ -108,26 +103,19 @@ def measured_s(plan: Layout, factor: float, steps: int) -> float:
         factor: How many times as slow as an H100 its stages sleep.
         steps: How many are measured, after another.
     """
-    stages = tuple(
-        {
-            kind: factor * time
-            for kind, time in (
-                ("F", part.forward),
-                ("B", part.input + part.weight),
-                ("I", part.input),
-                ("W", part.weight),
-            )
-        }
-        for part in stage_parts(plan)
-    )
+    stages: list[dict[Kind, float]] = []
+    for part in stage_parts(plan):
+        forward_s, input_s, weight_s = (
+            factor * each for each in (part.forward, part.input, part.weight)
+        )
+        stages.append({"F": forward_s, "B": input_s + weight_s, "I": input_s, "W": weight_s})
     sizes = plan.sizes
     chunks = {"chunks": plan.chunks} if plan.schedule == "interleaved" else {}
     system = _Planned(
         plan.schedule, plan.schedule, chunks, transport="shm", ranks=sizes.pp,
-        own_times=_CutTimes(0.0, 1.0, stages=stages),
+        own_times=_CutTimes(0.0, 1.0, stages=tuple(stages)),
     )  # fmt: skip
     longest = factor * plan.pipeline_s / sizes.num_microbatches
-    run = Sizes(RANKS, sizes.num_microbatches, longest, warmup=1, steps=steps, timeout_s=60.0)
-    by_step = zip(*launch.run(rank.measure, system, run), strict=True)
-    spans = [max(s.end_s for s in ranks) - min(s.begin_s for s in ranks) for ranks in by_step]
-    return statistics.median(spans) / factor
+    run = Sizes(RANKS, sizes.num_microbatches, longest, warmup=1, steps=steps)
+    by_step = zip(*ranks.run(ranks.measure, system, run), strict=True)
+    return statistics.median(map(seconds_of, by_step)) / factor

@@ -14,7 +14,7 @@ from megatron_ext.schedules.table.actions import KINDS
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.transforms import split_backwards
 
-from . import launch, rank
+from . import ranks
 from .bound import shortest
 from .metrics import Figures, evaluate
 from .noise import SCENARIOS, NoisyTimes, noisy
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .ops import Sizes
     from .systems import Own, System
 
-__all__ = ["expect", "limits", "measure", "simulated"]
 
 _LATENCY = 0.01
 """Of every message, on top of the scenario's: that of shared memory, in forwards."""
@@ -37,7 +36,7 @@ def measure(
     """Run a system in some scenarios, with `sizes.steps` draws of each.
 
     Those with late messages are a run of their own: stages or transports wait in them. `where`: the
-    device of the ranks and their environment, as `launch.run` takes them.
+    device of the ranks and their environment, as `ranks.run` takes them.
 
     Raises:
         ScheduleError: There is no such schedule of this size.
@@ -54,7 +53,7 @@ def measure(
         draws = {name: noisy(system, sizes, name) for name in together}
         times = [each for mine in draws.values() for each in mine * repetitions]
         repeats = 2 * repetitions * len(together)  # late messages make steps longer
-        by_rank = launch.run(rank.measure, system, sizes, times, waits, repeats=repeats, **where)
+        by_rank = ranks.run(ranks.measure, system, sizes, times, waits, repeats=repeats, **where)
         count = repetitions * sizes.steps
         for index, name in enumerate(together):
             steps = [records[index * count : (index + 1) * count] for records in by_rank]
@@ -109,12 +108,10 @@ class _Drawn(Costs):
     times: NoisyTimes | None = None
 
     def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return what the scenario makes of the time of each action."""
         assert self.times is not None
         return _action_factors(self.times, schedule.num_stages, schedule.num_microbatches)
 
     def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return the latency of each message, by the stage that makes it."""
         assert self.times is not None
         return _latencies(self.times, schedule.num_stages, schedule.num_microbatches)
 

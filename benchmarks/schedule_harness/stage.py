@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from .ops import OpTimes
 
-__all__ = ["MESSAGE_SHAPE", "EmulatedStage", "Probe", "oversleep_s", "weight_product"]
 
 MESSAGE_SHAPE = (SEQUENCE_LENGTH, 1, 16)
 """Sequence, batch, hidden: 64 KiB in fp32."""
@@ -207,7 +206,7 @@ def weight_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     One feature of it: the product costs microseconds. Detached: the input gradient is the stage's.
     """
-    return tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
+    made: torch.Tensor = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
         input=x.detach()[..., :1],
         weight=weight,
         bias=None,
@@ -216,6 +215,7 @@ def weight_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         sequence_parallel=False,
         tp_group=torch.distributed.group.WORLD,  # unused; without, Megatron's would be needed
     )
+    return made
 
 
 class EmulatedStage(torch.nn.Module):
@@ -236,7 +236,7 @@ class EmulatedStage(torch.nn.Module):
         activation = x + self.z
         self.probe.keep(activation)
         # Before the linear, hence after it in a backward: ops end with their sleep.
-        output = _Compute.apply(activation, self.probe)
+        output: torch.Tensor = _Compute.apply(activation, self.probe)
         from_weights = weight_product(activation, self.weight)
         output = output + _WeightGradient.apply(from_weights, self.probe)
         self.probe.spend("F", *self.probe.current)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -18,7 +18,7 @@ from megatron_ext.schedules.table.placement import linear, loop, v
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.transforms import split_backwards
 
-from .ops import SEQUENCE_LENGTH, OpTimes
+from .ops import SEQUENCE_LENGTH, ExpertTimes, OpTimes
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from .ops import Sizes
     from .stage import Probe
 
-__all__ = ["Own", "Peer", "System", "all_systems", "device_systems", "disturbed_systems"]
+
+Run = Callable[[], object]
+"""Runs one step on this rank."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,7 @@ class System(ABC):
         """Return where the stages are."""
 
     @abstractmethod
-    def prepare(
-        self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
-    ) -> Callable[[], None]:
+    def prepare(self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float) -> Run:
         """Return the function that runs one step on this rank, of an initialised world."""
 
     def join(self, pp: int, backend: str, timeout_s: float) -> None:
@@ -69,6 +69,10 @@ class System(ABC):
             from .stage import Probe
 
             return Probe(times)
+        if isinstance(times, ExpertTimes):
+            from .experts import ExpertProbe
+
+            return ExpertProbe(times, device)
         from .device_probe import DeviceProbe
 
         return DeviceProbe(times, device)
@@ -93,15 +97,12 @@ class Peer(System):
     placement_of: Callable[[int], Placement]
 
     def placement(self, pp: int) -> Placement:
-        """Return where the stages are."""
         return self.placement_of(pp)
 
-    def prepare(
-        self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
-    ) -> Callable[[], None]:
-        """Return the function that runs one step on this rank."""
+    def prepare(self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float) -> Run:
         module = importlib.import_module(f"{__package__}.{self.module}")
-        return module.prepare(self.schedule, self.placement(pp), num_microbatches, probe)
+        made: Run = module.prepare(self.schedule, self.placement(pp), num_microbatches, probe)
+        return made
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,6 @@ class Own(System):
 
     @property
     def weight_copies(self) -> int:
-        """How often each weight is stored."""
         return registered()[self.schedule].twins
 
     def pipeline(self, pp: int, num_microbatches: int, timeout_s: float = 60.0) -> Pipeline:
@@ -159,23 +159,17 @@ class Own(System):
         return made(config, pp, per_replica)
 
     def times(self, sizes: Sizes) -> OpTimes:
-        """Return how long its ops have to take."""
         shares = shares_of_equal_cost(self.slices, self.attention)
         slices = Costs(attention=self.attention).slice_factors(shares)
         return replace(super().times(sizes), slices=slices)
 
     def check(self, pp: int, num_microbatches: int) -> None:
-        """Raise ScheduleError, with the rule, if there is no such schedule of these sizes."""
         generate(self.schedule, pp, num_microbatches, slices=self.slices, **self.options)
 
     def placement(self, pp: int) -> Placement:
-        """Return where the stages are."""
         return self.pipeline(pp, 4 * pp).placement  # the same for every number of micro-batches
 
-    def prepare(
-        self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
-    ) -> Callable[[], None]:
-        """Return the function that runs one step on this rank."""
+    def prepare(self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float) -> Run:
         from . import own
 
         return own.prepare(self.pipeline(pp, num_microbatches, timeout_s), probe)
@@ -185,18 +179,18 @@ class _SplitPipeline(Pipeline):
     """A static table with split backwards: what a dynamic order has to be compared with."""
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the table for a number of micro-batches."""
         return split_backwards(super().schedule(num_microbatches))
 
 
 _loop2 = partial(loop, num_chunks=2)
-_OVERLAPPED = "megatron-core interleaved, overlapped P2P"
+OVERLAPPED = "megatron-core interleaved, overlapped P2P"
+"""The fastest schedule of Megatron's own."""
 _PEERS = tuple(
     Peer(name, module, schedule, placement)
     for name, module, schedule, placement in (
         ("megatron-core 1F1B", "megatron_core", "1f1b", linear),
         ("megatron-core interleaved, batched P2P", "megatron_core", "interleaved-batched", _loop2),
-        (_OVERLAPPED, "megatron_core", "interleaved-overlap", _loop2),
+        (OVERLAPPED, "megatron_core", "interleaved-overlap", _loop2),
         ("torch 1F1B", "torch_pipelining", "Schedule1F1B", linear),
         ("torch Interleaved1F1B", "torch_pipelining", "ScheduleInterleaved1F1B", _loop2),
         ("torch InterleavedZeroBubble", "torch_pipelining", "ScheduleInterleavedZeroBubble",
@@ -215,20 +209,26 @@ start of the one that waits for it in another process."""
 
 def all_systems() -> list[System]:
     """Return every system, in the order of the table."""
-    return [*_PEERS, *_own("torch"), *_own("shm")]
+    return [*_PEERS, *own_systems("torch"), *own_systems("shm")]
 
 
-def _own(transport: TransportName) -> list[Own]:
+def own_systems(transport: TransportName) -> list[Own]:
     """Return our schedules over one transport."""
     shown, latency = _TRANSPORTS[transport]
-    systems: list[Own] = []
-    for name, generator in registered().items():
-        for variant in generator.variants:
-            options = "".join(f" {key}={value}" for key, value in variant.items())
-            label = f"megatron_ext, {shown}: {name}{options}"
-            systems.append(Own(label, name, dict(variant), transport=transport))
+    systems = [
+        Own(f"megatron_ext, {shown}: {label}", name, options, transport=transport)
+        for label, name, options in variants()
+    ]
     label = f"megatron_ext, {shown}: bitpipe order=zb for latency {latency:g}"
     return [*systems, Own(label, "bitpipe", {"order": "zb"}, Costs(latency=latency), transport)]
+
+
+def variants() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield label, name and options of each variant of the registered schedules."""
+    for name, generator in registered().items():
+        for options in generator.variants:
+            label = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+            yield label, name, dict(options)
 
 
 def disturbed_systems() -> list[System]:
@@ -236,34 +236,37 @@ def disturbed_systems() -> list[System]:
 
     The first is what the others are related to: split backwards in the order of the table.
     """
+    static: tuple[tuple[str, DynamicOrder | None], ...] = (
+        ("static, split", None),
+        ("static", None),
+    )
+    hints = tuple(
+        (f"hint +{extra}", DynamicOrder(policy="hint", extra_activations=extra)) for extra in (0, 1)
+    )
+    greedy = (
+        ("breadth-first", DynamicOrder(policy="breadth-first")),
+        ("depth-first", DynamicOrder(policy="depth-first")),
+    )
 
-    def shm(label: str, **options: Any) -> list[Own]:
-        name, kinds = label.split(maxsplit=1)[0], ["static", "hint +0", "hint +1"]
-        if options:  # of zb-v backwards are split anyway
-            kinds.insert(0, "static, split")
-        if "chunks" in options:
-            kinds += ["breadth-first", "depth-first"]
-        made = []
-        for kind in kinds:
-            policy, _, margin = kind.partition(" +")
-            extra = int(margin) if margin else None
-            is_static = kind.startswith("static")
-            dynamic = None if is_static else DynamicOrder(policy=policy, extra_activations=extra)
-            made.append(
-                Own(
-                    f"{label}, {kind}", name, options, transport="shm", dynamic=dynamic,
-                    splits=kind == "static, split",
-                )
-            )  # fmt: skip
-        return made
+    def shm(
+        label: str, kinds: Sequence[tuple[str, DynamicOrder | None]], **options: Any
+    ) -> list[Own]:
+        name = label.split(maxsplit=1)[0]
+        return [
+            Own(
+                f"{label}, {kind}", name, options, transport="shm", dynamic=dynamic,
+                splits=kind == "static, split",
+            )
+            for kind, dynamic in kinds
+        ]  # fmt: skip
 
-    compared = (_OVERLAPPED, "torch Interleaved1F1B", "torch InterleavedZeroBubble",
+    compared = (OVERLAPPED, "torch Interleaved1F1B", "torch InterleavedZeroBubble",
                 "torch ZBVZeroBubble")  # fmt: skip
     return [
-        *shm("interleaved chunks=2", chunks=2),
+        *shm("interleaved chunks=2", (*static, *hints, *greedy), chunks=2),
         *(peer for peer in _PEERS if peer.name in compared),
-        *shm("bitpipe order=paper", order="paper"),
-        *shm("zb-v"),
+        *shm("bitpipe order=paper", (*static, *hints), order="paper"),
+        *shm("zb-v", (*static[1:], *hints)),  # its backwards are split anyway
     ]
 
 
@@ -273,16 +276,22 @@ def device_systems() -> list[System]:
     These are Megatron's own schedules over the device's communicators, our tables over both paths
     between devices, and one of them with split backwards beside the dynamic orders over it.
     """
-    systems: list[System] = [peer for peer in _PEERS if peer.module == "megatron_core"]
-    for transport, path in (("torch", "communicator"), ("shm", "ipc")):
-        for system in _own(transport):
-            if not system.costs.latency:
-                name = f"{path}: {system.name.split(': ')[1]}"
-                device_path = "ipc" if path == "ipc" else "staged"
-                systems.append(replace(system, name=name, device_path=device_path))
-    for system in disturbed_systems():
-        if not isinstance(system, Own) or system.schedule != "interleaved":
-            continue
-        if system.splits or (system.dynamic and system.dynamic.policy == "hint"):
-            systems.append(replace(system, name=f"ipc: {system.name}", device_path="ipc"))
-    return systems
+    disturbed = [
+        system
+        for system in disturbed_systems()
+        if isinstance(system, Own)
+        and system.schedule == "interleaved"
+        and (system.splits or (system.dynamic and system.dynamic.policy == "hint"))
+    ]
+    return [
+        *(peer for peer in _PEERS if peer.module == "megatron_core"),
+        *(
+            Own(f"communicator: {label}", name, options, transport="torch")
+            for label, name, options in variants()
+        ),
+        *(
+            Own(f"ipc: {label}", name, options, transport="shm", device_path="ipc")
+            for label, name, options in variants()
+        ),
+        *(replace(each, name=f"ipc: {each.name}", device_path="ipc") for each in disturbed),
+    ]

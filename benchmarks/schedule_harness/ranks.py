@@ -1,20 +1,86 @@
-"""The measurements on one rank."""
+"""Starts the ranks of a measurement with the tests' harness, and measures on each."""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .ops import OpTimes, Peaks, Sizes, Step
+from tests.fake_musa import build
+from tests.fake_musa.queued import queued
+from tests.ranks import run_ranks
+
+from .ops import OpTimes, Sizes, Step
 
 if TYPE_CHECKING:
     from .stage import Probe
     from .systems import System
 
-__all__ = ["measure", "measure_memory", "measure_overhead", "prepare"]
+_T = TypeVar("_T")
+
+
+def run(
+    measure: Callable[..., _T],
+    system: System,
+    sizes: Sizes,
+    *args: object,
+    repeats: int = 1,
+    replicas: int = 1,
+    device: str = "cpu",
+    env: Mapping[str, str] | None = None,
+) -> list[_T]:
+    """Run a measurement on as many processes as the pipeline has ranks; return its values by rank.
+
+    Args:
+        measure: Takes system, sizes and `args`.
+        system: What is measured.
+        sizes: How much is run.
+        args: More for `measure`.
+        repeats: How often it runs the steps of `sizes`.
+        replicas: Data-parallel replicas of the pipeline.
+        device: The device backend of the ranks.
+        env: What to add to their environment.
+
+    Raises:
+        RanksFailed: A rank failed, or they took much longer than their work.
+    """
+    work_s = 3 * sizes.forward_s * sizes.num_microbatches * (sizes.warmup + sizes.steps) * repeats
+    limit_s = sizes.timeout_s + 4 * work_s
+    return run_ranks(
+        sizes.pp * replicas, measure, system, sizes, *args,
+        timeout_s=limit_s, env=env, device=device,
+    )  # fmt: skip
+
+
+def emulated_device(sizes: Sizes, connections: int = 8) -> tuple[dict[str, Any], str]:
+    """Return what makes `run` use the emulated device behind its host, and its costs in words.
+
+    Raises:
+        SystemExit: It cannot be built; with the line that says so.
+    """
+    try:
+        build.environment()
+    except build.NoCompiler as error:
+        raise SystemExit(f"the emulated device cannot be built: {error}") from None
+    # Of a copy between devices and an operation of a communicator, beside their launch. A device's
+    # clock may lag one forward behind its host's.
+    costs = {"copy_us": 10.0, "copied_per_us": 20_000.0, "message_us": 30.0}
+    env = queued(connections=connections, stuck_s=60, lag_us=1e6 * sizes.forward_s, **costs)
+    words = (
+        f"{connections} hardware queues, a copy {costs['copy_us']:g} us and "
+        f"{costs['copied_per_us'] / 1e3:g} GB/s, a message of a communicator "
+        f"{costs['message_us']:g} us"
+    )
+    return {"device": "musa", "env": env}, words
+
+
+def clean_up_when_terminated() -> None:
+    """Make SIGTERM end this process as an interrupt does: ranks and their files go with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def measure(
@@ -59,16 +125,9 @@ def measure_overhead(system: System, sizes: Sizes) -> float:
     return min(found_s[sizes.warmup :])
 
 
-def measure_memory(*sizes: object) -> Peaks:
-    """Return what this rank of a real model keeps; takes what `real_memory.measure` does."""
-    from . import real_memory
-
-    return real_memory.measure(*sizes)  # type: ignore[arg-type]
-
-
 def prepare(
     system: System, sizes: Sizes, times: OpTimes | None = None, *, waits: bool = False
-) -> tuple[Callable[[], None], Probe]:
+) -> tuple[Callable[[], object], Probe]:
     """Join the other ranks; return a function that runs one step, and what it records to."""
     import torch  # not by the parent of the ranks, which imports this module for its name
 
