@@ -3,10 +3,8 @@
 Attention is quadratic in the length L of a sample, everything else linear: a sample costs
 a*L + b*L^2. Packs of equal tokens therefore differ in cost, and a pipeline waits for its costliest
 micro-batch in every stage. Only the place of a sample changes: the global batch, and so the sum
-that its gradient is, stay the same. `deal_out` shares out micro-batches as they are, `pack_by_cost`
-packs their samples anew.
-
-`best_order` chooses the order in which a pipeline runs its unequal micro-batches.
+that its gradient is, stay the same. `deal_out` shares out micro-batches, whose samples stay
+together. `best_order` chooses the order in which a pipeline runs its unequal micro-batches.
 
 Everything here is deterministic and depends on the lengths alone, so that ranks that know them
 agree without a message. Standard library only.
@@ -16,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 from typing import TYPE_CHECKING
@@ -36,8 +34,6 @@ __all__ = [
     "deal_out",
     "fills_of",
     "makespan_of",
-    "num_fills",
-    "pack_by_cost",
     "pack_in_file_order",
     "shortest",
 ]
@@ -140,28 +136,25 @@ class LengthCost:
         ]
 
 
-def num_fills(pp: int, num_chunks: int) -> float:
-    """Return how many whole micro-batches a pipeline takes to fill and drain: (pp - 1) / v."""
-    return (pp - 1) / num_chunks
-
-
 def fills_of(placement: Placement) -> float:
-    """Return `num_fills` of a placement."""
-    return num_fills(placement.num_ranks, placement.num_stages // placement.num_ranks)
+    """Return how many whole micro-batches a pipeline takes to fill and drain: (pp - 1) / v."""
+    return (placement.num_ranks - 1) * placement.num_ranks / placement.num_stages
 
 
 def deal_out(costs: Sequence[float], num_replicas: int, fills: float = 0.0) -> list[list[int]]:
     """Return which micro-batches of a step each replica runs, all equally many.
 
-    The costliest replica costs little, never more than in the order of the file, by the measure of
-    `pack_by_cost`. Micro-batches are dealt out costliest first (Graham 1969), each to the cheapest
+    The costliest replica costs little, never more than in the order of the file. A replica costs
+    the sum of its micro-batches, plus `fills` times the costliest of them: the makespan of a flow
+    shop whose jobs take equally long on all machines, in any order (Pinedo, Scheduling, 2016,
+    section 6.1). Micro-batches are dealt out costliest first (Graham 1969), each to the cheapest
     replica that has room. Of these shares each replica then takes one of which it has read much.
 
     Args:
         costs: Of each micro-batch in the order of the file, of which replica r reads those whose
             number is r modulo `num_replicas`.
         num_replicas: Data-parallel replicas.
-        fills: How many micro-batches the pipeline takes to fill and drain, see `num_fills`.
+        fills: How many micro-batches the pipeline takes to fill and drain, see `fills_of`.
 
     Returns:
         The numbers of micro-batches by replica, ascending.
@@ -238,50 +231,6 @@ def pack_in_file_order(lengths: Sequence[int], num_replicas: int, max_tokens: in
     )
 
 
-def pack_by_cost(
-    lengths: Sequence[int],
-    num_replicas: int,
-    max_tokens: int,
-    cost: LengthCost,
-    fills: float = 0.0,
-) -> Packing:
-    """Return a packing whose costliest replica costs little; never more than in file order.
-
-    A replica costs the sum of its micro-batches, plus `fills` times the costliest of them: the
-    makespan of a flow shop whose jobs take equally long on all machines, in any order (Pinedo,
-    Scheduling, 2016, section 6.1). Samples are dealt out longest first (Graham 1969), each to the
-    cheapest replica, and there to the cheapest micro-batch that has room. There are as many
-    micro-batches as file order needs, none of them empty if it can be avoided.
-
-    Args:
-        lengths: Tokens of each sample of the global batch.
-        num_replicas: Data-parallel replicas.
-        max_tokens: What a micro-batch holds at most.
-        cost: Cost of a sample by its length.
-        fills: How many micro-batches the pipeline takes to fill and drain, see `num_fills`.
-
-    Raises:
-        ScheduleError: A sample does not fit into a micro-batch, or there is none.
-    """
-    in_file_order = pack_in_file_order(lengths, num_replicas, max_tokens)
-
-    def costliest(packing: Packing) -> float:
-        rows = cost.of_packing(packing, lengths)
-        return max(fsum(row) + fills * max(row) for row in rows)
-
-    found = [in_file_order]
-    # The fullest first is best fit, for batches that leave hardly any room.
-    keys: tuple[_Key, ...] = (
-        lambda pack: pack.cost,
-        lambda pack: -pack.tokens if pack.tokens else 0.0,
-    )
-    for key in keys:
-        dealt = _Deal(lengths, len(in_file_order[0]), num_replicas, max_tokens, cost).run(key)
-        if dealt is not None:
-            found.append(dealt)
-    return min(found, key=costliest)
-
-
 def shortest(
     sample_costs: Sequence[float],
     num_replicas: int,
@@ -321,80 +270,6 @@ def _check(lengths: Sequence[int], num_replicas: int, max_tokens: int) -> None:
             f"a sample has {max(lengths)} tokens, a micro-batch holds at most {max_tokens}; "
             "cut the sample, or raise the limit"
         )
-
-
-@dataclass
-class _Pack:
-    cost: float = 0.0
-    tokens: int = 0
-
-
-_Key = Callable[[_Pack], float]
-
-
-class _Deal:
-    """One way to deal out samples."""
-
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        num_packs: int,
-        num_replicas: int,
-        max_tokens: int,
-        cost: LengthCost,
-    ) -> None:
-        self._lengths = lengths
-        self._max_tokens = max_tokens
-        self._cost = cost
-        self._packs = [[_Pack() for _ in range(num_packs)] for _ in range(num_replicas)]
-        self._samples: list[list[list[int]]] = [
-            [[] for _ in range(num_packs)] for _ in range(num_replicas)
-        ]
-        self._num_empty = num_packs * num_replicas
-
-    def run(self, key: _Key) -> Packing | None:
-        """Deal out all samples; None if one of them finds no room.
-
-        Args:
-            key: Of the packs of a replica that have room, the one with the least key gets the
-                sample.
-        """
-        lengths = self._lengths
-        replicas = [(0.0, replica) for replica in range(len(self._packs))]
-        by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-        for done, index in enumerate(by_length):
-            fills_empty = len(lengths) - done <= self._num_empty
-            skipped = []
-            while replicas:
-                entry = heapq.heappop(replicas)
-                number = self._choose(entry[1], lengths[index], key, fills_empty)
-                if number is not None:
-                    break
-                skipped.append(entry)
-            else:
-                return None
-            self._put(index, entry[1], number)
-            added = self._cost.of_length(lengths[index])
-            for again in (*skipped, (entry[0] + added, entry[1])):
-                heapq.heappush(replicas, again)
-        return tuple(tuple(tuple(sorted(pack)) for pack in replica) for replica in self._samples)
-
-    def _choose(self, replica: int, length: int, key: _Key, fills_empty: bool) -> int | None:
-        """Return the number of the pack for a sample, or None if it cannot go to this replica."""
-        packs = self._packs[replica]
-        fitting = [
-            number
-            for number, pack in enumerate(packs)
-            if pack.tokens + length <= self._max_tokens and not (fills_empty and pack.tokens)
-        ]
-        return min(fitting, key=lambda number: (key(packs[number]), number), default=None)
-
-    def _put(self, index: int, replica: int, number: int) -> None:
-        pack, length = self._packs[replica][number], self._lengths[index]
-        self._num_empty -= not pack.tokens
-        pack.tokens += length
-        pack.cost += self._cost.of_length(length)
-        self._samples[replica][number].append(index)
 
 
 _FEW = 3

@@ -1,9 +1,8 @@
-"""Packing by cost: what any packing has to keep, and a bound that none beats."""
+"""Sharing out by cost: what any packing has to keep, and a bound that none beats."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from itertools import chain, permutations
 
 import pytest
@@ -14,13 +13,10 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.search.length_balance import (
     LengthCost,
-    Packing,
     best_order,
     deal_out,
     fills_of,
     makespan_of,
-    num_fills,
-    pack_by_cost,
     pack_in_file_order,
     shortest,
 )
@@ -34,78 +30,16 @@ LENGTH_COSTS = st.builds(
 FILLS = st.sampled_from([0.0, 1.5, 7.0])
 
 
-def costliest(packing: Packing, lengths: list[int], cost: LengthCost, fills: float) -> float:
-    """The measure, written down once more."""
-    found = 0.0
-    for replica in packing:
-        row = [
-            sum(cost.linear * n + cost.quadratic * n**2 for n in map(lengths.__getitem__, p))
-            for p in replica
-        ]
-        found = max(found, sum(row) + fills * max(row))
-    return found
-
-
-def packs(packing: Packing, lengths: list[int]) -> Counter[tuple[int, ...]]:
-    """How often each pack of lengths is there."""
-    return Counter(tuple(sorted(lengths[i] for i in pack)) for pack in chain.from_iterable(packing))
-
-
-@given(LENGTHS, REPLICAS, LENGTH_COSTS, FILLS)
+@given(LENGTHS, REPLICAS)
 def test_a_packing_holds_each_sample_once_and_within_its_limit(
-    lengths: list[int], replicas: int, cost: LengthCost, fills: float
+    lengths: list[int], replicas: int
 ) -> None:
-    for packing in (
-        pack_in_file_order(lengths, replicas, MAX_TOKENS),
-        pack_by_cost(lengths, replicas, MAX_TOKENS, cost, fills),
-    ):
-        assert len(packing) == replicas
-        assert len({len(replica) for replica in packing}) == 1
-        all_packs = list(chain.from_iterable(packing))
-        assert sorted(chain.from_iterable(all_packs)) == list(range(len(lengths)))
-        assert all(sum(lengths[i] for i in pack) <= MAX_TOKENS for pack in all_packs)
-
-
-@given(LENGTHS, REPLICAS, LENGTH_COSTS, FILLS)
-def test_packing_by_cost_never_costs_more_than_file_order(
-    lengths: list[int], replicas: int, cost: LengthCost, fills: float
-) -> None:
-    in_file_order = pack_in_file_order(lengths, replicas, MAX_TOKENS)
-    by_cost = pack_by_cost(lengths, replicas, MAX_TOKENS, cost, fills)
-    assert len(by_cost[0]) <= len(in_file_order[0])
-    assert costliest(by_cost, lengths, cost, fills) <= 1e-12 + (1 + 1e-12) * costliest(
-        in_file_order, lengths, cost, fills
-    )
-
-
-@given(LENGTHS, REPLICAS, LENGTH_COSTS, st.randoms(use_true_random=False))
-def test_the_order_of_the_file_decides_nothing_but_the_number_of_packs(
-    lengths: list[int], replicas: int, cost: LengthCost, rnd: random.Random
-) -> None:
-    shuffled = list(lengths)
-    rnd.shuffle(shuffled)
-    found = [pack_by_cost(each, replicas, MAX_TOKENS, cost) for each in (lengths, shuffled)]
-    in_file_order = [pack_in_file_order(each, replicas, MAX_TOKENS) for each in (lengths, shuffled)]
-    if len(found[0][0]) == len(found[1][0]) and not set(found) & set(in_file_order):
-        assert packs(found[0], lengths) == packs(found[1], shuffled)
-
-
-def test_rounding_does_not_choose_between_packings() -> None:
-    """Two packings of these lengths cost the same but for the order in which costs are summed."""
-    lengths = [3, 16, 21, 30, 32, 34, 42, 47, 55, 52, 52, 52, 68]
-    cost = LengthCost(1.0, 0.04)
-    expected = packs(pack_by_cost(lengths, 4, MAX_TOKENS, cost), lengths)
-    for seed in range(20):
-        shuffled = random.Random(seed).sample(lengths, len(lengths))
-        assert packs(pack_by_cost(shuffled, 4, MAX_TOKENS, cost), shuffled) == expected
-
-
-def test_no_pack_is_empty_while_another_could_spare_a_sample() -> None:
-    # One sample costs more than all others, so its replica gets no second one for its cost.
-    packing = pack_by_cost([100, 40, 30, 30, 20, 10, 5, 5], 2, MAX_TOKENS, LengthCost(0, 1))
-    in_file_order = pack_in_file_order([100, 40, 30, 30, 20, 10, 5, 5], 2, MAX_TOKENS)
-    assert len(packing[0]) == len(in_file_order[0]) == 2
-    assert all(chain.from_iterable(packing))
+    packing = pack_in_file_order(lengths, replicas, MAX_TOKENS)
+    assert len(packing) == replicas
+    assert len({len(replica) for replica in packing}) == 1
+    all_packs = list(chain.from_iterable(packing))
+    assert sorted(chain.from_iterable(all_packs)) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in pack) <= MAX_TOKENS for pack in all_packs)
 
 
 MICROBATCH_COSTS = st.sampled_from([0.0, 0.1, 1.0, 2.0, 7.0, 30.0])
@@ -179,21 +113,6 @@ def test_chunks_fill_the_pipeline_faster() -> None:
     assert fills_of(generate("interleaved", 4, 4, chunks=2).placement) == 1.5
 
 
-def test_long_samples_do_not_share_a_replica() -> None:
-    lengths = [90, 10, 90, 10, 10, 10, 10, 10]
-    cost = LengthCost(1.0, 0.1)
-    before = costliest(pack_in_file_order(lengths, 2, MAX_TOKENS), lengths, cost, 3.0)
-    packing = pack_by_cost(lengths, 2, MAX_TOKENS, cost, 3.0)
-    assert [sum(lengths[i] == 90 for i in chain.from_iterable(row)) for row in packing] == [1, 1]
-    assert costliest(packing, lengths, cost, 3.0) < before
-
-
-def test_a_batch_without_any_room_is_still_packed() -> None:
-    # Dealt out by cost, 6 + 5 + 5 + 4 do not go into two packs of 10 unless 6 meets 4.
-    lengths = [6, 4, 5, 5]
-    assert packs(pack_by_cost(lengths, 1, 10, LengthCost(1, 0)), lengths) == {(4, 6): 1, (5, 5): 1}
-
-
 SIZES = st.sampled_from(
     [("1f1b", 4, {}), ("interleaved", 4, {"chunks": 2}), ("zb-v", 4, {}), ("zb-h1", 3, {})]
 )
@@ -247,7 +166,7 @@ def test_the_bound_is_reached() -> None:
 )
 def test_impossible_batches_are_refused(lengths: list[int], replicas: int, said: str) -> None:
     with pytest.raises(ScheduleError, match=said):
-        pack_by_cost(lengths, replicas, MAX_TOKENS, LengthCost(1, 0))
+        pack_in_file_order(lengths, replicas, MAX_TOKENS)
 
 
 @pytest.mark.parametrize("text", ["1", "1,2,3", "a,b", "-1,2", "0,0"])
@@ -264,9 +183,3 @@ def test_the_cost_of_a_model_is_the_published_count() -> None:
     weights_of_a_layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     assert llama.linear == 2 * weights_of_a_layer
     assert llama.of_length(2) == 2 * llama.linear + 4 * llama.quadratic
-
-
-@pytest.mark.parametrize("pp", [4, 8])
-def test_interleaving_fills_faster(pp: int) -> None:
-    assert num_fills(pp, 1) == pp - 1
-    assert num_fills(pp, 2) == (pp - 1) / 2
