@@ -1,27 +1,333 @@
-"""The commands `stop`, `status` and `logs` for a job, by its run id.
-
-They read the plan that `launch` wrote on this machine; an agent on each host does the rest.
-"""
+"""Implements `launch`, from flags to a finished job, and `stop`, `status` and `logs` for one."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import signal
+import socket
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from ipaddress import ip_address
+from pathlib import Path
 
 import psutil
 
+from megatron_ext.config.hosting import preflight
+from megatron_ext.devices import count_devices
 from megatron_ext.errors import LaunchError, line_of
-from megatron_ext.tools.launch import process, runs, slurm
-from megatron_ext.tools.launch.plan import JobPlan
+from megatron_ext.tools.launch import hostfile, process, runs, slurm
+from megatron_ext.tools.launch.logs import Display
+from megatron_ext.tools.launch.plan import JobPlan, Parallel, flag_value
 from megatron_ext.tools.launch.ssh import Ssh
-from megatron_ext.tools.launch.supervise import Agents
+from megatron_ext.tools.launch.supervise import Agents, Outcome, supervise
+from megatron_ext.upstream import failure, parent
+from megatron_ext.upstream.person_view import PersonView
 
-__all__ = ["run"]
+__all__ = ["hosts_of", "launch", "manage"]
+
+_FORWARDED = (
+    "NCCL_", "MCCL_", "GLOO_", "UCX_", "TORCH_", "CUDA_", "MUSA_", "OMP_", "MEGATRON_", "HF_",
+    "PYTHONPATH", "PYTHONWARNINGS",
+)  # fmt: skip
+"""Beginnings of the environment variables that every host gets from the launcher's environment."""
+# Of one machine or one process: a job that starts another must not pass on its own.
+_NOT_FORWARDED = ("MEGATRON_EXT_RUNS", process.RUN_ID, process.NODE, parent.AGENT_PID)
+_DEFAULTS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "OMP_NUM_THREADS": "1",
+    # Every rank would warn about missing kernels and deprecated calls in Megatron.
+    "PYTHONWARNINGS": "ignore",
+}
+_LONGEST_PAUSE_S = 60.0
+
+
+def hosts_of(
+    args: argparse.Namespace, nproc: int | None = None, alone: int | None = None
+) -> tuple[tuple[hostfile.Host, ...], Ssh]:
+    """Return the hosts that the flags name, this machine if they name none, and how to reach them.
+
+    Args:
+        args: The flags.
+        nproc: Processes on each host; None: its slots.
+        alone: Slots of this machine without a hostfile.
+    """
+    job = (os.environ.get("SLURM_JOB_ID") or None) if args.hostfile is None else None
+    if job is not None:
+        known = slurm.hosts()
+    elif args.hostfile is not None:
+        known = hostfile.read(args.hostfile)
+    else:
+        known = (hostfile.Host("localhost", slots=alone),)
+    hosts = (
+        replace(
+            host,
+            slots=len(host.devices or ()) or nproc or host.slots,
+            local=job is None and _is_this_machine(host.name),
+        )
+        for host in hostfile.select(known, args.include, args.exclude)
+    )
+    # ssh has to give up first: its own words say more than our time-out.
+    return tuple(hosts), Ssh(args.ssh_cmd, max(1, min(10, int(args.preflight_timeout))), job)
+
+
+def _is_this_machine(name: str) -> bool:
+    """Return whether a name or an address is this machine's, without resolving any."""
+    # A resolver may hang, and may send a public name of this machine elsewhere.
+    if name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        family = socket.AF_INET if ip_address(name).version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((name, 0))  # only own addresses can be bound
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _shown_ranks(text: str, world_size: int) -> list[int]:
+    if text == "all":
+        return list(range(world_size))
+    ranks = set()
+    for word in text.split(","):
+        rank = world_size - 1 if word == "last" else int(word) if word.isdecimal() else -1
+        if not 0 <= rank < world_size:
+            raise LaunchError(
+                f"--show names {word!r}; use all, or ranks from 0 to {world_size - 1} and last"
+            )
+        ranks.add(rank)
+    return sorted(ranks)
+
+
+def _say(text: str) -> None:
+    print(f"megatron-ext: {text}", file=sys.stderr, flush=True)
+
+
+def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run `launch`.
+
+    Args:
+        args: The flags.
+        words: The command line as typed, for a batch job that runs it later.
+    """
+    command: list[str] = args.command_words
+    command = command[1:] if command[:1] == ["--"] else command
+    if not command:
+        raise LaunchError(
+            "nothing to run; name a script after --, as in `-- pretrain_gpt.py --num-layers 8`"
+        )
+    if not args.per_node and not command[0].endswith(".py"):
+        raise LaunchError(
+            f"{command[0]} is not a Python script; torchrun needs one (SCRIPT.py), or run any "
+            f"command once on each host with --per-node"
+        )
+    try:
+        workdir = str(Path.cwd())
+    except FileNotFoundError:
+        raise LaunchError("the work directory was removed; change to one that exists") from None
+    if args.slurm is not None and not os.environ.get("SLURM_JOB_ID"):
+        # Slurm starts the same line again, inside an allocation.
+        if args.hostfile is not None:
+            raise LaunchError("--slurm and --hostfile are both given; Slurm chooses the hosts")
+        own = [
+            word for word in words[: -len(args.command_words)] if word not in ("--dry-run", "--")
+        ]
+        script = slurm.batch_script(args.slurm, [*own, "--", *command], workdir)
+        if args.dry_run:
+            print(script, end="")
+        else:
+            job = slurm.submit(script)
+            _say(f"job {job} is submitted; `megatron-ext status {job}` shows it, `stop {job}` "
+                 f"ends it")  # fmt: skip
+        return 0
+    plan, ssh = _plan(args, command, workdir)
+    used, hosts = len(plan.hosts) - args.spares, plan.hosts
+    if used < 1:
+        raise LaunchError(
+            f"--spares is {args.spares} of {len(hosts)} hosts; at least one has to be in use"
+        )
+    plan = replace(plan, hosts=hosts[:used])
+    open_hosts = [host.name for host in plan.hosts if not host.slots]
+    if args.dry_run and open_hosts:
+        raise LaunchError(
+            f"--dry-run contacts no host, so it cannot count devices of {', '.join(open_hosts)}; "
+            f"give slots=N in the hostfile, or --nproc N"
+        )
+    if not open_hosts:  # what is wrong here is reported before any host is contacted
+        complete = plan.completed(args.num_microbatches, allow_uneven=args.allow_uneven)
+        _shown_ranks(args.show, complete.world_size)
+    if args.dry_run:
+        print(complete.dry_run(), end="")
+        words, ranks = complete.command, complete.world_size
+        scripts = [place for place, word in enumerate(words) if word.endswith(".py")] or [
+            len(words)
+        ]
+        if plan.per_node:  # any command; flags of a training follow its script
+            each = flag_value(words[: scripts[0]], "--nproc-per-node") or ""
+            ranks = len(plan.hosts) * int(each) if each.isdigit() else 0
+        found = preflight(words[scripts[0] + 1 :], world_size=ranks or None)
+        for line in (*found.changes, *found.notices):
+            _say(line)
+        for refusal in found.refusals:
+            _say(f"error: {refusal}")
+        return 0 if found.accepted else 2
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("megatron-ext: %(message)s"))
+    logger = logging.getLogger("megatron_ext")
+    logger.handlers, logger.propagate = [handler], False
+    return _with_restarts(plan, hosts, ssh, args)
+
+
+def _plan(args: argparse.Namespace, command: list[str], workdir: str) -> tuple[JobPlan, Ssh]:
+    """Return the plan of the flags for all hosts, and how to reach them."""
+    backend = flag_value(command, "--device-backend") or os.environ.get("MEGATRON_EXT_DEVICE")
+    devices = 0 if backend == "cpu" else count_devices()
+    hosts, ssh = hosts_of(args, args.nproc, alone=devices or Parallel.of(command).replica_size)
+    if args.per_node:
+        hosts = tuple(replace(host, slots=1) for host in hosts)
+    run_id = runs.check_run_id(args.run_id) if args.run_id else runs.new_run_id()
+    if (job := ssh.slurm_job) is not None and not args.run_id:
+        # `status`, `logs` and `stop` take the job's id, for the first run in it.
+        run_id = f"{job}-{run_id}" if runs.load(job, "plan") else job
+    shown = {} if args.raw else {"MEGATRON_EXT_STEP_BUBBLE": "1"}  # of `tracing/scalars.py`
+    # Logins on the hosts know nothing of what was exported here.
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
+    }
+    plan = JobPlan(
+        run_id=run_id,
+        slurm_job=job,
+        hosts=hosts,
+        command=tuple(command),
+        workdir=workdir,
+        python=args.python,
+        env={**_DEFAULTS, **shown, **own, **dict(args.env)},
+        master_port=args.master_port,
+        per_node=args.per_node,
+        log_root=args.log_dir,
+        grace_s=args.grace,
+    )
+    plan.check(allow_uneven=args.allow_uneven)
+    return plan, ssh
+
+
+def _with_restarts(
+    plan: JobPlan, hosts: tuple[hostfile.Host, ...], ssh: Ssh, args: argparse.Namespace
+) -> int:
+    """Run a job until it succeeds, is stopped, or has used up its restarts; return its exit code.
+
+    Every attempt is a run of its own, with preflight, logs and a result: ID, ID-r1, ID-r2. The
+    script resumes from its last whole checkpoint: Megatron records a checkpoint's iteration only
+    after it has written all of it. Of the hosts, those beyond the plan's are spare.
+    """
+    if args.max_restarts and flag_value(plan.command, "--load") is None:
+        _say("warning: without --save and --load, a restart begins with the first iteration")
+    failed_at: list[float] = []
+    number, current = 0, plan
+    while True:
+        outcome = _attempt(current, args, ssh)
+        now = time.monotonic()
+        failed_at = [at for at in failed_at if now - at < args.restart_window]
+        if outcome.failure is None or len(failed_at) >= args.max_restarts:
+            return outcome.code
+        failed_at.append(now)
+        number += 1
+        # Longer each time: a file server or a switch that fails takes a while to come back.
+        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (len(failed_at) - 1))
+        _say(
+            f"restart {len(failed_at)} of {args.max_restarts} in {pause_s:g} s, because of "
+            f"{outcome.failure}"
+        )
+        time.sleep(pause_s)
+        # Of all hosts, also of those lost before: one that was rebooted may be back.
+        with Agents(replace(plan, hosts=hosts), ssh) as agents:
+            answers = agents.ask("status", args.preflight_timeout)
+        for index, host in enumerate(hosts):
+            if isinstance(answer := answers[index], str):
+                _say(f"{host.name}: {answer}")
+        there = [host for index, host in enumerate(hosts) if not isinstance(answers[index], str)]
+        count = len(plan.hosts)
+        if len(there) < count:
+            raise LaunchError(
+                f"the job needs {count} hosts and {len(there)} of {len(hosts)} answer; mend them, "
+                f"or give more spare hosts (--spares)"
+            )
+        # A job never shrinks: fewer replicas would be another batch.
+        current = replace(plan, run_id=f"{plan.run_id}-r{number}", hosts=tuple(there[:count]))
+
+
+def _attempt(plan: JobPlan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
+    directory = runs.run_dir(plan.run_id)
+    with Agents(plan, ssh) as agents:
+        found, problems, warnings = agents.look(args.preflight_timeout)
+        if problems:
+            raise LaunchError("\n".join(problems))
+        findings = list(found.values())
+        plan = plan.with_devices([each["devices"] for each in findings])
+        plan = plan.completed(args.num_microbatches, allow_uneven=args.allow_uneven)
+        show = _shown_ranks(args.show, plan.world_size)
+        # Before the start: `stop` finds even a job whose launcher dies now.
+        if (directory / "plan.json").exists():
+            raise LaunchError(f"there is a run {plan.run_id} already; give another --run-id")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            runs.write_json(directory / "plan.json", plan.record())
+            runs.write_json(directory / "launcher.json", process.record())
+            log = (directory / "output.log").open("wb")
+        except OSError as error:
+            raise LaunchError(
+                f"{directory} cannot be written: {error.strerror}; make room, or set "
+                f"MEGATRON_EXT_RUNS to another directory"
+            ) from None
+        for warning in warnings:
+            _say(f"warning: {warning}")
+        _say(f"run {plan.run_id}: {plan.summary()}")
+        is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
+        raw = args.raw or not is_megatrons or "--help" in plan.command
+        if not raw:
+            show = list(range(plan.world_size)) if len(plan.hosts) == 1 else show
+            _say(f"everything the ranks print: {log.name}")
+        with log:
+            view = None if raw else PersonView()
+            display = Display(sys.stdout.buffer, log, view)
+            try:
+                outcome = supervise(agents, plan, findings, display, show)
+            finally:
+                display.close()
+    if display.left_out:
+        _say(f"{display.left_out} lines were not shown, because the output was blocked")
+    reason = str(outcome.failure) if outcome.failure else None
+    result = {"exit_code": outcome.code, "failure": reason, "stopped_by": outcome.stopped_by}
+    try:
+        runs.write_json(directory / "result.json", result)
+    except OSError as error:
+        _say(f"warning: {directory / 'result.json'} cannot be written: {error.strerror}")
+    logs = f"logs: megatron-ext logs {plan.run_id}" if raw else f"everything: {log.name}"
+    if outcome.failure is not None:
+        lines = [line for line in outcome.failure.tail if line.strip()]
+        for line in lines if view is None else lines[-1:]:
+            if view is None or not view.has_shown(line):
+                _say(f"| {line}")
+        _say(f"failed first: {reason}; the job was stopped on all hosts; {logs}")
+    elif outcome.stopped_by == "SIGINT" and (display.iteration or not raw):
+        saved = [flag_value(plan.command, flag) for flag in ("--save", "--load")]
+        when = f"at iteration {display.iteration}; {failure.to_resume(*saved)}"
+        if not display.iteration:
+            when = "before the first logged iteration"
+        _say(f"interrupted {when}; {logs}")
+    elif outcome.stopped_by is not None:
+        _say(f"stopped by {outcome.stopped_by}; {logs}")
+    else:
+        _say(f"run {plan.run_id} succeeded; {logs}")
+    return outcome
 
 
 def _plan_of(found: runs.Json | None, run_id: str) -> JobPlan:
@@ -38,8 +344,11 @@ def _plan_of(found: runs.Json | None, run_id: str) -> JobPlan:
         ) from None
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run one of the commands; return 1 if a host does not answer, or cannot do it."""
+def manage(args: argparse.Namespace) -> int:
+    """Run `stop`, `status` or `logs`; return 1 if a host does not answer, or cannot do it.
+
+    They read the plan that `launch` wrote on this machine; an agent on each host does the rest.
+    """
     run_id, command = runs.check_run_id(args.run_id), args.command
     # A job that waits in Slurm's queue has no plan yet, only the script of `launch --slurm`.
     is_submitted = (runs.runs_root() / f"slurm-{run_id}.sh").exists()

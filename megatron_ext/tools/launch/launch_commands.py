@@ -145,6 +145,6 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from megatron_ext.tools.launch import jobs, start
+    from megatron_ext.tools.launch import jobs
 
-    return start.run(args, sys.argv[1:]) if args.command == "launch" else jobs.run(args)
+    return jobs.launch(args, sys.argv[1:]) if args.command == "launch" else jobs.manage(args)

@@ -381,7 +381,7 @@ def _pipelines(measured: Schedule, stash_ratio: float, pairs: Sequence[bool]) ->
         cuts.append((False, measured.num_slices))  # slices run in no pairs
     for generator, (paired, slices) in product(registered().values(), cuts):
         count = measured.total_microbatches // generator.twins
-        for variant in commands.variants(generator, None, {}):
+        for variant in generator.variants:
             options = dict(variant)
             chunks = options.pop("chunks", None)
             config = PipelineConfig(
