@@ -182,11 +182,9 @@ def iteration_line(
         spans: What belongs to it.
         end: Figures of the iteration, with its number, `iteration`, and its `duration_wall`.
     """
-    place = '"ph":"X","pid":{},"tid":{}'.format(*row)
-    beside = f'"ph":"X","pid":{row[0]},"tid":{row[1] + _EXCHANGES}'
-    parts = []
-    # Numbers need no encoder: its call for each span would take the time of the training.
-    for name, start, stop, attributes in spans:
+    pid, tid = row
+    events: list[dict[str, Any]] = []
+    for name, start_ns, end_ns, attributes in spans:
         title = name
         if name == "wait":
             on = attributes.get("on")
@@ -195,23 +193,19 @@ def iteration_line(
             title = f"{attributes.get('of')} {attributes.get('microbatch', '')}"
         elif name in _ACTIONS:
             title = f"{name} {attributes.get('microbatch', '')}"
-        about = ",".join([
-            f'"{key}":{value}' if type(value) is int else f'"{key}":{_compact(value)}'
-            for key, value in attributes.items()
-        ])  # fmt: skip
-        parts.append(
-            f',{{"name":"{title}","cat":"{name}",{beside if name == "exchange" else place},'
-            f'"ts":{_us(begin_ns + start)},'
-            f'"dur":{_us(stop - start)},"args":{{{about}}}}}'
-        )
-    about = f'"name":"iteration {end["iteration"]}","cat":"iteration",{place}'
-    times = f'"ts":{_us(begin_ns)},"dur":{_us(end["duration_wall"])}'
-    return f'{"".join(parts)},{{{about},{times},"args":{_compact(end)}}}\n'
+        events.append({
+            "name": title, "cat": name, "ph": "X", "pid": pid,
+            "tid": tid + _EXCHANGES if name == "exchange" else tid,
+            "ts": (begin_ns + start_ns) / 1e3, "dur": (end_ns - start_ns) / 1e3,
+            "args": attributes,
+        })  # fmt: skip
+    # Last, as the end of a line that is whole.
+    events.append({
+        "name": f"iteration {end['iteration']}", "cat": "iteration", "ph": "X", "pid": pid,
+        "tid": tid, "ts": begin_ns / 1e3, "dur": end["duration_wall"] / 1e3, "args": end,
+    })  # fmt: skip
+    return f",{_compact(events)[1:-1]}\n"
 
 
-def _us(time_ns: int) -> str:
-    # Exact, as a float of microseconds since the boot of a host would not be.
-    return f"{time_ns // 1000}.{time_ns % 1000:03}"
-
-
-_compact = json.JSONEncoder(separators=(",", ":")).encode
+# One call of the encoder for an iteration: one for each span would take the time of the training.
+_compact = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
