@@ -58,8 +58,8 @@ def _run(args: argparse.Namespace) -> int:
             )
     if args.hostfile is not None:
         from megatron_ext.tools.launch import runs
-        from megatron_ext.tools.launch.plan import JobPlan
         from megatron_ext.tools.launch.jobs import hosts_of
+        from megatron_ext.tools.launch.plan import JobPlan
 
         known, ssh = hosts_of(args)
         hosts = tuple(replace(host, slots=None) for host in known)  # each counts its devices
