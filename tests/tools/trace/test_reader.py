@@ -40,7 +40,7 @@ def test_a_file_cut_at_any_place_gives_what_is_before(tmp_path: Path) -> None:
     folder.mkdir()
     header = text.index(b"\n") + 1
     counts = []
-    for length in range(header, len(text), 7):
+    for length in [*range(header, len(text), 7), len(text)]:
         found, damaged = read(text[:length], folder)
         counts.append(sum(len(iteration.spans) for iteration in found))
         assert damaged <= 1
