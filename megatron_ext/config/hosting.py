@@ -33,7 +33,6 @@ from megatron_ext.config.incompatible import (
     Refusal,
     dropped,
     drops,
-    forbids_splitting,
     implied,
     refusals,
     rules_of,
@@ -355,7 +354,7 @@ def _pipeline(
         config,
         pp,
         2 * pp if batches is None else batches.num_microbatches,
-        splits=not forbids_splitting(args),
+        splits=not any(rule.refuses(args) for rule in RULES["split"]),
         over_torch=over_torch,
     )
     if batches is None:

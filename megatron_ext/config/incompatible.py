@@ -29,7 +29,6 @@ __all__ = [
     "Rule",
     "dropped",
     "drops",
-    "forbids_splitting",
     "implied",
     "refusals",
     "refuse_built",
@@ -104,22 +103,19 @@ def _replicas(args: Namespace) -> int:
     return int((getattr(args, "world_size", None) or 1) // math.prod(sizes))
 
 
-def _whole_step_graphs(scopes: Any, implementation: Any) -> bool:
-    """Return whether one graph holds a whole step, by the flags of any release."""
-    names = (*_several(scopes), implementation)
-    return any(str(name).rpartition(".")[2] == "full_iteration" for name in names)
-
-
 def _global_aux_loss(types: Any) -> bool:
     return "global_aux_loss" in _several(types)
 
 
-_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
-_GRAPH_FLAGS = "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph)"
-
-
-def _records_graphs(implementation: Any, *older: Any) -> bool:
-    return implementation not in (None, "none") or any(older)
+def _graphs(reason: str, remedy: str) -> Rule:
+    return Rule(
+        ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
+        "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph)",
+        reason,
+        remedy,
+        # The switches are deprecated; Megatron turns them into the setting, but only after us.
+        lambda implementation, *older: implementation not in (None, "none") or any(older),
+    )
 
 
 def _offloads(reason: str) -> Rule:
@@ -131,6 +127,12 @@ def _offloads(reason: str) -> Rule:
     )
 
 
+_ENCODER_DECODER = Rule(
+    ("decoder_num_layers", "decoder_seq_length"),
+    "encoder-decoder models (--decoder-num-layers, --decoder-seq-length)",
+    "Megatron has no pipeline for them either",
+    "leave {subject} and --pipeline-model-parallel-size out",
+)
 _SHIPS = "fbd_activations"
 _MERGES = "ignore_forward_tensor_parallel"
 _DROPOUT = ("hidden_dropout", "attention_dropout")
@@ -138,13 +140,7 @@ _DROPOUT = ("hidden_dropout", "attention_dropout")
 RULES: dict[str, tuple[Rule, ...]] = {
     # For every schedule.
     "schedule": (
-        Rule(
-            _GRAPHS,
-            _GRAPH_FLAGS,
-            "they are recorded in the order of Megatron's own schedules",
-            "leave them out",
-            _records_graphs,
-        ),
+        _graphs("they are recorded in the order of Megatron's own schedules", "leave them out"),
         Rule(
             ("cpu_offloading", "cpu_offloading_num_layers"),
             "--cpu-offloading-num-layers",
@@ -157,12 +153,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "they gather and free weights by the order of Megatron's own schedules",
             "use --use-distributed-optimizer instead",
         ),
-        Rule(
-            ("decoder_num_layers", "decoder_seq_length"),
-            "encoder-decoder models (--decoder-num-layers, --decoder-seq-length)",
-            "Megatron has no pipeline for them either",
-            "leave {subject} and --pipeline-model-parallel-size out",
-        ),
+        _ENCODER_DECODER,
         Rule(
             ("use_legacy_models",),
             "--use-legacy-models",
@@ -362,13 +353,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     # For random numbers by micro-batch.
     "microbatch_rng": (
-        Rule(
-            _GRAPHS,
-            _GRAPH_FLAGS,
-            "they replay the recorded random numbers",
-            "leave one of them out",
-            _records_graphs,
-        ),
+        _graphs("they replay the recorded random numbers", "leave one of them out"),
     ),
     # The same under Megatron's own schedules.
     "stock_microbatch_rng": (
@@ -429,13 +414,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "use --moe-token-dispatcher-type alltoall",
             lambda dispatcher, experts: dispatcher == "allgather" and experts,
         ),
-        Rule(
-            _GRAPHS,
-            _GRAPH_FLAGS,
-            "they replay tensors of one shape",
-            "leave one of them out",
-            _records_graphs,
-        ),
+        _graphs("they replay tensors of one shape", "leave one of them out"),
     ),
     # For micro-batches in slices of their sequence.
     "slices": (
@@ -639,12 +618,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "it replaces the transport too",
             "leave one of them out",
         ),
-        Rule(
-            ("decoder_num_layers", "decoder_seq_length"),
-            "encoder-decoder models (--decoder-num-layers, --decoder-seq-length)",
-            "Megatron has no pipeline for them either",
-            "leave {subject} and --pipeline-model-parallel-size out",
-        ),
+        _ENCODER_DECODER,
         Rule(
             ("microbatch_group_size_per_vp_stage",),
             "--microbatch-group-size-per-virtual-pipeline-stage",
@@ -656,7 +630,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "CUDA graphs of a whole step (--cuda-graph-impl or --cuda-graph-scope full_iteration)",
             "a graph cannot record transfers by the host",
             "leave them out, or use --pipeline-transport torch",
-            _whole_step_graphs,
+            # A scope may be an enumeration's member, and from 0.18 on it is the implementation.
+            lambda scopes, implementation: any(
+                str(name).rpartition(".")[2] == "full_iteration"
+                for name in (*_several(scopes), implementation)
+            ),
         ),
     ),
 }
@@ -683,11 +661,6 @@ def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refus
         for rule in rules
         if rule.refuses(args)
     ]
-
-
-def forbids_splitting(args: Namespace) -> bool:
-    """Return whether backwards must stay whole, because a setting excludes W."""
-    return any(rule.refuses(args) for rule in RULES["split"])
 
 
 def rules_of(

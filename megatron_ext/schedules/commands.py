@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Option, Schedule
 
 __all__ = [
-    "add_plan",
-    "add_plot",
     "add_subcommand",
     "aligned",
     "compare",
@@ -67,12 +65,6 @@ _Subparsers = argparse._SubParsersAction
 
 def add_subcommand(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     """Register `plan` and `plot`; the parsed namespace's `run` attribute executes the command."""
-    add_plan(subparsers)
-    add_plot(subparsers)
-
-
-def add_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
-    """Register `plan`."""
     parser = subparsers.add_parser(
         "plan",
         usage="%(prog)s --pp P --microbatches M [options]\n"
@@ -95,11 +87,6 @@ def add_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="also show the gain or loss of a dynamic order over each table",
     )
-    _add_lengths(parser)
-    parser.set_defaults(run=_run_plan)
-
-
-def _add_lengths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",
         type=Path,
@@ -124,10 +111,8 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
         metavar="H",
         help="instead of --length-costs: width of a model with a feed-forward network of 4H",
     )
+    parser.set_defaults(run=_run_plan)
 
-
-def add_plot(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
-    """Register `plot`."""
     parser = subparsers.add_parser(
         "plot",
         usage="%(prog)s NAME [NAME ...] --pp P --microbatches M [-o FILE] [options]",
@@ -407,33 +392,29 @@ def _run_plot(args: argparse.Namespace) -> int:
         coloured = watched and not os.environ.get("NO_COLOR")
         print("\n\n".join(render.picture(t, width, coloured=coloured) for t in timelines))
         return 0
-    text = _file_text(timelines, args.output)
+    kind, schedule = args.output.suffix, timelines[0].schedule
+    if kind not in (".svg", ".csv", ".json"):
+        raise ScheduleError(f"{args.output}: unknown file type; use .svg, .csv or .json")
+    if kind != ".svg" and len(timelines) > 1:
+        raise ScheduleError(f"{args.output} holds one schedule; name one, or draw several as .svg")
+    if kind == ".svg":
+        text = svg.draw(*timelines)
+    elif kind == ".csv":
+        text = table_files.csv_text(schedule)
+    else:
+        text = table_files.json_text(schedule, starts=timelines[0].starts, ends=timelines[0].ends)
     try:
         write_text(args.output, text)
     except OSError as error:
         remedy = "make room, or give another file with -o"
         raise ScheduleError(cannot_write(args.output, error, remedy)) from error
     print("\n".join([*map(render.caption, timelines), f"wrote {args.output}"]))
-    schedule = timelines[0].schedule
-    if args.output.suffix == ".csv" and schedule.placement.twins == 2:
+    if kind == ".csv" and schedule.placement.twins == 2:
         print(
             f"the CSV holds one of the two mirrored pipelines ({schedule.pp // 2} ranks)",
             file=sys.stderr,
         )
     return 0
-
-
-def _file_text(timelines: list[Timeline], path: Path) -> str:
-    if path.suffix == ".svg":
-        return svg.draw(*timelines)
-    if path.suffix not in (".csv", ".json"):
-        raise ScheduleError(f"{path}: unknown file type; use .svg, .csv or .json")
-    if len(timelines) > 1:
-        raise ScheduleError(f"{path} holds one schedule; name one, or draw several as .svg")
-    [timeline] = timelines
-    if path.suffix == ".csv":
-        return table_files.csv_text(timeline.schedule)
-    return table_files.json_text(timeline.schedule, starts=timeline.starts, ends=timeline.ends)
 
 
 def evaluate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -476,30 +457,28 @@ def compare(
         ScheduleError: The schedule, or with `all` every schedule, is impossible for these sizes.
     """
     options = options or {}
-    if name != "all":
-        chosen = options.get(name, {})
-        schedule = generate(
-            name, pp, num_microbatches, chunks, costs, pairs=pairs, slices=slices, **chosen
-        )
-        return [evaluate(schedule, costs)], []
+    wanted: list[tuple[str, Mapping[str, Any]]] = [
+        (name, {"chunks": chunks, **options.get(name, {})})
+    ]
+    if name == "all":
+        wanted = [
+            (generator.name, variant)
+            for generator in registered().values()
+            for variant in variants(generator, chunks, options.get(generator.name, {}))
+        ]
     found: list[Timeline] = []
     left_out: list[str] = []
-    for generator in registered().values():
-        for variant in variants(generator, chunks, options.get(generator.name, {})):
-            try:
-                schedule = generate(
-                    generator.name,
-                    pp,
-                    num_microbatches,
-                    costs=costs,
-                    pairs=pairs,
-                    slices=slices,
-                    **variant,  # type: ignore[arg-type]
-                )
-            except ScheduleError as error:
-                left_out.append(str(error))
-                continue
-            found.append(evaluate(schedule, costs))
+    for each, variant in wanted:
+        try:
+            schedule = generate(
+                each, pp, num_microbatches, costs=costs, pairs=pairs, slices=slices, **variant
+            )
+        except ScheduleError as error:
+            if name != "all":
+                raise
+            left_out.append(str(error))
+            continue
+        found.append(evaluate(schedule, costs))
     reasons = list(dict.fromkeys(left_out))  # variants share reasons
     if not found:
         raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(reasons))

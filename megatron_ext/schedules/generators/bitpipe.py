@@ -76,16 +76,11 @@ def _paper_bubble(pp: int, num_microbatches: int, costs: Costs) -> float | None:
     return None
 
 
-def peak(size: Size) -> float:
-    """Return min(pp, m)."""
-    return min(size.pp, size.num_microbatches)
-
-
 @register(
     "bitpipe",
     summary="two mirrored interleaved Vs that share every rank",
     bubble=bubble,
-    peak=peak,
+    peak=lambda size: min(size.pp, size.num_microbatches),
     num_chunks=4,
     twins=2,
     options={"order": ("zb", "paper"), "routing": ("twin", "local")},

@@ -100,7 +100,15 @@ class Generator:
         Raises:
             ScheduleError: An option or a value does not exist.
         """
-        self._check_chunks(chunks)
+        if chunks not in (None, self.num_chunks) and not self.free_chunks:
+            raise ScheduleError(
+                f"{self.name} always splits the model into {self.num_chunks} stages for each rank, "
+                f"not --chunks {chunks}; leave --chunks out, or use interleaved"
+            )
+        if self.free_chunks and chunks is not None and chunks < 2:
+            raise ScheduleError(
+                f"{self.name} needs at least 2 chunks, got {chunks}; use 2 or more, or 1f1b"
+            )
         for key, value in options.items():
             if key not in self.options:
                 known = ", ".join(self.options) or "none"
@@ -109,19 +117,6 @@ class Generator:
                 choices = ", ".join(map(str, self.options[key]))
                 raise ScheduleError(f"{self.name}: {key} must be one of {choices}, got {value}")
         return {key: options.get(key, values[0]) for key, values in self.options.items()}
-
-    def _check_chunks(self, chunks: int | None) -> None:
-        if chunks in (None, self.num_chunks):
-            return
-        if not self.free_chunks:
-            raise ScheduleError(
-                f"{self.name} always splits the model into {self.num_chunks} stages for each rank, "
-                f"not --chunks {chunks}; leave --chunks out, or use interleaved"
-            )
-        if chunks is not None and chunks < 2:
-            raise ScheduleError(
-                f"{self.name} needs at least 2 chunks, got {chunks}; use 2 or more, or 1f1b"
-            )
 
     def flag(self, key: str) -> str:
         """Return the flag of an option."""
@@ -258,8 +253,18 @@ def generate(
         costs = exchanging(costs)
     shares_of_equal_cost(num_slices)
     _check_bounds(generator, pp, num_microbatches * num_slices, chunks or generator.num_chunks)
-    if generator.twins == 2:
-        _check_mirrored(name, pp, num_microbatches)
+    # Training has the same rule, in flags (`config/stages.py`).
+    if generator.twins == 2 and (pp < 4 or pp % 2):
+        near = f"{pp - 1} or {pp + 1}" if pp > 4 else "4"
+        raise ScheduleError(
+            f"{name} mirrors two pipelines on one set of ranks, so pp must be even and at least "
+            f"4, got {pp}; use {near}, or zb-v, which accepts any"
+        )
+    if num_microbatches % generator.twins:
+        raise ScheduleError(
+            f"{name} runs half of the micro-batches in each direction, so their number must be "
+            f"even, got {num_microbatches}; use {num_microbatches + 1}"
+        )
     arguments: list[int | Costs] = [pp, num_microbatches * num_slices]
     if generator.free_chunks:
         arguments.append(chunks or generator.num_chunks)
@@ -287,21 +292,6 @@ def _check_bounds(generator: Generator, pp: int, num_microbatches: int, chunks: 
             f"{generator.name} with {pp} ranks, {chunks} stages on each and {num_microbatches} "
             f"micro-batches or slices is a table of {passes} forwards, more than the maximum of "
             f"{most}; use fewer (beyond about 4 x pp micro-batches the bubble stays the same)"
-        )
-
-
-def _check_mirrored(name: str, pp: int, num_microbatches: int) -> None:
-    """Check the sizes of a schedule of two mirrored pipelines; training has the same rule."""
-    if pp < 4 or pp % 2:
-        near = f"{pp - 1} or {pp + 1}" if pp > 4 else "4"
-        raise ScheduleError(
-            f"{name} mirrors two pipelines on one set of ranks, so pp must be even and at least "
-            f"4, got {pp}; use {near}, or zb-v, which accepts any"
-        )
-    if num_microbatches % 2:
-        raise ScheduleError(
-            f"{name} runs half of the micro-batches in each direction, so their number must be "
-            f"even, got {num_microbatches}; use {num_microbatches + 1}"
         )
 
 

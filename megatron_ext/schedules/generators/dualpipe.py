@@ -36,16 +36,11 @@ def bubble(size: Size, costs: Costs) -> float | None:
     return None
 
 
-def peak(size: Size) -> float:
-    """Return pp + 1, on every rank."""
-    return size.pp + 1
-
-
 @register(
     "dualpipe",
     summary="two mirrored pipelines that share every rank",
     bubble=bubble,
-    peak=peak,
+    peak=lambda size: size.pp + 1,
     num_chunks=2,
     pairs=True,
     twins=2,

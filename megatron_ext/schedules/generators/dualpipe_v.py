@@ -42,16 +42,11 @@ def bubble(size: Size, costs: Costs) -> float | None:
     return None
 
 
-def peak(size: Size) -> float:
-    """Return pp + 1/2, on every rank."""
-    return size.pp + 0.5
-
-
 @register(
     "dualpipe-v",
     summary="DualPipe folded into a V: backwards split in the transitions only",
     bubble=bubble,
-    peak=peak,
+    peak=lambda size: size.pp + 0.5,
     num_chunks=2,
     pairs=True,
 )

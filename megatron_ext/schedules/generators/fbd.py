@@ -41,16 +41,11 @@ def bubble(size: Size, costs: Costs) -> float:
     return through + size.pp * costs.forward * (size.options["activations"] == "ship")
 
 
-def peak(_size: Size) -> float:
-    """Return 2: one micro-batch on one stage, which is 2/pp of the model."""
-    return 2
-
-
 @register(
     "fbd",
     summary="forwards and backwards on different ranks: one micro-batch of activations each",
     bubble=bubble,
-    peak=peak,
+    peak=lambda _size: 2,
     options={"activations": ("recompute", "ship")},
     variants=({"activations": "recompute"}, {"activations": "ship"}),
     listed=False,

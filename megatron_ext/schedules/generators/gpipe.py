@@ -17,27 +17,17 @@ Gradients are summed in the order of the micro-batches, as without a pipeline.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megatron_ext.schedules.generators.catalog import Size, register
+from megatron_ext.schedules.generators.catalog import register
 from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Action, Schedule
 
-if TYPE_CHECKING:
-    from megatron_ext.schedules.table.costs import Costs
 
-
-def bubble(size: Size, costs: Costs) -> float:
-    """Return (pp - 1)(Tf + Tb + Tw)."""
-    return (size.pp - 1) * costs.work
-
-
-def peak(size: Size) -> float:
-    """Return m: every micro-batch of the step is alive at once."""
-    return size.num_microbatches
-
-
-@register("gpipe", summary="all forwards, then all backwards", bubble=bubble, peak=peak)
+@register(
+    "gpipe",
+    summary="all forwards, then all backwards",
+    bubble=lambda size, costs: (size.pp - 1) * costs.work,
+    peak=lambda size: size.num_microbatches,
+)
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of GPipe."""
     microbatches = range(num_microbatches)

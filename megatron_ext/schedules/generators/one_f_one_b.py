@@ -18,32 +18,17 @@ Gradients are summed in the order of the micro-batches, as without a pipeline.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megatron_ext.schedules.generators.catalog import Size, register
+from megatron_ext.schedules.generators.catalog import register
 from megatron_ext.schedules.generators.patterns import alternate
 from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Action, Schedule
-
-if TYPE_CHECKING:
-    from megatron_ext.schedules.table.costs import Costs
-
-
-def bubble(size: Size, costs: Costs) -> float:
-    """Return (pp - 1)(Tf + Tb + Tw)."""
-    return (size.pp - 1) * costs.work
-
-
-def peak(size: Size) -> float:
-    """Return min(pp, m), on rank 0."""
-    return min(size.pp, size.num_microbatches)
 
 
 @register(
     "1f1b",
     summary="one forward, one backward: Megatron's schedule without interleaving",
-    bubble=bubble,
-    peak=peak,
+    bubble=lambda size, costs: (size.pp - 1) * costs.work,
+    peak=lambda size: min(size.pp, size.num_microbatches),
 )
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of 1F1B."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedules.generators.catalog import Size, register
+from megatron_ext.schedules.generators.catalog import register
 from megatron_ext.schedules.search.greedy import Problem, Variant, search, spread
 from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Schedule
@@ -29,15 +29,10 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.costs import Costs
 
 
-def peak(size: Size) -> float:
-    """Return min((pp + 2) / 2, m)."""
-    return min((size.pp + 2) / 2, size.num_microbatches)
-
-
 @register(
     "v-half",
     summary="two chunks in a V at half of 1F1B's activations",
-    peak=peak,
+    peak=lambda size: min((size.pp + 2) / 2, size.num_microbatches),
     num_chunks=2,
     needs_costs=True,
     searches=lambda _pp, _num_microbatches: True,

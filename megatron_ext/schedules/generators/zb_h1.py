@@ -36,16 +36,11 @@ def bubble(size: Size, costs: Costs) -> float | None:
     return (size.pp - 1) * max(forward, backward, forward + backward - costs.weight)
 
 
-def peak(size: Size) -> float:
-    """Return min(pp, m), on every rank."""
-    return min(size.pp, size.num_microbatches)
-
-
 @register(
     "zb-h1",
     summary="1F1B with split backwards: W fills the bubble, memory stays that of 1F1B",
     bubble=bubble,
-    peak=peak,
+    peak=lambda size: min(size.pp, size.num_microbatches),
 )
 def zb_h1(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of ZB-H1."""

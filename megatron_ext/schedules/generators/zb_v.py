@@ -42,11 +42,6 @@ def bubble(size: Size, costs: Costs) -> float | None:
     return None
 
 
-def peak(size: Size) -> float:
-    """Return min(pp, m), on every rank."""
-    return min(size.pp, size.num_microbatches)
-
-
 def _is_short(pp: int, num_microbatches: int) -> bool:
     return num_microbatches <= max(2 * pp - 3, pp)
 
@@ -55,7 +50,7 @@ def _is_short(pp: int, num_microbatches: int) -> bool:
     "zb-v",
     summary="two chunks in a V, split backwards",
     bubble=bubble,
-    peak=peak,
+    peak=lambda size: min(size.pp, size.num_microbatches),
     num_chunks=2,
     needs_costs=True,
     searches=_is_short,

@@ -22,12 +22,12 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.pairing import exchanging
 from megatron_ext.schedules.search.policies import (
+    POLICIES,
     Hint,
     Patience,
     Policy,
     PolicyName,
     activation_cap,
-    make_policy,
 )
 from megatron_ext.schedules.search.simulate import Clock, simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs
@@ -96,17 +96,16 @@ def policies(
     if schedule.pairs:
         costs = exchanging(costs)
     cap = activation_cap(schedule, extra_activations, stash_ratio)
-    made = partial(make_policy, name, schedule, cap=cap, stash_ratio=stash_ratio)
 
     @_made_once
     def at_once(rank: int) -> Policy:
-        return made(rank=rank, weights_fill=weights_fill)
+        return POLICIES[name](schedule, rank, cap, weights_fill, stash_ratio)
 
     # W has no fixed place and runs when nothing else can. For some tables (v-half, bitpipe) that
     # gains more than the jumps lose.
     @_made_once
     def filling(rank: int) -> Policy:
-        return made(rank=rank, weights_fill=True)
+        return Hint(schedule, rank, cap, weights_fill=True, stash_ratio=stash_ratio)
 
     if name != "hint":
         return at_once

@@ -23,7 +23,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.dynamic import Progress
 from megatron_ext.schedules.table.memory import live_counts
 from megatron_ext.schedules.table.validation import validate
@@ -39,7 +38,6 @@ __all__ = [
     "PolicyName",
     "activation_cap",
     "arena_slots",
-    "make_policy",
 ]
 
 PolicyName = Literal["hint", "breadth-first", "depth-first"]
@@ -110,7 +108,9 @@ class Curve:
         self._sum: list[float] = [0] * self._size + [*changes, *padding]
         self._top: list[float] = [max(0, change) for change in self._sum]
         for node in range(self._size - 1, 0, -1):
-            self._pull(node)
+            left, right = 2 * node, 2 * node + 1
+            self._sum[node] = self._sum[left] + self._sum[right]
+            self._top[node] = max(self._top[left], self._sum[left] + self._top[right])
 
     def again(self) -> Curve:
         """Return a curve of its own with the same changes."""
@@ -145,11 +145,6 @@ class Curve:
                     top = tops[node - 1]
             node >>= 1
         return top
-
-    def _pull(self, node: int) -> None:
-        left, right = 2 * node, 2 * node + 1
-        self._sum[node] = self._sum[left] + self._sum[right]
-        self._top[node] = max(self._top[left], self._sum[left] + self._top[right])
 
 
 class Hint:
@@ -444,30 +439,3 @@ POLICIES: dict[PolicyName, Callable[[Schedule, int, float, bool, float], Policy]
     "depth-first": lambda table, rank, *_: Greedy(table, rank, depth_first=True),
 }
 """(table, rank, cap on activations, whether W fills, stash ratio) -> policy; the default first."""
-
-
-def make_policy(
-    name: PolicyName,
-    schedule: Schedule,
-    rank: int,
-    cap: float,
-    *,
-    weights_fill: bool = False,
-    stash_ratio: float = 1.0,
-) -> Policy:
-    """Return the policy of one rank for one step.
-
-    Args:
-        name: Name of the policy.
-        schedule: The table.
-        rank: Pipeline rank.
-        cap: The result of `activation_cap`; greedy policies ignore it.
-        weights_fill: Whether W has no fixed place and runs when nothing else can.
-        stash_ratio: What a weight stash counts, as in `cap`.
-
-    Raises:
-        ScheduleError: The policy does not exist.
-    """
-    if name not in POLICIES:
-        raise ScheduleError(f"there is no policy {name!r}; use one of {', '.join(POLICIES)}")
-    return POLICIES[name](schedule, rank, cap, weights_fill, stash_ratio)

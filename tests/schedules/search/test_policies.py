@@ -22,7 +22,6 @@ from megatron_ext.schedules.search.policies import (
     Hint,
     Patience,
     PolicyName,
-    make_policy,
 )
 from megatron_ext.schedules.table.memory import activation_peaks, measure, stash_ratio
 from megatron_ext.schedules.table.transforms import split_backwards, weights_at_once
@@ -235,11 +234,6 @@ def test_splitting_keeps_memory_and_sends_sooner() -> None:
     assert validate(split).memory.activations == validate(table).memory.activations
     assert simulate(split).makespan < simulate(table).makespan
     assert split_backwards(split) == split
-
-
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="use one of hint, breadth-first, depth-first"):
-        make_policy("clever", generate("1f1b", 2, 2), 0, 2)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(-2, 2), min_size=1, max_size=40), st.data())
