@@ -67,6 +67,8 @@ class Pipeline:
     """Whether a dynamic order may split full backwards; False if the layers cannot."""
     over_torch: bool = False
     """Whether `auto` selects torch.distributed here."""
+    # Caches of a frozen object: `replace` begins them anew, because another configuration has other
+    # tables. Whoever compares two pipelines compares what was asked for.
     _fills: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By number of micro-batches: whether all W of the table come from our splitting."""
     _policies: dict[int, Callable[[int], Policy]] = field(
@@ -144,6 +146,7 @@ class Pipeline:
             table = generate(
                 self.name,
                 self.pp,
+                # One replica here is one twin; a generator counts the micro-batches of both.
                 num_microbatches * self.config.twins,
                 self.config.chunks,
                 self.costs,
@@ -168,6 +171,8 @@ class Pipeline:
                 table = split_backwards(table)
             if self.config.weights_at_once:
                 table = weights_at_once(table)
+            # Registered generators too: a wrong table of a plug-in would otherwise hang the job in
+            # a step.
             validate(table)
             if self.transport == "torch":
                 # It may match messages by their order, so the proof covers that order too.
@@ -272,6 +277,7 @@ class Active:
     def close(self) -> None:
         """Close the observers and all states that have a `close` method, latest first."""
         self.end_observation()
+        # A state may use one that was made before it.
         for state in reversed(self._states.values()):
             close = getattr(state, "close", None)
             if close is not None:
@@ -401,5 +407,6 @@ def seed_of(*key: int | str) -> int:
     found = active()
     if found is None or found.seed is None:
         raise ScheduleError("random numbers by micro-batch need a seed; give --microbatch-rng")
+    # Not `hash`: Python salts that of strings, so every rank would have seeds of its own.
     digest = hashlib.blake2b(repr((found.seed, *key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -75,6 +75,7 @@ def prepare(args: Namespace, requested: PipelineConfig | None = None) -> None:
         ArgumentsError: The flags contradict each other, or Megatron's own flags.
         ScheduleError: The schedule does not exist, or not for these sizes.
     """
+    # First: if the flags are refused, nothing of a former training stays in force.
     clear_configuration()
     # Both runs of upstream's validation start from what the user gave. Nothing else changes
     # arguments, so keeping (old, new) is enough to undo it; later changes by others stay.
@@ -86,6 +87,7 @@ def prepare(args: Namespace, requested: PipelineConfig | None = None) -> None:
     found.raise_refusals()
     vars(args).update(vars(given))
     vars(args).pop(_REWRITTEN, None)
+    # What an earlier call had changed is taken back even where this one changes nothing.
     if found.arguments:
         old = {dest: getattr(args, dest, None) for dest in found.arguments}
         changes = {dest: (old[dest], value) for dest, value in found.arguments.items()}
@@ -134,6 +136,8 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
             placement.num_stages // placement.num_ranks,
         ),
     }
+    # Beside a schedule of batch sizes Megatron takes no --global-batch-size, and fills in one
+    # micro-batch for each replica: nothing to compare.
     if getattr(args, "step_batch_size_schedule", None) is None:
         size = args.micro_batch_size * args.data_parallel_size
         found["micro-batches"] = (args.global_batch_size // size, pipeline.num_microbatches)
@@ -336,6 +340,7 @@ def configure(
     if missing and (sizes or layout is not None):
         raise ArgumentsError(f"configure needs all sizes; give {', '.join(missing)} too")
     clear_configuration()
+    # Before the patches are armed: they import Megatron for the device that is chosen then.
     _select_device(config.device)
     megatron_ext.activate()
     REGISTRY.raise_mismatches()
@@ -427,6 +432,7 @@ def count_recomputation(built: Any) -> None:
     if counted == config:
         return
     pipeline = replace(pipeline, config=counted)
+    # Made now, so that a table that cannot be ends here and not in the first step.
     pipeline.schedule(pipeline.num_microbatches)
     found.config, found.pipeline = counted, pipeline
     if found.environment.local_rank == 0:

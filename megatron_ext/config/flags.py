@@ -141,6 +141,7 @@ def parse_words(words: Sequence[str], source: str) -> Namespace:
     Raises:
         ArgumentsError: One is no flag of ours, or has no such value.
     """
+    # An abbreviation of ours could be a flag of Megatron's, or become one with its next release.
     parser = add_arguments(_WordParser(prog=source, add_help=False, allow_abbrev=False))
     try:
         return parser.parse_args(list(words))
@@ -199,6 +200,7 @@ _SEVERAL = ("rampup_batch_size", "recompute_modules")
 
 
 def _number(word: str) -> int | float | str:
+    # A whole number stays one: checks compare counts with `==`, and messages show them.
     for kind in (int, float):
         with suppress(ValueError):
             return kind(word)
@@ -241,6 +243,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="The same as --pipeline-schedule bitpipe.",
     )
     for generator in registered().values():
+        # No default of argparse's: `_options` refuses an option of another schedule, and must know
+        # whether it was given, even with the default value.
         for key, values in generator.options.items():
             group.add_argument(
                 generator.flag(key),
@@ -407,6 +411,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     for flag, reason in DROPPED.items():
         group.add_argument(flag, metavar="VALUE", help=f"Ignored: {reason}.")
+    # With a value and without, as scripts may have it: the remedy answers, not argparse.
     for flag in REMOVED:
         group.add_argument(flag, nargs="?", const=True, help=SUPPRESS)
     return parser
@@ -519,6 +524,7 @@ def values_in(words: Sequence[str], source: str) -> dict[str, object]:
     Raises:
         ArgumentsError: One is no flag of ours, or has no such value.
     """
+    # Only what differs from the defaults: the rest would undo what the command line itself says.
     usual = vars(parse_words([], source))
     given = vars(parse_words(words, source))
     return {dest: value for dest, value in given.items() if value != usual[dest]}

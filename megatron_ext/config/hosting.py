@@ -193,10 +193,12 @@ def preflight(
         # Configuration objects hold both; Megatron derives this one from the layout.
         args.num_virtual_stages_per_pipeline_rank = None
     args.world_size = world_size or given.get("world_size")
+    # What this function has read so far, it read for no check.
     args.__dict__["_read"].clear()
     found = inspect(args, config, here=False)
     read = args.__dict__["_read"].union(*(rule.reads for rules in RULES.values() for rule in rules))
     read |= {*_USUAL, "seq_length"}
+    # A setting that nobody looked at was not approved: the caller learns of it.
     unread = [name for name in given if renamed.get(name, name) not in read]
     megatrons = setting_names() if unread else frozenset()
     found.ignored = sorted(name for name in unread if name not in megatrons)
@@ -332,6 +334,7 @@ def _pipeline(
                 f"{subject} carries tensors between pipeline ranks, --pipeline-model-parallel-size "
                 f"{pp} has no second rank; leave it out"
             )
+        # Megatron would run without us too, so its own number of stages is taken as it is.
         chunks = chunks_of_megatron(args)
         name, sends_groups = base_table(chunks), chunks > 1
         config = replace(config, schedule=name, chunks=chunks if sends_groups else None)
@@ -353,7 +356,11 @@ def _pipeline(
     pipeline = Pipeline(
         config,
         pp,
+        # Placement, splits and pairs do not depend on it: any number that fills the pipeline will
+        # do.
         2 * pp if batches is None else batches.num_microbatches,
+        # A dynamic order splits only to gain time, so what excludes W leaves its backwards whole;
+        # where the table itself splits, the same rules refuse it.
         splits=not any(rule.refuses(args) for rule in RULES["split"]),
         over_torch=over_torch,
     )

@@ -264,6 +264,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
             "only --hybrid-layer-pattern, from 0.17 on, says which layers a stage has",
             "use --pipeline-schedule 1f1b or zb-h1",
+            # The first two are 0.16's; from 0.17 on the pattern itself has the cuts.
             lambda *hybrid: any(hybrid[:2]) and not hybrid[2],
         ),
         Rule(
@@ -382,6 +383,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "scales are reduced over data-parallel replicas inside each layer, and they run their "
             "layers in different orders",
             "use --fp8-recipe tensorwise",
+            # With --tp-only-amax-red the reduction stays among tensor-parallel ranks, which share
+            # one order.
             lambda recipe, fp8, tp_only: recipe == "delayed" and fp8 and not tp_only,
         ),
     ),
@@ -493,6 +496,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "fused softmax in 16 bits",
             "its kernel takes as many queries as keys",
             "add --no-masked-softmax-fusion",
+            # Transformer Engine has a softmax of its own, and Megatron's kernel exists in 16 bits
+            # only.
             lambda fuses, layers, *half: fuses and layers != "transformer_engine" and any(half),
         ),
         Rule(
@@ -789,6 +794,7 @@ def with_splittable_layers(
             )
         return pipeline, notices
     if pipeline.dynamic is not None:
+        # Its table may be whole without our splitting, as those of 1f1b and interleaved are.
         whole = replace(pipeline, splits=False)
         if not whole.full.splits_backward:
             return whole, [f"--use-dpp leaves backwards whole: {reason}"]
@@ -824,6 +830,7 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
     if is_stock:
         # Megatron fills its own group size in; another one is refused when flags are parsed.
         args.microbatch_group_size_per_vp_stage = None
+    # The table has pairs or not, and Megatron builds its layers for them or not: never one alone.
     overlaps = getattr(args, "overlap_moe_expert_parallel_comm", None)
     if not is_stock and overlaps not in (None, config.pairs):
         raise ArgumentsError(
@@ -884,6 +891,7 @@ def why_te_cannot_split(config: Any, *, here: bool = True) -> str | None:
         config: A `TransformerConfig`, or arguments with the same names.
         here: Whether the layers are built in this process, with what is installed.
     """
+    # On another machine nobody knows the version that will be installed.
     if not uses_te(config, here=here) or not here:
         return None
     from megatron.core.utils import get_te_version, is_te_min_version

@@ -246,10 +246,13 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         """Check each value and their combinations."""
+        # argparse and YAML make lists; a frozen object should not hold what others can change.
         node_ips: object = self.node_ips
         if isinstance(node_ips, list):
             object.__setattr__(self, "node_ips", tuple(node_ips))
         check_types(self)
+        # A copy: tables are kept for this configuration, whatever the caller does to its
+        # dictionary.
         object.__setattr__(self, "options", dict(self.options))
         if self.length_costs is not None and self.balance == "off" and self.slices == 1:
             raise ConfigurationError(
@@ -269,6 +272,7 @@ class PipelineConfig:
         if self.hang_timeout_s is not None:
             _check_seconds("hang_timeout_s", self.hang_timeout_s)
         if self.disaggregation is not None:
+            # It brings schedule and transport along, so their own checks have no subject.
             self._check_disaggregation()
             return
         self._check_schedule()

@@ -165,9 +165,12 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
         return config
     generator, chunks = config.generator, config.chunks
     if chunks is None and generator is not None and generator.free_chunks:
+        # One stage on each rank, or a cut that does not divide, is no number of chunks: the
+        # schedule has its own, and `flags_for` cuts the model by it.
         made = _makes(_cut_flag(args), args)
         chunks = made if made is not None and made > 1 else generator.num_chunks
     pairs = config.pairs
+    # The sizes that `configure` is given say nothing of experts: then the program's word counts.
     if hasattr(args, "num_experts") or not pairs:
         # Pairs hide the communication of experts, which one rank alone does not have.
         is_spread = (
@@ -367,6 +370,7 @@ def ends_of_layout(layout: str) -> tuple[float, float]:
     Where a layout gives an end fewer layers than the stages between, the rest of that end weighs
     the difference.
     """
+    # Multi-token prediction may stand in a stage of its own before the loss: both are the end.
     stages = [(stage.count("t"), bool(set(stage) & set("mL"))) for stage in parse_layout(layout)]
     tail = [count for count, is_tail in stages if is_tail]
     between = [count for count, is_tail in stages[1:] if not is_tail]
@@ -671,6 +675,7 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
     counts = {}
     batches, nearest = _global_batches(args, step)
     for batch in batches:
+        # With --decrease-batch-size-if-needed Megatron itself rounds down.
         if batch < step or (batch % step and not rounds):
             mirrored = " (two for each mirrored pipeline)" if twins == 2 else ""
             raise ArgumentsError(
@@ -695,6 +700,7 @@ def _worlds(args: Namespace, pp: int) -> int:
     return int(processes // ranks)
 
 
+# Powers of ten, as Megatron reads them.
 _SUFFIXES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 

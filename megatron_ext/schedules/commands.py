@@ -263,6 +263,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
     """Keep the cycle collector off: it would visit millions of tuples, which form no cycles."""
+    # A program that calls this may have turned it off for reasons of its own.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

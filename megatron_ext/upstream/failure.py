@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 
 __all__ = ["interrupts", "report", "report_interrupt", "to_resume", "watching_other_hosts"]
 
+# Shortest stay of a rank that has reported, which keeps the others on its host from it. It ends
+# before they do, so that a launcher shows the log of a rank with a reason.
 _HELD_S = 0.3
-"""Shortest stay of a rank that has reported, which keeps the others on its host from it. It ends
-before they do, so that a launcher shows the log of a rank with a reason."""
+# Of ranks with nothing to add: longer, so that the one with the reason ends first.
 _OTHERS_S = 1.0
+# Longest stay of a rank that lost another one. torchrun takes the rank that ends first for the one
+# that failed, and the interpreter's exit of the one with the reason takes seconds.
 _CAUSE_S = 5.0
-"""Longest stay of a rank that lost another one. torchrun takes the rank that ends first
-for the one that failed, and the interpreter's exit of the one with the reason takes seconds."""
 _CONNECT_S = 5.0
 _LOOK_S = 1.0
 _KEY = "megatron_ext/failed"
@@ -54,6 +55,7 @@ def report(error: BaseException) -> None:
         sys.stderr.write(f"{prefix}megatron_ext: error: {line}\n")
         sys.stderr.flush()
         _tell_torchrun(line, is_effect=isinstance(error, TransportError))
+        # Once connected, the other hosts notice by themselves: their collectives fail.
         if not connected and _has_other_hosts():
             with suppress(RuntimeError):  # the host of the store has ended: so do its ranks
                 _store().set(_key(), f"rank {rank} on {socket.gethostname()}: {line}")
@@ -66,6 +68,7 @@ def report(error: BaseException) -> None:
 def _wait_for_the_cause() -> None:
     """Wait, for `_CAUSE_S` at most, until torchrun has seen another rank end and ends this one."""
     ended = threading.Event()
+    # torchrun ends this rank with SIGTERM as soon as it has seen the one that failed.
     before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
     ended.wait(_CAUSE_S)
     signal.signal(signal.SIGTERM, before)
@@ -155,6 +158,8 @@ def _is_first(line: str) -> bool:
 
     The claim is a name of a socket in no file system: it ends with its process, so it stays open.
     """
+    # The ranks of a host have one parent, the launcher's agent: so two jobs of a user, or a job
+    # that is started again, do not silence each other.
     job = (os.getuid(), os.getppid(), os.environ.get("TORCHELASTIC_RUN_ID", ""), line)
     digest = hashlib.sha256(repr(job).encode()).hexdigest()
     claim = socket.socket(socket.AF_UNIX)
@@ -162,6 +167,7 @@ def _is_first(line: str) -> bool:
         claim.bind(f"\0megatron_ext/{digest}")
     except OSError as error:
         claim.close()
+        # Where there are no such sockets, better twice than not at all.
         return error.errno != errno.EADDRINUSE
     claim.detach()
     # The first to report may have ended: on a loaded host a rank comes seconds later. torchrun has
@@ -197,6 +203,7 @@ def _store() -> TCPStore:
 
 
 def _key() -> str:
+    # A restart keeps the store: what failed before it says nothing of this one.
     return f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 

@@ -33,6 +33,8 @@ def die_with_parent(agent_pid: int | None = None) -> None:
         return
     import psutil
 
+    # SIGKILL: a rank may be inside of a collective, deaf to signals that Python handles. The kernel
+    # clears the setting in children, so each process asks for it itself.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have ended before the call: the chain up to the agent must be unbroken.
     if agent_pid not in [parent.pid for parent in psutil.Process().parents()]:
@@ -42,6 +44,7 @@ def die_with_parent(agent_pid: int | None = None) -> None:
 def _prctl(option: int, argument: int) -> None:
     import ctypes
 
+    # Python has no prctl; libc is loaded already.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
         error = ctypes.get_errno()

@@ -100,6 +100,7 @@ class PersonView:
 
     def feed(self, line: str, source: str = "") -> list[str]:
         """Return the lines to show for a line of the log: mostly none."""
+        # Only torch marks lines so: what follows with the same mark belongs to the error.
         is_marked = _RANK.match(line) is not None
         line = _RANK.sub("", line.rstrip())
         if line.startswith("Traceback (most recent call last)"):
@@ -125,6 +126,7 @@ class PersonView:
     def _traceback(self, line: str, source: str) -> list[str]:
         lines = self._tracebacks[source]
         lines.append(line)
+        # Lines of a traceback are indented; the error ends it.
         if not line or line[0].isspace() or not _ERROR.match(line):
             return []
         del self._tracebacks[source]

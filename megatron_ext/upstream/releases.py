@@ -107,10 +107,13 @@ def core_version() -> str | None:
     Without what a wheel adds when it is imported: the commit of a repository that its files lie in,
     as those of an environment within a checkout do, whatever that repository is.
     """
+    # Looked up and not imported: an import of megatron.core binds names of torch.cuda, before our
+    # patches can be there.
     info = sys.modules.get("megatron.core.package_info")
     if info is not None:
         return str(info.__version__).partition("+")[0]
     core = installed_core()
+    # In the order of an import; an empty entry is the current folder.
     places = [Path(entry or ".") / "megatron" / "core" for entry in sys.path]
     found = (written_version(place) for place in ([core] if core else places))
     return next((version for version in found if version), None)
@@ -128,6 +131,7 @@ def reference(release: Release | None = None) -> Reference:
         release: By default the installed one; if there is none, the oldest.
     """
     release = release or installed_release() or _OLDEST
+    # What comes next resembles the newest known release more than any other.
     older = [known for known in REFERENCES if known <= release]
     return REFERENCES[max(older, default=_OLDEST)]
 

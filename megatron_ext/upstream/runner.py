@@ -122,6 +122,7 @@ def _address_of_one() -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1" or "MASTER_ADDR" in os.environ:
         return
     with socket.socket() as probe:
+        # A fixed port would make two trainings on one host meet.
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_PORT", port)):
@@ -131,6 +132,7 @@ def _address_of_one() -> None:
 
 def _is_upstreams_need(error: ModuleNotFoundError) -> bool:
     """Return whether Megatron's own code failed to import a package that is not ours."""
+    # Frames of the import system itself lie between the importing line and the error.
     importers = [
         frame.f_globals.get("__name__", "")
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -187,6 +189,7 @@ def _show_log(name: str, level: int, stream: TextIO, form: str = "%(message)s") 
     logger = logging.getLogger(name)
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter(form))
+    # Megatron gives the root logger a handler, which would show each line again.
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(level)
 
@@ -238,6 +241,7 @@ def _without_stacks(_coordinator: ModuleType) -> None:
 def _run(script: str, argv: Sequence[str]) -> None:
     releases.check_core()
     start = choose(script)
+    # Megatron parses the command line of the process.
     sys.argv = [str(start.script or script), *argv]
     # Before Megatron is imported: it copies names of torch.cuda. Reads --device-backend too.
     devices.current()

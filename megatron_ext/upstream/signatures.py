@@ -61,6 +61,7 @@ def attribute(name: str, *modules: str) -> Any:
         ImportError: No module has it.
     """
     for module in modules:
+        # A release may have the module and keep the name elsewhere.
         if _exists(module) and hasattr(import_module(module), name):
             return getattr(import_module(module), name)
     raise ImportError(f"no {name} in {', '.join(modules)}: this Megatron has it elsewhere")
@@ -84,6 +85,7 @@ def backward_step_of(model: Any, config: Any) -> Callable[[Any, Any, Any], Any]:
         config: Configuration of the model.
     """
     step = import_module(_SCHEDULES).backward_step
+    # Looked up for the model and not for each backward: a step has thousands of them.
     if not _takes_model_type():
         return lambda inputs, outputs, gradients: step(inputs, outputs, gradients, config)
     model_type = import_module("megatron.core.utils").get_model_type(model)
@@ -111,6 +113,7 @@ def linear_parameters() -> tuple[str, ...]:
 
 def default_groups() -> Any:
     """Return the groups that Megatron's schedules take where they are given none."""
+    # From 0.19 on; before, each of Megatron's schedules wrote out what follows here.
     build = getattr(import_module(_SCHEDULES), "_build_default_pg_collection", None)
     if build is not None:
         return build()

@@ -121,6 +121,7 @@ def setting_names() -> frozenset[str]:
 
 @lru_cache(maxsize=2)
 def _names_below(root: Path) -> frozenset[str]:
+    # Sources are searched and not imported: this runs on machines without torch.
     found: set[str] = set()
     for pattern in ("core/**/*config.py", "training/arguments.py", "training/config/*.py"):
         for path in root.glob(pattern):
@@ -193,6 +194,8 @@ def tree_status(tree: Path) -> TreeStatus:
 def _git(tree: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(
+            # git refuses trees that belong to another user, as those of a shared file system or a
+            # container's image do.
             ["git", "-c", f"safe.directory={tree}", "-C", str(tree), *arguments],
             capture_output=True,
             text=True,
@@ -266,6 +269,7 @@ def _keep(target: Path) -> Path:
 def _clone(url: str, clone: Path) -> None:
     tag = releases.reference().tag
     command = ["git", "clone", "--quiet", "--depth", "1", "--branch", tag, url, str(clone)]
+    # Without it git asks for a password where a mirror needs one, and waits.
     environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
     try:
         subprocess.run(

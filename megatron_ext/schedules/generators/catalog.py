@@ -160,6 +160,7 @@ def register(name: str, **settings: Any) -> Callable[[Build], Build]:
 
 @cache
 def _load_generators() -> None:
+    # When a name is first looked up: the modules of generators import this one.
     from megatron_ext.schedules import generators as package
 
     for module in pkgutil.iter_modules(package.__path__):
@@ -173,6 +174,7 @@ def registered(*, unlisted: bool = False) -> dict[str, Generator]:
         unlisted: Whether to include those that `--pipeline-schedule` does not accept.
     """
     _load_generators()
+    # Plug-ins register in the order of their imports, which differs from program to program.
     return {k: v for k, v in sorted(_GENERATORS.items()) if v.listed or unlisted}
 
 
@@ -250,7 +252,9 @@ def generate(
     if pairs and num_slices > 1:
         raise ScheduleError(f"{name}: slices cannot run as pairs yet; leave one of the two out")
     if pairs:
+        # A search must know that F and I take longer than they compute.
         costs = exchanging(costs)
+    # Refuses an impossible number of slices before the bounds multiply it.
     shares_of_equal_cost(num_slices)
     _check_bounds(generator, pp, num_microbatches * num_slices, chunks or generator.num_chunks)
     # Training has the same rule, in flags (`config/stages.py`).
@@ -269,6 +273,8 @@ def generate(
     if generator.free_chunks:
         arguments.append(chunks or generator.num_chunks)
     if generator.needs_costs:
+        # The generator takes slices for whole micro-batches, num_slices times as long as they are;
+        # beside those a message takes as many times its latency.
         arguments.append(replace(costs, latency=num_slices * costs.latency))
     schedule = generator.build(*arguments, **complete)
     if num_slices > 1:

@@ -71,6 +71,7 @@ def _table(pp: int, num_microbatches: int, rows: Rows) -> Schedule:
 
 
 def _published_rows(pp: int, num_microbatches: int) -> Rows:
+    # The published phases need as many; fewer are cut out of that table.
     count = max(num_microbatches, 2 * pp - 1)
     rows = tuple(_row(rank, pp, count) for rank in range(pp))
     return rows if count == num_microbatches else shortened(rows, num_microbatches)

@@ -78,6 +78,7 @@ class Progress:
         made._missing, made._unlaunched = [*self._missing], [*self._unlaunched]
         made._launched, made._launched_before = {*self._launched}, {*self._launched_before}
         made._awaited, made._takers = {*self._awaited}, {**self._takers}
+        # The map by position holds the lists themselves, so a copy needs one of its own.
         made._heap_of = made._heaps()
         return made
 
@@ -233,6 +234,8 @@ def simulate_dynamic(
     Raises:
         ScheduleError: The policies stopped before all actions had run.
     """
+    # A launch that takes time is what tells a device that runs behind its host from one that does
+    # not.
     run = _DeviceRun if costs.launch else _HostRun
     return run(schedule, policies, costs).timeline()
 

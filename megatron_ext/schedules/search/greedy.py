@@ -29,22 +29,23 @@ __all__ = ["Problem", "Rows", "Variant", "search", "spread"]
 Rows = tuple[tuple[Action, ...], ...]
 Key = tuple[int, int, int, int]
 
+# Actions that one search may place while it compares variants: about 20 seconds.
 _MAX_PLACED = 2_000_000
-"""Actions that one search may place while it compares variants: about 20 seconds."""
+# Micro-batches per rank that suffice to judge a limit for longer tables.
 _PILOT_ROUNDS = 4
-"""Micro-batches per rank that suffice to judge a limit for longer tables."""
 
 
 def _priority(action: Action) -> Key:
     """Backwards before F before W; of the forwards the deepest stage, of the others the first."""
     stage, kind, microbatch, part = action
+    # The deepest forward is nearest to its backward, which frees memory.
     if kind == "F":
         return 1, -stage, microbatch, part
     return (2 if kind == "W" else 0), stage, microbatch, -part
 
 
+# Ticks per unit of time; times are whole ticks, so sums are exact.
 _TICKS = 10**6
-"""Ticks per unit of time; times are whole ticks, so sums are exact."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
     if surplus:
         # The pipeline reaches its steady state long before: the best limit stays the best.
         pilot = replace(problem, num_microbatches=problem.num_microbatches - surplus)
+        # Trying all variants on the long table would take the time of all of them.
         best = _best(pilot, variants)
         found = best and _best(problem, [best.variant])
     found = found or _best(problem, variants)
@@ -224,6 +226,8 @@ class _Attempt:
         while self._starts:
             start, number = heappop(self._starts)
             choice = self._ranks[number].choice
+            # A rank that chose again left its old entry here, which is cheaper than to find and
+            # remove it.
             if choice is not None and choice[0] == start:  # else the rank has chosen again
                 return number
         return None

@@ -127,6 +127,8 @@ class LengthCost:
 
     def of_pack(self, lengths: Sequence[int]) -> float:
         """Return the cost of a micro-batch of samples that do not attend to each other."""
+        # Exact: packings of one cost are told apart by what they hold, not by the order of a sum,
+        # which is that of the file.
         return fsum(map(self.of_length, lengths))
 
     def of_packing(self, packing: Packing, lengths: Sequence[int]) -> list[list[float]]:
@@ -225,6 +227,8 @@ def pack_in_file_order(lengths: Sequence[int], num_replicas: int, max_tokens: in
             room = max_tokens
         packs[-1].append(index)
         room -= length
+    # Replicas run the same number of micro-batches, because each takes part in the same
+    # collectives.
     packs += [[] for _ in range(-len(packs) % num_replicas)]
     return tuple(
         tuple(tuple(pack) for pack in packs[first::num_replicas]) for first in range(num_replicas)
@@ -272,8 +276,8 @@ def _check(lengths: Sequence[int], num_replicas: int, max_tokens: int) -> None:
         )
 
 
+# Small micro-batches that fill the pipeline before the largest come.
 _FEW = 3
-"""Small micro-batches that fill the pipeline before the largest come."""
 
 
 def best_order(schedule: Schedule, scales: Sequence[float], costs: Costs = UNIT) -> tuple[int, ...]:

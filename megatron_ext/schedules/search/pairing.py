@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["exchanging", "marked_pairs", "paired"]
 
+# All-to-all over the computation beside it, where costs have none: the middle of the three that
+# `benchmarks/expert_overlap.py` measures.
 _USUAL = 0.6
-"""All-to-all over the computation beside it, where costs have none: the middle of the three that
-`benchmarks/expert_overlap.py` measures."""
 _MOST_LEAD = 3
 """Micro-batches by which an order that is placed anew may be ahead of its table."""
 
@@ -99,6 +99,7 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
             f"{schedule.label} runs forwards and backwards on different ranks, so no rank can pair "
             "them; leave pairs out"
         )
+    # Which order is best must not depend on luck.
     costs = replace(exchanging(costs), jitter=0.0, link_jitter=0.0, launch=0.0)
     last = len(schedule.rows) - 1
     graded = [last - rank for rank in range(last + 1)]
@@ -197,6 +198,7 @@ class _Placing:
                 now, rank, supplied = heappop(self._events)
                 if supplied:
                     self._missing[supplied] -= 1
+                # A rank that chose before the last of them would miss a pair that is possible.
                 if self._events and self._events[0][:2] == (now, rank):
                     continue  # all that arrives at this time first
                 if self._free[rank] <= now:

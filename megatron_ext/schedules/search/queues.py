@@ -102,6 +102,7 @@ class MessageOrder:
         """Return the moment when an action ends and its result leaves."""
         leaving = _sent(exchange)
         if not leaving:
+            # What sends nothing sorts before all messages of its moment.
             return _Moment(end, Message("B", -1, -1), False)
         crosses = any(sent.to_twin for sent in leaving)
         return _Moment(end, leaving[0].message, crosses and not leads)
@@ -203,6 +204,7 @@ def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> N
         place = todo.pop()
         while (meeting := _next(programs, done, place)) is not None:
             other = meeting.target if meeting.source == place else meeting.source
+            # The other end is not there yet; it will come back to this rank when it is.
             if _next(programs, done, other) != meeting:
                 break
             done[place] += 1

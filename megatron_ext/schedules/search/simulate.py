@@ -125,8 +125,10 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     def visit(rank: int, index: int, arrived: Any) -> float | list[float]:
         action, ended = rows[rank][index], ends[rank]
         begin = ended[-1] if index else 0.0
+        # `walk` hands over two values at a pair, and one at an action.
         partner = rows[rank][index + 1] if type(arrived) is tuple else None
         if partner is not None:
+            # A time of 0.0 is left out too: nothing begins earlier.
             arrived = max(filter(None, arrived), default=None)
         if arrived is not None and arrived > begin:
             begin = arrived

@@ -30,6 +30,8 @@ KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "R")
 Option = str | int | bool
 
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
+# At most nine digits: no table has more, and `int` refuses thousands of them with an error of its
+# own.
 _ACTION = re.compile(r"([0-9]{1,9})([FBIWR])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
@@ -204,10 +206,12 @@ class Schedule:
             return (action._replace(kind="I"),)
         if kind == "R" and self.ships_activations:
             return (action._replace(kind="F"),)
+        # A recomputation needs what the forward of its stage needed: the input, not the result.
         source = self.placement.source(stage, kind)
         if kind in ("F", "R"):
             before = (action._replace(slice=part - 1),) if part else ()
             return before if source is None else (action._replace(stage=source, kind="F"), *before)
+        # What the backward reads was kept on its own rank, where F ran, or with two roles R.
         own = action._replace(kind="R" if self.disaggregated else "F")
         needed = (own,) if source is None else (own, self._backward(action, source))
         if part + 1 == self.num_slices:
@@ -230,6 +234,7 @@ class Schedule:
                 fed.append(self._backward(action._replace(slice=part - 1), stage))
             return tuple(fed)
         fed = []
+        # Where backward ranks recompute, nobody runs F of the last stage: its R takes this output.
         if target is not None and self.runs_forward(target):
             fed.append(action._replace(stage=target))
         if part + 1 < self.num_slices:

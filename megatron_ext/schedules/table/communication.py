@@ -179,6 +179,7 @@ def _tensor(schedule: Schedule, source: Action, target: Action, *, sends: bool) 
 
 def _awaits(schedule: Schedule, action: Action, window: int | None) -> tuple[Transfer, ...]:
     stage, kind, microbatch, _ = action
+    # The first ones need no credit: that is how far ahead the forward rank may be.
     if window is None or kind != "F" or microbatch < window:
         return ()
     message = Message("C", stage, microbatch)
@@ -189,6 +190,7 @@ def _grants(schedule: Schedule, action: Action, window: int | None) -> tuple[Tra
     stage, kind, microbatch, _ = action
     if window is None or kind != "R" or not schedule.runs_forward(stage):
         return ()
+    # Nobody would await it, and the step would end with a message under way.
     if microbatch + window >= schedule.num_microbatches:
         return ()
     message = Message("C", stage, microbatch + window)
@@ -229,6 +231,7 @@ def check_slots(schedule: Schedule, slots: int) -> None:
         end = index + (2 if index in schedule.pairs_of(rank) else 1)
         actions = schedule.rows[rank][index:end]
         sends = [edge(s, placement.target(s, kind), kind) for s, kind, _, _ in actions]
+        # Both slots of a pair are needed at once, because it hands on when both have ended.
         if any(to is not None and unused.get(to, 0) >= slots for to in sends):
             return None
         for to in sends:

@@ -109,6 +109,7 @@ class Costs:
         """
         try:
             forward, input_gradient, weight, *rest = map(float, text.split(","))
+            # A sixth number stays in and does not unpack, which refuses it.
             latency, launch = (*rest, 0.0, 0.0)[: max(2, len(rest))]
         except ValueError:
             raise ScheduleError(
@@ -217,7 +218,10 @@ class Costs:
     def _factors(self, sigma: float, what: str, count: int) -> list[float]:
         if not sigma:
             return [1.0] * count
+        # Seeded by what is drawn: tables with the same stages meet the same luck in whatever order
+        # they run, so a comparison shows their orders.
         draw = random.Random(f"{self.seed} {what}").lognormvariate  # noqa: S311 - no secret
+        # The mean of a log-normal variable is exp(mu + sigma^2 / 2), which this mu makes 1.
         return [draw(-sigma * sigma / 2, sigma) for _ in range(count)]
 
 

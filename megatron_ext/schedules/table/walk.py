@@ -42,12 +42,14 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
         The ranks that did not finish, with the position at which they wait; empty if all did.
     """
     steps = _steps(schedule)
+    # Numbered and not by name: a table has millions of tensors, and this is asked twice for each.
     there: list[Any] = [None] * 3 * schedule.num_stages * schedule.slices_in_step
     num_slices = schedule.num_slices
     position = [0] * len(schedule.rows)
     awaited: dict[int, int] = {}  # missing tensor: the rank that waits for it
     waiting: dict[int, int] = {}  # rank: the position of the action that cannot run
     held: list[int] = []  # ranks that the visitor does not let run
+    # A stack: rank 0, which has the first forward, is on top.
     todo = list(range(len(schedule.rows)))[::-1]
 
     def hand_over(number: int, value: Any) -> None:
@@ -79,6 +81,7 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
                 taken = taken, other
             made = visit(rank, index, taken)
             if made is None:
+                # Whoever makes progress may free what the visitor lacked, a slot for example.
                 held.append(rank)
                 waiting[rank] = index
                 break
@@ -97,6 +100,7 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
                     todo.append(awaited.pop(makes + number))
         else:
             waiting.pop(rank, None)
+        # Without progress anywhere held ranks stay held: that is how a walk ends which cannot end.
         if index > position[rank]:
             position[rank] = index
             todo += held
