@@ -147,6 +147,8 @@ def line_of(message: object) -> str:
 
 def parser_line(parser: ArgumentParser, message: str) -> str:
     """Return an error of argparse in our own words, with a known name that is close."""
+    # argparse has no codes for its errors, only text. What is not recognised, as after a change in
+    # another Python, is shown as it is.
     see = f"see {parser.prog} --help"
     if found := re.fullmatch(r"argument (.*?): invalid (int|float) value: (.*)", message):
         kind = "a whole number" if found[2] == "int" else "a number"

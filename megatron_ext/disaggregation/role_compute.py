@@ -56,6 +56,8 @@ class RoleEnds:
         if self.num_layers is None or kind == "B" or self.job.role == "forward":
             return [Form(self.shape, self.dtype)]
         place, num_stages = self.job.place, self.job.ranks.pp
+        # What the last layer makes is the next stage's input; only the loss needs it on its own
+        # stage.
         made = max(0, self.num_layers - (place.pp < num_stages - 1))
         shape = None if self.shape is None else ((place.pp > 0) + made, *self.shape)
         shipped = Form(shape, self.dtype)

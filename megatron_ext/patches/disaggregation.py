@@ -64,6 +64,7 @@ def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     from megatron_ext.disaggregation.step import shared_progress
 
     made = call(*args, **kwargs)
+    # The counters are arguments: Megatron's own loading writes them there.
     progress = vars(sys.modules["megatron.training"].get_args())
     progress.update(shared_progress(progress))
     return made
@@ -86,6 +87,8 @@ def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
         decoder_seq_length=arguments.decoder_seq_length,
     )
     step_done(given["model"], updated=False)
+    # Losses; steps that were skipped; whether to save and to exit, with which code; the norm of the
+    # gradients and how many are zero; the largest attention logit.
     return {}, 0, False, False, 0, None, None, 0
 
 

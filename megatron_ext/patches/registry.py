@@ -200,6 +200,7 @@ class Registry:
             site.mismatch = error
             _LOG.debug("patch target is not as expected: %s", error)
             return False
+        # Now or never: what has no proxy cannot ask at a call whether its feature is on.
         if site.first.kind == "set":
             if not site.first.when() or drift.refuses(site.mismatch):
                 return False
@@ -365,6 +366,7 @@ class Registry:
 def _is_loaded(name: str) -> bool:
     """Return whether a module is imported to its end; the others get a post-import hook."""
     module = sys.modules.get(name)
+    # During its import a module is in sys.modules already, half of it missing.
     spec = getattr(module, "__spec__", None)
     return module is not None and not getattr(spec, "_initializing", False)
 

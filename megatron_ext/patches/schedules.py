@@ -88,6 +88,7 @@ def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
 
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
     rank = parallel_state.get_pipeline_model_parallel_rank()
+    # Megatron deals chunks out round-robin.
     stage = (kwargs.get("vp_stage") or 0) * ranks + rank
     with rng_of_this_step(stage, kwargs["current_microbatch"]):
         return call(*args, **kwargs)
@@ -118,6 +119,7 @@ def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
     training = sys.modules["megatron.training.training"]
     given = args[0] if args else kwargs["data_iterator"]
     iterators = given if isinstance(given, list) else [given]
+    # As the step that is skipped would: Megatron's machine may run it again, and rewinds the data.
     while training.get_rerun_state_machine().should_run_forward_backward(given):
         for iterator in iterators:
             if iterator is not None:

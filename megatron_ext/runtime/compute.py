@@ -152,6 +152,7 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
     """
     # Recomputation needs nothing here: upstream restores these states by itself.
     place = iteration, stage, microbatch
+    # Megatron's own pair of functions, which knows the generators of each release.
     host, device, tracked = random._get_all_rng_states()
     try:
         set_rng_states(
@@ -418,6 +419,7 @@ class StageCompute:
         Returns:
             The gradients of the inputs, `[s, b, h]` each; None for the first stage.
         """
+        # Gone from here before the backward runs, so that it frees what it has used.
         inputs, outputs = self._live.pop((stage, microbatch))
         backward_step = self._stage(stage).backward_step
         if split:
@@ -480,5 +482,7 @@ class StageCompute:
 @functools.cache
 def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the placeholder for freed data, valid in inference mode and in training."""
+    # Made in inference mode, as an evaluation may be the first to need it, it could not be part of
+    # a graph later.
     with torch.inference_mode(mode=False):
         return torch.empty(1, dtype=dtype, device=device)

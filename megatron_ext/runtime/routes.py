@@ -169,6 +169,8 @@ class _Publish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, takers: _Sum) -> torch.Tensor:
+        # A gradient that is not there stays None: adding zeros would cost time and turn -0.0 into
+        # 0.0.
         ctx.set_materialize_grads(False)
         ctx.takers = takers
         return tensor.detach()

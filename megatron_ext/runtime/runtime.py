@@ -333,6 +333,7 @@ class Runtime:
         _, known, program = self._programs.get(id(table), (table, None, None))
         if program is None or known != ends:
             program = make_program(table, ends)
+            # With the table, whose id would otherwise be another object's one day.
             self._programs[id(table)] = table, ends, program
         return program
 
@@ -439,6 +440,7 @@ def runtime_of(
         routes = trees.declared.routes
         peers = peers.with_mirrored(groups.pp)
         channels += channels_of_routes(routes, placement, groups.pp.rank(), peers)
+        # Trees are bytes, and how many is known when they are made: the transport's slots fit any.
         shapes = {"F": [None], "B": [None]}
     agreement = None
     if pipeline.dynamic is not None:
@@ -542,6 +544,7 @@ def totals() -> tuple[Measured, int]:
 def log_statistics() -> None:
     """Log the training statistics of all ranks on rank 0. Collective over all ranks of the job."""
     for runtime in active.required().state(Runtimes):
+        # Making a runtime is collective, so all ranks have theirs in one order.
         everybody: list[Measured] = [Measured() for _ in range(dist.get_world_size())]
         dist.all_gather_object(everybody, runtime.measured)
         together = Measured()

@@ -72,6 +72,7 @@ class Leaf(NamedTuple):
 class TreeForm:
     """The form of a tree: everything but its tensors' data."""
 
+    # Says all of it: forms are equal if their texts are, which each message compares.
     text: str
     """Skeleton and leaves as JSON."""
     skeleton: Any = field(compare=False)
@@ -108,6 +109,7 @@ def _parsed(text: bytes) -> TreeForm:
         leaves = []
         for shape, name, requires_grad in described:
             dtype = getattr(torch, name)
+            # Whatever name a damaged header has, what torch keeps under it need not be a type.
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"torch.{name} is not a dtype")
             leaves.append(Leaf(tuple(shape), dtype, requires_grad))

@@ -61,9 +61,11 @@ class Address:
             byte_order=sys.byteorder,
             wire=wire,
             host=socket.gethostname(),
+            # Host names are not unique: machines made of one image, and containers, may share them.
             boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             network=Path("/proc/self/ns/net").stat().st_ino,
             name=f"megatron_ext-{secrets.token_hex(8)}",
+            # Whoever connects shows it: ranks read it from the job's store, strangers cannot.
             secret=secrets.token_hex(16),
             no_rdma=no_rdma,
         )
@@ -109,6 +111,7 @@ def choose_wire(rank: int, mine: Address, peer: int, theirs: Address) -> tuple[s
         TransportError: The configured wire is unavailable, or the two processes differ in their
             configured wire, version or byte order.
     """
+    # Messages say neither, and any release may change their headers.
     if (theirs.version, theirs.byte_order) != (mine.version, mine.byte_order):
         raise TransportError(
             f"rank {peer} runs megatron_ext {theirs.version} ({theirs.byte_order} endian), rank "

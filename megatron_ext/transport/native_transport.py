@@ -47,8 +47,8 @@ _from_dlpack = getattr(torch._C, "_from_dlpack", from_dlpack)
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
+# How long a wait spins before it sleeps, on a host with a CPU for each rank.
 _SPIN_S = 20e-6
-"""How long a wait spins before it sleeps, on a host with a CPU for each rank."""
 
 # A tag is, from the highest bit: kind 4, launched 1, header 1, part 3, slice 6, stage 11,
 # micro-batch 17, step 21.
@@ -84,6 +84,7 @@ class Tags(dict[Message, int]):
                 f"{_MAX_MICROBATCHES} micro-batches, {_MAX_SLICES} slices of each and {_MAX_PARTS} "
                 f"tensors for each of these"
             )
+        # Steps in the low bits: a tag of step 0 is that of any step after an OR.
         high = (_KINDS[message.kind] << 1 | message.launched) << 1 | message.header
         place = ((high << 3 | message.part) << 6 | message.slice) << 11 | message.stage
         tag = self[message] = (place << 17 | message.microbatch) << 21
@@ -239,6 +240,8 @@ class NativeTransport:
                 f"the native core sends tensors of the CPU only, not of {tensor.device}; send them "
                 f"through a StagedTransport"
             )
+        # The core copies bytes as they lie; conjugates and negatives are views whose bytes say
+        # otherwise.
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             tensor = plain(tensor)
         code = CODE_OF.get(tensor.dtype)
