@@ -296,8 +296,8 @@ class _InForce:
     """State of features that models use with and without a configuration."""
 
 
+# The one active configuration.
 _PROCESS = _InForce()
-"""The one active configuration."""
 
 
 def activate_configuration(configuration: Active | None) -> None:

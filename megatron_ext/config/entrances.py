@@ -58,8 +58,8 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 
+# The attribute in which `prepare` keeps (old, new) of the arguments that it changed.
 _REWRITTEN = "megatron_ext_rewritten"
-"""The attribute in which `prepare` keeps (old, new) of the arguments that it changed."""
 
 
 def prepare(args: Namespace, requested: PipelineConfig | None = None) -> None:

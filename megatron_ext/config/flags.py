@@ -92,12 +92,13 @@ FLAG_OF = {
 FIELD_OF = {flag: field for field, flag in FLAG_OF.items()}
 """Field by the flag that sets it."""
 
+# Fields whose value is that of their flag.
 _SIMPLE = (
     "slices", "balance", "transport", "device_path", "checksums", "node_ips", "hang_timeout_s",
     "variable_seq_lengths", "microbatch_rng", "device",
 )  # fmt: skip
-"""Fields whose value is that of their flag."""
 
+# The flag that a flag says more about.
 _PART_OF = {
     "--dpp-policy": _DPP,
     "--dpp-extra-activations": _DPP,
@@ -107,7 +108,6 @@ _PART_OF = {
     "--fbd-activations": FLAG,
     "--ignore-forward-tensor-parallel": FLAG,
 }
-"""The flag that a flag says more about."""
 
 
 class _WordParser(ArgumentParser):
@@ -186,6 +186,7 @@ def read_words(words: Sequence[str]) -> dict[str, Any]:
     return {**vars(parsed), **settings}
 
 
+# Destination of flags of Megatron's that are not named after it.
 _DEST_OF = {
     "fp4_format": "fp4",
     "fp8_format": "fp8",
@@ -193,10 +194,9 @@ _DEST_OF = {
     "no_rope_fusion": "no_apply_rope_fusion",
     "overlap_p2p_communication": "overlap_p2p_comm",
 }
-"""Destination of flags of Megatron's that are not named after it."""
 
+# Flags of Megatron's that take several values.
 _SEVERAL = ("rampup_batch_size", "recompute_modules")
-"""Flags of Megatron's that take several values."""
 
 
 def _number(word: str) -> int | float | str:

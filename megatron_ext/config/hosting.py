@@ -63,6 +63,7 @@ __all__ = ["Preflight", "inspect", "preflight"]
 
 _LOG = logging.getLogger(__name__)
 
+# Megatron's defaults of what the checks read.
 _USUAL = {
     "add_bias_linear": True,
     "add_qkv_bias": False,
@@ -82,7 +83,6 @@ _USUAL = {
     "tp_comm_overlap": False,
     "transformer_impl": "transformer_engine",
 }
-"""Megatron's defaults of what the checks read."""
 
 
 @dataclass

@@ -52,19 +52,19 @@ _PATTERN = "--hybrid-layer-pattern"
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+# Arguments that allow stages with different numbers of layers.
 _UNEVEN = (
     "pipeline_model_parallel_layout",
     "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json",
 )
-"""Arguments that allow stages with different numbers of layers."""
 
 
+# Placements that deal stages out round-robin, as Megatron does.
 _DEALT = ("linear", "loop")
-"""Placements that deal stages out round-robin, as Megatron does."""
 _PLACED = (*_DEALT, "v", "w")
+# Letters of Megatron's layout notation, by layer name.
 _LETTERS = {"embedding": "E", "encoder": "e", "decoder": "t", "mtp": "m", "loss": "L"}
-"""Letters of Megatron's layout notation, by layer name."""
 
 
 class _CutFlag(NamedTuple):

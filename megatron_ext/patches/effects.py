@@ -18,8 +18,8 @@ from megatron_ext.upstream import releases
 
 __all__ = ["PATCHES", "is_not_logged", "logged"]
 
+# Number of steps to check: by then tied copies have been filled, and updated once.
 _STEPS = 2
-"""Number of steps to check: by then tied copies have been filled, and updated once."""
 
 
 @dataclass

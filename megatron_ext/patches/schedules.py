@@ -72,12 +72,12 @@ def _check_without_overlap(call: Call, instance: Any, args: Args, kwargs: Kwargs
         vars(instance).update(given)
 
 
+# The overlap, and what Megatron accepts only with it.
 _CHECKED_WITH_OVERLAP = (
     "overlap_moe_expert_parallel_comm",
     "delay_wgrad_compute",
     "ep_overlap_early_attn_memory_release",
 )
-"""The overlap, and what Megatron accepts only with it."""
 
 
 def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -19,8 +19,8 @@ __all__ = ["PATCHES"]
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _OPTIMIZERS = ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer")
+# Attribute of an output: (chunk, micro-batch) of its forward, for the backward.
 _ACTION = "_megatron_ext_action"
-"""Attribute of an output: (chunk, micro-batch) of its forward, for the backward."""
 
 
 def _is_observed() -> bool:

@@ -198,6 +198,7 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
     Raises:
         ArgumentsError: A size is missing or no number.
     """
+    # An error of argparse's would end the process, of which the planner is only a part.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in _INTEGERS.split():
         parser.add_argument(f"--{flag}", type=int)
@@ -258,6 +259,8 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
         hidden=hidden,
         heads=heads,
         query_groups=groups or 1,
+        # Here and below: the defaults of Megatron's arguments, which its configuration does not all
+        # share.
         head_size=(given.qk_head_dim or 128) + rotary if latent else channels,
         value_size=(given.v_head_dim or 128) if latent else channels,
         ffn=ffn,
@@ -329,6 +332,7 @@ def _moe_layers(frequency: str, num_layers: int, experts: int) -> tuple[bool, ..
         return (False,) * num_layers
 
     def value(node: ast.expr) -> Any:
+        # Megatron evaluates the text as Python; here it may come out of anybody's file.
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return node.value
         if isinstance(node, ast.List):
@@ -384,6 +388,7 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
             "mamba-num-groups": config["n_groups"],
             "moe-latent-size": config.get("moe_latent_size"),
         }
+    # Qwen2's file does not say that queries, keys and values have biases; its code does.
     if config.get("attention_bias") or config.get("model_type") == "qwen2":
         switches.append("add-qkv-bias")
     if not config.get("tie_word_embeddings", False):
@@ -402,6 +407,7 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
         if config.get("num_key_value_heads", heads) != heads:
             switches.append("group-query-attention")
             flags["num-query-groups"] = config["num_key_value_heads"]
+        # So it is with the norms of Qwen3.
         if config.get("model_type", "").startswith("qwen3"):
             switches.append("qk-layernorm")
     names = ("n_routed_experts", "num_local_experts", "num_experts")

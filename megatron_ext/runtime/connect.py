@@ -55,8 +55,8 @@ def channels_of(placement: Placement, rank: int, peers: Peers) -> list[Channel]:
 
 _LOG = logging.getLogger(__name__)
 
+# Slot size when message sizes are unknown. Longer messages are sent in pieces.
 _SLOT_BYTES = 1 << 20
-"""Slot size when message sizes are unknown. Longer messages are sent in pieces."""
 
 
 def open_transport(

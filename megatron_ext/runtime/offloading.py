@@ -30,12 +30,12 @@ class Offloading:
     """The order in which activations return, for the step in progress."""
 
     def __init__(self) -> None:
+        # Numbers of forwards, in the order of their backwards; empty in evaluations.
         self._order: tuple[int, ...] = ()
-        """Numbers of forwards, in the order of their backwards; empty in evaluations."""
+        # The order that Megatron has in memory.
         self._learned: tuple[int, ...] = ()
-        """The order that Megatron has in memory."""
+        # Forwards of this step so far.
         self._begun = 0
-        """Forwards of this step so far."""
 
     def begin_step(self, row: Sequence[Action]) -> None:
         """Take the order of a rank's actions; another one than before is learned anew."""

@@ -394,14 +394,14 @@ class RunAhead:
         self._backend = backend
         self._device = device
         self._timeout_s = timeout_s
+        # Names of the actions that have not ended, oldest first.
         self._unfinished: deque[object] = deque()
-        """Names of the actions that have not ended, oldest first."""
         self._error: BaseException | None = None
+        # Start of the action that is being launched.
         self._began: TimingEvent | None = None
-        """Start of the action that is being launched."""
         self._wake: Callable[[], None] | None = None
+        # Seconds that the device spent on actions which ended, while somebody listens.
         self._ended_s: list[float] = []
-        """Seconds that the device spent on actions which ended, while somebody listens."""
         self._changed = threading.Condition()
         self._events: queue.SimpleQueue[tuple[TimingEvent | None, TimingEvent] | None] = (
             queue.SimpleQueue()

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["PlannedCompute"]
 
 _Key = tuple[int, int]
+# Of a layer, in order; 0.19 and later have another name for the first.
 _PARTS = ("attn", "pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine")
-"""Of a layer, in order; 0.19 and later have another name for the first."""
 
 
 @dataclass

@@ -224,8 +224,8 @@ class RouteStore:
 
     def __init__(self, declared: dict[int, Declared] | None = None) -> None:
         self._declared = declared
+        # By micro-batch and name.
         self._known: dict[tuple[Batch, str], _Published] = {}
-        """By micro-batch and name."""
         self._stage = 0
         self._batch: Batch = (0, False)
         self._published: set[str] = set()

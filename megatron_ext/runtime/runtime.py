@@ -84,8 +84,8 @@ __all__ = [
 ]
 
 
+# Change in live activations by kind of action. An activation lives until B or W ends.
 _CHANGE = {"F": 1, "R": 1, "B": -1, "I": 0, "W": -1}
-"""Change in live activations by kind of action. An activation lives until B or W ends."""
 
 
 @dataclass

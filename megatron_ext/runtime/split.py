@@ -68,8 +68,8 @@ class SplitBackward:
         self._key: _Key | None = None
         self._waiting: dict[_Key, list[WeightGradient]] = {}
         self._marked: list[torch.nn.Parameter] = []
+        # By id of a weight: the stream in which its layer runs backward.
         self._streams: dict[int, Any] = {}
-        """By id of a weight: the stream in which its layer runs backward."""
         self._modules: dict[int, DelayedModules] = {}
         self._progress: Progress | None = None
         self.has_deferred = False
@@ -218,9 +218,9 @@ class _Deferral:
 
 _EMBEDDING = "megatron_ext_is_embedding"
 
+# Megatron's memory for gathered inputs, and a second one, which a gather writes while a GEMM reads
+# the first.
 _BUFFERS = ("mpu", "megatron_ext.mpu")
-"""Megatron's memory for gathered inputs, and a second one, which a gather writes while a GEMM reads
-the first."""
 
 
 class WeightGradient(Protocol):
@@ -641,8 +641,8 @@ class DelayedModules:
         """Ids of the parameters of the layers that postpone."""
         self._counted = [0] * len(self._layers)
         self._notes: deque[tuple[int, list[int]]] = deque()
+        # By id of a layer: the stream in which it runs backward.
         self._streams: dict[int, Any] = {}
-        """By id of a layer: the stream in which it runs backward."""
         for layer in self._layers:
             layer.wgrad_store.put = partial(self._put, layer)
         self._unfused = [
@@ -768,9 +768,9 @@ def _compute(layer: Any, remaining: int) -> None:
             weight.grad = total if kept is None else kept + total
 
 
+# Settings of a layer with --tp-comm-overlap whose operands may lie in a buffer that the backward of
+# the next layer fills again.
 _GATHERS_IN_USER_BUFFERS = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
-"""Settings of a layer with --tp-comm-overlap whose operands may lie in a buffer that the backward
-of the next layer fills again."""
 
 
 def _copied(operand: Any) -> Any:

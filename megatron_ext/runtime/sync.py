@@ -48,12 +48,12 @@ class GradientSync:
         self._by_hooks = not table.split_stages
         # The table's order, whatever this rank runs: peers must start the same collectives in the
         # same order, and under a dynamic order each runs its actions in another one.
+        # Stages of this rank; the first `_started` of them have been started.
         self._order = table.reduction_order
-        """Stages of this rank; the first `_started` of them have been started."""
         self._started = 0
         self._complete: set[int] = set()
+        # By chunk: the bucket groups still to reduce, the next one last.
         self._buckets: dict[int, list[_BucketGroup]] = {}
-        """By chunk: the bucket groups still to reduce, the next one last."""
         self._force_all_reduce = force_all_reduce
         self._functions = _by_chunk(config.grad_sync_func, len(chunks))
         self._overlaps = config.no_sync_func is not None

@@ -335,8 +335,8 @@ def _print_left_out(reasons: list[str]) -> None:
         print(f"left out: {reason}", file=sys.stderr)
 
 
+# Schedules whose flags `plan` prints; `--schedule NAME` prints those of any.
 _WITH_FLAGS = 3
-"""Schedules whose flags `plan` prints; `--schedule NAME` prints those of any."""
 
 
 def _print_plan(args: argparse.Namespace, timelines: list[Timeline]) -> None:
@@ -572,8 +572,8 @@ def table(timelines: Sequence[Timeline]) -> str:
 
 
 _LENGTH_FIELDS = ("length", "num_tokens", "tokens")
+# Global batches that are simulated: the first ones of the file.
 _MAX_BATCHES = 4
-"""Global batches that are simulated: the first ones of the file."""
 
 
 def read_lengths(path: Path) -> list[int]:

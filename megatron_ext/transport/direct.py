@@ -41,27 +41,27 @@ _log = logging.getLogger(__name__)
 NOTE_BYTES = 1024
 """Size of a host slot: the longest message or note of this transport, decisions aside."""
 
+# Header of a message: buffer number, dtype code, number of dimensions. The sizes follow (int64
+# each), then the buffer's handle at its first use.
 _HEAD = struct.Struct("<QHB")
-"""Header of a message: buffer number, dtype code, number of dimensions. The sizes follow (int64
-each), then the buffer's handle at its first use."""
 
+# Header of a release note: buffer number. The reader's handle follows at the first use.
 _RELEASE = struct.Struct("<Q")
-"""Header of a release note: buffer number. The reader's handle follows at the first use."""
 
+# Instead of a buffer number: the reader has unmapped all buffers.
 _FAREWELL = (1 << 64) - 1
-"""Instead of a buffer number: the reader has unmapped all buffers."""
 
+# How long `close` waits for peers to receive their messages.
 _TAKEN_S = 10.0
-"""How long `close` waits for peers to receive their messages."""
 
+# How long `close` then waits for peers to unmap the buffers, so that it can free them.
 _UNMAPPED_S = 0.5
-"""How long `close` then waits for peers to unmap the buffers, so that it can free them."""
 
+# Header of the greeting: name of the sender's device. The handle of its first buffer follows.
 _NAME = struct.Struct("32s")
-"""Header of the greeting: name of the sender's device. The handle of its first buffer follows."""
 
+# How long the death of a peer may stay undetected after a copy from its memory has failed.
 _NOTICED_S = 0.5
-"""How long the death of a peer may stay undetected after a copy from its memory has failed."""
 
 _REMEDY = "take --pipeline-device-path staged"
 
@@ -120,8 +120,8 @@ class DirectTransport:
         # an empty one, once the tensor is in the buffer.
         self._copies = Afterwards("copies", self._give_up) if reports_copies else None
         self._expected: dict[tuple[int, Message], Expected] = {}
+        # Received messages whose tensors may not be there; the empty messages have yet to come.
         self._coming: list[tuple[int, Message]] = []
-        """Received messages whose tensors may not be there; the empty messages have yet to come."""
         self._num_messages = self._num_bytes = 0
         self._given_up = self._closed = False
         self._peers = {

@@ -152,18 +152,18 @@ class NativeTransport:
         # Once this rank holds half of a peer's slots, the endpoint copies further messages: tensors
         # that a schedule keeps must never stop a sender.
         self._endpoint: Endpoint | None = native.Endpoint(rank, slots, slot_bytes, checksums)
+        # The endpoint; None after `abort` and `close`.
         self._open = self._endpoint
-        """The endpoint; None after `abort` and `close`."""
+        # A snapshot of the endpoint's counters.
         self._stats = Stats()
-        """A snapshot of the endpoint's counters."""
         self._given_up: str | None = None
         self._warned = False
         self._step = 0
         self._tags = Tags()
+        # Messages announced by `begin` and not yet received, by source and tag.
         self._expected: dict[tuple[int, int], Expected] = {}
-        """Messages announced by `begin` and not yet received, by source and tag."""
+        # Source and tag of arrivals that `poll` has yet to return, in order.
         self._unreported: dict[tuple[int, int], None] = {}
-        """Source and tag of arrivals that `poll` has yet to return, in order."""
         no_rdma = NOT_PROBED
         if wire in ("auto", "rdma"):
             rdma = probe(ip)
@@ -175,8 +175,8 @@ class NativeTransport:
         self._hosts = {peer: connection.host for peer, connection in connections.items()}
         self._wires = {peer: connection.wire for peer, connection in connections.items()}
         self._for_device = for_device
+        # Address and size in bytes of the buffers, and of the slots of all links.
         self._memory: list[tuple[int, int]] = []
-        """Address and size in bytes of the buffers, and of the slots of all links."""
         num_over_tcp = for_device and sum(wire == "tcp" for wire in self._wires.values())
         if num_over_tcp:  # fixed memory for what arrives over TCP, before a peer can send
             self._memory.append(self._endpoint.add_buffers(num_over_tcp * ((slots + 1) // 2)))

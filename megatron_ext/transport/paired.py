@@ -35,8 +35,8 @@ class PairedTransport:
         self._direct = direct
         self._rest = rest
         self._peers = frozenset(direct.stats().wires)
+        # The rest, if it counts also the calls that it does not carry.
         self._in_order = rest if isinstance(rest, TorchTransport) else None
-        """The rest, if it counts also the calls that it does not carry."""
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step on both."""

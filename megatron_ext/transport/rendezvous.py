@@ -32,21 +32,21 @@ __all__ = ["Connection", "Store", "connect_peers"]
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.05
+# Attempts to connect to a peer that rejects the hello, whose bytes may have been damaged.
 _MAX_CALLS = 3
-"""Attempts to connect to a peer that rejects the hello, whose bytes may have been damaged."""
+# Time-out for notifying a peer that this rank gave up.
 _RING_S = 1.0
-"""Time-out for notifying a peer that this rank gave up."""
+# Prefix of a notice published instead of an address: the reason and its addressees' secrets.
 _GAVE_UP = b"gave up "
-"""Prefix of a notice published instead of an address: the reason and its addressees' secrets."""
+# Backlog of a listener, besides one for each peer: this process connects before it accepts.
 _BACKLOG = 128
-"""Backlog of a listener, besides one for each peer: this process connects before it accepts."""
 HELLO_BYTES = 1024
 HELLO_S = 5.0
 """How long a connection may take to send its hello."""
 # Anybody on the network can connect, also a scanner of ports.
+# Connections without a hello that are kept, besides one for each peer. Beyond that a new one
+# replaces the oldest.
 _MAX_STRANGERS = 64
-"""Connections without a hello that are kept, besides one for each peer. Beyond that a new one
-replaces the oldest."""
 
 
 class Store(Protocol):
@@ -104,8 +104,8 @@ class Reception:
         self._max_visits = num_peers + _MAX_STRANGERS
         # A client that sends nothing, or one byte at a time, delays nobody but itself.
         self._selector = selectors.DefaultSelector()
+        # Connections without a complete hello, in the order of their deadlines.
         self._visits: dict[socket.socket, _Visit] = {}
-        """Connections without a complete hello, in the order of their deadlines."""
         for listener in listeners:
             self._selector.register(listener, selectors.EVENT_READ)
 
@@ -187,8 +187,8 @@ class _Rendezvous:
         self._timeout_s = timeout_s
         self._mine = mine
         self._known: dict[int, Address] = {}
+        # The wire of each peer that this rank has connected to.
         self._called: dict[int, str] = {}
-        """The wire of each peer that this rank has connected to."""
 
     def run(self, peers: Iterable[int], ip: str | None) -> dict[int, Connection]:
         """Connect to all peers. The lower rank of each pair is the client."""

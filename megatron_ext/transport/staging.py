@@ -31,8 +31,8 @@ __all__ = ["StagedTransport", "staged"]
 
 _log = logging.getLogger(__name__)
 
+# How long `close` waits for the device to finish its copies.
 _CLOSE_S = 10.0
-"""How long `close` waits for the device to finish its copies."""
 
 
 def staged(transport: NativeTransport, copies: Copies | None, *, timeout_s: float) -> Transport:

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["Channel", "TorchTransport", "groups_of_ranks"]
 
 _MAX_DIMS = 7
+# Prefix of the keys in the store under which ranks publish why they abort.
 _ABORTED = "megatron_ext/aborted"
-"""Prefix of the keys in the store under which ranks publish why they abort."""
 
+# The message kinds of this wire.
 _KINDS: tuple[MessageKind, ...] = ("F", "B", "P", "G")
-"""The message kinds of this wire."""
 
 
 Pair = tuple[int, int]
@@ -87,10 +87,10 @@ class TorchTransport:
         self._shapes_travel = shapes_travel
         self._timeout_s = timeout_s
         self._matches_tags = dist.get_backend(group) == dist.Backend.GLOO
+        # Whether the next receive from a source needs the previous header's shape, which blocks the
+        # host. Each call then starts the due receives at its beginning, not the call before it: by
+        # then the computation in between has been launched.
         self._one_by_one = shapes_travel and not self._matches_tags
-        """Whether the next receive from a source needs the previous header's shape, which blocks
-        the host. Each call then starts the due receives at its beginning, not the call before it:
-        by then the computation in between has been launched."""
         self._me = dist.get_rank()
         pairs = {(channel.source, channel.target) for channel in channels}
         self._groups = dict.fromkeys(pairs, group)
@@ -105,17 +105,17 @@ class TorchTransport:
                     dist.send(probe, target, made)
                 else:
                     dist.recv(probe, source, made)
+        # Receives of this step that have not started.
         self._waiting: deque[Expected] = deque()
-        """Receives of this step that have not started."""
+        # Receives in progress, by source and message.
         self._posted: dict[tuple[int, Message], _Posted] = {}
-        """Receives in progress, by source and message."""
         self._sent: dict[Pair, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
         self._slots = 1
+        # Most tensors that one of this rank's messages had so far.
         self._parts = 1
-        """Most tensors that one of this rank's messages had so far."""
         self._step = 0
+        # Number of `isend` and `recv` calls in this step.
         self._calls = 0
-        """Number of `isend` and `recv` calls in this step."""
         self._abort_key = f"{_ABORTED}/{self._me}"
         _store().delete_key(self._abort_key)  # an earlier transport of this job may have set it
         wire = f"torch.distributed, {dist.get_backend(group)}"

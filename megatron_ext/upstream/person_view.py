@@ -33,11 +33,11 @@ _WARNING = re.compile(r"WARNING[: ]|.*?:\d+: \w*Warning: |\S*: ?warning: ", re.I
 _ERROR = re.compile(r"\w[\w.]*(?:Error|Exception|Interrupt|Exit|Mismatch|Died|Timeout)\b(?:: |$)")
 _TORCHRUN = re.compile(r"[EWI]\d{4} [\d:.]+ \d+ torch/distributed/(?:elastic|run)")
 
+# torch's mark before each line of a traceback, once ranks are connected.
 _RANK = re.compile(r"\[rank\d+\]: ")
-"""torch's mark before each line of a traceback, once ranks are connected."""
 
+# Errors with which torchrun ends if a rank fails, or at Ctrl-C.
 _LAUNCHER = ("ChildFailedError", "SignalException")
-"""Errors with which torchrun ends if a rank fails, or at Ctrl-C."""
 
 # What a machine lacks on purpose, what a first run cannot have, and Megatron's notes to itself.
 _HARMLESS = re.compile(
@@ -48,6 +48,7 @@ _HARMLESS = re.compile(
     r"|args.overlap_p2p_comm and args.align_param_gather|async save is deprecated",
     re.IGNORECASE,
 )
+# Lines of Megatron's that become one short line, at the first time.
 _STAGES = tuple(
     (re.compile(pattern), shown)
     for pattern, shown in (
@@ -66,7 +67,6 @@ _STAGES = tuple(
         (r"exiting program (?:at|after) ([^\]]*)", "stops after {0}"),
     )
 )
-"""Lines of Megatron's that become one short line, at the first time."""
 
 
 def _number(text: str) -> str:

@@ -35,8 +35,8 @@ from megatron_ext.upstream import tree as upstream
 
 __all__ = ["Start", "choose", "execute", "run"]
 
+# Message of a collective of gloo or NCCL that fails because another rank has ended.
 _LOST = re.compile(r"Connection (?:closed|reset) by peer(?: \S+\d)?|remote process exited")
-"""Message of a collective of gloo or NCCL that fails because another rank has ended."""
 
 _DUMPS_STACKS = "megatron.core.inference.data_parallel_inference_coordinator"
 

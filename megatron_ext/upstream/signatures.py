@@ -180,6 +180,7 @@ def build_tokenizer(args: Namespace) -> Any:
     return build(Namespace(**given, **added))
 
 
+# Settings that builders after 0.16 read, with their defaults.
 _TOKENIZER_ARGUMENTS: dict[str, Any] = {
     "chat_template": None,
     "metadata_path": lambda given: given.get("tokenizer_metadata"),
@@ -193,11 +194,10 @@ _TOKENIZER_ARGUMENTS: dict[str, Any] = {
     "tokenizer_sentencepiece_ignore_extra_whitespaces": True,
     "use_gigatoken": False,
 }
-"""Settings that builders after 0.16 read, with their defaults."""
 
 
+# Destinations of flags by their name in 0.16, with those that they have since.
 _RENAMED = {"enable_gloo_process_groups": ("use_gloo_process_groups",)}
-"""Destinations of flags by their name in 0.16, with those that they have since."""
 
 
 def flag_destination(name: str, known: Collection[str]) -> str | None:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 _ROW, _LEFT, _TOP, _BAR = 24, 58, 30, 20
+# Below the lanes of a schedule: ticks, numbers and what they count.
 _AXIS = 44
-"""Below the lanes of a schedule: ticks, numbers and what they count."""
+# Of the longest schedule, unless its numbers need more.
 _WIDTH = 1000
-"""Of the longest schedule, unless its numbers need more."""
 _DIGIT = 5.8
 
 _STYLE = f"""\

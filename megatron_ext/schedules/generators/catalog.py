@@ -134,8 +134,8 @@ class Generator:
         return " ".join(flags)
 
 
+# By name. Modules register here at import, those of this package and those of users.
 _GENERATORS: dict[str, Generator] = {}
-"""By name. Modules register here at import, those of this package and those of users."""
 
 
 def register(name: str, **settings: Any) -> Callable[[Build], Build]:

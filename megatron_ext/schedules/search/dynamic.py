@@ -44,24 +44,24 @@ class Progress:
         self.forwards: list[int] = []
         self.backwards: list[int] = []
         self.weights: list[int] = []
+        # By position: the number of tensors and actions that it waits for.
         self._missing = [0] * len(self.row)
-        """By position: the number of tensors and actions that it waits for."""
+        # By position: those among them that are not even launched.
         self._unlaunched: list[int] = []
-        """By position: those among them that are not even launched."""
+        # Tensors that are launched and have not arrived.
         self._launched: set[Message] = set()
-        """Tensors that are launched and have not arrived."""
+        # Inputs that were launched when the last action was chosen.
         self._launched_before: set[Message] = set()
-        """Inputs that were launched when the last action was chosen."""
         self.hears_launches = False
         """Whether `launched` announces each tensor of another rank before it arrives."""
+        # Inputs that had not arrived when their action was chosen.
         self._awaited: set[Message] = set()
-        """Inputs that had not arrived when their action was chosen."""
+        # By position: the actions of this rank that wait for it.
         self._enables: list[list[int]] = [[] for _ in self.row]
-        """By position: the actions of this rank that wait for it."""
+        # By message, activation or gradient: the position of the action that needs it.
         self._takers: dict[Message, int] = {}
-        """By message, activation or gradient: the position of the action that needs it."""
+        # By position: the rank that makes its input, None for what needs none.
         self._sources: list[int | None] = [None] * len(self.row)
-        """By position: the rank that makes its input, None for what needs none."""
         self._heap_of = self._heaps()
         self._connect(schedule)
         self._unlaunched = list(self._missing)
@@ -336,10 +336,10 @@ class _DeviceRun(_HostRun):
 
     def __init__(self, schedule: Schedule, policies: Callable[[int], Policy], costs: Costs) -> None:
         super().__init__(schedule, policies, costs)
+        # By rank: when its last launch was done.
         self._launched = [0.0] * len(schedule.rows)
-        """By rank: when its last launch was done."""
+        # When tensors of other ranks arrive, or have arrived.
         self._arrivals: dict[Message, float] = {}
-        """When tensors of other ranks arrive, or have arrived."""
         for policy in self._policies:
             policy.progress.hears_launches = True
 

@@ -35,8 +35,8 @@ __all__ = ["exchanging", "marked_pairs", "paired"]
 # All-to-all over the computation beside it, where costs have none: the middle of the three that
 # `benchmarks/expert_overlap.py` measures.
 _USUAL = 0.6
+# Micro-batches by which an order that is placed anew may be ahead of its table.
 _MOST_LEAD = 3
-"""Micro-batches by which an order that is placed anew may be ahead of its table."""
 
 
 def exchanging(costs: Costs) -> Costs:
@@ -171,8 +171,8 @@ class _Placing:
         self._clock = Clock(schedule, costs)
         ranks = range(len(schedule.rows))
         self._cap = extra + max(max(live_counts(row), default=0) for row in schedule.rows)
+        # By rank, stage and whether it is a forward: what has not run, the next one last.
         self._queues: list[dict[tuple[int, bool], list[Action]]] = [{} for _ in ranks]
-        """By rank, stage and whether it is a forward: what has not run, the next one last."""
         for rank, row in enumerate(schedule.rows):
             for action in reversed(row):
                 if action.kind != "W":
@@ -187,8 +187,8 @@ class _Placing:
             [0 for _ in ranks],
             [0.0] * len(ranks),
         )
+        # (time, rank, what has one input more): the rank may choose.
         self._events: list[tuple[float, int, Action | tuple[()]]] = [(0.0, r, ()) for r in ranks]
-        """(time, rank, what has one input more): the rank may choose."""
 
     def table(self) -> Schedule | None:
         """Place everything; return None if forwards fill all memory before a backward can run."""

@@ -167,8 +167,8 @@ def waits_of(static: Timeline, rank: int) -> Patience:
     )
 
 
+# Mean of the random latency of late links (log-normal, sigma 1), in forwards.
 _LATE = 0.5
-"""Mean of the random latency of late links (log-normal, sigma 1), in forwards."""
 NOTABLE = 0.005
 """Relative difference below which two times count as equal."""
 

@@ -180,8 +180,8 @@ class Hint:
         self._head = 0
         self._weights_fill = weights_fill
         self._pairs = schedule.pairs_of(rank)
+        # Whether the last chosen action follows its input.
         self._follows = False
-        """Whether the last chosen action follows its input."""
 
     def again(self) -> Hint:
         """Return the policy of another step."""

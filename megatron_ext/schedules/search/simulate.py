@@ -166,13 +166,13 @@ class Clock:
         self._latency = costs.latency
         self._wire_time = 0.0 if costs.bandwidth is None else 1.0 / costs.bandwidth
         self._link_factors = costs.link_factors(schedule) if costs.link_jitter else None
+        # When each link has carried its last message.
         self._carried: dict[_Link, float] = {}
-        """When each link has carried its last message."""
         links_are_free = not costs.latency and costs.bandwidth is None
         self.is_free = links_are_free and not schedule.disaggregated
         """Whether everything arrives when the action that made it ends."""
+        # By kind and stage of an action: the link to each that takes its tensor; None: free.
         self._links: dict[Kind, list[list[_Link | None]]] = {}
-        """By kind and stage of an action: the link to each that takes its tensor; None: free."""
         hops, rank_for = schedule.placement.hops, schedule.placement.rank_for
         for kind in KINDS:
             self._links[kind] = []
@@ -240,5 +240,5 @@ class Clock:
         return arrivals
 
 
+# (sending rank, receiving rank).
 _Link = tuple[int, int]
-"""(sending rank, receiving rank)."""

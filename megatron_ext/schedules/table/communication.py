@@ -143,8 +143,8 @@ def _routed(
     )
 
 
+# By kind of a route's message, the kind of action at both of its ends.
 _ENDS = {"P": "F", "G": "B"}
-"""By kind of a route's message, the kind of action at both of its ends."""
 
 
 def lower(schedule: Schedule) -> tuple[tuple[Action | Transfer, ...], ...]:

@@ -18,8 +18,8 @@ AHEAD = 2
 waits in the device's queue. One alone would let the device idle between actions; more cost memory
 and gain nothing."""
 
+# Durations in this range sum up over any table without visible rounding errors.
 _SHORTEST, _LONGEST = 1e-9, 1e9
-"""Durations in this range sum up over any table without visible rounding errors."""
 
 
 @dataclass(frozen=True)

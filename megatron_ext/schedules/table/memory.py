@@ -53,11 +53,13 @@ class Memory:
     micro-batch on 1/pp of the model; empty without slices."""
 
 
+# Memory that a layer saves between F and I if Megatron recomputes a module, in bytes for each token
+# and unit of width: outputs of the norms; queries, keys and values; input and output of the
+# activation function. Attention itself keeps nothing more than its operands.
 _RECOMPUTED = {"layernorm": 4, "mla_up_proj": 6, "mlp": 16, "moe": 16, "moe_act": 8}
-"""Memory that a layer saves between F and I if Megatron recomputes a module, in bytes for each
-token and unit of width: outputs of the norms; queries, keys and values; input and output of the
-activation function. Attention itself keeps nothing more than its operands."""
 
+# The same if Megatron offloads a module until its backward: of tensors as wide as the model, and of
+# those that tensor-parallel ranks divide.
 _OFFLOADED = {
     "attn_norm": (2, 0),
     "qkv_linear": (2, 0),
@@ -68,8 +70,6 @@ _OFFLOADED = {
     "moe_act": (0, 8),
     "fused_group_mlp": (2, 16),
 }
-"""The same if Megatron offloads a module until its backward: of tensors as wide as the model, and
-of those that tensor-parallel ranks divide."""
 
 
 def stash_ratio(

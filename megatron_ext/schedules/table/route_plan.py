@@ -131,11 +131,11 @@ class RoutePlan:
         return self.received.get((_KIND.get(action.kind, ""), action.stage), ())
 
 
+# By kind of action, the kind of route messages that it receives and sends.
 _KIND = {"F": "P", "B": "G", "I": "G"}
-"""By kind of action, the kind of route messages that it receives and sends."""
 
+# (pipeline rank, whether the twin's micro-batches run there).
 _Place = tuple[int, bool]
-"""(pipeline rank, whether the twin's micro-batches run there)."""
 
 
 @cache

@@ -18,8 +18,8 @@ __all__ = ["MAX_SLICES", "attention_of", "shares_of_equal_cost", "token_bounds"]
 
 MAX_SLICES = 64
 """Slices of one micro-batch: as many as names of messages distinguish (`native_transport.Tags`)."""
+# Shares are multiples of 1/_STEPS, so that all sums of them are exact.
 _STEPS = 1 << 30
-"""Shares are multiples of 1/_STEPS, so that all sums of them are exact."""
 
 
 def shares_of_equal_cost(num_slices: int, attention: float = 0.0) -> tuple[float, ...]:
