@@ -134,7 +134,8 @@ FEATURES: dict[str, dict[str, Any]] = {
         "account_for_loss_in_pipeline_split": True,
     },
     "hybrid models (Mamba)": {"hybrid_layer_pattern": "M*M-M*M-" * 4},
-    "`--ckpt-format` other than torch_dist": {"ckpt_format": "torch", "save": "checkpoints"},
+    "`--ckpt-format torch`": {"ckpt_format": "torch", "save": "checkpoints"},
+    "`--non-persistent-ckpt-type local`": {"non_persistent_ckpt_type": "local"},
     "`--rampup-batch-size`": {"rampup_batch_size": [64, 64, 1000]},
     "`--step-batch-size-schedule`": {"step_batch_size_schedule": "0:64 1B:128"},
 }

@@ -161,6 +161,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "leave it out",
         ),
         Rule(
+            ("ckpt_format",),
+            "--ckpt-format torch_dcp or fsdp_dtensor",
+            "Megatron takes them with FSDP only",
+            "use --ckpt-format torch_dist",
+            lambda kind: kind in ("torch_dcp", "fsdp_dtensor"),
+        ),
+        Rule(
             ("moe_paged_stash", "moe_expert_rank_capacity_factor"),
             "--moe-paged-stash or --moe-expert-rank-capacity-factor",
             "activations are stashed in the order of Megatron's own schedules, and steps that "
@@ -266,13 +273,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "use --pipeline-schedule 1f1b or zb-h1",
             # The first two are 0.16's; from 0.17 on the pattern itself has the cuts.
             lambda *hybrid: any(hybrid[:2]) and not hybrid[2],
-        ),
-        Rule(
-            ("ckpt_format", "save", "load", "pretrained_checkpoint"),
-            "--ckpt-format other than torch_dist",
-            "those files identify layers by rank and chunk",
-            "use --ckpt-format torch_dist",
-            lambda kind, *folders: kind not in (None, "torch_dist") and any(folders),
         ),
         Rule(
             ("non_persistent_ckpt_type",),
@@ -738,13 +738,18 @@ def implied(config: PipelineConfig, args: Namespace) -> tuple[dict[str, Any], li
     if config.variable_seq_lengths and not getattr(args, "num_experts", None):
         # Megatron refuses them with allgather, its default, in models without experts too.
         arguments |= {"moe_token_dispatcher_type": "alltoall"}
-    if config.schedule is not None and getattr(args, "use_distributed_optimizer", False):
-        arguments["dist_ckpt_optim_fully_reshardable"] = True
-        if not args.dist_ckpt_optim_fully_reshardable and (args.save or args.load):
-            changes.append(
-                "--dist-ckpt-optim-fully-reshardable is set: in any other form, optimizer state "
-                "cannot be loaded under another schedule"
-            )
+    if getattr(args, "use_distributed_optimizer", False):
+        if getattr(args, "ckpt_format", None) == "torch":
+            # A device may leave Gloo groups out, over which Megatron collects the state for them.
+            groups = ("enable_gloo_process_groups", "use_gloo_process_groups")
+            arguments |= {dest: True for dest in groups if hasattr(args, dest)}
+        elif config.schedule is not None:
+            arguments["dist_ckpt_optim_fully_reshardable"] = True
+            if not args.dist_ckpt_optim_fully_reshardable and (args.save or args.load):
+                changes.append(
+                    "--dist-ckpt-optim-fully-reshardable is set: in any other form, optimizer "
+                    "state cannot be loaded under another schedule"
+                )
     if config.schedule is not None and getattr(args, "microbatch_group_size_per_vp_stage", None):
         notices.append(
             "--microbatch-group-size-per-virtual-pipeline-stage has no effect: the order of "

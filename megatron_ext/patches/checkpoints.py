@@ -80,7 +80,8 @@ def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
 
 
 def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Fill in the `step` that reshardable checkpoints do not store for each parameter."""
+    """Fill in the `step` that checkpoints do not store for each parameter."""
+    import torch
 
     def set_states(model_param: Any, tensors: dict[str, Any]) -> Any:
         if "step" not in tensors:
@@ -89,7 +90,8 @@ def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
             own = instance.optimizer.state[main_param].get("step")
             if own is not None:
                 tensors = {**tensors, "step": own}
-        return call(model_param, tensors)
+        with torch.no_grad():  # as `_load_with_own_steps`
+            return call(model_param, tensors)
 
     return set_states(*args, **kwargs)
 
@@ -170,7 +172,8 @@ PATCHES = (
         target=f"{_MODULE}:DistributedOptimizer._set_main_param_and_optimizer_states",
         fn=_keep_step,
         when=_torch_adam,
-        reason="reshardable checkpoints hold no step for each parameter: KeyError",
+        reason="reshardable checkpoints, and those of --ckpt-format torch, hold no step for each "
+        "parameter (KeyError), and upstream copies the latter into leaves that require gradients",
     ),
     *_rows(
         "TorchCommonSaveStrategy.save_common",

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from megatron_ext.config import active
 from megatron_ext.errors import DataError
-from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch, always
 
 __all__ = ["PATCHES", "check_format", "check_optimizer_state"]
 
@@ -155,15 +155,60 @@ def check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return loaded
 
 
+def _stages(args: Any) -> str:
+    """Describe the stages of each rank's chunks; empty where Megatron places them."""
+    chosen = active.pipeline()
+    if chosen is None or not chosen.is_folded:
+        return ""
+    cut = args.pipeline_model_parallel_layout or getattr(args, "hybrid_layer_pattern", None)
+    ranks = ", ".join(
+        f"{rank}: {' and '.join(map(str, stages))}"
+        for rank, stages in enumerate(chosen.placement.stages_of)
+    )
+    return f"ranks {ranks} of {cut}"
+
+
+def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Write the stages of a file that names layers by rank and chunk into its version."""
+    state, settings = call(*args, **kwargs), args[0] if args else kwargs["args"]
+    if settings.ckpt_format == "torch":
+        # Megatron compares the version with numbers: without this package, and with it before it
+        # is active, loading ends there. Any other entry it would ignore, and train other layers.
+        state["checkpoint_version"] = f"{state['checkpoint_version']} {_stages(settings)}"
+    return state
+
+
+def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Load a file that names layers by rank and chunk only for the stages that it was saved with.
+
+    Others are refused.
+    """
+    loaded = call(*args, **kwargs)
+    state, name, _, kind = loaded
+    if kind is None or kind.name != "LEGACY":
+        return loaded if not active.is_folded() else check_format(lambda: loaded, None, (), {})
+    version, _, saved = str(state.get("checkpoint_version", 0)).partition(" ")
+    mine, usual = _stages(args[1] if len(args) > 1 else kwargs["args"]), "those of Megatron"
+    if saved != mine:
+        raise DataError(
+            f"the stages of {name} are {saved or usual}, but those of this run are {mine or usual},"
+            " and --ckpt-format torch names layers by their place; load it with the schedule that "
+            "it was saved with, or convert it to names there: --ckpt-convert-format torch_dist "
+            "--ckpt-convert-save FOLDER"
+        )
+    if saved:
+        state["checkpoint_version"] = float(version)
+    return loaded
+
+
 def _patch(name: str, target: str, fn: Callable[..., Any], reason: str, **options: Any) -> Patch:
     return Patch(
         id=f"placement.{name}",
         target=target,
         fn=fn,
         reason=reason,
-        when=active.is_folded,
         feature="schedules",
-        **options,
+        **{"when": active.is_folded, **options},
     )
 
 
@@ -282,10 +327,17 @@ PATCHES = (
         "save two, which fails",
     ),
     _patch(
+        "file_stages",
+        f"{_CHECKPOINTING}:generate_state_dict",
+        _name_stages,
+        "names the layers of --ckpt-format torch by rank and chunk, whatever stages these have",
+    ),
+    _patch(
         "checkpoint_format",
         f"{_CHECKPOINTING}:_load_base_checkpoint",
-        check_format,
+        _check_stages,
         "reads formats that identify layers by rank, and would load the wrong layers",
+        when=always,
     ),
     _patch(
         "optimizer_state",

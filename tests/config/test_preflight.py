@@ -42,14 +42,13 @@ def test_all_refusals_are_collected() -> None:
         "delay_wgrad_compute": True,
         "global_batch_size": 15,
         "moe_paged_stash": True,
-        "ckpt_format": "torch",
-        "save": "/checkpoints",
+        "non_persistent_ckpt_type": "local",
     }
     assert rules(settings) == [
         "global_batch_size",
         "cuda_graph_impl",
         "moe_paged_stash",
-        "ckpt_format",
+        "non_persistent_ckpt_type",
     ]
     assert any(
         "--delay-wgrad-compute is dropped" in line

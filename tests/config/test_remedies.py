@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--use-megatron-fsdp",
             "--decoder-num-layers 4",
             "--use-legacy-models",
+            "--ckpt-format torch_dcp",
             EXPERTS + "--moe-paged-stash",
             "--tensor-parallel-num-weight-shards 2",
         ],
@@ -51,7 +52,6 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ZB_V,
         [
             f"--hybrid-override-pattern {'M*M-' * 8}",
-            "--ckpt-format torch --save checkpoints",
             "--non-persistent-ckpt-type local",
         ],
     ),

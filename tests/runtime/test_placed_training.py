@@ -124,13 +124,57 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
     assert len(report(weights)) == 1
 
 
-@pytest.mark.skipif(
+writes_enums = pytest.mark.skipif(
     (3, 11) <= sys.version_info < (3, 11, 4),
     reason="this Python writes enums into these files that Megatron cannot load",
 )
-def test_files_by_rank_are_refused(tmp_path: Path) -> None:
-    """The format that has one file for each rank would put weights into other layers."""
-    flags = MOCK + EXACT + "--train-iters 2 --eval-iters 0 "
-    report(train(2, f"{flags}{PP2}--ckpt-format torch --save {tmp_path} --save-interval 2"))
-    told = user_errors(train(2, f"{flags}{ZB_V}--finetune --load {tmp_path}"))
-    assert "is of format legacy" in told[0]
+BY_RANK = "--ckpt-format torch --eval-iters 0 "
+EXPERTS = "--expert-model-parallel-size 2 --swiglu --disable-bias-linear "
+
+
+@writes_enums
+@pytest.mark.parametrize(
+    ("num_ranks", "flags", "schedule"),
+    [
+        pytest.param(2, "", ZB_V, id="zb-v"),
+        pytest.param(4, f"--bf16 {MOE}{SHARDED}{EXPERTS}", ZB_V, id="sharded"),
+        pytest.param(4, MLA + "--num-layers 7 ", BITPIPE, id="bitpipe"),
+    ],
+)
+def test_files_by_rank_resume_bit_for_bit(
+    tmp_path: Path, num_ranks: int, flags: str, schedule: str
+) -> None:
+    """A run that goes on from files of each rank computes what an uninterrupted one does."""
+    flags = f"{GPT}{BY_RANK}--lr-decay-iters 9 {flags}{schedule}"
+    whole = capture.train(num_ranks, flags)
+    capture.train(num_ranks, f"{flags}--save {tmp_path} --save-interval 2 --exit-interval 2")
+    went_on = capture.train(num_ranks, f"{flags}--load {tmp_path}")
+    assert (went_on.losses, went_on.gradients) == (whole.losses[2:], whole.gradients[2:])
+    assert went_on.parameters == whole.parameters
+
+
+@writes_enums
+def test_files_by_rank_load_for_their_stages_alone(tmp_path: Path) -> None:
+    """Anywhere else weights would get into other layers, which Megatron does not see."""
+    flags = MOCK + EXACT + BY_RANK + "--train-iters 3 "
+    theirs, ours, names = tmp_path / "theirs", tmp_path / "ours", tmp_path / "names"
+    two_chunks = f"{PP2}--num-layers-per-virtual-pipeline-stage 1 "
+    saves = "--save-interval 2 --exit-interval 2"
+    report(train(2, f"{flags}{two_chunks}--save {theirs} {saves}"))
+    report(train(2, f"{flags}{ZB_V}--save {ours} {saves}"))
+    layout = "--pipeline-model-parallel-layout Ett|t|t|L "
+    for folder, schedule, saved, mine in (
+        (theirs, ZB_V, "those of Megatron", "ranks 0: 0 and 3, 1: 1 and 2"),
+        (ours, two_chunks, "ranks 0: 0 and 3, 1: 1 and 2", "those of Megatron"),
+        (ours, ZB_V + layout, "ranks 0: 0 and 3, 1: 1 and 2", "ranks 0: 0 and 3, 1: 1 and 2"),
+    ):
+        [line] = user_errors(train(2, f"{flags}{schedule}--finetune --load {folder}"))[:1]
+        assert f" are {saved}" in line
+        assert f"run are {mine}" in line
+    # Another table with the same stages is not another model, and names can be had.
+    whole = report(train(2, f"{flags}{ZB_V}--load {ours}"))
+    assert report(train(2, f"{flags}{PP2}--pipeline-schedule v-half --load {ours}")) == whole
+    converts = f"--ckpt-convert-format torch_dist --ckpt-convert-save {names} "
+    assert train(2, f"{flags}{ZB_V}--load {ours} {converts}").exit_codes == [0, 0]
+    named = flags.replace(BY_RANK, "--eval-iters 0 ")
+    assert report(train(2, f"{named}{two_chunks}--load {names / 'torch_dist'}")) == whole
