@@ -255,7 +255,7 @@ def train_without_hook() -> str:
 
     from megatron_ext.hosts import bridge
 
-    bridge._add_hook = lambda model: None
+    bridge._tie = lambda chunks: chunks
     megatron_ext.configure(megatron_ext.PipelineConfig(schedule="zb-v"))
     config = recipe({})
     try:
