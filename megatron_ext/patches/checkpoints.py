@@ -84,13 +84,14 @@ def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     import torch
 
     def set_states(model_param: Any, tensors: dict[str, Any]) -> Any:
-        if "step" not in tensors:
-            group, order = instance.model_param_group_index_map[model_param]
-            main_param = instance.optimizer.param_groups[group]["params"][order]
-            own = instance.optimizer.state[main_param].get("step")
-            if own is not None:
-                tensors = {**tensors, "step": own}
-        with torch.no_grad():  # as `_load_with_own_steps`
+        if "step" in tensors:
+            return call(model_param, tensors)
+        group, order = instance.model_param_group_index_map[model_param]
+        main_param = instance.optimizer.param_groups[group]["params"][order]
+        own = instance.optimizer.state[main_param].get("step")
+        if own is not None:
+            tensors = {**tensors, "step": own}
+        with torch.no_grad():  # as above: those of --ckpt-format torch load after the rest
             return call(model_param, tensors)
 
     return set_states(*args, **kwargs)
@@ -172,8 +173,8 @@ PATCHES = (
         target=f"{_MODULE}:DistributedOptimizer._set_main_param_and_optimizer_states",
         fn=_keep_step,
         when=_torch_adam,
-        reason="reshardable checkpoints, and those of --ckpt-format torch, hold no step for each "
-        "parameter (KeyError), and upstream copies the latter into leaves that require gradients",
+        reason="reshardable checkpoints, and files of --ckpt-format torch, hold no step for each "
+        "parameter: KeyError",
     ),
     *_rows(
         "TorchCommonSaveStrategy.save_common",
