@@ -173,8 +173,9 @@ def survey(file: TraceFile, full: int = 0, slices: tuple[float, ...] = (1.0,)) -
     found = RankSurvey(file, full, slices)
     # Every iteration has its figures; single durations and messages are those of some, evenly
     # spread, and of the same ones on all ranks: weeks of iterations must not grow what is kept.
+    # Those that are no measure, of other sizes or the first, serve only where there are no others.
     kept: list[Iteration] = []
-    stride, has_full = 1, False
+    position, stride, measures = 0, 1, False
     for iteration in file.iterations():
         found.iterations += 1
         found.spans += len(iteration.spans)
@@ -185,17 +186,16 @@ def survey(file: TraceFile, full: int = 0, slices: tuple[float, ...] = (1.0,)) -
                 found.wires[peer] = str(span.attributes.get("wire"))
         if len(found.steps) < MAX_STEPS:
             found.steps.append(_step(iteration, found.stash_ratio, slices))
-        is_full = found.is_full(iteration.end.get("microbatches", 0))
-        if is_full and not has_full:
-            has_full, kept = True, []  # those before, of other sizes, are of no more use
-        if iteration.number % stride or is_full != has_full:
-            continue
-        kept.append(iteration)
+        is_measure = found.is_full(iteration.end.get("microbatches", 0)) and iteration.number > 1
+        if is_measure and not measures:
+            position, stride, measures, kept = 0, 1, True, []
+        if is_measure == measures:
+            kept += [iteration] if position % stride == 0 else []
+            position += 1
         while len(kept) > 1 and (
             len(kept) > _MAX_ITERATIONS or sum(len(one.spans) for one in kept) > _MAX_SPANS
         ):
-            stride *= 2
-            kept = [one for one in kept if one.number % stride == 0]
+            kept, stride = kept[::2], 2 * stride
     for iteration in kept:
         waits: set[MessageKey] = set()
         for span in iteration.spans:
@@ -206,7 +206,7 @@ def survey(file: TraceFile, full: int = 0, slices: tuple[float, ...] = (1.0,)) -
                 found.sends[key] = iteration.begin_ns + span.begin_ns
             elif key is not None:
                 found.receives[key] = iteration.begin_ns + span.end_ns, key in waits
-        if has_full and iteration.number > 1:  # the first one warms up
+        if measures:
             _count(found, iteration.spans)
     return found
 

@@ -55,6 +55,7 @@ def write_run(
     ramp: Sequence[int] = (),
     pairs: bool = False,
     slices: int = 1,
+    sampling: Tracing = Tracing(iterations=100),  # noqa: B008 - it is frozen
 ) -> Path:
     """Simulate some steps and record them; return the folder of the run.
 
@@ -74,8 +75,7 @@ def write_run(
             rank, 0, rank, 0, (1, pp, 1), "host", clock_of(rank), now_ns, 1,
             settings or {"schedule": table.label, "transport": "torch"}, {"torch": "2"},
         )  # fmt: skip
-        every = Tracing(iterations=100)
-        recorder = Recorder(lambda header=header: (directory, header), clock, every)
+        recorder = Recorder(lambda header=header: (directory, header), clock, sampling)
         if wire_of is not None:
             recorder.wires |= {peer: wire_of(rank, peer) for peer in range(pp) if peer != rank}
         origin = 5_000 * MS + clock_offset_ns(rank)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.tools.trace.aggregate import (
     aggregated_name,
@@ -143,10 +144,17 @@ def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
     assert "cannot be written" in done.stderr
 
 
-def test_surveys_of_long_runs_stay_small_and_are_of_all_of_them(tmp_path: Path) -> None:
-    [first, *_] = read_run(write_run(tmp_path, pp=2, microbatches=2, iterations=100)).surveys
-    assert len(first.steps) == first.iterations == 100
+@pytest.mark.parametrize("interval", [1, 2])
+def test_surveys_of_long_runs_stay_small_and_are_of_all_of_them(
+    tmp_path: Path, interval: int
+) -> None:
+    sampling = Tracing(interval=interval, iterations=1)  # all, or those with odd numbers
+    run = write_run(tmp_path, pp=2, microbatches=2, iterations=80, sampling=sampling)
+    first, second = read_run(run).surveys
+    assert len(first.steps) == first.iterations == 80 // interval
     assert 8 <= first.counted <= 16
     assert {len(times) for times in first.actions.values()} == {2 * first.counted}
     numbers = sorted({key.iteration for key in first.sends})
-    assert numbers[0] < 15 < 85 < numbers[-1]
+    assert 1 < numbers[0] < 15
+    assert 65 < numbers[-1]
+    assert first.sends.keys() == {key for key in second.receives if key.source == 0}
