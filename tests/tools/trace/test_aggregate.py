@@ -156,5 +156,5 @@ def test_surveys_of_long_runs_stay_small_and_are_of_all_of_them(
     assert {len(times) for times in first.actions.values()} == {2 * first.counted}
     numbers = sorted({key.iteration for key in first.sends})
     assert 1 < numbers[0] < 15
-    assert 65 < numbers[-1]
+    assert numbers[-1] > 65
     assert first.sends.keys() == {key for key in second.receives if key.source == 0}
