@@ -159,6 +159,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_upstream(subparsers)
     helps = {one.dest: one.help for one in subparsers._choices_actions}
     overview = _overview(helps)
+    # argparse lists commands in one row, without groups and examples.
     parser.format_help = lambda: overview + "\n"  # type: ignore[method-assign]
     for (_, page), examples in _GROUPS.items():
         for name in examples.keys() & subparsers.choices.keys():
@@ -284,6 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        # Before it is parsed: to argparse the flag is unknown, and what to do instead would be
+        # lost.
         _refuse_removed(arguments)
         parser = build_parser()
         with suppress(ImportError):  # optional: pip install argcomplete
@@ -295,6 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         code = int(args.run(args))
+        # While an error is still ours: at the exit Python would print a traceback of a full disk.
         sys.stdout.flush()
         return code
     except MegatronExtError as error:

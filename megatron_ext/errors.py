@@ -140,6 +140,7 @@ def line_of(message: object) -> str:
 
     Shortens long words, and escapes control characters of terminals.
     """
+    # Messages quote names of files and words of peers, which may hold what a terminal would obey.
     words = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda match: shortened(match[0]), str(message))
     text = shortened(words, _MAX_LINE)
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)

@@ -165,6 +165,8 @@ class Pipeline:
             if len(table.placement.twin_hops) % 2:
                 table = replace(table, placement=replace(table.placement, twin_hops=frozenset()))
             splits = self.dynamic is not None and self.splits
+            # Only such W are without a place: those of a table that splits have theirs, and
+            # recomputed layers run W at once.
             fills = splits and not table.splits_backward and not self.config.weights_at_once
             self._fills[num_microbatches] = fills
             if splits:
@@ -263,6 +265,8 @@ class Active:
             kind: The first call constructs it without arguments. Clearing the configuration calls
                 its `close` method, if it has one.
         """
+        # By class and not by name: who asks knows the type, and two features cannot meet at one
+        # name.
         found = self._states.get(kind)
         if found is None:
             found = self._states[kind] = kind()
@@ -340,6 +344,7 @@ def count_transport(label: str) -> int:
 
 def clear_configuration() -> None:
     """Deactivate the configuration and close the state that features keep under it."""
+    # Not in force any more before it closes: what closes may ask.
     found, _PROCESS.configuration = _PROCESS.configuration, None
     if found is not None:
         found.close()

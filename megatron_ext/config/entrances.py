@@ -141,6 +141,7 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
     if getattr(args, "step_batch_size_schedule", None) is None:
         size = args.micro_batch_size * args.data_parallel_size
         found["micro-batches"] = (args.global_batch_size // size, pipeline.num_microbatches)
+    # A later flag, a checkpoint's arguments or another program's patch may have changed them since.
     for what, (megatrons, ours) in found.items():
         if megatrons != ours:
             raise ArgumentsError(

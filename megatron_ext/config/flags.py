@@ -440,6 +440,7 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
             raise ArgumentsError(f"{flag} was removed; {remedy}")
     for flag, main in _PART_OF.items():
         value = given(flag)
+        # Not `if value`: a 0 was given too.
         if value is not None and value is not False and not given(main):
             raise ArgumentsError(f"{flag} is for {main}; add {main}, or leave {flag} out")
     name: str | None = given("--pipeline-schedule")

@@ -114,14 +114,6 @@ class Preflight:
         """Whether the configuration can run."""
         return not self.refusals
 
-    def take(
-        self, arguments: Mapping[str, Any], changes: Sequence[str], notices: Sequence[str] = ()
-    ) -> None:
-        """Add what one part of the check sets for Megatron, and its lines."""
-        self.arguments |= arguments
-        self.changes += changes
-        self.notices += notices
-
     def raise_refusals(self) -> None:
         """Raise all refusals as one error, a line for each.
 
@@ -220,6 +212,7 @@ def inspect(
         given = pipeline_config(args) if requested is None else requested
         ranks = world_size(args)
         found.config = config = completed(args, given)
+    # Without a configuration there is nothing to compare the rest with.
     if found.refusals:
         return found
     name, roles = config.schedule, config.disaggregation
@@ -246,7 +239,7 @@ def inspect(
     with found.collecting("num_layers"):
         if placement is not None and (here or getattr(args, "num_layers", None)):
             subject = subjects["schedule" if roles is None else "disaggregation"]
-            found.take(*flags_for(args, placement, subject))
+            found.arguments, found.changes = flags_for(args, placement, subject)
         elif found.pipeline is not None:
             found.notices.append("the cut into stages is not checked: there is no --num-layers")
 
@@ -254,14 +247,20 @@ def inspect(
     if roles is not None:
         # What the job does without leaves nothing for the rules to refuse.
         off, changes = drops(args, DROPPED_BY_ROLES)
-        found.take(off, changes)
+        found.arguments |= off
+        found.changes += changes
         args = copy(args)
         vars(args).update(off)
-    found.take(*implied(config, args))
+    arguments, changes, notices = implied(config, args)
+    found.arguments |= arguments
+    found.changes += changes
+    found.notices += notices
     for what, rules in rules_of(config, table, args):
         found.refusals += refusals(subjects[what], args, rules)
     if found.pipeline is not None:
-        found.take(*drops(args, dropped(found.pipeline.full)))
+        arguments, changes = drops(args, dropped(found.pipeline.full))
+        found.arguments |= arguments
+        found.changes += changes
         with found.collecting("transformer_impl"):
             found.pipeline, notices = with_splittable_layers(found.pipeline, args, here=here)
             found.notices += notices
@@ -346,6 +345,8 @@ def _pipeline(
     sizes = ("global_batch_size", "step_batch_size_schedule")
     batch = any(getattr(args, size, None) for size in sizes)
     if here or (batch and getattr(args, "micro_batch_size", None)):
+        # Collected here, so that the table of a wrong batch is checked nevertheless, for some other
+        # number.
         with found.collecting("global_batch_size"):
             batches = batches_of(args, pp, config.twins)
     else:

@@ -135,6 +135,7 @@ def _num_layers(args: Namespace) -> int:
     pattern = _pattern(args)
     count = args.num_layers if pattern is None else len(pattern.replace("|", ""))
     if count is None:
+        # Megatron's validation, which comes later, takes it where --num-layers is missing.
         count = getattr(args, "encoder_num_layers", None)
     if not count or count < 1:
         missing = "--num-layers is missing" if pattern is None else f"{_PATTERN} has no layers"
@@ -157,6 +158,7 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
     Raises:
         ArgumentsError: What the sizes say about the stages of each rank does not go together.
     """
+    # No schedule to complete: it brings its own, whose stages Megatron makes of its own flags.
     if config.disaggregation is not None and (args.hidden_dropout or args.attention_dropout):
         return replace(config, microbatch_rng=True)  # both roles must draw the same masks
     if config.schedule is None and config.dynamic is not None:
@@ -299,6 +301,7 @@ def flags_for(
         counts = spread(layers, placement.num_stages, first, last)
         cut = "|".join("".join(islice(letters, count)) for count in counts)
         given = args.hybrid_layer_pattern or args.hybrid_override_pattern
+        # Behind the first / stands multi-token prediction, which stays.
         wanted |= {"hybrid_layer_pattern": given.replace(pattern, cut, 1)} | dict.fromkeys(replaced)
         if getattr(args, "hybrid_override_pattern", None):
             wanted["hybrid_override_pattern"] = None  # the other's former name
@@ -471,6 +474,7 @@ def build_of(
     """
     placement = pipeline.placement
     chunks = placement.num_stages // placement.num_ranks
+    # Where stages are dealt out and layers divide, Megatron needs no layout to make the same cut.
     if placement.name not in _DEALT or layout or num_layers % placement.num_stages:
         layout = layout_string(num_layers, placement, mtp_num_layers=mtp_num_layers, layout=layout)
     return ModelBuild(
@@ -709,6 +713,7 @@ def _global_batches(args: Namespace, step: int) -> tuple[list[int], str]:
 
     A `step` has the samples of one micro-batch of every replica.
     """
+    # Megatron's default is one micro-batch for each replica.
     full = getattr(args, "global_batch_size", None) or step
     steps = getattr(args, "step_batch_size_schedule", None)
     ramp = getattr(args, "rampup_batch_size", None)

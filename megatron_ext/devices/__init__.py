@@ -64,8 +64,8 @@ class _Selected:
     immortal: list[object] = field(default_factory=list)
 
 
+# The device of this process.
 _PROCESS = _Selected()
-"""The device of this process."""
 
 
 def requested(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> str:

@@ -149,6 +149,7 @@ _ANSWERS = "answers for the host in place of a GPU"
 _NO_WORK = "has nothing to do on the host"
 _NO_ACCELERATOR = "the host is not an accelerator, though a CUDA build of torch reports one"
 
+# Functions of `torch.cuda` that `torch.accelerator` has as well.
 _SHARED = (
     "current_stream",
     "max_memory_allocated",
@@ -159,7 +160,6 @@ _SHARED = (
     "reset_peak_memory_stats",
     "set_stream",
 )
-"""Functions of `torch.cuda` that `torch.accelerator` has as well."""
 
 
 def _answers() -> dict[str, Callable[[Any], object]]:

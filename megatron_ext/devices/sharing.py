@@ -18,11 +18,11 @@ from megatron_ext.errors import DeviceError
 
 __all__ = ["RuntimeSharing"]
 
+# Size of the handle of a buffer or event, the same in all versions of both runtimes.
 _HANDLE_BYTES = 64
-"""Size of the handle of a buffer or event, the same in all versions of both runtimes."""
 
+# Smaller allocations may share a driver block, and an export covers the whole block.
 _BLOCK_BYTES = 2 << 20
-"""Smaller allocations may share a driver block, and an export covers the whole block."""
 
 _OPEN_FROM_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
 _NAME_BYTES = 32

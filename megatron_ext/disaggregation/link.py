@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RoleLink"]
 
+# Time within which the death of a neighbour is detected.
 _NOTICED_S = 2.0
-"""Time within which the death of a neighbour is detected."""
 
 
 class RoleLink:

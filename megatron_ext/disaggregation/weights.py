@@ -87,8 +87,8 @@ def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
         yield bucket
 
 
+# By bucket: the names of weights and their first elements.
 _Layout = list[list[tuple[str, int]]]
-"""By bucket: the names of weights and their first elements."""
 
 
 def _shared_buckets(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, Any]]:

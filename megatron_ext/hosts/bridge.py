@@ -146,12 +146,12 @@ def _prepare(settings: Settings, requested: PipelineConfig | None, words: Namesp
     _hooks(settings.container.model).append(_tie)
 
 
+# Settings that Bridge or this module derives from others.
 _COMPLETED = (
     "pipeline_model_parallel_layout",
     "virtual_pipeline_model_parallel_size",
     "delay_wgrad_compute",
 )
-"""Settings that Bridge or this module derives from others."""
 
 
 def _arguments(settings: Settings) -> Namespace:

@@ -16,9 +16,10 @@ SUPPORTED = ">=0.6,<0.7"
 """Versions of megatron-bridge that the patches in `megatron_ext/hosts/bridge.py` support."""
 
 _RANGE = (0, 6)
+# Bridge 0.6 imports `megatron.training.models` and multi-module schedules.
 _OLDEST_CORE = (0, 19)
-"""Bridge 0.6 imports `megatron.training.models` and multi-module schedules."""
 _PYTHON = (3, 12)
+# Imports of `megatron.bridge.training.pretrain`: module to package requirement.
 _IMPORTS = {
     "transformer_engine": "transformer-engine[pytorch]",
     "modelopt": "nvidia-modelopt",
@@ -29,7 +30,6 @@ _IMPORTS = {
     "diffusers": "diffusers",
     "transformers": "transformers>=5.8",
 }
-"""Imports of `megatron.bridge.training.pretrain`: module to package requirement."""
 
 
 def bridge_version() -> str | None:

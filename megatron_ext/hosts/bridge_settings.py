@@ -19,6 +19,7 @@ from megatron_ext.config.stages import layout_text
 
 __all__ = ["FieldPlace", "Settings"]
 
+# Parts of a `ConfigContainer`. If two parts have a field of the same name, the later part wins.
 _SECTIONS = (
     "rng",
     "optimizer",
@@ -30,10 +31,9 @@ _SECTIONS = (
     "model",
     "model.transformer",
 )
-"""Parts of a `ConfigContainer`. If two parts have a field of the same name, the later part wins."""
 
+# Switches in several parts; Bridge enables the feature if any part sets it.
 _EITHER = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
-"""Switches in several parts; Bridge enables the feature if any part sets it."""
 
 
 @dataclass(frozen=True)

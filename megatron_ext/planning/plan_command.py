@@ -105,6 +105,8 @@ def add_to_plan(subparsers: Any) -> None:
     parser.add_argument(
         "model_flags", nargs="*", metavar="-- FLAGS", help="Megatron's flags of the model"
     )
+    # The command belongs to the schedules, which know no models: without --devices it runs as
+    # before.
     parser.set_defaults(run=_run_plan, run_compared=parser.get_default("run"))
 
 
@@ -213,6 +215,7 @@ def _job(args: argparse.Namespace) -> Question:
             "4096"
         )
     fixed: dict[str, Any] = {}
+    # A layout has commas of its own: only those in front of a KEY= separate.
     for item in filter(None, re.split(r",(?=[a-z_]+=)", args.fix or "")):
         key, _, value = item.partition("=")
         if key not in FIXABLE:
@@ -394,6 +397,7 @@ def as_dict(plan: Layout) -> dict[str, Any]:
         "memory_gib": list(plan.memory_gib),
         "static_gib": list(plan.static_gib),
         "kept_gib": list(plan.kept_gib),
+        # What `_without_limit` gives a device, for a forecast of what does not fit.
         "fits": plan.job.device.memory_gib < 1e9,
         "tp": sizes.tp,
         "pp": sizes.pp,

@@ -87,6 +87,7 @@ def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:
     first, last = (getattr(weight, "main_grad", None) for weight in tied)
     if first is None or last is None:  # frozen
         return
+    # Both get the sum: equal gradients and equal states of the optimizer keep the copies equal.
     first.add_(last)
     last.copy_(first)
 
@@ -120,6 +121,7 @@ def keep_one_main_copy(sharded_state_dict: Any) -> None:
         if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
             name = (shard.key, shard.global_offset)
             if name in taken:
+                # Any number but 0: this rank then leaves the tensor to its first copy.
                 shard.replica_id = 1
             taken.add(name)
 

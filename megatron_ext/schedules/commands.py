@@ -351,6 +351,7 @@ def _print_plan(args: argparse.Namespace, timelines: list[Timeline]) -> None:
         best, *others = timelines
         if others:
             advice = f"\nrecommended: {best.schedule.label}"
+            # The fastest may hold every weight twice, for which a large model has no room.
             copies = best.schedule.weight_copies
             one = next((t for t in others if t.schedule.weight_copies == 1), None)
             if copies > 1 and one is not None:
@@ -604,6 +605,7 @@ def read_lengths(path: Path) -> list[int]:
             value = next((value[name] for name in _LENGTH_FIELDS if name in value), None)
         if isinstance(value, list):
             value = len(value)
+        # To Python, True is a whole number.
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ScheduleError(
                 f"--lengths {path}, line {number}: {line.strip()[:40]!r} is not a length; write a "

@@ -38,9 +38,10 @@ from megatron_ext.upstream.signatures import mtp_on_this_rank, parameters
 
 __all__ = ["main", "refuse"]
 
+# Times the largest loss so far that count as a spike; upstream's own.
 _SPIKE = 10
-"""Times the largest loss so far that count as a spike; upstream's own."""
 
+# Settings that upstream's script itself acts on, with the value that has no effect.
 _SCRIPT_ONLY = {
     "dataloader_inter_document_masking": False,
     "fim_data": False,
@@ -49,19 +50,20 @@ _SCRIPT_ONLY = {
     "sft": False,
     "use_legacy_models": False,
 }
-"""Settings that upstream's script itself acts on, with the value that has no effect."""
 
+# As above, where the wheel has no builders of models (0.17, 0.18).
 _BUILDERS_ONLY = {
     "experimental_attention_variant": None,
     "heterogeneous_layers_config_path": None,
     "record_memory_history": False,
     "yaml_cfg": None,
 }
-"""As above, where the wheel has no builders of models (0.17, 0.18)."""
 
 
 def main() -> None:
     """Train GPT with upstream's loop; flags are read from `sys.argv`, as upstream's script does."""
+    # Upstream then asks every rank: core's builder of datasets is collective, and `built_here` says
+    # who reads.
     _datasets.is_distributed = True  # type: ignore[attr-defined]
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}
     kind = ModelType.encoder_or_decoder

@@ -231,6 +231,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
         raise UserError("`megatron-ext upstream fetch` needs git, which is not on PATH; install it")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        # On the file system of the destination, or the rename at the end would be a copy.
         scratch = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
     except OSError as error:
         raise UserError(
@@ -241,6 +242,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
         _clone(url, clone)
         commit = (_git(clone, "rev-parse", "HEAD") or "").strip()
         _, tag, expected = releases.reference()
+        # A tag can be moved, and a mirror can have another one of the name.
         if commit != expected:
             raise UpstreamMismatch(
                 f"{url} {tag}",

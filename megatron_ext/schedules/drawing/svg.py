@@ -22,6 +22,7 @@ _ROW, _LEFT, _TOP, _BAR = 24, 58, 30, 20
 _AXIS = 44
 # Of the longest schedule, unless its numbers need more.
 _WIDTH = 1000
+# Pixels of a digit of 10px: the reader's font is not known, so a little more than most have.
 _DIGIT = 5.8
 
 _STYLE = f"""\
@@ -54,6 +55,7 @@ def draw(
         check_drawable(timeline)
     longest = max(timeline.makespan for timeline in timelines)
     shortest = min(duration for t in timelines for _, duration in _durations(t))
+    # Short tables are not stretched to the width: 30 pixels for the shortest action are enough.
     scale = max(min(_WIDTH / longest, 30 / shortest), *map(_legible, timelines))
     heights = [_TOP + _ROW * timeline.schedule.pp + _AXIS for timeline in timelines]
     of_memory = _TOP + _ROW * len(memory_gib) + 12 if memory_gib else 0

@@ -72,10 +72,13 @@ def _step_list(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
     else:
         turn = [("B1 B0", half), ("B1 I0", 1), ("I1 I0", rank - half)]
     phases = (
+        # Steps 1 to 3 of the published code: forwards fill the V, and the first I leave early.
         ("F0", 2 * below),
         ("F0 F1", rank + 1),
         ("I1 W F1", below),
+        # Step 4, the steady phase: each forward beside a backward of the other chunk.
         ("F0 B1 F1 B0", num_microbatches - 2 * pp + rank + 1),
+        # Steps 5 to 8: the cool-down, whose backwards are split from the second half of step 6 on.
         ("B1 F1 B0", below),
         *turn,
         ("W I0", below),

@@ -88,5 +88,7 @@ def _row(rank: int, pp: int, num_microbatches: int, num_chunks: int) -> tuple[Ac
         for stage in reversed(stages)
         for i in range(pp)
     ]
+    # A round of forwards for each chunk before the last, and two more for each rank below: one on
+    # the way down, one until the first gradient is back. Tables of one round have fewer.
     warm_up = 2 * (pp - 1 - rank) + (num_chunks - 1) * pp
     return alternate(forwards, backwards, min(warm_up, len(forwards)))

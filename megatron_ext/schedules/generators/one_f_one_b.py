@@ -37,6 +37,7 @@ def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
         alternate(
             [Action(rank, "F", i) for i in range(m)],
             [Action(rank, "B", i) for i in range(m)],
+            # As many forwards as there are ranks below: then the first gradient is on its way.
             min(pp - 1 - rank, m),
         )
         for rank in range(pp)

@@ -63,6 +63,7 @@ def expand(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> tuple[Ac
 
 def _numbers(counters: Sequence[str], repeats: int, counts: Counter[str]) -> list[range]:
     """Return the micro-batches of each step of a phase, and advance the counters past it."""
+    # A phase that names a chunk twice, as `F0 I0 F0` does, takes every second micro-batch at each.
     strides, seen = Counter(counters), Counter[str]()
     numbers = []
     for counter in counters:

@@ -277,6 +277,7 @@ class _HostRun:
         rank, ends = event.rank, self._clock.ends[event.rank]
         if ends and ends[-1] > event.time:
             return
+        # At this time again, behind all arrivals: a rank chooses once it knows them all.
         if not event.chooses:
             heapq.heappush(self._events, _RankEvent(event.time, True, rank))
             return

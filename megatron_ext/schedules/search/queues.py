@@ -145,6 +145,7 @@ def programs(schedule: Schedule) -> dict[Place, list[Meeting]]:
 
 def _program(order: MessageOrder, place: Place) -> list[Meeting]:
     twin, rank = place
+    # The next one last, where `pop` takes it.
     posts = order.posts(rank, leads=twin == 0)[::-1]
     started: list[Meeting] = []
     coming: set[Message] = set()

@@ -146,6 +146,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
         arrivals = clock.arrivals(action, end)
         return arrivals[0] if len(arrivals) == 1 else arrivals
 
+    # A walk does not say why it stopped; the check finds the circle, and its message shows it.
     if walk(schedule, visit):
         check_ends(schedule)
         raise AssertionError(f"{schedule.label} stopped, but has an order")

@@ -96,6 +96,7 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
 def _of_slice(action: Action, num_slices: int) -> Action:
     """Return the action of a slice in the place of that of a micro-batch."""
     microbatch, part = divmod(action.microbatch, num_slices)
+    # Backwards of a micro-batch begin with its last slice, which saw all keys and values.
     if action.kind != "F":
         part = num_slices - 1 - part
     return action._replace(microbatch=microbatch, slice=part)

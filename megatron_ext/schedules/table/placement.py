@@ -158,6 +158,8 @@ def mirrored(placement: Placement, routing: Routing) -> Placement:
     if routing not in ("twin", "local"):
         raise ScheduleError(f"routing must be twin or local, got {routing!r}")
     h = placement.num_ranks
+    # The fold between the two v of a w is at the outer end, where a literal pipeline turns round as
+    # well.
     inner = range(h - 1, placement.num_stages - 1, 2 * h)
     hops = frozenset(inner) if routing == "twin" else frozenset[int]()
     return Placement(placement.name, h, placement.rank_of, twins=2, twin_hops=hops)

@@ -38,6 +38,8 @@ def split_backwards(schedule: Schedule) -> Schedule:
         split: list[Action] = []
         begins = set()
         for index, action in enumerate(row):
+            # Positions shift with each B that became two. A pair keeps its forward, and has the I
+            # in place of the B.
             if index in schedule.pairs_of(rank):
                 begins.add(len(split))
             if action.kind == "B":

@@ -140,6 +140,7 @@ def check_cover(schedule: Schedule) -> None:
             f"{schedule.label} runs forwards and backwards on different ranks, which would both "
             "need the keys and values of earlier slices; leave slices out"
         )
+    # A byte for each: a set of actions would make the proof of a large table many times as long.
     done = bytearray(schedule.num_stages * schedule.slices_in_step)
     # With two roles, a forward is not a precondition of later actions of the same rank.
     forwards = bytearray(len(done)) if schedule.disaggregated else done
