@@ -127,6 +127,18 @@ def _offloads(reason: str) -> Rule:
     )
 
 
+def _hybrid(
+    reason: str, remedy: str, when: Callable[..., Any] = lambda *hybrid: any(hybrid)
+) -> Rule:
+    return Rule(
+        ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
+        "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
+        reason,
+        remedy,
+        when,
+    )
+
+
 _ENCODER_DECODER = Rule(
     ("decoder_num_layers", "decoder_seq_length"),
     "encoder-decoder models (--decoder-num-layers, --decoder-seq-length)",
@@ -266,9 +278,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     # For schedules that put the first and the last stage on one rank.
     "folded": (
-        Rule(
-            ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
-            "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
+        _hybrid(
             "only --hybrid-layer-pattern, from 0.17 on, says which layers a stage has",
             "use --pipeline-schedule 1f1b or zb-h1",
             # The first two are 0.16's; from 0.17 on the pattern itself has the cuts.
@@ -338,12 +348,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "leave them out",
             lambda layers, *ways: layers and any(ways),
         ),
-        Rule(
-            ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
-            "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
-            "they have no plans in every release",
-            "leave {subject} out",
-        ),
+        _hybrid("they have no plans in every release", "leave {subject} out"),
         Rule(
             ("variable_seq_lengths",),
             "--variable-seq-lengths",
@@ -458,12 +463,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "leave it out",
             lambda layers, repeats: layers and repeats,
         ),
-        Rule(
-            ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
-            "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
-            "only attention keeps its state between slices",
-            "leave --pipeline-slices out",
-        ),
+        _hybrid("only attention keeps its state between slices", "leave --pipeline-slices out"),
         Rule(
             ("experimental_attention_variant", "linear_attention_type"),
             "--experimental-attention-variant",

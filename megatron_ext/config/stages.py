@@ -335,21 +335,17 @@ def _fits(args: Namespace, cut_flag: _CutFlag | None, placement: Placement) -> b
     if any(getattr(args, dest, None) is not None for dest in _UNEVEN):
         return True
     pattern = _pattern(args) or ""
-    if "|" in pattern or any(getattr(args, dest, None) is not None for dest in _ENDS):
-        return "|" in pattern or _ends_fit(args, placement)
+    if "|" in pattern:
+        return True
+    given = [int(count) for dest in _ENDS if (count := getattr(args, dest, None)) is not None]
+    if given:  # layers of the first and the last rank, which spread over the chunks of each
+        middle, between = _num_layers(args) - sum(given), placement.num_ranks - len(given)
+        if any(count < 1 or count % chunks for count in given) or middle < between:
+            return False
+        return not (middle % (between * chunks) if between else middle)
     if pattern and chunks > 1:
         return False  # Megatron cuts a pattern for one stage on each rank only
     return _num_split(args) % placement.num_stages == 0
-
-
-def _ends_fit(args: Namespace, placement: Placement) -> bool:
-    """Return whether layers of the first and the last rank spread over the chunks of each rank."""
-    ranks, chunks = placement.num_ranks, placement.num_stages // placement.num_ranks
-    given = [int(count) for dest in _ENDS if (count := getattr(args, dest, None)) is not None]
-    middle, between = _num_layers(args) - sum(given), ranks - len(given)
-    if any(count < 1 or count % chunks for count in given):
-        return False
-    return middle >= between and not (middle % (between * chunks) if between else middle)
 
 
 def _ends(args: Namespace, layout: str | None, ranks: int) -> tuple[float, float]:
@@ -670,7 +666,15 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
     Raises:
         ArgumentsError: A size is missing, or the sizes do not divide.
     """
-    replicas = _worlds(args, pp) * twins
+    tp, cp = args.tensor_model_parallel_size, getattr(args, "context_parallel_size", 1)
+    ranks, processes = tp * pp * cp, world_size(args)
+    if processes % ranks:
+        raise ArgumentsError(
+            f"world size {processes} is not a multiple of tensor {tp} x pipeline {pp} x "
+            f"context {cp} = {ranks}; start {ranks} processes or a multiple, or lower a parallel "
+            "size"
+        )
+    replicas = processes // ranks * twins
     micro_batch = args.micro_batch_size
     if not micro_batch or micro_batch < 1:
         raise ArgumentsError("--micro-batch-size is missing: give it a value of at least 1")
@@ -688,20 +692,6 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
             )
         counts[batch] = batch // step
     return Batches(micro_batch, replicas, twins, counts)
-
-
-def _worlds(args: Namespace, pp: int) -> int:
-    """Return the number of copies of the whole pipeline that the processes form."""
-    tp = args.tensor_model_parallel_size
-    cp = getattr(args, "context_parallel_size", 1)
-    ranks, processes = tp * pp * cp, world_size(args)
-    if processes % ranks:
-        raise ArgumentsError(
-            f"world size {processes} is not a multiple of tensor {tp} x pipeline {pp} x "
-            f"context {cp} = {ranks}; start {ranks} processes or a multiple, or lower a parallel "
-            "size"
-        )
-    return int(processes // ranks)
 
 
 # Powers of ten, as Megatron reads them.

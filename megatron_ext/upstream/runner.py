@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import TextIO
 
 import wrapt
 
@@ -142,23 +141,19 @@ def _is_upstreams_need(error: ModuleNotFoundError) -> bool:
     return importers[-1].startswith("megatron.") and missing not in {"megatron", "megatron_ext"}
 
 
-def _remedy(package: str) -> str:
-    """Return how to install a package that Megatron-LM imports."""
-    requirements = metadata.requires("megatron-ext") or []
-    brought = [line for line in requirements if line.endswith(('"upstream"', "'upstream'"))]
-    if any(re.match(rf"{re.escape(package)}\b", line) for line in brought):
-        return "pip install 'megatron-ext[upstream]' brings what its scripts need"
-    return f"none of our extras brings it: pip install {package}, if it runs on this machine"
-
-
 def _explained(error: BaseException) -> MegatronExtError | None:
     """Return the error that a user should see in one line; None: its traceback says more."""
     if isinstance(error, MegatronExtError):
         return error
     if isinstance(error, ModuleNotFoundError) and _is_upstreams_need(error):
+        package = (error.name or "").partition(".")[0]
+        remedy = f"none of our extras brings it: pip install {package}, if it runs on this machine"
+        for line in metadata.requires("megatron-ext") or []:
+            is_brought = re.match(rf"{re.escape(package)}\b", line)
+            if is_brought and line.endswith(('"upstream"', "'upstream'")):
+                remedy = "pip install 'megatron-ext[upstream]' brings what its scripts need"
         return UserError(
-            f"Megatron-LM's own code imports {error.name}, which is not installed; "
-            f"{_remedy((error.name or '').partition('.')[0])}"
+            f"Megatron-LM's own code imports {error.name}, which is not installed; {remedy}"
         )
     *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
     is_megatrons = frame.f_globals.get("__name__", "").startswith("megatron.")
@@ -184,16 +179,6 @@ def _explained(error: BaseException) -> MegatronExtError | None:
     return None
 
 
-def _show_log(name: str, level: int, stream: TextIO, form: str = "%(message)s") -> None:
-    """Write the records of a logger and its children to a stream."""
-    logger = logging.getLogger(name)
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(logging.Formatter(form))
-    # Megatron gives the root logger a handler, which would show each line again.
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(level)
-
-
 def run(script: str, argv: Sequence[str]) -> int:
     """Run a training script under the patches, in this process.
 
@@ -210,7 +195,11 @@ def run(script: str, argv: Sequence[str]) -> int:
         warnings.simplefilter("ignore")
     # Not basicConfig: upstream calls it, and it has no effect once the root has a handler.
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
-    _show_log("megatron_ext", level, sys.stderr, "megatron_ext: %(message)s")
+    logger, handler = logging.getLogger("megatron_ext"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("megatron_ext: %(message)s"))
+    # Megatron gives the root logger a handler, which would show each line again.
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(level)
     with failure.interrupts() as interrupts:
         try:
             _run(script, argv)

@@ -61,17 +61,14 @@ def attribute(name: str, *modules: str) -> Any:
         ImportError: No module has it.
     """
     for module in modules:
+        try:
+            exists = find_spec(module) is not None
+        except ModuleNotFoundError:  # one of its packages
+            continue
         # A release may have the module and keep the name elsewhere.
-        if _exists(module) and hasattr(import_module(module), name):
+        if exists and hasattr(import_module(module), name):
             return getattr(import_module(module), name)
     raise ImportError(f"no {name} in {', '.join(modules)}: this Megatron has it elsewhere")
-
-
-def _exists(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # one of its packages
-        return False
 
 
 def backward_step_of(model: Any, config: Any) -> Callable[[Any, Any, Any], Any]:

@@ -59,7 +59,11 @@ def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     """Return the table of ZB-V."""
     if not _is_short(pp, num_microbatches):
         return _table(pp, num_microbatches, _published_rows(pp, num_microbatches))
-    searched = _table(pp, num_microbatches, _searched_rows(pp, num_microbatches, costs))
+    problem = Problem(placement.v(pp), num_microbatches, 2 * pp, costs)
+    variants = [Variant(), *map(Variant, spread(pp // 2 + 1, pp))]
+    if num_microbatches > pp:
+        variants.insert(0, Variant(forwards_first=True))
+    searched = _table(pp, num_microbatches, search(problem, variants))
     if num_microbatches <= pp:
         return searched
     published = _table(pp, num_microbatches, _published_rows(pp, num_microbatches))
@@ -75,14 +79,6 @@ def _published_rows(pp: int, num_microbatches: int) -> Rows:
     count = max(num_microbatches, 2 * pp - 1)
     rows = tuple(_row(rank, pp, count) for rank in range(pp))
     return rows if count == num_microbatches else shortened(rows, num_microbatches)
-
-
-def _searched_rows(pp: int, num_microbatches: int, costs: Costs) -> Rows:
-    problem = Problem(placement.v(pp), num_microbatches, 2 * pp, costs)
-    variants = [Variant(), *map(Variant, spread(pp // 2 + 1, pp))]
-    if num_microbatches > pp:
-        variants.insert(0, Variant(forwards_first=True))
-    return search(problem, variants)
 
 
 def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:

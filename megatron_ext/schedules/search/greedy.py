@@ -215,32 +215,24 @@ class _Attempt:
         self._release(0, Action(0, "F", 0))
         stages, m = self._problem.placement.num_stages, self._problem.num_microbatches
         for _ in range((1 + len(self._problem.backwards)) * stages * m * self._num_slices):
-            number = self._next_rank()
-            if number is None:
-                return False
-            self._commit(number)
+            while True:
+                if not self._starts:
+                    return False
+                # The rank that can start first, the lowest on ties.
+                start, number = heappop(self._starts)
+                rank = self._ranks[number]
+                choice = rank.choice
+                # A rank that chose again left its old entry here, which is cheaper than to find and
+                # remove it.
+                if choice is not None and choice[0] == start:
+                    break
+            action = choice[2]
+            rank.remove(choice)
+            rank.free = start + self._durations[action.kind][action.slice]
+            self.rows[number].append(action)
+            self._follow(rank, action)
+            self._choose(number)
         return True
-
-    def _next_rank(self) -> int | None:
-        """Return the rank that can start first, the lowest on ties."""
-        while self._starts:
-            start, number = heappop(self._starts)
-            choice = self._ranks[number].choice
-            # A rank that chose again left its old entry here, which is cheaper than to find and
-            # remove it.
-            if choice is not None and choice[0] == start:  # else the rank has chosen again
-                return number
-        return None
-
-    def _commit(self, number: int) -> None:
-        rank = self._ranks[number]
-        assert rank.choice is not None
-        start, _, action = rank.choice
-        rank.remove(rank.choice)
-        rank.free = start + self._durations[action.kind][action.slice]
-        self.rows[number].append(action)
-        self._follow(rank, action)
-        self._choose(number)
 
     def _follow(self, rank: _Rank, action: Action) -> None:
         """Release the actions that an action enables."""

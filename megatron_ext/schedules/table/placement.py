@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from megatron_ext.errors import ScheduleError
@@ -97,12 +98,10 @@ class Placement:
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
         """The hop from each stage but the last to the next."""
-        return tuple(map(self._hop, range(self.num_stages - 1)))
-
-    def _hop(self, stage: int) -> Hop:
-        if stage in self.twin_hops:
-            return "twin"
-        return "local" if self.rank_of[stage] == self.rank_of[stage + 1] else "rank"
+        return tuple(
+            "twin" if stage in self.twin_hops else "local" if here == there else "rank"
+            for stage, (here, there) in enumerate(pairwise(self.rank_of))
+        )
 
     def is_crossed(self, stage: int) -> bool:
         """Return whether a stage runs the micro-batches that began on the twin."""
