@@ -145,7 +145,7 @@ def run(part: Part, sizes: Sizes, repetitions: int | None) -> Found:
         except (ScheduleError, RanksFailed) as error:
             found.failures[name] = str(error)
     found.how = f"simulated, {sizes.steps} draws"
-    found.ideal_s = sizes.work_s / sizes.forward_s  # simulated times are in forwards
+    found.ideal_s = sizes.work  # simulated times are in forwards
     if repetitions is not None:
         found.ideal_s = sizes.work_s
         late = max((c.op_inflation for by in found.cells.values() for c in by.values()), default=0)

@@ -35,10 +35,9 @@ from benchmarks.common import chosen, figure, machine, markdown, options, write_
 from benchmarks.schedule_harness import ranks
 from benchmarks.schedule_harness.metrics import peak, seconds_of
 from benchmarks.schedule_harness.ops import LAYERS, ExpertTimes, Sizes, Step
-from benchmarks.schedule_harness.systems import Own, Peer, System, variants
+from benchmarks.schedule_harness.systems import Own, Peer, System, loop2, variants
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, simulate
-from megatron_ext.schedules.table.placement import loop
 from megatron_ext.upstream import releases
 from tests.ranks import RanksFailed
 
@@ -50,10 +49,9 @@ _UPSTREAM = "megatron-core interleaved, overlap"
 def systems() -> list[System]:
     """Return Megatron's own overlap and all tables, each of them with pairs and without."""
     found: list[System] = [
-        Peer(_UPSTREAM, "megatron_core", "interleaved-overlap, experts", lambda pp: loop(pp, 2)),
-        Peer("megatron-core interleaved", "megatron_core", "interleaved-overlap",
-             lambda pp: loop(pp, 2)),
-    ]  # fmt: skip
+        Peer(_UPSTREAM, "megatron_core", "interleaved-overlap, experts", loop2),
+        Peer("megatron-core interleaved", "megatron_core", "interleaved-overlap", loop2),
+    ]
     for label, name, settings in variants():
         if name == "gpipe" or settings.get("overlap"):
             continue  # no backward before the last forward; the pass makes pairs itself

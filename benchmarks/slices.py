@@ -39,8 +39,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
@@ -61,49 +61,21 @@ _LENGTH = 4 * SEQUENCE_LENGTH
 """Tokens of the samples of real models."""
 
 
-@dataclass
-class Line:
-    """One schedule at one size; times in forwards."""
-
-    pp: int
-    num_microbatches: int
-    attention: float
-    name: str
-    weights: int
-    of_order: float | None = None
-    """Simulated bubble; None for somebody else's runtime."""
-    peak_of_order: float | None = None
-    bubble: float | None = None
-    """Measured, the median of the steps."""
-    over: float | None = None
-    best: float | None = None
-    peak: float | None = None
-    cpu: float | None = None
-    """Share of all cores, 0 to 1."""
-    gap_s: float | None = None
-    """Median from the end of an op to the begin of the next of its rank."""
-    ideal: float | None = None
-    """Simulated time over that of slices without attention, minus 1."""
-
-    def cells(self) -> list[str]:
-        """Return the text of each column, as `_HEAD` has them."""
-        return [
-            self.name,
-            figure(self.of_order, ".2f"),
-            figure(self.bubble, ".2f"),
-            figure(self.over, ".2f", 100),
-            figure(self.best, ".2f", 100),
-            figure(self.peak_of_order, ".2f"),
-            figure(self.peak, ".2f"),
-            figure(self.ideal, ".2f", 100),
-            f"{self.weights}x",
-            figure(self.cpu, ".0f", 100),
-            figure(self.gap_s, ".0f", 1e6),
-        ]
-
-
-_HEAD = ("schedule", "bubble", "measured", "over %", "best", "peak act.", "measured", "ideal %",
-         "weights", "cpu %", "gap us")  # fmt: skip
+_Line = dict[str, Any]
+"""One schedule at one size: what it is, and its figures, in forwards, as far as there are any."""
+_COLUMNS = (
+    ("bubble", "of_order", ".2f", 1),
+    ("measured", "bubble", ".2f", 1),
+    ("over %", "over", ".2f", 100),
+    ("best", "best", ".2f", 100),
+    ("peak act.", "peak_of_order", ".2f", 1),
+    ("measured", "peak", ".2f", 1),
+    ("ideal %", "ideal", ".2f", 100),
+    ("weights", "weights", "d", 1),
+    ("cpu %", "cpu", ".0f", 100),
+    ("gap us", "gap_s", ".0f", 1e6),
+)
+"""Head, figure, format and scale."""
 
 
 def systems(slices: list[int], attention: list[float]) -> list[System]:
@@ -132,30 +104,23 @@ def systems(slices: list[int], attention: list[float]) -> list[System]:
     ]
 
 
-def line_of(system: System, sizes: Sizes, *, simulates: bool) -> Line | None:
+def line_of(system: System, sizes: Sizes, *, simulates: bool) -> _Line | None:
     """Return a line; None if there is no such schedule of this size."""
-    attention = system.attention if isinstance(system, Own) else 0.0
-    line = Line(sizes.pp, sizes.num_microbatches, attention, system.name, system.weight_copies)
-    work = sizes.work_s / sizes.forward_s
+    size = sizes.pp, sizes.num_microbatches
+    line: _Line = {"pp": sizes.pp, "num_microbatches": sizes.num_microbatches}
+    line |= {"name": system.name, "weights": system.weight_copies}
     try:
-        system.check(sizes.pp, sizes.num_microbatches)
+        system.check(*size)
         if isinstance(system, Own):
-            costs = Costs(attention=attention)
+            costs = Costs(attention=system.attention)
             table = generate(
-                system.schedule,
-                sizes.pp,
-                sizes.num_microbatches,
-                costs=costs,
-                slices=system.slices,
-                **system.options,
+                system.schedule, *size, costs=costs, slices=system.slices, **system.options
             )
-            line.of_order = simulate(table, costs).makespan - work
-            line.peak_of_order = max(memory(table).activations)
-            if attention:
-                even = generate(
-                    system.schedule, sizes.pp, sizes.num_microbatches, slices=system.slices
-                )
-                line.ideal = (line.of_order + work) / simulate(even).makespan - 1
+            time = simulate(table, costs).makespan
+            line |= {"of_order": time - sizes.work, "peak_of_order": max(memory(table).activations)}
+            if system.attention:
+                even = generate(system.schedule, *size, slices=system.slices)
+                line["ideal"] = time / simulate(even).makespan - 1
         if simulates:
             return line if isinstance(system, Own) else None
         steps = ranks.run(ranks.measure, system, sizes)
@@ -163,20 +128,26 @@ def line_of(system: System, sizes: Sizes, *, simulates: bool) -> Line | None:
         print(f"{system.name}: {error}", file=sys.stderr)
         return None
     found = evaluate(steps, system.placement(sizes.pp), system.times(sizes))
-    line.bubble = found.median_s / sizes.forward_s - work
-    if line.of_order is not None:
-        order_s = (line.of_order + work) * sizes.forward_s
-        line.over, line.best = found.median_s / order_s - 1, found.min_s / order_s - 1
-    line.peak = found.peak_live
-    line.gap_s = found.gap_s
-    line.cpu = found.cpu_s * len(steps) / found.median_s / len(os.sched_getaffinity(0))
-    return line
+    if isinstance(system, Own):
+        order_s = time * sizes.forward_s
+        line |= {"over": found.median_s / order_s - 1, "best": found.min_s / order_s - 1}
+    return line | {
+        "bubble": found.median_s / sizes.forward_s - sizes.work,
+        "peak": found.peak_live,
+        "cpu": found.cpu_s * len(steps) / found.median_s / len(os.sched_getaffinity(0)),
+        "gap_s": found.gap_s,
+    }
 
 
-def text_of(lines: list[Line]) -> str:
+def text_of(lines: list[_Line]) -> str:
     """Return the lines of one size as a table, without columns that are empty."""
-    columns = zip(_HEAD, *(line.cells() for line in lines), strict=True)
-    return aligned(list(zip(*(column for column in columns if any(column[1:])), strict=True)))
+    columns = [["schedule", *(line["name"] for line in lines)]]
+    for head, name, form, scale in _COLUMNS:
+        cells = [figure(line.get(name), form, scale) for line in lines]
+        if any(cells):
+            unit = "x" if name == "weights" else ""
+            columns.append([head, *(cell + unit for cell in cells)])
+    return aligned(list(zip(*columns, strict=True)))
 
 
 def executors_own(systems: list[System], pp: int, num_microbatches: int) -> str:
@@ -266,7 +237,7 @@ def main() -> int:
     args = parser.parse_args()
     compared = chosen(parser, systems(args.slices, args.attention), args.only)
     ranks.clean_up_when_terminated()
-    lines: list[Line] = []
+    lines: list[_Line] = []
     for pp, num_microbatches in args.size if "schedules" in args.parts else ():
         found = []
         for system in compared:
@@ -288,7 +259,7 @@ def main() -> int:
         f"forward {args.forward_ms:g} ms, of a slice at least {args.slice_ms:g} ms, median of "
         f"{args.steps} steps; {machine()}"
     )
-    write_json(args.json, {"lines": [asdict(line) for line in lines]})
+    write_json(args.json, {"lines": lines})
     return 0
 
 

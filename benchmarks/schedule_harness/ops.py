@@ -34,9 +34,14 @@ class Sizes:
     """For every wait."""
 
     @property
+    def work(self) -> int:
+        """Undisturbed work of a rank, in forwards."""
+        return 3 * self.num_microbatches
+
+    @property
     def work_s(self) -> float:
-        """Undisturbed work of a rank."""
-        return 3 * self.forward_s * self.num_microbatches
+        """The same in seconds."""
+        return self.work * self.forward_s
 
 
 class Op(NamedTuple):

@@ -48,7 +48,7 @@ def run(
     Raises:
         RanksFailed: A rank failed, or they took much longer than their work.
     """
-    work_s = 3 * sizes.forward_s * sizes.num_microbatches * (sizes.warmup + sizes.steps) * repeats
+    work_s = sizes.work_s * (sizes.warmup + sizes.steps) * repeats
     limit_s = sizes.timeout_s + 4 * work_s
     return run_ranks(
         sizes.pp * replicas, measure, system, sizes, *args,

@@ -182,19 +182,20 @@ class _SplitPipeline(Pipeline):
         return split_backwards(super().schedule(num_microbatches))
 
 
-_loop2 = partial(loop, num_chunks=2)
+loop2 = partial(loop, num_chunks=2)
+"""Two chunks on each rank, round-robin; ranks find it by name, as they would no lambda."""
 OVERLAPPED = "megatron-core interleaved, overlapped P2P"
 """The fastest schedule of Megatron's own."""
 _PEERS = tuple(
     Peer(name, module, schedule, placement)
     for name, module, schedule, placement in (
         ("megatron-core 1F1B", "megatron_core", "1f1b", linear),
-        ("megatron-core interleaved, batched P2P", "megatron_core", "interleaved-batched", _loop2),
-        (OVERLAPPED, "megatron_core", "interleaved-overlap", _loop2),
+        ("megatron-core interleaved, batched P2P", "megatron_core", "interleaved-batched", loop2),
+        (OVERLAPPED, "megatron_core", "interleaved-overlap", loop2),
         ("torch 1F1B", "torch_pipelining", "Schedule1F1B", linear),
-        ("torch Interleaved1F1B", "torch_pipelining", "ScheduleInterleaved1F1B", _loop2),
+        ("torch Interleaved1F1B", "torch_pipelining", "ScheduleInterleaved1F1B", loop2),
         ("torch InterleavedZeroBubble", "torch_pipelining", "ScheduleInterleavedZeroBubble",
-         _loop2),
+         loop2),
         ("torch ZBVZeroBubble", "torch_pipelining", "ScheduleZBVZeroBubble", v),
         ("torch DualPipeV", "torch_pipelining", "ScheduleDualPipeV", v),
     )

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ext.config import active
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 from megatron_ext.patches.schedules import is_chosen
-from megatron_ext.schedules.table.actions import Action
+from megatron_ext.schedules.table.actions import Action, Kind
 
 __all__ = ["PATCHES"]
 
@@ -88,18 +88,12 @@ def _collective(name: str) -> Callable[[Call, Any, Args, Kwargs], Any]:
 
 def _forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Report a forward of Megatron's own schedules, and mark its output for the backward."""
-    chunk, microbatch = kwargs.get("vp_stage") or 0, kwargs.get("current_microbatch") or 0
-    action = _action("F", chunk, microbatch)
-    observers = active.required().observers
-    for observer in observers:
-        observer.begin_action(action)
-    result = call(*args, **kwargs)
-    for observer in observers:
-        observer.end_action(-1, action)
+    key = kwargs.get("vp_stage") or 0, kwargs.get("current_microbatch") or 0
+    action, result = _reported(call, "F", key, args, kwargs)
     outputs = result[0] if isinstance(result[0], list) else [result[0]]
     if outputs[0] is not None:
-        setattr(outputs[0], _ACTION, (chunk, microbatch))
-        for observer in observers:
+        setattr(outputs[0], _ACTION, key)
+        for observer in active.required().observers:
             observer.made(action.stage, outputs, args[2])
     return result
 
@@ -109,24 +103,29 @@ def _backward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     # Megatron gives it nothing but the output that it starts from; `_forward` has marked that.
     output = args[1] if len(args) > 1 else kwargs["output_tensor"]
     first = output[0] if isinstance(output, list) else output
-    action = _action("B", *getattr(first, _ACTION, (0, 0)))
+    return _reported(call, "B", getattr(first, _ACTION, (0, 0)), args, kwargs)[1]
+
+
+def _reported(
+    call: Call, kind: Kind, key: tuple[int, int], args: Args, kwargs: Kwargs
+) -> tuple[Action, Any]:
+    """Run an action of a (chunk, micro-batch) before observers; return it and its result."""
+    from megatron.core import parallel_state as groups
+
+    chunk, microbatch = key
+    pp, rank = (
+        groups.get_pipeline_model_parallel_world_size(),
+        groups.get_pipeline_model_parallel_rank(),
+    )
+    # Megatron's own schedules place chunks round-robin, and know no position in a table.
+    action = Action(chunk * pp + rank, kind, microbatch)
     observers = active.required().observers
     for observer in observers:
         observer.begin_action(action)
     result = call(*args, **kwargs)
     for observer in observers:
         observer.end_action(-1, action)
-    return result
-
-
-def _action(kind: Any, chunk: int, microbatch: int) -> Action:
-    from megatron.core import parallel_state as groups
-
-    pp, rank = (
-        groups.get_pipeline_model_parallel_world_size(),
-        groups.get_pipeline_model_parallel_rank(),
-    )
-    return Action(chunk * pp + rank, kind, microbatch)
+    return action, result
 
 
 def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
