@@ -110,17 +110,10 @@ class NoisyTimes(OpTimes):
         return random.Random(repr((self.seed, self.step, *key)))
 
 
-def noisy(system: System, sizes: Sizes, name: str, forward_s: float = 0.0) -> list[NoisyTimes]:
-    """Return the draws of a scenario: one for each of `sizes.steps`.
-
-    Args:
-        system: Where the stages are.
-        sizes: How many draws, and what a forward takes.
-        name: The scenario.
-        forward_s: Another time of a forward, where it is simulated.
-    """
+def noisy(system: System, sizes: Sizes, name: str) -> list[NoisyTimes]:
+    """Return the draws of a scenario for the stages of a system: one for each of `sizes.steps`."""
     share, rank_of = system.share(sizes.pp), system.placement(sizes.pp).rank_of
-    unit_s = forward_s or sizes.forward_s
     return [
-        NoisyTimes(unit_s, share, SCENARIOS[name], rank_of, 0, draw) for draw in range(sizes.steps)
+        NoisyTimes(sizes.forward_s, share, SCENARIOS[name], rank_of, 0, draw)
+        for draw in range(sizes.steps)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -68,7 +68,7 @@ def expect(system: Own, sizes: Sizes, names: Sequence[str]) -> dict[str, Figures
     for name in names:
         lines = [
             simulated(system, sizes.pp, sizes.num_microbatches, _costs(times))
-            for times in noisy(system, sizes, name, 1.0)
+            for times in noisy(system, replace(sizes, forward_s=1.0), name)
         ]
         peak = max(line.peak_activations for line in lines)
         found[name] = Figures([line.makespan for line in lines], peak)
@@ -82,7 +82,7 @@ def limits(system: Own, sizes: Sizes, name: str) -> list[float]:
     """
     size = sizes.pp, sizes.num_microbatches
     split = split_backwards(system.pipeline(*size).full)
-    draws = map(_costs, noisy(system, sizes, name, 1.0))
+    draws = map(_costs, noisy(system, replace(sizes, forward_s=1.0), name))
     return [simulated(system, *size, costs).makespan / shortest(split, costs) for costs in draws]
 
 
@@ -108,39 +108,30 @@ class _Drawn(Costs):
     times: NoisyTimes | None = None
 
     def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        assert self.times is not None
-        return _action_factors(self.times, schedule.num_stages, schedule.num_microbatches)
+        return _factors(self.times, schedule.num_stages, schedule.num_microbatches)[0]
 
     def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        assert self.times is not None
-        return _latencies(self.times, schedule.num_stages, schedule.num_microbatches)
+        return _factors(self.times, schedule.num_stages, schedule.num_microbatches)[1]
 
 
 # Every policy and table of a comparison asks for the same draws again.
 @cache
-def _action_factors(
-    times: NoisyTimes, num_stages: int, num_microbatches: int
-) -> dict[Kind, list[float]]:
-    return {
-        kind: [
-            times.seconds(kind, stage, m) / (times.share * (2 if kind == "B" else 1))
-            for stage in range(num_stages)
-            for m in range(num_microbatches)
-        ]
-        for kind in KINDS
-    }
+def _factors(
+    times: NoisyTimes | None, num_stages: int, num_microbatches: int
+) -> tuple[dict[Kind, list[float]], dict[Kind, list[float]]]:
+    """Return factors of actions, and latencies of messages by the stage that makes them."""
+    assert times is not None
 
-
-@cache
-def _latencies(
-    times: NoisyTimes, num_stages: int, num_microbatches: int
-) -> dict[Kind, list[float]]:
     def latency(kind: Literal["F", "B"], target: int, m: int) -> float:
         inside = 0 <= target < num_stages
         return _LATENCY + times.latency_s(kind, target, m) if inside else 0.0
 
-    stages, numbers = range(num_stages), range(num_microbatches)
-    return {
-        "F": [latency("F", stage + 1, m) for stage in stages for m in numbers],
-        "B": [latency("B", stage - 1, m) for stage in stages for m in numbers],
+    places = [(stage, m) for stage in range(num_stages) for m in range(num_microbatches)]
+    actions: dict[Kind, list[float]] = {}
+    for kind in KINDS:
+        nominal = times.share * (2 if kind == "B" else 1)
+        actions[kind] = [times.seconds(kind, *place) / nominal for place in places]
+    return actions, {
+        "F": [latency("F", stage + 1, m) for stage, m in places],
+        "B": [latency("B", stage - 1, m) for stage, m in places],
     }

@@ -376,19 +376,13 @@ class StageCompute:
             self._live[stage, microbatch] = (inputs, outputs)
         return outputs
 
-    @property
-    def num_tokens(self) -> torch.Tensor | None:
-        """Tokens of all forwards so far, an integer scalar; None before the first forward."""
-        return functools.reduce(operator.add, self._num_tokens) if self._num_tokens else None
-
     def total_tokens(self) -> torch.Tensor:
         """Return the tokens that this rank counted, an integer scalar on the model's device.
 
         Ranks without the last stage return 0.
         """
-        device = devices.device_of(self.call.chunks)
-        total = torch.zeros((), dtype=torch.int, device=device)
-        return total if self.num_tokens is None else total + self.num_tokens
+        none = torch.zeros((), dtype=torch.int, device=devices.device_of(self.call.chunks))
+        return functools.reduce(operator.add, self._num_tokens, none)
 
     def saved_tensors(self, action: Action) -> tuple[Tensors, Tensors] | None:
         """Return the inputs and outputs kept for a backward; None once it has run.

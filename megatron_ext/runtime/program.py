@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.message import Message, MessageKind
     from megatron_ext.schedules.table.actions import Action, Schedule
-    from megatron_ext.schedules.table.communication import Exchange
     from megatron_ext.schedules.table.route_plan import Route
 
 __all__ = [

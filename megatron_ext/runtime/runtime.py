@@ -64,8 +64,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.config.active import Pipeline
     from megatron_ext.runtime.megatron_messages import StockStep
-    from megatron_ext.runtime.ordering import Agreement, RunAhead
-    from megatron_ext.runtime.program import Table
+    from megatron_ext.runtime.ordering import RunAhead
     from megatron_ext.runtime.trees import TreeSteps
     from megatron_ext.schedules.table.placement import Placement
     from megatron_ext.schedules.table.route_plan import Route
