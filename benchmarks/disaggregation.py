@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
@@ -46,12 +46,9 @@ from megatron_ext.disaggregation.job import Job, current
 from megatron_ext.disaggregation.ranks import RankMap
 from megatron_ext.runtime.compute import StageCompute
 from megatron_ext.runtime.entry import forward_backward
-from megatron_ext.schedules import Costs, Schedule, generate, simulate
+from megatron_ext.schedules import Costs, Kind, Placement, Schedule, generate, simulate
 from megatron_ext.schedules.table.placement import linear
 from tests.ranks import run_ranks
-
-if TYPE_CHECKING:
-    from megatron_ext.schedules import Kind, Placement
 
 _BAR, _FORWARD_S = 0.03, 0.04
 _STEP_HEAD = ("", "TP", "PP", "M", "computed", "measured", "", "time, computed", "measured",

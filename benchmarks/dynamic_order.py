@@ -24,20 +24,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
 from benchmarks.common import machine, markdown, options, ratios, spread, write_json
 from benchmarks.schedule_harness import ranks, scenarios
+from benchmarks.schedule_harness.metrics import Figures
 from benchmarks.schedule_harness.noise import SCENARIOS
 from benchmarks.schedule_harness.ops import Sizes
 from benchmarks.schedule_harness.systems import OVERLAPPED, Own, disturbed_systems
 from megatron_ext.errors import ScheduleError
 from tests.ranks import RanksFailed
-
-if TYPE_CHECKING:
-    from benchmarks.schedule_harness.metrics import Figures
 
 _WHOLE, _SPLIT = "interleaved chunks=2, static", "interleaved chunks=2, static, split"
 _HINTS = ("interleaved chunks=2, hint +0", "interleaved chunks=2, hint +1")

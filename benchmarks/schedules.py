@@ -49,21 +49,18 @@ import statistics
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
 from benchmarks.common import chosen, figure, machine, options, ratios, write_json
 from benchmarks.schedule_harness import ranks, scenarios
+from benchmarks.schedule_harness.metrics import Figures
 from benchmarks.schedule_harness.noise import SCENARIOS
 from benchmarks.schedule_harness.ops import Sizes
 from benchmarks.schedule_harness.systems import Own, System, all_systems, device_systems
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.commands import aligned
 from tests.ranks import RanksFailed
-
-if TYPE_CHECKING:
-    from benchmarks.schedule_harness.metrics import Figures
 
 _NOISY = 0.05
 """Ops that took longer than this above their time: the machine was too busy."""

@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
@@ -46,15 +46,12 @@ import torch.distributed as dist
 from benchmarks.common import markdown, options, write_json
 from megatron_ext import devices
 from megatron_ext.message import Message
-from megatron_ext.transport.base import Expected
+from megatron_ext.transport.address import Wire
+from megatron_ext.transport.base import Expected, Transport
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.staging import staged
 from tests.ranks import run_ranks
-
-if TYPE_CHECKING:
-    from megatron_ext.transport.address import Wire
-    from megatron_ext.transport.base import Transport
 
 SIZES = tuple(1 << bits for bits in (10, 16, 20, 24, 26, 28))
 _PIECE_BYTES = 1 << 18

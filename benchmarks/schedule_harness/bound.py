@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from megatron_ext.schedules import Costs, Kind, Schedule
+from megatron_ext.schedules import Costs, Kind, Schedule
 
 
 class _Job(NamedTuple):

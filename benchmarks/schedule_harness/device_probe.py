@@ -10,22 +10,16 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import torch
 from torch_musa import host_waits
 
 from megatron_ext import devices
+from megatron_ext.devices.backend import TimingEvent
+from megatron_ext.schedules import Kind
 
-from .ops import Op
+from .ops import Op, OpTimes
 from .stage import Probe
-
-if TYPE_CHECKING:
-    from megatron_ext.devices.backend import TimingEvent
-    from megatron_ext.schedules import Kind
-
-    from .ops import OpTimes
-
 
 _CLOCK_SAMPLES = 10
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -22,17 +22,13 @@ from megatron.core.models.common import model_chunk_schedule_plan as plans
 from megatron.core.pipeline_parallel import combined_1f1b
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 
+from megatron_ext.runtime.split import SplitBackward
+from megatron_ext.schedules import Kind, Schedule
+
 from .device_probe import DeviceProbe, TimedOp
 from .megatron_core import Chunk, first
 from .ops import LAYERS, ExpertTimes, Part
-from .stage import MESSAGE_SHAPE, weight_product
-
-if TYPE_CHECKING:
-    from megatron_ext.runtime.split import SplitBackward
-    from megatron_ext.schedules import Kind, Schedule
-
-    from .stage import Probe
-
+from .stage import MESSAGE_SHAPE, Probe, weight_product
 
 _PARTS: tuple[Part, ...] = ("attention", "dispatch", "experts", "combine")
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from megatron_ext.message import Message
-    from megatron_ext.transport.base import Expected, Transport
-
+from megatron_ext.message import Message
+from megatron_ext.transport.base import Expected, Transport
 
 _WRAP_S = 1 << 20
 """Whole seconds below this are exact in single precision."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -18,11 +18,10 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.schedules import Kind, Placement
+
 from .ops import ExpertTimes
 from .stage import MESSAGE_SHAPE, EmulatedStage, Probe
-
-if TYPE_CHECKING:
-    from megatron_ext.schedules import Kind, Placement
 
 
 class Chunk(torch.nn.Module):

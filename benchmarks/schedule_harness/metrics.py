@@ -13,15 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from .ops import OpTimes
+from megatron_ext.schedules import Placement
 
-if TYPE_CHECKING:
-    from megatron_ext.schedules import Placement
-
-    from .ops import Op, Step
-
+from .ops import Op, OpTimes, Step
 
 _Made = dict[tuple[str, int, int, int], float]
 """F or B, stage, micro-batch, twin -> since when that exists."""

@@ -11,15 +11,12 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from .ops import OpTimes
+from megatron_ext.schedules import Kind
 
-if TYPE_CHECKING:
-    from megatron_ext.schedules import Kind
-
-    from .ops import Sizes
-    from .systems import System
+from .ops import OpTimes, Sizes
+from .systems import System
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from megatron_ext.schedules import Kind
+from megatron_ext.schedules import Kind
 
 SEQUENCE_LENGTH = 1024
 """Of the emulated model, in tokens: enough for slices of any cost."""

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
-from megatron_ext.config.active import Active, activate_configuration, required
+from megatron_ext.config.active import Active, Pipeline, activate_configuration, required
+from megatron_ext.message import Message
 from megatron_ext.runtime import runtime
 from megatron_ext.runtime.connect import open_transport
 from megatron_ext.runtime.entry import forward_backward
+from megatron_ext.runtime.split import SplitBackward
 
 from .late import LateTransport
 from .megatron_core import set_up
 from .noise import NoisyTimes
 from .ops import ExpertTimes
-
-if TYPE_CHECKING:
-    from megatron_ext.config.active import Pipeline
-    from megatron_ext.message import Message
-    from megatron_ext.runtime.split import SplitBackward
-
-    from .stage import Probe
+from .stage import Probe
 
 
 def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], object]:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layout_search import Layout, Question, forecast, search, stage_parts
 from megatron_ext.planning.model_sizes import sizes_of_flags
+from megatron_ext.schedules import Kind
 
 from . import ranks
 from .metrics import seconds_of
 from .ops import OpTimes, Sizes
+from .stage import Probe
 from .systems import Own, Run
-
-if TYPE_CHECKING:
-    from megatron_ext.schedules import Kind
-
-    from .stage import Probe
-
 
 RANKS = 8
 _MODEL = (

@@ -15,10 +15,11 @@ from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
 
 from .ops import OpTimes, Sizes, Step
+from .systems import System
 
 if TYPE_CHECKING:
     from .stage import Probe
-    from .systems import System
+
 
 _T = TypeVar("_T")
 

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from megatron_ext.schedules import Kind, Schedule, Timeline
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.actions import KINDS
@@ -18,13 +19,8 @@ from . import ranks
 from .bound import shortest
 from .metrics import Figures, evaluate
 from .noise import SCENARIOS, NoisyTimes, noisy
-
-if TYPE_CHECKING:
-    from megatron_ext.schedules import Kind, Schedule, Timeline
-
-    from .ops import Sizes
-    from .systems import Own, System
-
+from .ops import Sizes
+from .systems import Own, System
 
 _LATENCY = 0.01
 """Of every message, on top of the scenario's: that of shared memory, in forwards."""

@@ -19,21 +19,17 @@ import statistics
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core import tensor_parallel
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_ext.schedules import Kind
+
 from . import late
 from .noise import NoisyTimes
-from .ops import SEQUENCE_LENGTH, Op
-
-if TYPE_CHECKING:
-    from megatron_ext.schedules import Kind
-
-    from .ops import OpTimes
-
+from .ops import SEQUENCE_LENGTH, Op, OpTimes
 
 MESSAGE_SHAPE = (SEQUENCE_LENGTH, 1, 16)
 """Sequence, batch, hidden: 64 KiB in fp32."""

@@ -11,22 +11,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.active import Pipeline
-from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
-from megatron_ext.schedules import UNIT, Costs, Placement, generate, registered
+from megatron_ext.config.pipeline_config import (
+    DevicePath,
+    DynamicOrder,
+    PipelineConfig,
+    Tracing,
+    TransportName,
+)
+from megatron_ext.schedules import UNIT, Costs, Placement, Schedule, generate, registered
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.schedules.table.placement import linear, loop, v
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.transforms import split_backwards
 
-from .ops import SEQUENCE_LENGTH, ExpertTimes, OpTimes
+from .ops import SEQUENCE_LENGTH, ExpertTimes, OpTimes, Sizes
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.config.pipeline_config import DevicePath, Tracing, TransportName
-    from megatron_ext.schedules import Schedule
-
-    from .ops import Sizes
     from .stage import Probe
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
-from .stage import MESSAGE_SHAPE, EmulatedStage, Probe
+from megatron_ext.schedules import Placement
 
-if TYPE_CHECKING:
-    from megatron_ext.schedules import Placement
+from .stage import MESSAGE_SHAPE, EmulatedStage, Probe
 
 
 class _Stage(pipelining.PipelineStage):
