@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ext.tools.trace.aggregate import read_run
 from megatron_ext.tracing.recorder import Recorder
-from tests.ranks import RankRun, _run_script, losses, start_ranks
+from tests.ranks import RankRun, _run_script, losses, require_training, start_ranks
 from tests.runtime.capture import GPT, PP2
 from tests.tools.trace.runs import Clock
 from tests.tracing.test_recorder import HEADER
@@ -36,6 +36,7 @@ def train_in_room(room_bytes: int | None, argv: Sequence[str]) -> None:
 
 
 def train(directory: Path | None, room_bytes: int | None = None) -> RankRun:
+    require_training()
     flags = _FLAGS if directory is None else f"{_FLAGS}{_TRACE}{directory}"
     run = start_ranks(2, train_in_room, room_bytes, flags.split())
     assert run.exit_codes == [0, 0], run.describe()
