@@ -52,14 +52,14 @@ class DeviceKind:
     attention_forward: float = 0.486
     """Share of the bf16 peak that causal attention reaches, counting half of the square."""
     attention_backward: float = 0.371
-    attention_latent: float = 0.92
-    """Of these shares, what is reached where values are narrower than queries."""
-    attention_8bit: float = 1.3
+    attention_8bit: float = 1.6
     """How much faster attention in 8 bits is."""
     memory: float = 0.61
     """Share of the peak traffic that elementwise kernels reach."""
     collective: float = 0.67
-    """Share of a link that gathers and scatters reach."""
+    """Share of a link in a node that gathers and scatters reach."""
+    network: float = 0.93
+    """Share of a link to other nodes that these and messages reach."""
     all_to_all: float = 0.74
     kernel_s: float = 4e-6
     """Least time of a kernel."""
@@ -72,9 +72,12 @@ class DeviceKind:
     launch_s: float = 19.5e-6
     """Of the host, for each kernel that is in no graph."""
     split_launches: float = 1.82
-    """How many more launches layers take whose parts alternate with those of another batch."""
-    unfused: float = 57.0
-    """Bytes of traffic for each activation of experts with biases, which no kernel fuses."""
+    """How many more launches layers take whose parts alternate with those of another batch, where
+    the dispatcher is `alltoall`."""
+    biases: float = 57.0
+    """Bytes of traffic for each activation of experts with biases, beyond those without."""
+    biases_fused: float = 11.4
+    """The same where experts are one kernel."""
     exposed: float = 0.365
     """Share of the shorter of kernels and launches that shows where the host waits for counts."""
     overlap: float = 0.66
@@ -136,12 +139,14 @@ _COMMON = dict.fromkeys(("kernel_s", "message_s", "hop_s", "collective", "gemm_w
 _COMMON |= dict.fromkeys(
     (
         *("memory", "all_to_all", "gemm_grouped", "gemm_fused", "scan_bytes", "launch_s"),
-        *("exposed", "split_launches", "unfused", "overlap", "pair_overlap"),
-        *("attention_forward", "attention_backward", "attention_latent", "attention_8bit"),
+        *("exposed", "split_launches", "biases", "biases_fused", "overlap", "pair_overlap"),
+        "network",
+        *("attention_forward", "attention_backward"),
     ),
     _HALF,
 )
 _COMMON |= {
+    "attention_8bit": "FlashAttention-3 (2407.08608): 1.2 PFLOP/s in 8 bits, 0.74 in 16",
     "tile_bytes": "assumed: two steps of a loop over 128 bytes",
     "memory_gib": "capacity that torch names when it is out of memory, within half a GiB",
     "reserve_gib": "reserved less allocated memory of SimuMax's B200 runs: 1.0 to 4.3 GiB, "
@@ -212,18 +217,11 @@ DEVICES = {
             flops_8bit=4500e12,
             flops_4bit=9000e12,
             network_bytes=50 * _GB,
-            gemm=0.462,
+            gemm=0.554,
             gemm_8bit=0.513,
             gemm_block=0.483,
             gemm_4bit=0.590,
-            **_BLACKWELL
-            | {
-                "sources": _BLACKWELL["sources"]
-                | {
-                    "gemm": "chosen on SimuMax's 43 rows, the only rate that they gave; its "
-                    "micro-benchmarks have 0.49"
-                }
-            },
+            **_BLACKWELL,
         ),
         DeviceKind(
             name="gb200",

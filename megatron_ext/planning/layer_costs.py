@@ -50,7 +50,8 @@ ASSUMPTIONS = {
     "otherwise; where the host waits for the tokens of each expert, part of what runs at the same "
     "time shows",
     "tensor parallelism": "two gathers and two scatters of [s, b, h] for each layer and pass, "
-    "mostly behind products, but with NVFP4 or --disable-tp-comm-overlap-ag not",
+    "gathers in the precision of the product that follows; mostly behind products, but with NVFP4 "
+    "or --disable-tp-comm-overlap-ag not",
     "context parallelism": "keys and values go round behind attention; what is longer shows",
     "experts": "tokens balanced; all-to-all of one copy of a token for each rank and node, with "
     "--moe-token-dispatcher-type alltoall of all; where a forward has a partner in a pair, the "
@@ -130,7 +131,7 @@ def gather_s(device: DeviceKind, size: float, ranks: int, stride: int = 1) -> fl
         rate = device.link_bytes * device.collective
         return device.message_s + (ranks - 1) * (device.hop_s + size / ranks / rate)
     # A ring over nodes: all devices of a node that take part share its adapters.
-    rate = device.network_bytes * near * device.collective
+    rate = device.network_bytes * near * device.network
     return device.message_s * 2 + size * (ranks - 1) / ranks / min(
         rate, device.link_bytes * device.collective
     )
@@ -282,7 +283,8 @@ class _Ledger:
         if self.by.techniques.overlaps_experts:
             # A pass outside of pairs has this on top; the host launches behind what is left.
             hidden = self.device.pair_overlap * self.exchange / 2
-            host *= self.device.split_launches if self.waits else 1.0
+            if self.waits and not self.by.techniques.sends_once:
+                host *= self.device.split_launches
         elif self.waits:
             shown = self.device.exposed * min(seconds, host)
         return (max(seconds - hidden, host) + hidden + shown) / seconds
@@ -313,10 +315,11 @@ def part_of(
     rows = by.sequence * by.micro_batch / by.context
     wide = rows * hidden / t  # elements of [s, b, h] on this rank
     table = model.vocabulary * hidden / t
-    exchange = gather_s(device, 2 * rows * hidden, t)
+    books = _Ledger(device, by, is_low=kind not in ("embedding", "loss"))
+    # Gathered is what a product takes, in its precision; sums are scattered in bf16.
+    exchange = sum(gather_s(device, size * rows * hidden, t) for size in (books.bytes, 2)) / 2
     if by.techniques.overlaps_tensor:
         exchange *= 1 - device.overlap
-    books = _Ledger(device, by, is_low=kind not in ("embedding", "loss"))
     if kind == "embedding":
         books.pass_over("base", 4 * wide, 10 * wide)
         books.wait("base", exchange, exchange)
@@ -412,14 +415,15 @@ def _experts(
         books.linear("moe", tokens, width, hidden)
         books.saved["moe"] += 4 * tokens * width
         weights += 2 * hidden * width
-    # Permuted, and sorted by expert, on both ways: reads and writes of 2 bytes.
-    passes = (6 if by.techniques.sends_once else 15) * chosen * width
+    # Permuted, and sorted by expert, on both ways; 8 bytes would be a kernel each.
+    passes = 6 * chosen * width
     books.pass_over("moe", passes, passes, 6)
     books.saved["moe"] += books.bytes * chosen * width
     books.experts(chosen / local, width, up, local)
     act = _activation(books, model, "moe", chosen * model.expert_ffn)
-    if model.biases and not by.techniques.fuses_experts:  # no kernel has both
-        passes = device.unfused * chosen * up
+    if model.biases:
+        each = device.biases_fused if by.techniques.fuses_experts else device.biases
+        passes = each * chosen * up
         books.pass_over("moe", passes, passes, 4)
     books.experts(chosen / local, model.expert_ffn, width, local)
     # Scores; of each choice where it goes and comes from in 8 bytes, and its weight.
@@ -514,8 +518,8 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
     seen = by.sequence * (1 - model.window_share)
     seen += min(by.sequence, 2 * model.window) * model.window_share
     square = seen * by.sequence * by.micro_batch / by.context * (queries + values)
-    rate = device.flops * (device.attention_latent if queries != values else 1.0)
-    rate *= min(1.0, model.head_size / 128)  # exponentials take as long for small heads
+    # Exponentials take as long for small heads.
+    rate = device.flops * min(1.0, model.head_size / 128)
     if by.techniques.attends_in_8bit:
         rate *= device.attention_8bit
     forward = square / (rate * device.attention_forward) + 5 * device.kernel_s

@@ -634,13 +634,13 @@ def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: i
     """Return what the simulator takes, in seconds."""
     device, pp, whole = job.device, sizes.pp, _total(list(stages))
     far = job.num_devices // pp * twins >= device.node_size
-    rate = device.network_bytes if far else device.link_bytes
+    rate = device.network_bytes * device.network if far else device.link_bytes * device.collective
     message = 2 * job.sequence * sizes.micro_batch * job.model.hidden / sizes.cp / sizes.tp
     return Costs(
         whole.forward / pp,
         whole.input / pp,
         whole.weight / pp,
-        latency=device.message_s + message / (rate * device.collective),
+        latency=device.message_s + message / rate,
         all_to_all=whole.exchange / (whole.forward + whole.input),
         hides=device.pair_overlap,
         stage_scale=tuple(stage.work / whole.work * len(stages) for stage in stages),
