@@ -591,9 +591,9 @@ def forecast(
     if table is not None:
         costs = _costs(job, sizes, stages, twins)
         timeline = simulate(table, costs)
-        hides = device.pair_overlap if pairs else 0.0
         each = max(
-            rank.work - hides * min(rank.exchange, rank.work - rank.exchange) for rank in by_rank
+            rank.work - share * rank.exchange
+            for rank, share in zip(by_rank, timeline.hidden_in_pairs, strict=True)
         )
         span = timeline.makespan + (m - simulated) / twins * each
         hidden = timeline.hidden

@@ -50,17 +50,30 @@ class Timeline:
         return max(busy)
 
     @cached_property
+    def _of_pairs(self) -> list[tuple[float, float]]:
+        """By rank the all-to-all of its pairs, and how much of it runs behind computation."""
+        clock, found = Clock(self.schedule, self.costs), []
+        for rank, row in enumerate(self.schedule.rows):
+            total = saved = 0.0
+            for index in self.schedule.pairs_of(rank):
+                both = row[index : index + 2]
+                total += sum(map(clock.all_to_all_of, both))
+                saved += sum(map(clock.time_of, both))
+                saved -= self.ends[rank][index] - self.starts[rank][index]
+            found.append((total, saved))
+        return found
+
+    @cached_property
     def hidden(self) -> float:
         """The share of all-to-all that runs behind computation, over all ranks; 0 without any."""
-        clock = Clock(self.schedule, self.costs)
-        total = saved = 0.0
-        for rank, row in enumerate(self.schedule.rows):
-            for action in row:
-                total += clock.all_to_all_of(action)
-            for index in self.schedule.pairs_of(rank):
-                alone = sum(clock.time_of(action) for action in row[index : index + 2])
-                saved += alone - (self.ends[rank][index] - self.starts[rank][index])
-        return saved / total if total else 0.0
+        all_to_all_of = Clock(self.schedule, self.costs).all_to_all_of
+        total = sum(all_to_all_of(action) for row in self.schedule.rows for action in row)
+        return sum(saved for _, saved in self._of_pairs) / total if total else 0.0
+
+    @property
+    def hidden_in_pairs(self) -> tuple[float, ...]:
+        """By rank this share of its pairs alone, which a long step comes close to."""
+        return tuple(saved / total if total else 0.0 for total, saved in self._of_pairs)
 
     @property
     def bubble(self) -> float:
@@ -212,10 +225,18 @@ class Clock:
         return end
 
     def run_pair(self, rank: int, forward: Action, backward: Action, now: float) -> float:
-        """Run both actions of a pair from `now` on; return when they end, which is at once."""
-        both = forward, backward
-        time, all_to_all = sum(map(self.time_of, both)), sum(map(self.all_to_all_of, both))
-        end = now + time - self._hides * min(all_to_all, time - all_to_all)
+        """Run both actions of a pair from `now` on; return when they end, which is at once.
+
+        Layers pair one to one, so of the longer stage's as many as the shorter one has.
+        """
+        time = hidden = left = 0.0
+        layers = [self._durations["F"][action.stage] for action in (forward, backward)]
+        for action, own in zip((forward, backward), layers, strict=True):
+            share, alone = min(layers) / own, self.time_of(action)
+            time += alone
+            hidden += share * self.all_to_all_of(action)
+            left += share * (alone - self.all_to_all_of(action))
+        end = now + time - self._hides * min(hidden, left)
         self.starts[rank] += (now, now)
         self.ends[rank] += (end, end)
         return end

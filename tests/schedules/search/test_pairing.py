@@ -92,6 +92,26 @@ def test_a_pair_takes_the_larger_of_both(all_to_all: float, hides: float, time: 
     assert timeline.starts[0][2] == pytest.approx(2 + time)  # nothing leaves before both end
 
 
+@pytest.mark.parametrize("all_to_all", [0.25, 0.75])
+def test_layers_pair_one_to_one(all_to_all: float) -> None:
+    """Of stages with different numbers of layers the rest of the longer one runs alone."""
+    layers, hides = (6, 3, 1, 6), 0.5
+    schedule = generate("interleaved", 2, 8, 2, pairs=True)
+    costs = Costs(all_to_all=all_to_all, hides=hides, stage_scale=layers)
+    timeline, seen = simulate(schedule, costs), set()
+    for rank, row in enumerate(schedule.rows):
+        for index in schedule.pairs_of(rank):
+            ours, theirs = (layers[action.stage] for action in row[index : index + 2])
+            # A stage is half of a device share; a layer takes 1 forwards and 2 backwards, of which
+            # the weight gradient exchanges nothing.
+            alone = (ours + 2 * theirs) / 2
+            hidden = hides * min(ours, theirs) / 2 * min(2 * all_to_all, 3 - 2 * all_to_all)
+            took = timeline.ends[rank][index] - timeline.starts[rank][index]
+            assert took == pytest.approx(alone - hidden)
+            seen.add((ours, theirs))
+    assert len(seen) > 2
+
+
 def test_a_pair_waits_for_all_inputs_and_sends_afterwards() -> None:
     schedule = generate("1f1b", 2, 3, pairs=True)
     assert list(schedule.cells(1)) == ["1F0", "(1F1;1B0)OVERLAP_F_B", "(1F2;1B1)OVERLAP_F_B", "1B2"]
