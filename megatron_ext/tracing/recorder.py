@@ -31,6 +31,9 @@ _LOG = logging.getLogger(__name__)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors that come and go with what else is on the disk; another folder was no mistake."""
 
+_WAIT_NS = 20_000
+"""Shortest wait that is written: any receive of a device may have waited."""
+
 _Stamp = Any
 """A moment: nanoseconds on the host, an event on a device."""
 
@@ -192,6 +195,7 @@ class Recorder:
         spans = [
             Span(name, begin_ns, end_ns, attributes)
             for (name, _, _, attributes), begin_ns, end_ns in zip(kept, begins, ends, strict=True)
+            if name != "wait" or end_ns - begin_ns >= _WAIT_NS
         ]
         self._put(iteration_line(self._row, self._begin_ns, spans, closing))
         self.active = False

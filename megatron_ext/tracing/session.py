@@ -62,8 +62,6 @@ _SETTINGS = (
 )  # fmt: skip
 """Arguments of Megatron that may explain a duration."""
 
-_WAIT_NS = 20_000
-"""Shortest wait of a receive that gets a separate span."""
 _CAUSES = {"D": "leader", "C": "credit"}
 """By kind of message: the cause of a wait for it, where that is no input."""
 _COLLECTIVES = {"reduce": "the reduction of gradients", "optimizer": "the optimizer step"}
@@ -258,12 +256,13 @@ class Session(Observer):
         """Record a receive, and what of it was waiting."""
         recorder, began = self.recorder, self._began_message
         if recorder is not None and began is not None:
-            end, about, waited_ns = recorder.stamp(), _about(message), round(1e9 * waited_s)
+            end, about = recorder.stamp(), _about(message)
             name = "weights" if message.kind == "W" else "receive"
-            if about and waited_ns >= _WAIT_NS:
+            if about:
                 on = {"cause": _CAUSES.get(message.kind, "input"), "on": source, **about}
-                # Of a device's events only the last tells when the message was there.
-                arrived = began + waited_ns if isinstance(began, int) else end
+                # The host's wait says nothing about its device's; of the events of that, only the
+                # last tells when the message was there.
+                arrived = began + round(1e9 * waited_s) if isinstance(began, int) else end
                 recorder.add("wait", began, on, arrived)
                 began = arrived
             recorder.add(name, began, {"from": source, **about, "bytes": num_bytes}, end)

@@ -54,7 +54,7 @@ def test_an_event_takes_at_most_200_bytes(tmp_path: Path) -> None:
     clock.now_ns += 3_600 * 10**9  # after an hour in one iteration
     widest = {"cause": "input", "on": 99999, "for": "F", "stage": 999, "microbatch": 99999}
     for _ in range(1000):
-        recorder.add("wait", clock.now_ns, widest)
+        recorder.add("wait", clock.now_ns - 20_000, widest)
     recorder.close()
     size = (tmp_path / "benchmark-data-0-pipeline-0-tensor-0.json").stat().st_size
     assert (size - empty) / 1000 <= 200, "with the iteration's own event"
@@ -129,10 +129,16 @@ def test_device_marks_give_the_time_of_the_device(tmp_path: Path) -> None:
     begin = recorder.stamp()
     Device.now_ms += 1.5
     recorder.add("forward", begin, {"stage": 0})
-    Device.now_ms += 0.5
+    for waited_ms in (0.01, 0.49):  # receives, of which the first found its message there
+        begin = recorder.stamp()
+        Device.now_ms += waited_ms
+        recorder.add("wait", begin, {"on": 1})
     recorder.close()
     [iteration] = iterations(tmp_path)
-    assert iteration.spans[0][:3] == ("forward", 3_000_000, 4_500_000)
+    assert [span[:3] for span in iteration.spans] == [
+        ("forward", 3_000_000, 4_500_000),
+        ("wait", 4_510_000, 5_000_000),
+    ]
     assert iteration.end["duration_cuda"] == 5_000_000
 
 
