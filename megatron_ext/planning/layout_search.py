@@ -643,7 +643,7 @@ def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: i
         latency=device.message_s + message / rate,
         all_to_all=whole.exchange / (whole.forward + whole.input),
         hides=device.pair_overlap,
-        stage_scale=tuple(stage.work / whole.work * len(stages) for stage in stages),
+        stages=tuple((stage.forward, stage.input, stage.weight) for stage in stages),
     )
 
 

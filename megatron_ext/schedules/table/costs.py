@@ -41,8 +41,9 @@ class Costs:
     bandwidth: float | None = None
     """Messages of whole micro-batches per unit of time on one link (ordered pair of ranks); None:
     unlimited. Messages queue on their link; different links are independent."""
-    stage_scale: tuple[float, ...] = ()
-    """Factor on the durations of each stage, for uneven stages; empty: all 1."""
+    stages: tuple[tuple[float, float, float], ...] = ()
+    """Forward, input and weight gradient of each stage, for uneven stages; empty: an equal share of
+    the model for each."""
     microbatch_scale: tuple[float, ...] = ()
     """Factor on the durations of each micro-batch, for uneven lengths; empty: all 1."""
     jitter: float = 0.0
@@ -64,7 +65,7 @@ class Costs:
     """Seed of the jitter; the factor of an action depends on the seed and the action only."""
 
     def __post_init__(self) -> None:
-        times = (self.forward, self.input, self.weight, *self.stage_scale)
+        times = (self.forward, self.input, self.weight, *map(sum, self.stages))
         if not all(_SHORTEST <= time <= _LONGEST for time in times):
             raise ScheduleError(
                 f"times of actions must be positive, from {_SHORTEST:g} to {_LONGEST:g} in any "
@@ -141,22 +142,23 @@ class Costs:
         """Return the duration of each kind of action by stage, without jitter.
 
         Raises:
-            ScheduleError: `stage_scale` does not have one factor for each stage.
+            ScheduleError: `stages` does not have the times of each stage.
         """
-        scales = self.stage_scale or (1.0,) * schedule.num_stages
-        if len(scales) != schedule.num_stages:
-            raise ScheduleError(
-                f"stage_scale has {len(scales)} factors, {schedule.label} has "
-                f"{schedule.num_stages} stages; give one factor for each stage"
-            )
         share = schedule.pp / schedule.num_stages
-        backward, again = self.backward, self.forward
-        if schedule.ships_activations:  # each layer is recomputed just before its backward
-            backward, again = self.forward + self.backward, 0.0
-        times = (self.forward, backward, self.input, self.weight, again)
+        even = (share * self.forward, share * self.input, share * self.weight)
+        stages = self.stages or (even,) * schedule.num_stages
+        if len(stages) != schedule.num_stages:
+            raise ScheduleError(
+                f"the costs are of {len(stages)} stages, {schedule.label} has "
+                f"{schedule.num_stages} stages; give the times of each stage"
+            )
+        ships = schedule.ships_activations  # each layer is recomputed just before its backward
         return {
-            kind: [time * share * scale for scale in scales]
-            for kind, time in zip(KINDS, times, strict=True)
+            "F": [forward for forward, _, _ in stages],
+            "B": [own_input + weight + ships * forward for forward, own_input, weight in stages],
+            "I": [own_input for _, own_input, _ in stages],
+            "W": [weight for _, _, weight in stages],
+            "R": [0.0 if ships else forward for forward, _, _ in stages],
         }
 
     def slice_factors(self, slices: Sequence[float]) -> dict[Kind, list[float]]:

@@ -143,28 +143,39 @@ class StageCosts:
     all_to_all: float = 0.0
     """Part of forwards and input gradients in which experts exchange tokens; 0: not known."""
 
-    def cut(self, num_stages: int) -> list[float]:
-        """Return the seconds of each stage if the same model is cut into equal stages.
+    def cut(self, num_stages: int) -> tuple[tuple[float, float, float], ...]:
+        """Return what each stage takes if the same model is cut into equal stages.
 
-        The time of each stage is spread evenly over its part of the model.
+        The time of each stage is spread evenly over its part of the model. What the ends take
+        beyond the stages beside them, embedding and loss, stays in the ends.
         """
-        times = list(map(sum, zip(self.forward_s, self.input_s, self.weight_s, strict=True)))
-        old, found = len(times), []
-        for stage in range(num_stages):
-            begin, end = stage * old / num_stages, (stage + 1) * old / num_stages
-            parts = range(int(begin), min(old, int(end) + 1))
-            found.append(sum(times[i] * max(0.0, min(end, i + 1) - max(begin, i)) for i in parts))
-        return found
+        old = len(self.forward_s)
+
+        def spread(times: Sequence[float]) -> list[float]:
+            first = last = 0.0
+            if old > 2:
+                first, last = max(0.0, times[0] - times[1]), max(0.0, times[-1] - times[-2])
+                times = [times[0] - first, *times[1:-1], times[-1] - last]
+            found = []
+            for stage in range(num_stages):
+                begin, end = stage * old / num_stages, (stage + 1) * old / num_stages
+                parts = range(int(begin), min(old, int(end) + 1))
+                shares = (times[i] * max(0.0, min(end, i + 1) - max(begin, i)) for i in parts)
+                found.append(sum(shares))
+            found[0] += first
+            found[-1] += last
+            return found
+
+        return tuple(zip(*map(spread, (self.forward_s, self.input_s, self.weight_s)), strict=True))
 
     def costs(self, pp: int, num_stages: int, *, jitter: bool = False) -> Costs:
         """Return what the simulator takes, in seconds, for a cut of the model."""
-        stages = self.cut(num_stages)
         return Costs(
             sum(self.forward_s) / pp,
             sum(self.input_s) / pp,
             sum(self.weight_s) / pp,
             latency=self.latency_s,
-            stage_scale=tuple(stage / statistics.fmean(stages) for stage in stages),
+            stages=self.cut(num_stages),
             jitter=self.jitter if jitter else 0.0,
             all_to_all=self.all_to_all,
         )

@@ -91,12 +91,12 @@ def test_bandwidth_queues_messages_of_one_link() -> None:
 
 
 def test_uneven_stages() -> None:
-    timeline = simulate(GPIPE, Costs(stage_scale=(1.0, 2.0)))
+    timeline = simulate(GPIPE, Costs(stages=((1.0, 1.0, 1.0), (2.0, 2.0, 2.0))))
     assert timeline.starts[1] == [1, 3, 5, 9]
     assert timeline.ideal == 12
     assert timeline.makespan == 15
-    with pytest.raises(ScheduleError, match="one factor for each stage"):
-        simulate(GPIPE, Costs(stage_scale=(1.0,)))
+    with pytest.raises(ScheduleError, match="give the times of each stage"):
+        simulate(GPIPE, Costs(stages=((1.0, 1.0, 1.0),)))
 
 
 def test_jitter_is_reproducible_and_has_mean_one() -> None:

@@ -116,7 +116,9 @@ def test_missing_ranks_other_lengths_and_a_trailing_slash(tmp_path: Path) -> Non
 
 
 def test_slow_ranks_and_links_are_named(tmp_path: Path) -> None:
-    directory = write_run(tmp_path, costs=Costs(0.01, 0.01, 0.01, stage_scale=(1, 1, 1.5, 1)))
+    directory = write_run(
+        tmp_path, costs=Costs(stages=((0.01,) * 3, (0.01,) * 3, (0.015,) * 3, (0.01,) * 3))
+    )
     assert [name for name, _ in slow(read_run(directory))] == ["rank 2"]
     done = run_package("aggregate", "--trace-dir", str(directory), "--detect")
     assert done.returncode == 1

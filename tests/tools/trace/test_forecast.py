@@ -47,11 +47,18 @@ def test_predictions_are_simulations_with_the_costs_of_the_trace(
 
 
 def test_uneven_stages_stay_uneven(tmp_path: Path) -> None:
-    scale = (1.0, 1.0, 1.0, 1.6)
-    costs = Costs(0.01, 0.01, 0.01, latency=0.001, stage_scale=scale)
+    stages = (0.01,) * 3, (0.01,) * 3, (0.012, 0.01, 0.01), (0.016, 0.018, 0.014)
+    costs = Costs(0.012, 0.012, 0.011, latency=0.001, stages=stages)
     found = predicted(write_run(tmp_path, costs=costs))
     assert found["1f1b"].step_s == pytest.approx(
         simulate(generate("1f1b", 4, 8), costs).makespan + OUTSIDE_S, rel=1e-4
+    )
+    # The halves of the last stage differ: the loss is in the second.
+    halves = [(forward / 2, 0.005, 0.005) for forward in (0.01, 0.01, 0.012, 0.012) for _ in "12"]
+    halves[-1] = 0.010, 0.011, 0.011
+    finer = simulate(generate("interleaved", 4, 8, 2), replace(costs, stages=tuple(halves)))
+    assert found["interleaved chunks=2"].step_s == pytest.approx(
+        finer.makespan + OUTSIDE_S, rel=1e-4
     )
 
 
@@ -199,6 +206,6 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
 @given(st.lists(st.floats(0.1, 9), min_size=1, max_size=8), st.integers(1, 24))
 def test_cutting_a_model_anew_keeps_its_work(times: list[float], count: int) -> None:
     stages = StageCosts(times, times, times, 0.0, 0.0).cut(count)
-    assert sum(stages) == pytest.approx(3 * sum(times))
+    assert sum(map(sum, stages)) == pytest.approx(3 * sum(times))
     assert len(stages) == count
-    assert min(stages) > 0
+    assert min(map(min, stages)) > 0

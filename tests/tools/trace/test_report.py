@@ -106,7 +106,7 @@ def test_what_is_shown_is_what_was_traced(tmp_path: Path) -> None:
 
 def test_the_page_begins_with_a_verdict(tmp_path: Path) -> None:
     settings = {"device": "cpu", "cpus": "0,1"}
-    costs = Costs(0.01, 0.01, 0.01, stage_scale=(1, 1, 1.5, 1))
+    costs = Costs(stages=((0.01,) * 3, (0.01,) * 3, (0.015,) * 3, (0.01,) * 3))
     run = read_run(write_run(tmp_path, costs=costs, settings=settings))
     shown = content(report.page(run))
     verdict = dict(shown["verdict"])
