@@ -3,6 +3,7 @@
     python benchmarks/planner.py [--rows] [--layouts] [--ranks [N]]
     python benchmarks/planner.py --memory
     python benchmarks/planner.py --measured [--step-s S] [--steps N] [--json FILE]
+    python benchmarks/planner.py --trained [--steps N] [--json FILE]
 
 `planner_rows.json` holds the rows: 43 of SimuMax v1.2 (docs/b200: time and allocated memory), and
 144 of the performance summary of Megatron-Bridge, 26.02 to 26.08 (throughput), with the flags and
@@ -27,6 +28,11 @@ all schedules, with the planner's cut of a model of 30 layers. Stages sleep what
 by the forecast, slowed down; messages are real. Printed are how far forecasts are from the median
 step, and whether the planner's choice is the fastest. The pipeline is compared, without reductions
 and optimizer.
+
+With `--trained` upstream's script trains here on 4 ranks of the emulated device, six minutes: a GPT
+of 16 layers, under every schedule with the planner's cut, then in every dynamic order. One trace of
+zb-h1 gives the costs of all forecasts. Static schedules are compared with `plan --devices
+--trace-dir`, by their pipelines; dynamic orders with `plan --trace-dir`, by their whole steps.
 """
 
 from __future__ import annotations
@@ -42,8 +48,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import markdown, options, write_json
-from benchmarks.schedule_harness import planned, ranks
+from benchmarks.common import machine, markdown, options, write_json
+from benchmarks.schedule_harness import planned, ranks, trained
 from megatron_ext.config.stages import parse_layout
 from megatron_ext.planning.cuts import cut, loads
 from megatron_ext.planning.hardware import parse_devices
@@ -163,7 +169,7 @@ def measure(step_s: float, steps: int) -> list[dict[str, Any]]:
     ranks.clean_up_when_terminated()
     job, factor = planned.slowed(step_s)
     found = []
-    for plan in planned.layouts(job):
+    for plan in planned.layouts(job, (4, planned.RANKS), (1, 2)):
         found.append({
             "schedule": plan.schedule,
             "name": plan.schedule if plan.chunks == 1 else f"{plan.schedule} x{plan.chunks}",
@@ -194,6 +200,19 @@ def print_measured(rows: Sequence[dict[str, Any]]) -> None:
         f"fastest that was measured ({fastest['name']} on {fastest['pp']}); the slowest takes "
         f"{slowest['measured_s'] / fastest['measured_s']:.1f} times as long."
     )
+
+
+def print_trained(rows: Sequence[trained.Trained]) -> None:
+    """Print each training beside its forecast, and what is off."""
+    table = [
+        (row.schedule, f"`{row.command}`", f"{row.forecast_s:.3f}", f"{row.measured_s:.3f}",
+         f"{100 * (row.forecast_s / row.measured_s - 1):+.1f}")
+        for row in rows
+    ]  # fmt: skip
+    print(markdown(("schedule", "forecast by", "forecast s", "measured s", "off %"), table))
+    for command in dict.fromkeys(row.command for row in rows):
+        off = [row.forecast_s / row.measured_s - 1 for row in rows if row.command == command]
+        print(f"\n`{command}`: {len(off)} rows, mean and worst in % {summary(off)}")
 
 
 def memory() -> list[tuple[Case, float, float]]:
@@ -296,6 +315,7 @@ def main(words: Sequence[str] = ()) -> None:
     )  # fmt: skip
     parser.add_argument("--memory", action="store_true", help="train on CPU ranks, for memory")
     parser.add_argument("--measured", action="store_true", help="run layouts on sleeping stages")
+    parser.add_argument("--trained", action="store_true", help="train on the emulated device")
     parser.add_argument("--step-s", type=float, default=1.0, help="about what a step takes then")
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after another")
     args = parser.parse_args(words)
@@ -303,6 +323,13 @@ def main(words: Sequence[str] = ()) -> None:
         own = measure(args.step_s, args.steps)
         print_measured(own)
         write_json(args.json, own)
+        return
+    if args.trained:
+        ranks.clean_up_when_terminated()
+        print(machine())
+        trainings = trained.trainings(args.steps)
+        print_trained(trainings)
+        write_json(args.json, [row._asdict() for row in trainings])
         return
     if args.memory:
         print_memory(memory())

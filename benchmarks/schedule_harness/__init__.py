@@ -13,6 +13,7 @@ with `--device` an emulated device takes their time.
     expert_steps.py, experts.py    stages with experts, whose exchanges pairs hide
     scenarios.py, bound.py    systems in disturbed steps, and the bound of any order
     planned.py    layouts of the planner, with a time for each stage
+    trained.py    trainings on the emulated device, beside the forecasts of both plans
     launch.py     starts the ranks
     roles.py      disaggregated jobs beside 1F1B
     real_memory.py    what a real model keeps for its backwards

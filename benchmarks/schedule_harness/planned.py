@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ext.planning.hardware import DEVICES
@@ -49,10 +49,10 @@ def slowed(step_s: float) -> tuple[Question, float]:
     return replace(job, device=device), factor
 
 
-def layouts(job: Question) -> Iterator[Layout]:
-    """Yield every layout of pipelines of 4 or 8 ranks, each with its cut."""
-    for pp in (4, RANKS):
-        for micro_batch in (1, 2):
+def layouts(job: Question, ranks: Sequence[int], batches: Sequence[int]) -> Iterator[Layout]:
+    """Yield every layout of pipelines of so many ranks and micro-batches, each with its cut."""
+    for pp in ranks:
+        for micro_batch in batches:
             for chunks in (1, 2, 3, 4):
                 fixed = {**job.fixed, "pp": pp, "micro_batch": micro_batch, "vp": chunks}
                 found = search(replace(job, fixed=fixed), keep=1000).plans
