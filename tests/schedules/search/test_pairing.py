@@ -97,7 +97,8 @@ def test_layers_pair_one_to_one(all_to_all: float) -> None:
     """Of stages with different numbers of layers the rest of the longer one runs alone."""
     layers, hides = (6, 3, 1, 6), 0.5
     schedule = generate("interleaved", 2, 8, 2, pairs=True)
-    costs = Costs(all_to_all=all_to_all, hides=hides, stage_scale=layers)
+    stages = tuple((count / 2,) * 3 for count in layers)
+    costs = Costs(all_to_all=all_to_all, hides=hides, stages=stages)
     timeline, seen = simulate(schedule, costs), set()
     for rank, row in enumerate(schedule.rows):
         for index in schedule.pairs_of(rank):
