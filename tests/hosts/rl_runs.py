@@ -19,12 +19,12 @@ LENGTH = 16
 VOCABULARY = 64
 
 
-def _configure(schedule: str | None) -> None:
+def _configure(schedule: str | None, **more: Any) -> None:
     """Do what docs/rl.md says; without a schedule, nothing."""
     if schedule is None:
         return
     megatron_ext.configure(
-        megatron_ext.PipelineConfig(schedule=schedule, transport="shm"),
+        megatron_ext.PipelineConfig(schedule=schedule, transport="shm", **more),
         pipeline_ranks=RANKS,
         num_microbatches=MICROBATCHES,
         num_layers=2 * RANKS,
@@ -40,8 +40,12 @@ def _init(weight: torch.Tensor) -> None:
     torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(weight.numel()))
 
 
-def _chunks() -> list[Any]:
-    """Build this rank's part of the model, as the frameworks do: groups first, then the model."""
+def _chunks(**more: Any) -> list[Any]:
+    """Build this rank's part of the model, as the frameworks do: groups first, then the model.
+
+    Args:
+        **more: Of its `TransformerConfig`.
+    """
     from megatron.core import distributed, parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer import TransformerConfig
@@ -69,6 +73,7 @@ def _chunks() -> list[Any]:
         pipeline_model_parallel_size=RANKS,
         transformer_impl="local",
         finalize_model_grads_func=distributed.finalize_model_grads,
+        **more,
     )
     model = Unpacked(
         config,
@@ -215,3 +220,51 @@ def nemo_rl(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
         _Sgd(chunks).step()
         found.append([float(loss["loss"]).hex() for loss in losses])
     return found, _weights(chunks), _ran()
+
+
+def verl(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
+    """Run `forward_backward_batch` of verl's Megatron engine, for fine-tuning, three times."""
+    sys.path.insert(0, path)
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+    from verl.workers.engine.megatron import transformer_impl
+
+    transformer_impl.get_device_id = lambda: "cpu"  # it wants a number, and the host has none
+    _configure(schedule, variable_seq_lengths=True)
+    chunks = _chunks(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    engine = object.__new__(transformer_impl.MegatronEngineWithLMHead)
+    engine.module, engine.tf_config = chunks, chunks[0].config
+    engine.engine_config = Namespace(context_parallel_size=1, use_remove_padding=False)
+    engine.model_config = Namespace(
+        hf_config=Namespace(architectures=["LlamaForCausalLM"]), tokenizer=Namespace(pad_token_id=0)
+    )
+    found = []
+    for step in range(3):
+        samples = [_tokens(MICROBATCHES * step + i)[: LENGTH - i] for i in range(MICROBATCHES)]
+        nested = [
+            torch.nested.as_nested_tensor(part, layout=torch.jagged)
+            for part in (samples, [torch.ones_like(sample) for sample in samples])
+        ]
+        batch = TensorDict(
+            {
+                "input_ids": nested[0],
+                "loss_mask": nested[1],
+                "temperature": torch.ones(MICROBATCHES),
+            },
+            batch_size=[MICROBATCHES],
+        )
+        tensordict_utils.assign_non_tensor(batch, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        output = engine.forward_backward_batch(batch, verl_loss)
+        _Sgd(chunks).step()
+        found.append([loss.hex() for loss in output["loss"]] if output else [])
+    return found, _weights(chunks), _ran()
+
+
+def verl_loss(
+    model_output: dict[str, Any], data: Any, dp_group: Any
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the loss of a micro-batch's tokens."""
+    loss = -model_output["log_probs"].values().sum() / data["batch_num_tokens"]
+    return loss, {}

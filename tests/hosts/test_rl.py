@@ -13,7 +13,11 @@ import pytest
 from tests.hosts import rl_runs
 from tests.ranks import run_ranks
 
-FRAMEWORKS = {"SLIME_PATH": rl_runs.slime, "NEMO_RL_PATH": rl_runs.nemo_rl}
+FRAMEWORKS = {
+    "SLIME_PATH": rl_runs.slime,
+    "NEMO_RL_PATH": rl_runs.nemo_rl,
+    "VERL_PATH": rl_runs.verl,
+}
 
 
 @pytest.mark.parametrize("variable", FRAMEWORKS)
