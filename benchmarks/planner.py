@@ -62,7 +62,7 @@ from megatron_ext.schedules.table import placement as place
 if TYPE_CHECKING:
     from benchmarks.schedule_harness.model_memory import Case
 
-_ACCURACY = 0.066
+_ACCURACY = 0.067
 """Mean error on rows that nothing was fitted to: layouts that are closer are tied."""
 
 _SIMUMAX_GEMM = 0.462
