@@ -117,12 +117,13 @@ def test_what_a_table_does_itself_is_dropped(tmp_path: Path) -> None:
     assert told.count(" is dropped: ") == 2, told
 
 
-def test_shared_experts_beside_the_dispatcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ours", [ZB_H1, PP2 + "--use-dpp "], ids=["zb-h1", "use-dpp"])
+def test_shared_experts_beside_the_dispatcher(tmp_path: Path, ours: str) -> None:
     """The streams of a device are in `tests/devices/test_queued_schedules.py`."""
     experts = "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 32 "
     experts += MOE + "--disable-bias-linear "
     flags = start_from(tmp_path, MOCK + EXACT + experts) + "--moe-shared-expert-overlap "
-    assert report(train(2, flags + ZB_H1)) == report(train(2, flags + PP2))
+    assert report(train(2, flags + ours)) == report(train(2, flags + PP2))
 
 
 def growing(flags: str) -> str:
