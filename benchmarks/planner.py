@@ -240,11 +240,11 @@ def print_memory(rows: Sequence[tuple[Case, float, float]]) -> None:
                    lines))  # fmt: skip
 
 
-def places(every: int) -> list[tuple[int | None, float]]:
-    """Return for every n-th configuration of Megatron-Bridge how its layout compares to all others.
+def places(most_devices: int) -> list[tuple[int | None, float]]:
+    """Return for each configuration of Megatron-Bridge how its layout compares to all others.
 
     Sizes alone are compared: tp, pp, cp, ep and micro-batch. First is the rank among the sizes of
-    the best 60 layouts; None: it is not among them. Second is how much longer the best layout of
+    the best 30 layouts; None: it is not among them. Second is how much longer the best layout of
     these sizes takes than the best of all, as a share; infinite: it does not fit by forecast.
     """
     data = json.loads(ROWS.read_text(encoding="utf-8"))
@@ -252,13 +252,13 @@ def places(every: int) -> list[tuple[int | None, float]]:
     names = ("tp", "pp", "cp", "ep", "micro_batch")
     configurations: dict[str, dict[str, Any]] = {}
     for row in data["rows"]:
-        if row["source"] != "SimuMax":
+        if row["source"] != "SimuMax" and parse_devices(row["devices"])[0] <= most_devices:
             key = " ".join(str(row[name]) for name in ("model", "devices", "precision", *names))
             configurations.setdefault(key, row)
-    for key, row in [*configurations.items()][::every]:
+    for key, row in configurations.items():
         job = question_of(row, data["models"][row["model"]], row["flags"])
         job = replace(job, fixed={}, device=parse_devices(row["devices"])[1])
-        plans = search(job, keep=60).plans
+        plans = search(job, keep=30).plans
         sizes = list(dict.fromkeys(tuple(getattr(p.sizes, name) for name in names) for p in plans))
         theirs = tuple(row[name] for name in names)
         rank = sizes.index(theirs) + 1 if theirs in sizes else None
@@ -310,8 +310,8 @@ def main(words: Sequence[str] = ()) -> None:
     parser.add_argument("--rows", action="store_true", help="also each row of Megatron-Bridge")
     parser.add_argument("--layouts", action="store_true", help="also layouts made by hand")
     parser.add_argument(
-        "--ranks", type=int, nargs="?", const=1, default=0, metavar="N",
-        help="where the published layouts rank, of every N-th configuration",
+        "--ranks", type=int, nargs="?", const=1_000_000, default=0, metavar="N",
+        help="where the published layouts rank, of configurations of up to N devices",
     )  # fmt: skip
     parser.add_argument("--memory", action="store_true", help="train on CPU ranks, for memory")
     parser.add_argument("--measured", action="store_true", help="run layouts on sleeping stages")
