@@ -135,7 +135,7 @@ def measure(argv: list[str]) -> list[tuple[float, float]]:
     steps_s: list[float] = []
     pipelines_s: list[float] = []
     function = training.get_forward_backward_func
-    training.get_forward_backward_func = lambda *args: timed(function(*args), pipelines_s)
+    training.get_forward_backward_func = lambda *a, **kw: timed(function(*a, **kw), pipelines_s)
     training.train_step = timed(training.train_step, steps_s)
     train_here("gpt", argv)
     return list(zip(steps_s, pipelines_s, strict=True))
