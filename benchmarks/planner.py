@@ -212,7 +212,8 @@ def print_trained(rows: Sequence[trained.Trained]) -> None:
     print(markdown(("schedule", "forecast by", "forecast s", "measured s", "off %"), table))
     for command in dict.fromkeys(row.command for row in rows):
         off = [row.forecast_s / row.measured_s - 1 for row in rows if row.command == command]
-        print(f"\n`{command}`: {len(off)} rows, mean and worst in % {summary(off)}")
+        mean, worst = summary(off)
+        print(f"\n`{command}`: {len(off)} rows, off {mean} % in the mean, {worst} at worst")
 
 
 def memory() -> list[tuple[Case, float, float]]:
