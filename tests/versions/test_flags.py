@@ -83,21 +83,18 @@ def _upstream_has(flag: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "flags"),
+    "flags",
     [
-        ("1f1b", "--moe-paged-stash"),
-        ("1f1b", "--moe-expert-rank-capacity-factor 1.5"),
-        ("1f1b", "--tensor-parallel-num-weight-shards 2"),
-        ("zb-v", "--hybrid-layer-pattern M*M-"),
+        "--moe-paged-stash",
+        "--moe-expert-rank-capacity-factor 1.5",
+        "--tensor-parallel-num-weight-shards 2",
     ],
 )
-def test_new_features_are_refused_in_one_line(schedule: str, flags: str) -> None:
+def test_new_features_are_refused_in_one_line(flags: str) -> None:
     flag = flags.partition(" ")[0]
     if not _upstream_has(flag):
         pytest.skip(f"{releases.core_version()} has no {flag}")
-    ended = start_script(
-        2, "pretrain_gpt.py", f"{PP2}--pipeline-schedule {schedule} {flags}".split()
-    )
+    ended = start_script(2, "pretrain_gpt.py", f"{PP2}--pipeline-schedule 1f1b {flags}".split())
     [line] = set(errors(ended))
-    assert f"--pipeline-schedule {schedule} cannot run with" in line
+    assert "--pipeline-schedule 1f1b cannot run with" in line
     assert flag in line
