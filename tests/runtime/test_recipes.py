@@ -111,10 +111,13 @@ def test_the_first_chunk_is_gathered_while_the_others_take_their_step(schedule: 
 
 def test_what_a_table_does_itself_is_dropped(tmp_path: Path) -> None:
     flags = start_from(tmp_path, MOCK + EXACT)
-    run = train(2, flags + ZB_H1 + LATE + "--defer-embedding-wgrad-compute ")
+    settings = LATE + "--defer-embedding-wgrad-compute --delay-wgrad-compute "
+    settings += "--microbatch-group-size-per-virtual-pipeline-stage 4 "
+    run = train(2, flags + ZB_H1 + settings)
     assert report(run) == report(train(2, flags + PP2))
     told = "".join(run.logs)
-    assert told.count(" is dropped: ") == 2, told
+    assert told.count(" is dropped: ") == 3, told
+    assert told.count("--microbatch-group-size-per-virtual-pipeline-stage has no effect") == 1
 
 
 @pytest.mark.parametrize("ours", [ZB_H1, PP2 + "--use-dpp "], ids=["zb-h1", "use-dpp"])
