@@ -71,7 +71,11 @@ def local_names(tree: ast.Module) -> set[str]:
 
 def mutable_classes(tree: ast.Module) -> set[str]:
     """Return classes of a module whose instances may be changed."""
-    kinds = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    kinds = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and "NamedTuple" not in map(ast.unparse, node.bases)
+    ]
     return {
         kind.name
         for kind in kinds

@@ -127,12 +127,16 @@ REMOVED_FLAGS = {
     "--push",
     "--slow-link",
     "--slow-rank",
+    "--svg",
+    "--why",
 }
 """Flags of earlier versions, which only the changelog still names."""
 
-FOREIGN_FLAGS = {  # of torchrun, pytest, slime, DPP's aggregate.py, Megatron-LM in any release
+# Of torchrun, pytest, slime, ms-swift, DPP's aggregate.py, and Megatron-LM in any release.
+FOREIGN_FLAGS = {
     "--benchmark_dir",
     "--custom-megatron-init-path",
+    "--external_plugins",
     "--measure",  # of pytest, by tests/conftest.py
     "--nproc-per-node",
     "--nproc_per_node",

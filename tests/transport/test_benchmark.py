@@ -52,7 +52,7 @@ def test_the_tables_leave_out_what_was_not_measured() -> None:
          "ratio_to_gloo": 3.0}
         for wire, num_bytes in (("shm", 1 << 10), ("shm", 1 << 20), ("shm, pieces", 1 << 20))
     ]  # fmt: skip
-    lines = transport.markdown(rows).splitlines()
+    lines = transport.text_of(rows).splitlines()
     assert "| latency in us (times as fast as gloo) | 1 KiB | 1 MiB |" in lines
     assert "| shm | 2.0 (3.0) | 2.0 (3.0) |" in lines
     assert "| shm, pieces | - | 1.50 |" in lines

@@ -234,8 +234,8 @@ class JobPlan:
                 torchrun = [self.python, "-m", "torch.distributed.run"]
                 words = torchrun + self._torchrun_words(index, self.master_port or _DEFAULT_PORT)
             environment = self.environment(index).items()
-            assigned = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment)]
-            line = " ".join([f"cd {shlex.quote(self.workdir)} &&", *assigned, shlex.join(words)])
+            assigned = [f"{name}={_quoted(value)}" for name, value in sorted(environment)]
+            line = " ".join([f"cd {_quoted(self.workdir)} &&", *assigned, *map(_quoted, words)])
             parts.append(f"# {host.name}\n{line}\n")
         return "\n".join(parts)
 
@@ -251,3 +251,11 @@ class JobPlan:
             + (", forward and backward apart" if sizes.forward else "")
             + (f"; {batch} samples in a step" if batch is not None else "")
         )
+
+
+def _quoted(word: str) -> str:
+    """Return a word for bash that shows what would steer the terminal."""
+    if word.isprintable():
+        return shlex.quote(word)
+    kept = (c if c.isprintable() and c not in "'\\" else f"\\U{ord(c):08x}" for c in word)
+    return f"$'{''.join(kept)}'"
