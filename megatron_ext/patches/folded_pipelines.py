@@ -172,22 +172,24 @@ def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Write the stages of a file that names layers by rank and chunk into its version."""
     state, settings = call(*args, **kwargs), args[0] if args else kwargs["args"]
     if settings.ckpt_format == "torch":
-        # Megatron compares the version with numbers: without this package, and with it before it
-        # is active, loading ends there. Any other entry it would ignore, and train other layers.
+        # Megatron compares the version with numbers: without this package loading ends there. Any
+        # other entry it would ignore, and train other layers.
         state["checkpoint_version"] = f"{state['checkpoint_version']} {_stages(settings)}"
     return state
 
 
 def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Load a file that names layers by rank and chunk only for the stages that it was saved with.
-
-    Others are refused.
-    """
+    """Refuse a file that names layers by rank and chunk where its stages are others."""
     loaded = call(*args, **kwargs)
     state, name, _, kind = loaded
     if kind is None or kind.name != "LEGACY":
         return loaded if not active.is_folded() else check_format(lambda: loaded, None, (), {})
     version, _, saved = str(state.get("checkpoint_version", 0)).partition(" ")
+    if saved:
+        state["checkpoint_version"] = float(version)
+    # --use-checkpoint-args: the arguments are read, and no layers, before there is a schedule.
+    if kwargs.get("rank0") and active.active() is None:
+        return loaded
     mine, usual = _stages(args[1] if len(args) > 1 else kwargs["args"]), "those of Megatron"
     if saved != mine:
         raise DataError(
@@ -196,8 +198,6 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
             "it was saved with, or convert it to names there: --ckpt-convert-format torch_dist "
             "--ckpt-convert-save FOLDER"
         )
-    if saved:
-        state["checkpoint_version"] = float(version)
     return loaded
 
 

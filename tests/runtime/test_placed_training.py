@@ -171,9 +171,11 @@ def test_files_by_rank_load_for_their_stages_alone(tmp_path: Path) -> None:
         [line] = user_errors(train(2, f"{flags}{schedule}--finetune --load {folder}"))[:1]
         assert f" are {saved}" in line
         assert f"run are {mine}" in line
-    # Another table with the same stages is not another model, and names can be had.
+    # Another table with the same stages is not another model, and names can be had. Megatron reads
+    # a checkpoint's arguments before there is a schedule.
     whole = report(train(2, f"{flags}{ZB_V}--load {ours}"))
-    assert report(train(2, f"{flags}{PP2}--pipeline-schedule v-half --load {ours}")) == whole
+    v_half = f"{PP2}--pipeline-schedule v-half --use-checkpoint-args "
+    assert report(train(2, f"{flags}{v_half}--load {ours}")) == whole
     converts = f"--ckpt-convert-format torch_dist --ckpt-convert-save {names} "
     assert train(2, f"{flags}{ZB_V}--load {ours} {converts}").exit_codes == [0, 0]
     named = flags.replace(BY_RANK, "--eval-iters 0 ")
