@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from argparse import Action, ArgumentParser
+from argparse import ArgumentParser
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -155,7 +155,13 @@ def parser_line(parser: ArgumentParser, message: str) -> str:
         kind = "a whole number" if found[2] == "int" else "a number"
         return f"{found[1]} is {found[3]}; it must be {kind}"
     if found := re.fullmatch(r"argument (.*?): invalid choice: '?(.*?)'? \(choose .*", message):
-        action = next(one for one in parser._actions if found[1] in _names_of(one))
+        # argparse names an argument by its flags, else by its metavar, else by its destination.
+        action = next(
+            one
+            for one in parser._actions
+            if found[1]
+            in ("/".join(one.option_strings), *one.option_strings, one.metavar or one.dest)
+        )
         known = [str(choice) for choice in action.choices or ()]
         like = get_close_matches(found[2], known, 1)
         hint = f"did you mean {like[0]}?" if like else f"use one of {', '.join(known)}"
@@ -179,12 +185,6 @@ def parser_line(parser: ArgumentParser, message: str) -> str:
             )
         return " ".join(dict.fromkeys(lines))
     return f"{message.removeprefix('argument ')}; {see}"
-
-
-def _names_of(action: Action) -> tuple[str, ...]:
-    """Return the names that argparse may give an argument in an error."""
-    shown = action.metavar if isinstance(action.metavar, str) else action.dest
-    return (*action.option_strings, "/".join(action.option_strings), shown)
 
 
 def message_of(error: BaseException) -> str:

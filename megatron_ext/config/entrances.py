@@ -341,8 +341,15 @@ def configure(
     if missing and (sizes or layout is not None):
         raise ArgumentsError(f"configure needs all sizes; give {', '.join(missing)} too")
     clear_configuration()
-    # Before the patches are armed: they import Megatron for the device that is chosen then.
-    _select_device(config.device)
+    if config.device != "auto":
+        # Before the patches are armed: they import Megatron for the device that is chosen then.
+        taken = devices.take(config.device).name
+        if taken != config.device:
+            raise DeviceError(
+                f"device {config.device} came after the {taken} backend was armed (megatron.core "
+                "was imported before); call configure first, or set "
+                f"MEGATRON_EXT_DEVICE={config.device}"
+            )
     megatron_ext.activate()
     REGISTRY.raise_mismatches()
     if not sizes:
@@ -453,15 +460,4 @@ def _begin(config: PipelineConfig) -> None:
         raise ConfigurationError(
             "{disaggregation} needs a training loop that supports both roles; start Megatron's own "
             "with --forward-backward-disaggregating"
-        )
-
-
-def _select_device(name: str) -> None:
-    if name == "auto":
-        return
-    found = devices.take(name)
-    if found.name != name:
-        raise DeviceError(
-            f"device {name} came after the {found.name} backend was armed (megatron.core was "
-            f"imported before); call configure first, or set MEGATRON_EXT_DEVICE={name}"
         )

@@ -432,16 +432,23 @@ def check_types(settings: object) -> None:
         ConfigurationError: A value has another type, or is none of the choices.
     """
     for name, hint in get_type_hints(type(settings)).items():
-        value, kinds = getattr(settings, name), _kinds(hint)
-        if not is_of_type(value, hint):
-            for kind in kinds:
-                if get_origin(kind) is Literal:
-                    _check_choice(name, value, typing.get_args(kind))
-            raise ConfigurationError(
-                f"{{{name}}} {{value!r}} must be {{kinds}}",
-                value=value,
-                kinds=" or ".join(map(_in_words, kinds)),
-            )
+        value = getattr(settings, name)
+        if is_of_type(value, hint):
+            continue
+        fitting = []
+        for kind in _kinds(hint):
+            origin = get_origin(kind)
+            if origin is Literal:
+                _check_choice(name, value, typing.get_args(kind))
+            elif origin is tuple:
+                fitting.append("a tuple of strings")
+            elif origin is Mapping:
+                fitting.append("a dict with values by name")
+            else:
+                fitting.append(_WORDS.get(kind) or f"a {kind.__name__} object")
+        raise ConfigurationError(
+            f"{{{name}}} {{value!r}} must be {{kinds}}", value=value, kinds=" or ".join(fitting)
+        )
 
 
 _WORDS = {
@@ -475,15 +482,6 @@ def is_of_type(value: object, hint: Any) -> bool:
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def _in_words(hint: Any) -> str:
-    if get_origin(hint) is tuple:
-        return "a tuple of strings"
-    if get_origin(hint) is Mapping:
-        return "a dict with values by name"
-    found: str = _WORDS.get(hint) or f"a {hint.__name__} object"
-    return found
 
 
 def _check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:

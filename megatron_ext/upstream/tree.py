@@ -226,7 +226,15 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
     """
     target = destination or cache_dir()
     if target.exists():
-        return _keep(target)
+        problems = ["it is not a Megatron-LM tree"]
+        if is_tree(target):
+            problems = tree_status(target).problems
+        if problems:
+            raise UserError(
+                f"{target} exists but is not Megatron-LM {releases.reference().tag}: "
+                f"{'; '.join(problems)}. Move it away, or give another place with --path"
+            )
+        return target
     if shutil.which("git") is None:
         raise UserError("`megatron-ext upstream fetch` needs git, which is not on PATH; install it")
     try:
@@ -255,16 +263,6 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
         clone.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return target
-
-
-def _keep(target: Path) -> Path:
-    problems = tree_status(target).problems if is_tree(target) else ["it is not a Megatron-LM tree"]
-    if problems:
-        raise UserError(
-            f"{target} exists but is not Megatron-LM {releases.reference().tag}: "
-            f"{'; '.join(problems)}. Move it away, or give another place with --path"
-        )
     return target
 
 
