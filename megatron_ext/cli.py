@@ -159,7 +159,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_upstream(subparsers)
     helps = {one.dest: one.help for one in subparsers._choices_actions}
     overview = _overview(helps)
-    # argparse lists commands in one row, without groups and examples.
+    # argparse lists commands without groups and examples.
     parser.format_help = lambda: overview + "\n"  # type: ignore[method-assign]
     for (_, page), examples in _GROUPS.items():
         for name in examples.keys() & subparsers.choices.keys():

@@ -8,7 +8,7 @@ namespace megatron_ext {
 /// How much shared memory this process could allocate now, and what sets the limit.
 struct MemoryBudget {
     std::uint64_t available_bytes;
-    std::string limited_by;  ///< for people, for example "the memory cgroup /sys/fs/cgroup/job"
+    std::string limited_by;  ///< for people, for example "the free memory of this machine"
 };
 
 /// The tightest of: RLIMIT_FSIZE (it bounds memfd files too), MemAvailable + SwapFree of the

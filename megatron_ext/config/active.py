@@ -68,7 +68,7 @@ class Pipeline:
     over_torch: bool = False
     """Whether `auto` selects torch.distributed here."""
     # Caches of a frozen object: `replace` begins them anew, because another configuration has other
-    # tables. Whoever compares two pipelines compares what was asked for.
+    # tables, and two pipelines are equal whatever each has cached.
     _fills: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By number of micro-batches: whether all W of the table come from our splitting."""
     _policies: dict[int, Callable[[int], Policy]] = field(
@@ -265,8 +265,7 @@ class Active:
             kind: The first call constructs it without arguments. Clearing the configuration calls
                 its `close` method, if it has one.
         """
-        # By class and not by name: who asks knows the type, and two features cannot meet at one
-        # name.
+        # By class and not by name: the caller knows the type, and two features cannot share a name.
         found = self._states.get(kind)
         if found is None:
             found = self._states[kind] = kind()
@@ -344,7 +343,7 @@ def count_transport(label: str) -> int:
 
 def clear_configuration() -> None:
     """Deactivate the configuration and close the state that features keep under it."""
-    # Not in force any more before it closes: what closes may ask.
+    # Not in force while it closes: a state may look for the active configuration then.
     found, _PROCESS.configuration = _PROCESS.configuration, None
     if found is not None:
         found.close()

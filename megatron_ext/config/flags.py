@@ -98,7 +98,7 @@ _SIMPLE = (
     "variable_seq_lengths", "microbatch_rng", "device",
 )  # fmt: skip
 
-# The flag that a flag says more about.
+# Flags that add to another flag, and that flag.
 _PART_OF = {
     "--dpp-policy": _DPP,
     "--dpp-extra-activations": _DPP,
@@ -200,7 +200,7 @@ _SEVERAL = ("rampup_batch_size", "recompute_modules")
 
 
 def _number(word: str) -> int | float | str:
-    # A whole number stays one: checks compare counts with `==`, and messages show them.
+    # A whole number stays one, for messages and for what counts with it.
     for kind in (int, float):
         with suppress(ValueError):
             return kind(word)
@@ -525,7 +525,6 @@ def values_in(words: Sequence[str], source: str) -> dict[str, object]:
     Raises:
         ArgumentsError: One is no flag of ours, or has no such value.
     """
-    # Only what differs from the defaults: the rest would undo what the command line itself says.
     usual = vars(parse_words([], source))
     given = vars(parse_words(words, source))
     return {dest: value for dest, value in given.items() if value != usual[dest]}

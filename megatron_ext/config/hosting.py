@@ -190,7 +190,7 @@ def preflight(
     found = inspect(args, config, here=False)
     read = args.__dict__["_read"].union(*(rule.reads for rules in RULES.values() for rule in rules))
     read |= {*_USUAL, "seq_length"}
-    # A setting that nobody looked at was not approved: the caller learns of it.
+    # What no check has read is not approved: the caller gets its name.
     unread = [name for name in given if renamed.get(name, name) not in read]
     megatrons = setting_names() if unread else frozenset()
     found.ignored = sorted(name for name in unread if name not in megatrons)

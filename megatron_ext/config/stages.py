@@ -158,7 +158,7 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
     Raises:
         ArgumentsError: What the sizes say about the stages of each rank does not go together.
     """
-    # No schedule to complete: it brings its own, whose stages Megatron makes of its own flags.
+    # Roles bring their schedule along, whose stages Megatron makes of its own flags.
     if config.disaggregation is not None and (args.hidden_dropout or args.attention_dropout):
         return replace(config, microbatch_rng=True)  # both roles must draw the same masks
     if config.schedule is None and config.dynamic is not None:

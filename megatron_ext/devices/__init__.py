@@ -139,7 +139,7 @@ def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
     parameter = next(chain.from_iterable(chunk.parameters() for chunk in chunks), None)
     if parameter is not None:
         return parameter.device
-    # Redirected, that is the device of this process, of whichever kind.
+    # Redirected off CUDA: the device of this process, whatever its kind.
     return torch.empty(0, device=torch.cuda.current_device()).device
 
 

@@ -200,7 +200,8 @@ class Registry:
             site.mismatch = error
             _LOG.debug("patch target is not as expected: %s", error)
             return False
-        # Now or never: what has no proxy cannot ask at a call whether its feature is on.
+        # Once and for all: a value has no proxy that could check at each call whether its feature
+        # is on.
         if site.first.kind == "set":
             if not site.first.when() or drift.refuses(site.mismatch):
                 return False

@@ -117,14 +117,14 @@ def _reported(
         groups.get_pipeline_model_parallel_world_size(),
         groups.get_pipeline_model_parallel_rank(),
     )
-    # Megatron's own schedules place chunks round-robin, and know no position in a table.
+    # Megatron's own schedules place chunks round-robin.
     action = Action(chunk * pp + rank, kind, microbatch)
     observers = active.required().observers
     for observer in observers:
         observer.begin_action(action)
     result = call(*args, **kwargs)
     for observer in observers:
-        observer.end_action(-1, action)
+        observer.end_action(-1, action)  # no position in a table
     return action, result
 
 

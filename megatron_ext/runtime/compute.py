@@ -381,8 +381,8 @@ class StageCompute:
 
         Ranks without the last stage return 0.
         """
-        none = torch.zeros((), dtype=torch.int, device=devices.device_of(self.call.chunks))
-        return functools.reduce(operator.add, self._num_tokens, none)
+        zero = torch.zeros((), dtype=torch.int, device=devices.device_of(self.call.chunks))
+        return functools.reduce(operator.add, self._num_tokens, zero)
 
     def saved_tensors(self, action: Action) -> tuple[Tensors, Tensors] | None:
         """Return the inputs and outputs kept for a backward; None once it has run.

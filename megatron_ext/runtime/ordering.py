@@ -400,7 +400,7 @@ class RunAhead:
         # Start of the action that is being launched.
         self._began: TimingEvent | None = None
         self._wake: Callable[[], None] | None = None
-        # Seconds that the device spent on actions which ended, while somebody listens.
+        # Seconds that the device spent on actions that have ended, kept for a listener.
         self._ended_s: list[float] = []
         self._changed = threading.Condition()
         self._events: queue.SimpleQueue[tuple[TimingEvent | None, TimingEvent] | None] = (

@@ -332,7 +332,7 @@ class Runtime:
         _, known, program = self._programs.get(id(table), (table, None, None))
         if program is None or known != ends:
             program = make_program(table, ends)
-            # With the table, whose id would otherwise be another object's one day.
+            # It keeps the table, whose id could otherwise become another object's.
             self._programs[id(table)] = table, ends, program
         return program
 

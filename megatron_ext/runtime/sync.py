@@ -46,9 +46,9 @@ class GradientSync:
         self._splits = splits
         self._placement = table.schedule.placement
         self._by_hooks = not table.split_stages
-        # The table's order, whatever this rank runs: peers must start the same collectives in the
-        # same order, and under a dynamic order each runs its actions in another one.
-        # Stages of this rank; the first `_started` of them have been started.
+        # Stages of this rank; the first `_started` of them have been started. In the table's order,
+        # whatever this rank runs: peers must start the same collectives in the same order, and
+        # under a dynamic order each runs its actions in another one.
         self._order = table.reduction_order
         self._started = 0
         self._complete: set[int] = set()

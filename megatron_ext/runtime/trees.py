@@ -72,7 +72,7 @@ class Leaf(NamedTuple):
 class TreeForm:
     """The form of a tree: everything but its tensors' data."""
 
-    # Says all of it: forms are equal if their texts are, which each message compares.
+    # The whole form: forms are equal if their texts are.
     text: str
     """Skeleton and leaves as JSON."""
     skeleton: Any = field(compare=False)

@@ -62,8 +62,8 @@ _BUILDERS_ONLY = {
 
 def main() -> None:
     """Train GPT with upstream's loop; flags are read from `sys.argv`, as upstream's script does."""
-    # Upstream then asks every rank: core's builder of datasets is collective, and `built_here` says
-    # who reads.
+    # Upstream then calls it on every rank: core's builder of datasets is collective, and decides
+    # by `built_here` who reads.
     _datasets.is_distributed = True  # type: ignore[attr-defined]
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}
     kind = ModelType.encoder_or_decoder

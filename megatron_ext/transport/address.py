@@ -65,7 +65,7 @@ class Address:
             boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             network=Path("/proc/self/ns/net").stat().st_ino,
             name=f"megatron_ext-{secrets.token_hex(8)}",
-            # Whoever connects shows it: ranks read it from the job's store, strangers cannot.
+            # A connection begins with it: ranks read it from the job's store, strangers cannot.
             secret=secrets.token_hex(16),
             no_rdma=no_rdma,
         )

@@ -84,7 +84,7 @@ class Tags(dict[Message, int]):
                 f"{_MAX_MICROBATCHES} micro-batches, {_MAX_SLICES} slices of each and {_MAX_PARTS} "
                 f"tensors for each of these"
             )
-        # Steps in the low bits: a tag of step 0 is that of any step after an OR.
+        # The step has the low bits, so that an OR makes the tag of any step of that of step 0.
         high = (_KINDS[message.kind] << 1 | message.launched) << 1 | message.header
         place = ((high << 3 | message.part) << 6 | message.slice) << 11 | message.stage
         tag = self[message] = (place << 17 | message.microbatch) << 21

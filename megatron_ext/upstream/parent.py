@@ -34,7 +34,7 @@ def die_with_parent(agent_pid: int | None = None) -> None:
     import psutil
 
     # SIGKILL: a rank may be inside of a collective, deaf to signals that Python handles. The kernel
-    # clears the setting in children, so each process asks for it itself.
+    # clears the setting in children, so each process needs its own call.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have ended before the call: the chain up to the agent must be unbroken.
     if agent_pid not in [parent.pid for parent in psutil.Process().parents()]:
