@@ -146,7 +146,8 @@ _COMMON |= dict.fromkeys(
     _HALF,
 )
 _COMMON |= {
-    "attention_8bit": "FlashAttention-3 (2407.08608): 1.2 PFLOP/s in 8 bits, 0.74 in 16",
+    "attention_8bit": "FlashAttention-3 (2407.08608): forwards of up to 1.2 PFLOP/s in 8 bits, "
+    "0.74 in 16, on an H100; assumed of backwards and of other devices",
     "tile_bytes": "assumed: two steps of a loop over 128 bytes",
     "memory_gib": "capacity that torch names when it is out of memory, within half a GiB",
     "reserve_gib": "reserved less allocated memory of SimuMax's B200 runs: 1.0 to 4.3 GiB, "

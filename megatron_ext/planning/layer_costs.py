@@ -316,7 +316,8 @@ def part_of(
     wide = rows * hidden / t  # elements of [s, b, h] on this rank
     table = model.vocabulary * hidden / t
     books = _Ledger(device, by, is_low=kind not in ("embedding", "loss"))
-    # Gathered is what a product takes, in its precision; sums are scattered in bf16.
+    # Transformer Engine gathers what a product takes after it is quantized (its function
+    # `gather_along_first_dim`), and scatters sums in bf16.
     exchange = sum(gather_s(device, size * rows * hidden, t) for size in (books.bytes, 2)) / 2
     if by.techniques.overlaps_tensor:
         exchange *= 1 - device.overlap
@@ -415,7 +416,8 @@ def _experts(
         books.linear("moe", tokens, width, hidden)
         books.saved["moe"] += 4 * tokens * width
         weights += 2 * hidden * width
-    # Permuted, and sorted by expert, on both ways; 8 bytes would be a kernel each.
+    # Permuted, and sorted by expert, on both ways. 6 bytes are assumed, whatever the dispatcher,
+    # which fits the fitted rows best; a kernel for each way would move 8.
     passes = 6 * chosen * width
     books.pass_over("moe", passes, passes, 6)
     books.saved["moe"] += books.bytes * chosen * width
