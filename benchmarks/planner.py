@@ -8,7 +8,7 @@
 `planner_rows.json` holds the rows: 43 of SimuMax v1.2 (docs/b200: time and allocated memory), and
 144 of the performance summary of Megatron-Bridge, 26.02 to 26.08 (throughput), with the flags and
 the recomputation of the recipes of that release. Half of the configurations of the latter
-(`fitted`, shuffled by `random.Random(0)`, all rows of a configuration on one side) chose 28 rates
+(`fitted`, shuffled by `random.Random(0)`, all rows of a configuration on one side) chose 29 rates
 of `hardware.py` and `layer_costs.py`. SimuMax's rows chose one, and those of Llama with one stage
 the bytes of a logit. Nothing else was fitted, but errors of all rows were in sight when the first
 formulas were made; later ones were chosen on the fitted rows alone.
@@ -29,10 +29,11 @@ by the forecast, slowed down; messages are real. Printed are how far forecasts a
 step, and whether the planner's choice is the fastest. The pipeline is compared, without reductions
 and optimizer.
 
-With `--trained` upstream's script trains here on 4 ranks of the emulated device, six minutes: a GPT
-of 16 layers, under every schedule with the planner's cut, then in every dynamic order. One trace of
-zb-h1 gives the costs of all forecasts. Static schedules are compared with `plan --devices
---trace-dir`, by their pipelines; dynamic orders with `plan --trace-dir`, by their whole steps.
+With `--trained` upstream's script trains here on 4 ranks of the emulated device, five minutes: a
+GPT of 16 layers, under every schedule with the planner's cut, then in every dynamic order by the
+policy `hint`. One trace of zb-h1 gives the costs of all forecasts. Static schedules are compared
+with `plan --devices --trace-dir`, by their pipelines; dynamic orders with `plan --trace-dir`, by
+their whole steps.
 """
 
 from __future__ import annotations
