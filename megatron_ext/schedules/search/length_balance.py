@@ -127,8 +127,7 @@ class LengthCost:
 
     def of_pack(self, lengths: Sequence[int]) -> float:
         """Return the cost of a micro-batch of samples that do not attend to each other."""
-        # Exact: packings of one cost are told apart by what they hold, not by the order of a sum,
-        # which is that of the file.
+        # Exact: micro-batches of the same lengths cost the same, in whatever order they hold them.
         return fsum(map(self.of_length, lengths))
 
     def of_packing(self, packing: Packing, lengths: Sequence[int]) -> list[list[float]]:

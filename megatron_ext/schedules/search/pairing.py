@@ -200,7 +200,7 @@ class _Placing:
                     self._missing[supplied] -= 1
                 # A rank that chose before the last of them would miss a pair that is possible.
                 if self._events and self._events[0][:2] == (now, rank):
-                    continue  # all that arrives at this time first
+                    continue
                 if self._free[rank] <= now:
                     self._run(rank, self._chosen(rank), now)
             # All ranks wait for a partner: one of them runs an action without.

@@ -186,7 +186,7 @@ class Hint:
     def again(self) -> Hint:
         """Return the policy of another step."""
         made = copy(self)
-        # The rest never changes during a step and is shared.
+        # Everything else is a number, or never changes during a step and is shared.
         made.progress, made._rest = self.progress.again(), self._rest.again()
         return made
 

@@ -72,7 +72,7 @@ class Timeline:
 
     @property
     def hidden_in_pairs(self) -> tuple[float, ...]:
-        """By rank this share of its pairs alone, which a long step comes close to."""
+        """By rank the same of its pairs alone, which a long step comes close to."""
         return tuple(saved / total if total else 0.0 for total, saved in self._of_pairs)
 
     @property
@@ -227,7 +227,7 @@ class Clock:
     def run_pair(self, rank: int, forward: Action, backward: Action, now: float) -> float:
         """Run both actions of a pair from `now` on; return when they end, which is at once.
 
-        Layers pair one to one, so of the longer stage's as many as the shorter one has.
+        Layers pair one to one: what the longer of both stages has beyond the other runs alone.
         """
         time = hidden = left = 0.0
         layers = [self._durations["F"][action.stage] for action in (forward, backward)]

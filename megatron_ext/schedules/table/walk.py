@@ -100,7 +100,7 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
                     todo.append(awaited.pop(makes + number))
         else:
             waiting.pop(rank, None)
-        # Without progress anywhere held ranks stay held: that is how a walk ends which cannot end.
+        # Held ranks try again after progress only, so a walk that none can go on with ends.
         if index > position[rank]:
             position[rank] = index
             todo += held
