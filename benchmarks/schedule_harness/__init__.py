@@ -10,14 +10,11 @@ with `--device` an emulated device takes their time.
     megatron_core.py, torch_pipelining.py, own.py    one step of each system, on one rank
     noise.py, late.py    random durations of ops and messages
     device_probe.py    the probe of a device behind its host
-    expert_steps.py, experts.py    stages with experts, whose exchanges pairs hide
+    experts.py    stages with experts, whose exchanges pairs hide
     scenarios.py, bound.py    systems in disturbed steps, and the bound of any order
     planned.py    layouts of the planner, with a time for each stage
     trained.py    trainings on the emulated device, beside the forecasts of both plans
-    launch.py     starts the ranks
-    roles.py      disaggregated jobs beside 1F1B
-    real_memory.py    what a real model keeps for its backwards
-    model_memory.py    what ranks of a training hold, beside the planner's forecast
-    rank.py       the measurements on one rank
+    model_memory.py    what ranks of a training hold, beside the planner's forecast and tables
+    ranks.py      starts the ranks, and measures on each
     metrics.py    the metrics, from the records of all ranks
 """

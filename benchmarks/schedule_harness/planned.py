@@ -49,9 +49,9 @@ def slowed(step_s: float) -> tuple[Question, float]:
     return replace(job, device=device), factor
 
 
-def layouts(job: Question, ranks: Sequence[int], batches: Sequence[int]) -> Iterator[Layout]:
-    """Yield every layout of pipelines of so many ranks and micro-batches, each with its cut."""
-    for pp in ranks:
+def layouts(job: Question, pps: Sequence[int], batches: Sequence[int]) -> Iterator[Layout]:
+    """Yield every layout of these numbers of ranks and sizes of micro-batches, with its cut."""
+    for pp in pps:
         for micro_batch in batches:
             for chunks in (1, 2, 3, 4):
                 fixed = {**job.fixed, "pp": pp, "micro_batch": micro_batch, "vp": chunks}

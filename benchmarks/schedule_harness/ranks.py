@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
+DEVICE_COSTS = {"copy_us": 10.0, "copied_per_us": 20_000.0, "message_us": 30.0}
+"""Of a copy between emulated devices and an operation of a communicator, beside their launch."""
 
 
 def run(
@@ -67,10 +69,9 @@ def emulated_device(sizes: Sizes, connections: int = 8) -> tuple[dict[str, Any],
         build.environment()
     except build.NoCompiler as error:
         raise SystemExit(f"the emulated device cannot be built: {error}") from None
-    # Of a copy between devices and an operation of a communicator, beside their launch. A device's
-    # clock may lag one forward behind its host's.
-    costs = {"copy_us": 10.0, "copied_per_us": 20_000.0, "message_us": 30.0}
-    env = queued(connections=connections, stuck_s=60, lag_us=1e6 * sizes.forward_s, **costs)
+    # A device's clock may lag one forward behind its host's.
+    lag_us, costs = 1e6 * sizes.forward_s, DEVICE_COSTS
+    env = queued(connections=connections, stuck_s=60, lag_us=lag_us, **costs)
     words = (
         f"{connections} hardware queues, a copy {costs['copy_us']:g} us and "
         f"{costs['copied_per_us'] / 1e3:g} GB/s, a message of a communicator "

@@ -25,8 +25,7 @@ from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks, train_here
 
 from . import planned
-
-__all__ = ["Trained", "measure", "trainings"]
+from .ranks import DEVICE_COSTS
 
 _RANKS, _BATCH, _SEQUENCE = 4, 8, 128
 _MODEL = (
@@ -41,17 +40,8 @@ _TRAINING = (
     "--attention-dropout 0 --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
     "--no-persist-layer-norm "
 )
-_MESSAGE_US = 30
-_COSTS = {
-    "kernel_us": 20,
-    "flops_per_us": 2500,
-    "bytes_per_us": 600,
-    "copy_us": 10,
-    "copied_per_us": 20_000,
-    "message_us": _MESSAGE_US,
-    "lag_us": 1e5,
-}
-"""A forward of a layer takes about 15 ms; messages as in schedules.py --device."""
+_COSTS = {"kernel_us": 20, "flops_per_us": 2500, "bytes_per_us": 600, "lag_us": 1e5, **DEVICE_COSTS}
+"""A forward of a layer takes about 15 ms."""
 
 
 class Trained(NamedTuple):
@@ -74,7 +64,8 @@ def _trained(steps: int, scratch: Path) -> Iterator[Trained]:
     _train("--pipeline-schedule zb-h1 --trace --trace-interval 1 "
            f"--trace-dir {scratch}", steps)  # fmt: skip
     model = sizes_of_flags(_MODEL.split(), "16 layers")
-    device = replace(DEVICES["cpu"], memory_gib=1e3, message_s=1e-6 * _MESSAGE_US, link_bytes=1e18)
+    message_s = 1e-6 * DEVICE_COSTS["message_us"]
+    device = replace(DEVICES["cpu"], memory_gib=1e3, message_s=message_s, link_bytes=1e18)
     job = Question(
         model=model,
         device=replace(device, measured=of_trace(scratch, model, device)),
