@@ -740,9 +740,14 @@ def implied(config: PipelineConfig, args: Namespace) -> tuple[dict[str, Any], li
         arguments |= {"moe_token_dispatcher_type": "alltoall"}
     if getattr(args, "use_distributed_optimizer", False):
         if getattr(args, "ckpt_format", None) == "torch":
-            # A device may leave Gloo groups out, over which Megatron collects the state for them.
+            # Left out by a device, or by the user, for whom Megatron would end in an assertion.
             groups = ("enable_gloo_process_groups", "use_gloo_process_groups")
-            arguments |= {dest: True for dest in groups if hasattr(args, dest)}
+            if off := [dest for dest in groups if getattr(args, dest, None) is False]:
+                arguments |= dict.fromkeys(off, True)
+                changes.append(
+                    "Gloo process groups are made: over them Megatron collects the state of "
+                    "--use-distributed-optimizer for --ckpt-format torch"
+                )
         elif config.schedule is not None:
             arguments["dist_ckpt_optim_fully_reshardable"] = True
             if not args.dist_ckpt_optim_fully_reshardable and (args.save or args.load):

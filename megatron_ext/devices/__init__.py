@@ -216,7 +216,7 @@ def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
     wanted, errors = {}, []
     for dest, (value, reason) in device.argument_defaults.items():
         found = getattr(args, dest, value)
-        if found == value or dest == "enable_gloo_process_groups":  # those cost threads, no more
+        if found == value or not reason:
             continue
         if dest == "distributed_backend":
             _LOG.warning("--distributed-backend %s: %s is used, %s", found, value, reason)

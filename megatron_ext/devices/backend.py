@@ -188,8 +188,8 @@ class Device(Protocol):
 
     argument_defaults: Mapping[str, tuple[object, str]]
     """Upstream argument (dest) -> (value, reason). Becomes the parser's default. An explicit flag
-    with another value is refused with the reason, except `distributed_backend`, which is corrected
-    with a logged notice."""
+    with another value is refused with the reason, or taken if there is none, except
+    `distributed_backend`, which is corrected with a logged notice."""
 
     known_lacks: tuple[str, ...]
     """Beginnings (regular expressions) of warnings about what such a device cannot have. One rank

@@ -52,10 +52,8 @@ _DEFAULTS: dict[str, tuple[object, str]] = {
     "no_persist_layer_norm": (True, "the persistent layer norm is a CUDA kernel"),
     "masked_softmax_fusion": (False, "the fused softmax is a CUDA kernel"),
     "distributed_backend": ("gloo", "NCCL moves GPU memory only"),
-    "enable_gloo_process_groups": (
-        False,
-        "all groups are gloo groups already, and each group costs two threads",
-    ),
+    # All groups are gloo groups already, and each costs two threads; whoever wants them has them.
+    "enable_gloo_process_groups": (False, ""),
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 from megatron_ext.config import active
@@ -181,7 +182,7 @@ def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse a file that names layers by rank and chunk where its stages are others."""
     loaded = call(*args, **kwargs)
-    state, name, _, kind = loaded
+    state, name, _, kind = loaded  # each rank has a file of its own two folders below
     if kind is None or kind.name != "LEGACY":
         return loaded if not active.is_folded() else check_format(lambda: loaded, None, (), {})
     version, _, saved = str(state.get("checkpoint_version", 0)).partition(" ")
@@ -193,7 +194,7 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     mine, usual = _stages(args[1] if len(args) > 1 else kwargs["args"]), "those of Megatron"
     if saved != mine:
         raise DataError(
-            f"the stages of {name} are {saved or usual}, but those of this run are {mine or usual},"
+            f"the stages of {Path(name).parents[1]} are {saved or usual}, but those of this run are {mine or usual},"
             " and --ckpt-format torch names layers by their place; load it with the schedule that "
             "it was saved with, or convert it to names there: --ckpt-convert-format torch_dist "
             "--ckpt-convert-save FOLDER"

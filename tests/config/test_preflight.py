@@ -134,6 +134,16 @@ def test_flags_of_the_environment_count_for_a_command_line(monkeypatch: pytest.M
     assert found.pipeline.name == "zb-h1"
 
 
+def test_groups_that_files_by_rank_need_are_made_and_named() -> None:
+    by_rank = {"ckpt_format": "torch", "use_distributed_optimizer": True}
+    settings = {**SIZES, **by_rank, "enable_gloo_process_groups": False}
+    found = preflight(settings, ZB_V)
+    assert found.arguments["enable_gloo_process_groups"] is True
+    assert [line for line in found.changes if line.startswith("Gloo process groups are made")]
+    settings["enable_gloo_process_groups"] = True
+    assert not any("Gloo" in line for line in preflight(settings, ZB_V).changes)
+
+
 @pytest.mark.parametrize(
     ("config", "settings", "reason"),
     [
