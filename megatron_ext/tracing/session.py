@@ -22,12 +22,7 @@ from megatron_ext.schedules.table import table_files
 from megatron_ext.tracing import telemetry
 from megatron_ext.tracing.activations import kept_bytes
 from megatron_ext.tracing.hang import OUTSIDE, RankState, Watchdog, made_by
-from megatron_ext.tracing.recorder import (
-    DeviceClock,
-    HostClock,
-    Recorder,
-    check_writable,
-)
+from megatron_ext.tracing.recorder import DeviceClock, HostClock, Recorder, check_writable
 from megatron_ext.tracing.records import (
     ACTION_NAMES,
     SCHEDULE_FILE,
@@ -142,7 +137,9 @@ class Session(Observer):
 
     def end_iteration(self) -> None:
         """Write what the step has left."""
-        self.state, self._compute, self._collectives = RankState(-1), None, 0
+        # Not watched, but published if another rank raises an alarm.
+        self.state = RankState(-1, since_s=time.monotonic())
+        self._compute, self._collectives = None, 0
         if self.recorder is not None:
             if self._activation_bytes:
                 stages = [sum(slices.values()) for slices in self._activation_bytes.values()]

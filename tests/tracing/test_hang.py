@@ -77,5 +77,7 @@ def test_activity_outside_of_steps_is_not_watched() -> None:
     session.begin_send(Message("F", 1, 0), 1)
     assert session.state.what == "sends 0F0 to rank 1"
     assert session.state.since_s > 0
+    began_s = session.state.since_s
     session.end_iteration()
     assert session.state.what == OUTSIDE
+    assert session.state.since_s >= began_s, "published if another rank raises an alarm"
