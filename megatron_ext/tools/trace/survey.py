@@ -174,8 +174,8 @@ def survey(file: TraceFile, full: int = 0, slices: tuple[float, ...] = (1.0,)) -
     # Every iteration has its figures; single durations and messages are those of some, evenly
     # spread, and of the same ones on all ranks: weeks of iterations must not grow what is kept.
     # Those that are no measure, of other sizes or the first, serve only where there are no others.
-    kept: list[Iteration] = []
-    position, stride, measures = 0, 1, False
+    kept: dict[int, Iteration] = {}  # by line, from the first of those that count
+    first, stride, measures = 1, 1, False
     for iteration in file.iterations():
         found.iterations += 1
         found.spans += len(iteration.spans)
@@ -187,16 +187,17 @@ def survey(file: TraceFile, full: int = 0, slices: tuple[float, ...] = (1.0,)) -
         if len(found.steps) < MAX_STEPS:
             found.steps.append(_step(iteration, found.stash_ratio, slices))
         is_measure = found.is_full(iteration.end.get("microbatches", 0)) and iteration.number > 1
+        line = found.iterations + file.damaged  # skipped here, whole on other ranks
         if is_measure and not measures:
-            position, stride, measures, kept = 0, 1, True, []
-        if is_measure == measures:
-            kept += [iteration] if position % stride == 0 else []
-            position += 1
+            first, stride, measures, kept = line, 1, True, {}
+        if is_measure == measures and (line - first) % stride == 0:
+            kept[line - first] = iteration
         while len(kept) > 1 and (
-            len(kept) > _MAX_ITERATIONS or sum(len(one.spans) for one in kept) > _MAX_SPANS
+            len(kept) > _MAX_ITERATIONS or sum(len(one.spans) for one in kept.values()) > _MAX_SPANS
         ):
-            kept, stride = kept[::2], 2 * stride
-    for iteration in kept:
+            stride *= 2
+            kept = {at: one for at, one in kept.items() if at % stride == 0}
+    for iteration in kept.values():
         waits: set[MessageKey] = set()
         for span in iteration.spans:
             key = message_key(found.header.rank, iteration.number, span)

@@ -152,7 +152,11 @@ def test_surveys_of_long_runs_stay_small_and_are_of_all_of_them(
 ) -> None:
     sampling = Tracing(interval=interval, iterations=1)  # all, or those with odd numbers
     run = write_run(tmp_path, pp=2, microbatches=2, iterations=80, sampling=sampling)
+    lines = trace_of(run, 1).read_text().split("\n")
+    lines[4] = lines[4][:-9]  # a damaged line of one rank
+    trace_of(run, 1).write_text("\n".join(lines))
     first, second = read_run(run).surveys
+    assert second.file.damaged == 1
     assert len(first.steps) == first.iterations == 80 // interval
     assert 8 <= first.counted <= 16
     assert {len(times) for times in first.actions.values()} == {2 * first.counted}
