@@ -55,7 +55,7 @@ class _Job:
             signal.signal(number, lambda *_, why=why: self.stop(why, request["grace_s"]))
 
     def start(self, argv: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Start the process."""
+        """Start the process, and return it."""
         agent_pid = os.getpid()
         parent.adopt_orphans()
         self._child = subprocess.Popen(
@@ -65,7 +65,7 @@ class _Job:
             stderr=subprocess.STDOUT,
             env={**environment, parent.AGENT_PID: str(agent_pid)},
             start_new_session=True,
-            preexec_fn=lambda: parent.die_with_parent(agent_pid),  # noqa: PLW1509 - no threads yet
+            preexec_fn=lambda: parent.die_with_parent(agent_pid),  # noqa: PLW1509 - needs no lock of ours
         )
         return self._child
 

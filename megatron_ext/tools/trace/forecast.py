@@ -3,8 +3,8 @@
 The trace gives the durations of each stage's actions, with the runtime's overhead, the latency and
 bytes of messages, the part of a step outside its pipeline, the memory of the ranks, and the
 activations that a forward keeps. The prediction assumes that the model splits evenly into other
-stages, that the halves of an unsplit backward take equally long, and that memory other than
-activations stays the same.
+stages except for embedding and loss, that the halves of an unsplit backward take equally long, and
+that memory other than activations stays the same.
 """
 
 from __future__ import annotations
