@@ -194,9 +194,10 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     mine, usual = _stages(args[1] if len(args) > 1 else kwargs["args"]), "those of Megatron"
     if saved != mine:
         raise DataError(
-            f"the stages of {Path(name).parents[1]} are {saved or usual}, but those of this run are "
-            f"{mine or usual}, and --ckpt-format torch names layers by their place; load it with the schedule that "
-            "it was saved with, or convert it to names there: --ckpt-convert-format torch_dist "
+            f"the stages of {Path(name).parents[1]} are {saved or usual}, but those of this run "
+            f"are {mine or usual}, and --ckpt-format torch names layers by their place; load it "
+            "with the schedule that it was saved with, or convert it to names there: "
+            "--ckpt-convert-format torch_dist "
             "--ckpt-convert-save FOLDER"
         )
     return loaded
