@@ -28,8 +28,6 @@ from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
 from megatron_ext.version import __version__
 
-__all__ = ["build_parser", "main"]
-
 _OWN_LOOP = (
     "leave it out: Megatron's own loop trains (on 0.16 with a tree: `megatron-ext upstream fetch`)"
 )

@@ -13,31 +13,6 @@ from argparse import ArgumentParser
 from difflib import get_close_matches
 from pathlib import Path
 
-__all__ = [
-    "ArgumentsError",
-    "DataError",
-    "DeviceError",
-    "EffectMissing",
-    "HangError",
-    "LaunchError",
-    "MegatronExtError",
-    "MessageMismatch",
-    "PatchConflict",
-    "PeerAborted",
-    "PeerClosed",
-    "PeerDied",
-    "ScheduleError",
-    "TransportError",
-    "TransportTimeout",
-    "UpstreamMismatch",
-    "UserError",
-    "line_of",
-    "message_of",
-    "parser_line",
-    "reason_of",
-    "shortened",
-]
-
 _MAX_WORD = 200
 _MAX_LINE = 2000
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["cannot_write", "is_replaceable", "replacing", "scratch_folder", "write_text"]
-
 
 def is_replaceable(path: Path) -> bool:
     """Return whether a new file can replace this one.

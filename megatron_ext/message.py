@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-__all__ = ["Message", "MessageKind"]
-
 MessageKind = Literal["F", "B", "C", "D", "W", "P", "G"]
 """F: an activation. B: the gradient of one. C: a credit, which lets a rank run one more micro-batch
 ahead. D: a decision of the rank that leads others. W: weights, and notices about them. P: tensors

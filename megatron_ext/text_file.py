@@ -6,8 +6,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["read_text"]
-
 
 def read_text(path: Path, max_bytes: int) -> str:
     """Return the text of a regular file.

@@ -6,8 +6,6 @@ import hashlib
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["__version__", "code_hash", "installed"]
-
 
 def installed(distribution: str) -> str | None:
     """Return the version of a distribution, without importing it; None if it is not installed."""

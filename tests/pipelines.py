@@ -10,8 +10,6 @@ from megatron_ext.config.pipeline_config import PipelineConfig
 if TYPE_CHECKING:
     from megatron_ext.runtime.split import SplitBackward
 
-__all__ = ["make_pipeline", "splits", "use"]
-
 
 def make_pipeline(
     schedule: str,

@@ -32,25 +32,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.placement import Placement
 
-__all__ = [
-    "Active",
-    "Environment",
-    "Pipeline",
-    "activate_configuration",
-    "active",
-    "begin_iteration",
-    "clear_configuration",
-    "count_transport",
-    "draws_by_microbatch",
-    "is_folded",
-    "iteration",
-    "pipeline",
-    "process_state",
-    "required",
-    "seed_of",
-    "transport_only",
-]
-
 _State = TypeVar("_State")
 
 

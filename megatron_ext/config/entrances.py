@@ -44,18 +44,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.costs import Costs
 
-__all__ = [
-    "await_host",
-    "check",
-    "configure",
-    "count_recomputation",
-    "order_in_words",
-    "prepare",
-    "rewritten",
-    "running",
-    "warning",
-]
-
 _LOG = logging.getLogger(__name__)
 
 # The attribute in which `prepare` keeps (old, new) of the arguments that it changed.

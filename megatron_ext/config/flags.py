@@ -29,21 +29,6 @@ from megatron_ext.schedules.table.costs import UNIT, Costs
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Option
 
-__all__ = [
-    "DROPPED",
-    "FIELD_OF",
-    "FLAG",
-    "FLAGS",
-    "FLAG_OF",
-    "add_arguments",
-    "flag_names",
-    "parse_words",
-    "pipeline_config",
-    "read_words",
-    "requested_flags",
-    "values_in",
-]
-
 _Parsed = TypeVar("_Parsed")
 
 FLAG = "--forward-backward-disaggregating"

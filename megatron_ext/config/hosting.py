@@ -59,8 +59,6 @@ from megatron_ext.upstream.tree import setting_names
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
 
-__all__ = ["Preflight", "inspect", "preflight"]
-
 _LOG = logging.getLogger(__name__)
 
 # Megatron's defaults of what the checks read.

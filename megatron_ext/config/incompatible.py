@@ -21,25 +21,6 @@ if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.schedules.table.actions import Schedule
 
-__all__ = [
-    "MEGATRON_FIELDS",
-    "DROPPED_BY_ROLES",
-    "RULES",
-    "Refusal",
-    "Rule",
-    "dropped",
-    "drops",
-    "implied",
-    "refusals",
-    "refuse_built",
-    "rules_of",
-    "te_leaves_whole",
-    "uses_te",
-    "why_not_split",
-    "why_te_cannot_split",
-    "with_splittable_layers",
-]
-
 
 MEGATRON_FIELDS = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",

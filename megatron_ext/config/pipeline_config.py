@@ -26,23 +26,6 @@ from megatron_ext.schedules.table.actions import Option  # noqa: TC001 - check_t
 from megatron_ext.schedules.table.costs import Costs  # noqa: TC001 - check_types
 from megatron_ext.schedules.table.slices import MAX_SLICES
 
-__all__ = [
-    "BALANCES",
-    "DEVICE_PATHS",
-    "TRANSPORTS",
-    "Activations",
-    "Balance",
-    "ConfigurationError",
-    "DevicePath",
-    "Disaggregation",
-    "DynamicOrder",
-    "PipelineConfig",
-    "Tracing",
-    "TransportName",
-    "check_types",
-    "is_of_type",
-]
-
 TransportName = Literal["torch", "auto", "shm", "tcp", "rdma"]
 
 TRANSPORTS: tuple[TransportName, ...] = ("torch", "auto", "shm", "tcp", "rdma")

@@ -27,24 +27,6 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.schedules.table.placement import Placement
 
-__all__ = [
-    "Batches",
-    "ModelBuild",
-    "batches_of",
-    "build_of",
-    "check_file",
-    "check_ranks",
-    "chunks_of_megatron",
-    "completed",
-    "ends_of_layout",
-    "flags_for",
-    "layout_string",
-    "layout_text",
-    "parse_layout",
-    "with_stash",
-    "world_size",
-]
-
 _LAYOUT = "--pipeline-model-parallel-layout"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _LAYERS = "--num-layers-per-virtual-pipeline-stage"

@@ -18,17 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Accelerator",
-    "Copied",
-    "Copies",
-    "Device",
-    "Redirect",
-    "SharedBuffer",
-    "Sharing",
-    "TimingEvent",
-]
-
 
 @dataclass(frozen=True)
 class Redirect:

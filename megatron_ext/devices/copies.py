@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Ended", "StreamCopies"]
-
 _log = logging.getLogger(__name__)
 
 

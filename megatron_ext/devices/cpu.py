@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from megatron_ext.devices.backend import Sharing
 
-__all__ = ["CpuDevice", "argument_rules"]
-
 _ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": (
         "1",

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from megatron_ext.devices.backend import Copies, Redirect, Sharing
 
-__all__ = ["CudaDevice", "why_idle"]
-
 
 class CudaDevice(Accelerator):
     """The `cuda` backend with NCCL collectives."""

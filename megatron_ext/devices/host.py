@@ -18,22 +18,6 @@ from typing import Any
 
 from megatron_ext import devices
 
-__all__ = [
-    "Event",
-    "Generators",
-    "Stream",
-    "StreamContext",
-    "current_stream",
-    "default_stream",
-    "memory_stats",
-    "peak_rss_bytes",
-    "properties",
-    "reset_peak_rss",
-    "rss_bytes",
-    "set_stream",
-    "total_memory_bytes",
-]
-
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 

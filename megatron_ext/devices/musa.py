@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["MusaDevice"]
-
 _LOG = logging.getLogger(__name__)
 
 _SAME = "torch_musa offers the same under torch.musa"

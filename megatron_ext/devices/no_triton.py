@@ -10,13 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-__all__ = [
-    "disable_batch_invariant_mode",
-    "enable_batch_invariant_mode",
-    "is_batch_invariant_mode_enabled",
-    "set_batch_invariant_mode",
-]
-
 
 def is_batch_invariant_mode_enabled() -> bool:
     """Return False: without Triton the mode cannot have been enabled."""

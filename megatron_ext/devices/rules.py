@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CUDA_ONLY", "TRANSFORMER_ENGINE_ONLY", "Lack", "flag"]
-
 
 @dataclass(frozen=True)
 class Lack:

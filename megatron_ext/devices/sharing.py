@@ -16,8 +16,6 @@ from megatron_ext.devices.backend import SharedBuffer
 from megatron_ext.devices.copies import Ended
 from megatron_ext.errors import DeviceError
 
-__all__ = ["RuntimeSharing"]
-
 # Size of the handle of a buffer or event, the same in all versions of both runtimes.
 _HANDLE_BYTES = 64
 

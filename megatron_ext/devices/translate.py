@@ -18,21 +18,6 @@ from typing import Any
 from megatron_ext import devices
 from megatron_ext.devices.backend import Redirect
 
-__all__ = [
-    "Translator",
-    "answering",
-    "calling",
-    "collective_redirects",
-    "nvtx_redirects",
-    "returning",
-    "spelling_redirects",
-    "tensor_redirects",
-    "to",
-    "translated_argument",
-    "translated_class",
-    "translator",
-]
-
 Translator = Callable[[Any], Any]
 """Maps a `device=` value (str, int, torch.device, None) to the value that torch gets."""
 

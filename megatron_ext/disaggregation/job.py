@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import Activations
     from megatron_ext.schedules.table.actions import Schedule
 
-__all__ = ["Job", "current", "has_role"]
-
 
 @dataclass(frozen=True)
 class Job:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from megatron_ext.message import Message
     from megatron_ext.transport.base import Expected, Transport
 
-__all__ = ["RoleLink"]
-
 # Time within which the death of a neighbour is detected.
 _NOTICED_S = 2.0
 

@@ -14,8 +14,6 @@ from typing import Literal, NamedTuple
 
 from megatron_ext.errors import ArgumentsError
 
-__all__ = ["Place", "RankMap", "Role", "rank_map"]
-
 Role = Literal["forward", "backward"]
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.communication import Transfer
 
-__all__ = ["BackwardCompute", "ForwardCompute", "RoleEnds", "drawn"]
-
 
 @dataclass(frozen=True)
 class RoleEnds:

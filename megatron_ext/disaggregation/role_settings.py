@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.disaggregation.ranks import RankMap
 
-__all__ = [
-    "job_of",
-    "profiles_with_torch",
-    "role_arguments",
-    "roles_in_words",
-]
-
 
 _ENDS = ("exit_duration_in_mins", "exit_signal_handler")
 

@@ -20,8 +20,6 @@ from megatron_ext.config.active import active, required
 from megatron_ext.disaggregation.worlds import Roles
 from megatron_ext.errors import ScheduleError
 
-__all__ = ["Layers", "Replay", "Saved", "current_replay", "replaying"]
-
 
 class Saved:
     """Tensors of one forward that a forward rank keeps for shipping."""

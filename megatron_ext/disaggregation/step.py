@@ -35,16 +35,6 @@ from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.upstream.signatures import default_groups
 
-__all__ = [
-    "RoleRuntime",
-    "forward_backward",
-    "share_evaluation",
-    "share_exit",
-    "shared_progress",
-    "step_done",
-    "weights_s",
-]
-
 
 @dataclass
 class RoleRuntime:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
     from megatron_ext.disaggregation.link import RoleLink
 
-__all__ = ["WeightReceiver", "WeightSender"]
-
 _BUCKET_BYTES = 32 << 20
 
 

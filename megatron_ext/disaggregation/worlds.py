@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from megatron_ext.disaggregation.ship import Replay
     from megatron_ext.disaggregation.step import RoleRuntime
 
-__all__ = ["Roles", "beat", "hand_over", "join", "leave", "shared_store"]
-
 _PREFIX = "megatron_ext/fbd"
 _BEATS = f"{_PREFIX}/beats"
 _PAUSE_S = 0.5

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from megatron_ext.errors import UserError
 from megatron_ext.upstream import releases
 
-__all__ = ["SUPPORTED", "bridge_version", "check_installed", "problems"]
-
 SUPPORTED = ">=0.6,<0.7"
 """Versions of megatron-bridge that the patches in `megatron_ext/hosts/bridge.py` support."""
 

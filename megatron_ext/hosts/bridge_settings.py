@@ -17,8 +17,6 @@ from megatron_ext.config.flags import FIELD_OF
 from megatron_ext.config.incompatible import MEGATRON_FIELDS
 from megatron_ext.config.stages import layout_text
 
-__all__ = ["FieldPlace", "Settings"]
-
 # Parts of a `ConfigContainer`. If two parts have a field of the same name, the later part wins.
 _SECTIONS = (
     "rng",

@@ -11,8 +11,6 @@ from megatron_ext.errors import ArgumentsError, message_of, parser_line
 from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Patch
 from megatron_ext.upstream.signatures import flag_destination
 
-__all__ = ["PATCHES", "prepare_parser"]
-
 _LOG = logging.getLogger(__name__)
 _MODULE = "megatron.training.arguments"
 

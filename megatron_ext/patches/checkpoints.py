@@ -11,8 +11,6 @@ from typing import Any
 
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
-__all__ = ["PATCHES"]
-
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
 _COMMON = "megatron.core.dist_checkpointing.strategies.common"
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from megatron_ext.devices import Device
 
-__all__ = ["arm", "disarm", "restore_environment"]
-
 
 @dataclass
 class _Done:

@@ -15,8 +15,6 @@ from typing import Any
 from megatron_ext.disaggregation.job import current, has_role
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch, by_name
 
-__all__ = ["PATCHES"]
-
 _TRAINING = "megatron.training.training"
 _UTILS = (
     ("megatron.training.utils", {"until": "0.18"}),

@@ -27,19 +27,6 @@ from megatron_ext.errors import UpstreamMismatch, UserError
 from megatron_ext.upstream import releases
 from megatron_ext.upstream.releases import SUPPORTED
 
-__all__ = [
-    "compare",
-    "fingerprint_of_source",
-    "is_missing",
-    "missing",
-    "missing_module",
-    "path_of",
-    "policy",
-    "refuses",
-    "log",
-    "version",
-]
-
 _LOG = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).with_name("fingerprints")

@@ -16,8 +16,6 @@ from megatron_ext.errors import EffectMissing
 from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Patch
 from megatron_ext.upstream import releases
 
-__all__ = ["PATCHES", "is_not_logged", "logged"]
-
 # Number of steps to check: by then tied copies have been filled, and updated once.
 _STEPS = 2
 

@@ -16,8 +16,6 @@ from megatron_ext.config import active
 from megatron_ext.errors import DataError
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch, always
 
-__all__ = ["PATCHES", "check_format", "check_optimizer_state"]
-
 _STATE = "megatron.core.parallel_state"
 _STAGES = "megatron.core.pipeline_parallel.utils"
 _GRADS = "megatron.core.distributed.finalize_model_grads"

@@ -18,8 +18,6 @@ from megatron_ext import devices
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
 
-__all__ = ["before", "install", "remove"]
-
 _TREE_PACKAGES = frozenset(
     f"megatron.{name}" for name in ("legacy", "post_training", "rl", "training")
 )

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from megatron_ext.patches import drift
 from megatron_ext.patches.registry import REGISTRY, Row
 
-__all__ = ["import_targets", "markdown_table", "problems", "text_table"]
-
 _LOG = logging.getLogger(__name__)
 
 

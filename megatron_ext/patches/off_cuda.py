@@ -14,8 +14,6 @@ from megatron_ext.devices import off_cuda, on_cpu
 from megatron_ext.devices.translate import to
 from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Patch
 
-__all__ = ["PATCHES"]
-
 _RANDOM = "megatron.core.tensor_parallel.random"
 _NOTICE = "CPU RNG state changed"
 _PARALLEL_STATE = "megatron.core.parallel_state"

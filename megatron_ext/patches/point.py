@@ -22,24 +22,6 @@ from megatron_ext.upstream.releases import Release, parse_release
 if TYPE_CHECKING:
     from megatron_ext.errors import UpstreamMismatch
 
-__all__ = [
-    "MISSING",
-    "Args",
-    "Call",
-    "Copy",
-    "Kwargs",
-    "Patch",
-    "PatchPoint",
-    "Row",
-    "Site",
-    "State",
-    "always",
-    "bound_objects",
-    "by_name",
-    "replace_aliases",
-    "restore_aliases",
-]
-
 Call = Callable[..., Any]
 """Continues the chain of wraps; the `fn` of a patch receives it."""
 Args = tuple[Any, ...]

@@ -9,8 +9,6 @@ from typing import Any
 from megatron_ext.config import active
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
-__all__ = ["PATCHES", "is_chosen", "log_statistics_of"]
-
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _CONFIG = "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__"

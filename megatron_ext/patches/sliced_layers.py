@@ -12,8 +12,6 @@ from megatron_ext.config import active
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch, by_name
 from megatron_ext.upstream.signatures import megatron_arguments
 
-__all__ = ["PATCHES"]
-
 _RUNTIME = "megatron_ext.runtime.sliced_compute"
 
 

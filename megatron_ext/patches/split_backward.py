@@ -15,8 +15,6 @@ from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
-__all__ = ["PATCHES", "prepare_config"]
-
 _RUNTIME = "megatron_ext.runtime.runtime"
 
 

@@ -15,8 +15,6 @@ from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 from megatron_ext.patches.schedules import is_chosen
 from megatron_ext.schedules.table.actions import Action, Kind
 
-__all__ = ["PATCHES"]
-
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _OPTIMIZERS = ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer")
 # Attribute of an output: (chunk, micro-batch) of its forward, for the backward.

@@ -17,8 +17,6 @@ from megatron_ext.devices.translate import to
 from megatron_ext.errors import UserError
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
-__all__ = ["PATCHES", "sequences"]
-
 _MLA = "megatron.core.transformer.multi_latent_attention"
 _BERT_SPECS = "megatron.core.models.bert.bert_layer_specs"
 

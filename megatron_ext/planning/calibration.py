@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from megatron_ext.planning.layer_costs import Part, Sharding
     from megatron_ext.planning.model_sizes import ModelSizes
 
-__all__ = ["Passes", "computation", "factors", "part_of"]
-
 _LEAST = 0.01
 """Of a factor: a difference of two measurements can come out as nothing."""
 

@@ -11,8 +11,6 @@ from megatron_ext.errors import ScheduleError
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
 
-__all__ = ["cut", "layout_of", "loads", "spread"]
-
 
 def cut(
     layers: Sequence[float],

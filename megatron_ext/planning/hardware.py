@@ -13,8 +13,6 @@ from megatron_ext.errors import ArgumentsError
 if TYPE_CHECKING:
     from megatron_ext.planning.techniques import Precision
 
-__all__ = ["DEVICES", "DeviceKind", "kind_of", "parse_devices"]
-
 _GB = 1e9
 
 

@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.planning.model_sizes import LayerKind, ModelSizes
 
-__all__ = [
-    "ASSUMPTIONS",
-    "FULL",
-    "Part",
-    "Sharding",
-    "all_to_all_s",
-    "gather_s",
-    "model_flops",
-    "part_of",
-    "recompute_flags",
-    "recompute_modes",
-]
-
 Kind = Literal["embedding", "mtp", "loss"]
 FULL = frozenset({"full"})
 

@@ -34,19 +34,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Row
 
-__all__ = [
-    "FIXABLE",
-    "Found",
-    "Layout",
-    "ParallelSizes",
-    "Question",
-    "fits",
-    "forecast",
-    "search",
-    "stage_parts",
-    "timeline_of",
-]
-
 FIXABLE = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "pairs", "recompute", "layout")
 _GIB = 2.0**30
 _STATE_BYTES = 12

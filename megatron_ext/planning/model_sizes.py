@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 from megatron_ext.errors import ArgumentsError
 
-__all__ = ["ModelSizes", "flags_of_config", "read_model", "sizes_of_arguments", "sizes_of_flags"]
-
 LayerKind = Literal["dense", "moe", "mamba", "attention", "mlp", "experts"]
 _HYBRID: dict[str, LayerKind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
 

@@ -33,8 +33,6 @@ from megatron_ext.schedules.commands import aligned
 from megatron_ext.schedules.drawing import svg
 from megatron_ext.schedules.generators.catalog import get
 
-__all__ = ["add_to_plan", "as_dict"]
-
 _FLAGS = (
     *("model", "size", "devices", "global_batch_size", "seq_length", "fix", "memory_gib"),
     *("precision", "picture"),

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["PRECISIONS", "Precision", "Techniques", "techniques_of_flags"]
-
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
 Graphs = Literal["none", "router", "layers", "step"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp8", "mxfp8", "nvfp4")

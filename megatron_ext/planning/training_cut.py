@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from megatron_ext.schedules.table.placement import Placement
 
-__all__ = ["layout_for"]
-
 
 def layout_for(args: Namespace, placement: Placement) -> str:
     """Return the layout in Megatron's notation under which the busiest rank works least.

@@ -34,17 +34,6 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.program import Table
     from megatron_ext.schedules.table.actions import Action
 
-__all__ = [
-    "Call",
-    "MicrobatchData",
-    "StageCompute",
-    "Tensors",
-    "TwinExchange",
-    "microbatch_rng",
-    "rng_of_this_step",
-    "set_rng_states",
-]
-
 
 class MicrobatchData:
     """The items of one chunk's data iterator for one step; micro-batch i always gets item i.

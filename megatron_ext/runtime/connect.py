@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Transport
     from megatron_ext.transport.rendezvous import Store
 
-__all__ = ["channels_of", "open_native", "open_transport", "through_host"]
-
 
 def channels_of(placement: Placement, rank: int, peers: Peers) -> list[Channel]:
     """Return every channel on which this rank sends or receives under a placement."""

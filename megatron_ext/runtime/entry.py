@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from megatron_ext.runtime.program import Shapes
 
-__all__ = ["forward_backward", "refuse_modules"]
-
 _Model = torch.nn.Module | list[torch.nn.Module]
 
 

@@ -28,17 +28,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.communication import Exchange, Transfer
     from megatron_ext.transport.base import Transport
 
-__all__ = [
-    "Compute",
-    "Executed",
-    "Executor",
-    "Gradients",
-    "Observer",
-    "Parameters",
-    "num_out_of_order",
-    "overrides",
-]
-
 RunPair = Callable[["Action", "Action", "Tensors", "Tensors"], tuple["Tensors", "Tensors"]]
 """Runs a forward and the backward of another micro-batch together: takes both and the inputs of
 each, as `Compute.run` does, and returns the outputs of each."""

@@ -33,17 +33,6 @@ if TYPE_CHECKING:
 
     from megatron_ext.schedules.table.placement import Placement
 
-__all__ = [
-    "PlacedLayout",
-    "differing_copies",
-    "keep_one_main_copy",
-    "placed_layout",
-    "share_losses",
-    "share_mtp_losses",
-    "sum_tied_gradients",
-    "tie_embeddings",
-]
-
 
 def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
     """Copy the first stage's word embedding into the last stage's copy.

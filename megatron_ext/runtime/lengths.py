@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.costs import Costs
 
-__all__ = [
-    "BalancedStep",
-    "ItemSize",
-    "ReplicaExchange",
-    "check_handed_on",
-    "cost_of_model",
-    "item_cost",
-    "item_size",
-    "refusing_long_sequences",
-]
-
 
 @contextmanager
 def refusing_long_sequences(

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.communication import Transfer
     from megatron_ext.transport.base import Transport
 
-__all__ = ["StockStep", "communicate", "stepwise"]
-
 
 def stepwise(schedule: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap one of Megatron's schedules so that each call is one step of the transport."""

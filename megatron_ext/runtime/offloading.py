@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action
 
-__all__ = ["Offloading", "is_offloading"]
-
 _MEGATRONS = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 

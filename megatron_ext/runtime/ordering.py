@@ -33,18 +33,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.policies import Policy
     from megatron_ext.transport.base import Transport
 
-__all__ = [
-    "Agreement",
-    "LedOrder",
-    "Order",
-    "PolicyOrder",
-    "RunAhead",
-    "TableOrder",
-    "agree",
-    "leaders",
-    "run_ahead_of",
-]
-
 
 @dataclass(frozen=True)
 class Agreement:

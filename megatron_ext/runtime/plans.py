@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.executor import Observer
     from megatron_ext.schedules.table.actions import Action, Kind
 
-__all__ = ["PlannedCompute"]
-
 _Key = tuple[int, int]
 # Of a layer, in order; 0.19 and later have another name for the first.
 _PARTS = ("attn", "pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine")

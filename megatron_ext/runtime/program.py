@@ -32,21 +32,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Schedule
     from megatron_ext.schedules.table.route_plan import Route
 
-__all__ = [
-    "Ends",
-    "Form",
-    "PeerEnds",
-    "Peers",
-    "PipelineEnds",
-    "Program",
-    "Shapes",
-    "Table",
-    "check_agreement",
-    "make_program",
-    "make_table",
-    "shape_between_stages",
-]
-
 
 @dataclass(frozen=True)
 class Table:

@@ -29,19 +29,6 @@ import torch
 from megatron_ext.config.active import process_state
 from megatron_ext.errors import ScheduleError
 
-__all__ = [
-    "Batch",
-    "Boundary",
-    "Declared",
-    "RouteStore",
-    "attach",
-    "current_store",
-    "declare",
-    "declared",
-    "publish",
-    "take",
-]
-
 
 def declare(
     module: torch.nn.Module,

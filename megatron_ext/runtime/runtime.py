@@ -70,18 +70,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.route_plan import Route
     from megatron_ext.transport.base import Transport
 
-__all__ = [
-    "Measured",
-    "Runtime",
-    "Runtimes",
-    "StepMeasure",
-    "in_words",
-    "log_own_statistics",
-    "log_statistics",
-    "runtime_of",
-    "totals",
-]
-
 
 # Change in live activations by kind of action. An activation lives until B or W ends.
 _CHANGE = {"F": 1, "R": 1, "B": -1, "I": 0, "W": -1}

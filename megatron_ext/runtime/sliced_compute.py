@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.compute import Tensors
     from megatron_ext.schedules.table.actions import Action
 
-__all__ = ["KeptState", "SlicedCompute", "SlicedData", "with_earlier_slices"]
-
 
 @dataclass
 class _Running:

@@ -44,16 +44,6 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.offloading import is_offloading
 from megatron_ext.upstream.signatures import linear_parameters
 
-__all__ = [
-    "DelayedModules",
-    "SplitBackward",
-    "accumulate",
-    "grouped_product",
-    "linear",
-    "mark_embedding",
-    "overwrites_first",
-]
-
 _Key = tuple[int, int]
 Progress = Callable[[AbstractSet[int]], None]
 """Callback with the ids of the weights whose gradients remain to be computed."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.split import SplitBackward
     from megatron_ext.schedules.table.actions import Action
 
-__all__ = ["GradientSync", "NoSync", "ParameterSync"]
-
 _UNCHANGED = nullcontext()
 _Enter = Callable[[], AbstractContextManager[Any]]
 

@@ -36,14 +36,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
     from megatron_ext.schedules.table.route_plan import Route
 
-__all__ = [
-    "Forms",
-    "TreeEnds",
-    "TreeSteps",
-    "agree_trees",
-    "channels_of_routes",
-]
-
 Tree = Any
 """A tensor, None, or a tuple, list or dict of trees."""
 

@@ -49,17 +49,6 @@ from megatron_ext.schedules.table.validation import check_actions
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Option, Schedule
 
-__all__ = [
-    "add_subcommand",
-    "aligned",
-    "compare",
-    "evaluate",
-    "figures",
-    "table",
-    "training_flags",
-    "variants",
-]
-
 _Subparsers = argparse._SubParsersAction
 
 

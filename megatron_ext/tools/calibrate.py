@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from megatron_ext.planning.layer_costs import Part
     from megatron_ext.planning.model_sizes import ModelSizes
 
-__all__ = ["add_to_plan", "of_trace"]
-
 _MOST_EXPERTS = 8
 """Experts that one device builds: more cost memory, and each gets as many tokens."""
 _LEAST_REPEATS, _ENOUGH_S = 5, 3.0

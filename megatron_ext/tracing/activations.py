@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["kept_bytes"]
-
 
 def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -> int:
     """Return the bytes of all storages that the graph of the outputs keeps, without weights."""

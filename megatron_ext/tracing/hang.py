@@ -25,8 +25,6 @@ from megatron_ext.errors import HangError
 if TYPE_CHECKING:
     from megatron_ext.message import Message
 
-__all__ = ["OUTSIDE", "RankState", "Watchdog", "explain", "made_by"]
-
 _LOG = logging.getLogger(__name__)
 _PREFIX = "megatron_ext/hang"
 _ANSWER_S = 5.0

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from megatron_ext.devices import Device
     from megatron_ext.devices.backend import TimingEvent
 
-__all__ = ["DeviceClock", "HostClock", "Recorder", "check_writable"]
-
 _LOG = logging.getLogger(__name__)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors that come and go with what else is on the disk; another folder was no mistake."""

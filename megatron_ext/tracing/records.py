@@ -24,22 +24,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = [
-    "ACTION_NAMES",
-    "FILE_NAME",
-    "FORMAT",
-    "SCHEDULE_FILE",
-    "Header",
-    "Span",
-    "directory_name",
-    "file_name",
-    "header_line",
-    "iteration_line",
-    "labels",
-    "sizes_in",
-    "size_fields",
-]
-
 FORMAT = 2
 """Raised when a reader of today could misunderstand a file."""
 

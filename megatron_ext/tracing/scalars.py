@@ -18,8 +18,6 @@ from megatron_ext.config import active
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["are_asked_for", "line_of", "report", "since_last"]
-
 _WRITERS = ("tensorboard_dir", "wandb_project")
 _SHOWN = "MEGATRON_EXT_STEP_BUBBLE"
 """Set to 1 on all ranks by what shows `upstream/person_view.py` instead of the log."""

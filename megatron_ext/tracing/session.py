@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Expected
     from megatron_ext.transport.observed import WaitsFor
 
-__all__ = ["Session", "subscribe"]
-
 _SETTINGS = (
     "pipeline_schedule", "enable_bitpipe_schedule", "use_dpp", "dpp_policy",
     "dpp_extra_activations", "pipeline_transport", "pipeline_costs", "world_size",

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action
     from megatron_ext.transport.observed import WaitsFor
 
-__all__ = ["Telemetry", "is_on"]
-
 _ACTIONS, _MESSAGES = "microbatch", "communication"
 """Megatron's names for groups of spans; `--otel-span-groups` enables them."""
 

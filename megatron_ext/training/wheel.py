@@ -36,8 +36,6 @@ from megatron_ext import devices
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.upstream.signatures import mtp_on_this_rank, parameters
 
-__all__ = ["main", "refuse"]
-
 # Times the largest loss so far that count as a spike; upstream's own.
 _SPIKE = 10
 

@@ -15,17 +15,6 @@ from typing import Literal
 from megatron_ext.errors import TransportError
 from megatron_ext.version import __version__
 
-__all__ = [
-    "NOT_PROBED",
-    "Address",
-    "Wire",
-    "address_towards",
-    "choose_wire",
-    "node_address",
-    "own_address",
-    "source_address",
-]
-
 Wire = Literal["auto", "shm", "tcp", "rdma"]
 
 NOT_PROBED = "it was not probed"

@@ -13,8 +13,6 @@ from megatron_ext.errors import TransportError, TransportTimeout
 if TYPE_CHECKING:
     from megatron_ext.devices.backend import Copied
 
-__all__ = ["Afterwards"]
-
 
 class Afterwards:
     """A thread that runs callbacks in order, each after its copy, and none after an error."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from megatron_ext.message import Message
 
-__all__ = ["Expected", "Stats", "Transport"]
-
 
 class Expected(NamedTuple):
     """A message that will arrive in this step."""

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Stats
     from megatron_ext.transport.native_transport import NativeTransport
 
-__all__ = ["NOTE_BYTES", "DirectTransport", "Reach", "find_reach"]
-
 _log = logging.getLogger(__name__)
 
 NOTE_BYTES = 1024

@@ -11,8 +11,6 @@ from megatron_ext.errors import MessageMismatch
 if TYPE_CHECKING:
     from megatron_ext.transport._C import Message
 
-__all__ = ["CAPSULE_CODE_OF", "CODE_OF", "DTYPE_OF", "plain", "tensor_on"]
-
 _CODES = {
     torch.int8: 0, torch.int16: 0, torch.int32: 0, torch.int64: 0,
     torch.uint8: 1, torch.uint16: 1, torch.uint32: 1, torch.uint64: 1,

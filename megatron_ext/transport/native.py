@@ -12,8 +12,6 @@ from types import ModuleType
 
 from megatron_ext.errors import TransportError
 
-__all__ = ["available", "require_native"]
-
 _MODULE = "megatron_ext.transport._C"
 _REMEDY = (
     "Install a C++17 compiler and the headers of Python (Debian: apt-get install g++ python3-dev), "

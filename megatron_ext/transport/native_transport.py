@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from megatron_ext.transport._C import Message as Arrived
     from megatron_ext.transport.address import Wire
 
-__all__ = ["NOTE", "NUM_STEPS", "WAKE", "NativeTransport", "Tags"]
-
 _log = logging.getLogger(__name__)
 
 # The public function looks for __dlpack__ first, a third of its time when given a capsule.

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from megatron_ext.message import Message
     from megatron_ext.transport.base import Expected, Stats, Transport
 
-__all__ = ["ObservedTransport", "TransportObserver", "WaitsFor", "observed"]
-
 WaitsFor = Literal["input", "slot"]
 """input: the arrival of any message. slot: the completion of all sends."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Transport
     from megatron_ext.transport.direct import DirectTransport
 
-__all__ = ["PairedTransport"]
-
 
 class PairedTransport:
     """Carries the tensors of each pair of ranks over the transport of that pair.

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from megatron_ext.errors import TransportError
 from megatron_ext.transport.native import require_native
 
-__all__ = ["ProbeStep", "ProbeResult", "probe"]
-
 _log = logging.getLogger(__name__)
 
 

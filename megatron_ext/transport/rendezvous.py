@@ -28,8 +28,6 @@ from megatron_ext.transport.address import (
     choose_wire,
 )
 
-__all__ = ["Connection", "Store", "connect_peers"]
-
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.05
 # Attempts to connect to a peer that rejects the hello, whose bytes may have been damaged.

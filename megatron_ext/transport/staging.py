@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Expected, Stats, Transport
     from megatron_ext.transport.native_transport import NativeTransport
 
-__all__ = ["StagedTransport", "staged"]
-
 _log = logging.getLogger(__name__)
 
 # How long `close` waits for the device to finish its copies.

@@ -25,8 +25,6 @@ from megatron_ext.transport.dtypes import plain
 if TYPE_CHECKING:
     from megatron_ext.message import Message, MessageKind
 
-__all__ = ["Channel", "TorchTransport", "groups_of_ranks"]
-
 _MAX_DIMS = 7
 # Prefix of the keys in the store under which ranks publish why they abort.
 _ABORTED = "megatron_ext/aborted"

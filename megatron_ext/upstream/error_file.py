@@ -7,8 +7,6 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-__all__ = ["WholeErrorFile"]
-
 _PATH = "TORCHELASTIC_ERROR_FILE"
 
 

@@ -30,8 +30,6 @@ from megatron_ext.errors import TransportError, line_of
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["interrupts", "report", "report_interrupt", "to_resume", "watching_other_hosts"]
-
 # Shortest stay of a rank that has reported, which keeps the others on its host from it. It ends
 # before they do, so that a launcher shows the log of a rank with a reason.
 _HELD_S = 0.3

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = ["AGENT_PID", "adopt_orphans", "die_with_parent"]
-
 AGENT_PID = "MEGATRON_EXT_AGENT_PID"
 """Environment variable of every process of a job: the agent that it must not outlive."""
 

@@ -18,8 +18,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["PersonView", "condensed", "main"]
-
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|(.*)")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+)(?: on (\w+) set)? \| (.*)")
 _TESTED = re.compile(r"(\w[\w ]*) value: (\S+) \|")

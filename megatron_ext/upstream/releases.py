@@ -16,25 +16,6 @@ from typing import NamedTuple
 
 from megatron_ext.errors import UpstreamMismatch, UserError
 
-__all__ = [
-    "REFERENCES",
-    "SUPPORTED",
-    "UNRELEASED",
-    "Reference",
-    "Release",
-    "check_core",
-    "core_version",
-    "has_training",
-    "installed_core",
-    "installed_release",
-    "is_newer_than_known",
-    "oldest_python",
-    "parse_release",
-    "reference",
-    "shadowing_package",
-    "written_version",
-]
-
 SUPPORTED = ">=0.16.0,<0.21"
 """As in `pyproject.toml`."""
 

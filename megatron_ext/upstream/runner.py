@@ -32,8 +32,6 @@ from megatron_ext.errors import ArgumentsError, MegatronExtError, PeerDied, User
 from megatron_ext.upstream import failure, releases
 from megatron_ext.upstream import tree as upstream
 
-__all__ = ["Start", "choose", "execute", "run"]
-
 # Message of a collective of gloo or NCCL that fails because another rank has ended.
 _LOST = re.compile(r"Connection (?:closed|reset) by peer(?: \S+\d)?|remote process exited")
 

@@ -16,20 +16,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = [
-    "attribute",
-    "backward_step_of",
-    "build_tokenizer",
-    "default_groups",
-    "flag_destination",
-    "is_multi_module",
-    "linear_parameters",
-    "megatron_arguments",
-    "mtp_on_this_rank",
-    "needed_of_models",
-    "parameters",
-]
-
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 

@@ -21,20 +21,6 @@ from megatron_ext.errors import UpstreamMismatch, UserError
 from megatron_ext.upstream import releases
 from megatron_ext.upstream.releases import SUPPORTED, parse_release
 
-__all__ = [
-    "TreeStatus",
-    "cache_dir",
-    "check_tree",
-    "fetch",
-    "find_tree",
-    "is_tree",
-    "require_tree",
-    "setting_names",
-    "tree_status",
-    "tree_version",
-    "use_tree",
-]
-
 URL = "https://github.com/NVIDIA/Megatron-LM"
 
 _FETCH_TIMEOUT_S = 900

@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["is_real", "pretend"]
-
 _ASKED = (
     "exchangeDevice",
     "getDeviceCapability",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["queued"]
-
 
 def queued(*, connections: int = 8, stuck_s: float = 10, **costs: float) -> dict[str, str]:
     """Return what to add to the environment of a rank.

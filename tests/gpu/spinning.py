@@ -15,8 +15,6 @@ from megatron_ext import devices
 
 from . import processes
 
-__all__ = ["spinning"]
-
 _PTX = b"""
 .version 6.0
 .target sm_50

@@ -13,8 +13,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["install"]
-
 
 class _Anything(type):
     """Classes that may be inherited from and have every attribute."""

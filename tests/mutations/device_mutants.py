@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.mutations.mutants import Mutant
 
-__all__ = ["DEVICE_MUTANTS"]
-
 _SHARING = "megatron_ext.devices.sharing"
 _COPIES = "megatron_ext.devices.copies"
 _STAGING = "megatron_ext.transport.staging"

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["MUTANTS", "Mutant"]
-
 _RUNTIME = "megatron_ext.runtime"
 _TABLES = "megatron_ext.schedules.table"
 _EXECUTOR_TESTS = "tests/runtime/test_executor.py"

@@ -22,8 +22,6 @@ import pytest
 from tests.mutations.device_mutants import DEVICE_MUTANTS
 from tests.mutations.mutants import MUTANTS, Mutant
 
-__all__ = ["ALL_MUTANTS", "install_from_environment", "path_of"]
-
 _ROOT = Path(__file__).parents[2]
 _VARIABLE = "MEGATRON_EXT_TEST_MUTANT"
 

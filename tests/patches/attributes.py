@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["described", "different", "held"]
-
 # What torch itself changes when more of it is imported.
 _OWN_CHANGES_BECAUSE = {
     "torch.distributions.distribution:Distribution._validate_args": "torch.compile ends the checks",

@@ -22,8 +22,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-__all__ = ["spec"]
-
 setattr(hybrid_block, "TENorm", WrappedTorchNorm)  # noqa: B010  a rank, which ends with its training
 
 

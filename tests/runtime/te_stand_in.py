@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DotProductAttention", "install"]
-
 _VERSION = "2.9.0"
 
 

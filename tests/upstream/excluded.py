@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.upstream.table import Excluded
 
-__all__ = ["EXCLUDED", "REASONS"]
-
 REASONS: dict[str, str] = {
     "te": "expects Transformer Engine: its layers, its specs or fp8, which have no CPU build",
     "triton": "calls or imports Triton or CUDA kernels",

@@ -9,8 +9,6 @@ from tests.upstream.excluded import EXCLUDED, REASONS
 from tests.upstream.selection import SUITES
 from tests.upstream.table import AREAS, Excluded, Suite, area
 
-__all__ = ["markdown", "text"]
-
 _HEAD = """\
 # Upstream's own unit tests on the CPU
 

@@ -28,8 +28,6 @@ from tests.upstream import listing, session
 from tests.upstream.selection import suites_for
 from tests.upstream.table import Suite, problems
 
-__all__ = ["Result", "main", "run_suite"]
-
 _WORST_FIRST = ("failed", "passed", "skipped", "left out")
 
 

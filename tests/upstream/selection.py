@@ -9,8 +9,6 @@ from dataclasses import replace
 
 from tests.upstream.table import LeftOut, Suite
 
-__all__ = ["SUITES", "suites_for"]
-
 SUITES = (
     Suite(
         "pipeline_parallel/test_bridge_communicator.py",

@@ -23,8 +23,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["report_file", "run"]
-
 _COLLECTIVE_TIMEOUT_S = 60
 """A rank that waits longer for a failed one fails its test, so that the next can run."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-__all__ = ["AREAS", "Excluded", "LeftOut", "Suite", "area", "problems"]
-
 AREAS = (
     "pipeline_parallel",
     "tensor_parallel",

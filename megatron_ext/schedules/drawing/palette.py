@@ -6,8 +6,6 @@ each has an ink for text on it. Odd chunks of a rank have the pale colour of a p
 
 from __future__ import annotations
 
-__all__ = ["KINDS", "NAMES", "SPANS", "ansi", "ink", "variables"]
-
 KINDS = {
     "F": ("#124bc3", "#8fb3f2"),
     "B": ("#1f9fa8", "#a4eef2"),

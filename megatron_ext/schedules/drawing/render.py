@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Action, Schedule
 
-__all__ = ["caption", "cell_label", "grid", "picture", "slot_time", "unit_of_time"]
-
 _CELL = re.compile(r"\b\d*([FBIWRfbiwr])\d+\S*")
 
 

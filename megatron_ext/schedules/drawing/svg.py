@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Action, Schedule
 
-__all__ = ["draw"]
-
 _ROW, _LEFT, _TOP, _BAR = 24, 58, 30, 20
 # Below the lanes of a schedule: ticks, numbers and what they count.
 _AXIS = 44

@@ -23,19 +23,6 @@ from megatron_ext.schedules.table.actions import Option, Schedule
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
 
-__all__ = [
-    "CSV_PREFIX",
-    "Generator",
-    "Size",
-    "base_table",
-    "generate",
-    "get",
-    "published_bubble",
-    "published_peak",
-    "register",
-    "registered",
-]
-
 CSV_PREFIX = "csv:"
 MAX_RANKS = 4096
 MAX_PASSES = 1 << 21

@@ -8,8 +8,6 @@ from itertools import chain, repeat
 
 from megatron_ext.schedules.table.actions import Action, Kind, Row
 
-__all__ = ["alternate", "expand", "shortened"]
-
 
 def alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.policies import Policy
     from megatron_ext.schedules.table.actions import Action, Schedule
 
-__all__ = ["Progress", "simulate_dynamic"]
-
 
 class Progress:
     """The ready actions of one rank, as positions in its row of the static table.

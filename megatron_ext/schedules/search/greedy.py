@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.costs import Costs
     from megatron_ext.schedules.table.placement import Placement
 
-__all__ = ["Problem", "Rows", "Variant", "search", "spread"]
-
 Rows = tuple[tuple[Action, ...], ...]
 Key = tuple[int, int, int, int]
 

@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.placement import Placement
 
-__all__ = [
-    "LengthCost",
-    "Packing",
-    "best_order",
-    "deal_out",
-    "fills_of",
-    "makespan_of",
-    "pack_in_file_order",
-    "shortest",
-]
-
 Packing = tuple[tuple[tuple[int, ...], ...], ...]
 """Indexes of samples by replica, then by micro-batch. All replicas have equally many micro-batches;
 one that is left over is empty."""

@@ -30,8 +30,6 @@ from megatron_ext.schedules.table.walk import walk
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Row, Schedule
 
-__all__ = ["exchanging", "marked_pairs", "paired"]
-
 # All-to-all over the computation beside it, where costs have none: the middle of the three that
 # `benchmarks/expert_overlap.py` measures.
 _USUAL = 0.6

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Schedule
 
-__all__ = ["NOTABLE", "Gains", "gains", "policies", "quiet", "waits_of", "while_late"]
-
 # Latency of a message on a quiet link, in forwards.
 _QUIET_LATENCY = 0.05
 # Delay beyond the simulated arrival from which a message counts as late, in forwards.

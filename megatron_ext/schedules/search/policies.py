@@ -30,16 +30,6 @@ from megatron_ext.schedules.table.validation import validate
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Kind, Schedule
 
-__all__ = [
-    "POLICIES",
-    "Hint",
-    "Patience",
-    "Policy",
-    "PolicyName",
-    "activation_cap",
-    "arena_slots",
-]
-
 PolicyName = Literal["hint", "breadth-first", "depth-first"]
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.communication import Exchange
 
-__all__ = ["Meeting", "MessageOrder", "Place", "Post", "check_meetings", "check_queues", "programs"]
-
 
 class Post(NamedTuple):
     """The position in a row at which the rank starts a receive."""

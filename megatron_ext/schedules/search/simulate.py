@@ -22,8 +22,6 @@ from megatron_ext.schedules.table.walk import check_ends, walk
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Kind, Schedule
 
-__all__ = ["Clock", "Timeline", "simulate"]
-
 
 @dataclass(frozen=True)
 class Timeline:

@@ -32,8 +32,6 @@ from megatron_ext.schedules.table.walk import walk
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Row, Schedule
 
-__all__ = ["sliced"]
-
 
 def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule:
     """Return the table of micro-batches in slices of equal cost.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
     from megatron_ext.schedules.table.route_plan import Route
 
-__all__ = ["KINDS", "Action", "Kind", "Option", "Row", "Schedule", "parse_row"]
-
 Kind = Literal["F", "B", "I", "W", "R"]
 """F: forward. B: full backward. I: gradient of the input. W: gradient of the weights (B = I + W).
 R: recomputation (or receipt) of activations on a backward rank (see `Schedule.disaggregated`)."""

@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Row, Schedule
     from megatron_ext.schedules.table.route_plan import RoutePlan
 
-__all__ = [
-    "Exchange",
-    "Transfer",
-    "check_slots",
-    "exchanges",
-    "lower",
-    "reduction_order",
-    "tensor_of",
-]
-
 
 class Transfer(NamedTuple):
     """A message arrives (RECV), leaves (SEND) or stays on its rank for the next stage (LOCAL)."""

@@ -11,8 +11,6 @@ from operator import mul
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.actions import KINDS, Kind, Schedule
 
-__all__ = ["AHEAD", "UNIT", "Costs"]
-
 AHEAD = 2
 """Actions that a host may have launched on its device that have not ended: one runs, and the next
 waits in the device's queue. One alone would let the device idle between actions; more cost memory

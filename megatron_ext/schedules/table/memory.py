@@ -26,16 +26,6 @@ from megatron_ext.schedules.table.route_plan import plan_routes, routed_peaks
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Row, Schedule
 
-__all__ = [
-    "Edge",
-    "Memory",
-    "activation_peaks",
-    "live_counts",
-    "measure",
-    "slots_needed",
-    "stash_ratio",
-]
-
 Edge = tuple[int, int, str]
 """(sending rank, receiving rank, kind of message); equal ranks: to the twin."""
 

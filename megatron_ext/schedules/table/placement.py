@@ -18,19 +18,6 @@ from typing import Literal
 
 from megatron_ext.errors import ScheduleError
 
-__all__ = [
-    "Hop",
-    "Placement",
-    "Routing",
-    "linear",
-    "loop",
-    "mirrored",
-    "recognised",
-    "roles",
-    "v",
-    "w",
-]
-
 Hop = Literal["local", "rank", "twin"]
 """Where a stage's output goes: it stays on the rank, or moves to another rank or to the twin."""
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 _Key = TypeVar("_Key")
 _Item = TypeVar("_Item")
 
-__all__ = ["Hop", "RoutePlan", "Route", "connect", "most_hops", "plan_routes", "routed_peaks"]
-
 
 class Route(NamedTuple):
     """A tensor that one stage publishes and later stages take."""

@@ -14,8 +14,6 @@ from math import sqrt
 
 from megatron_ext.errors import ScheduleError
 
-__all__ = ["MAX_SLICES", "attention_of", "shares_of_equal_cost", "token_bounds"]
-
 MAX_SLICES = 64
 """Slices of one micro-batch: as many as names of messages distinguish (`native_transport.Tags`)."""
 # Shares are multiples of 1/_STEPS, so that all sums of them are exact.

@@ -25,8 +25,6 @@ from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.text_file import read_text
 
-__all__ = ["csv_text", "from_csv", "from_json", "json_text", "load_csv"]
-
 # Beyond any table that can be planned; a wrong path, to a checkpoint say, must not fill memory.
 _MAX_BYTES = 64 << 20
 _DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")

@@ -14,17 +14,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Row
     from megatron_ext.schedules.table.placement import Placement
 
-__all__ = [
-    "ahead",
-    "chunk_on_screen",
-    "forward_only",
-    "literal_rows",
-    "slots_for_forward",
-    "split_backwards",
-    "table_rank",
-    "weights_at_once",
-]
-
 
 def split_backwards(schedule: Schedule) -> Schedule:
     """Return the table with each B replaced by I, W; memory stays the same.

@@ -24,15 +24,6 @@ from megatron_ext.schedules.table.memory import (
 from megatron_ext.schedules.table.transforms import literal_rows
 from megatron_ext.schedules.table.walk import check_ends
 
-__all__ = [
-    "Report",
-    "check_actions",
-    "check_cover",
-    "check_first_gradients",
-    "check_group_order",
-    "validate",
-]
-
 # Actions done for one stage and micro-batch, as a bit set.
 _BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
 # Compared as a whole and not bit by bit: an action that comes twice, and a B beside an I, differ

@@ -14,8 +14,6 @@ from typing import Any
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.actions import KINDS, Action, Kind, Schedule
 
-__all__ = ["Visit", "check_ends", "walk"]
-
 Visit = Callable[[int, int, Any], Any]
 """(rank, position in its row, value of the tensor that the action takes) -> value of the tensor
 that it makes; two values where it feeds two ranks. None: the action cannot run yet. A pair is one

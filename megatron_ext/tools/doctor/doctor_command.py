@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.plan import JobPlan
     from megatron_ext.tools.launch.ssh import Ssh
 
-__all__ = ["add_subcommand"]
-
 
 def add_subcommand(subparsers: Any) -> None:
     """Register `doctor`."""

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.planning.techniques import Precision
 
-__all__ = ["Diagnosis", "arena_bytes", "check_training"]
-
 _MIB = 1 << 20
 _MOSTLY_IDLE = 0.5
 """Share of the pipeline's time in which devices wait, from which it is a warning."""

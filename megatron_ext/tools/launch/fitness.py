@@ -24,8 +24,6 @@ from megatron_ext.version import code_hash, installed
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Json
 
-__all__ = ["MIN_SHARED_BYTES", "SHARED_MEMORY", "look"]
-
 MIN_FREE_BYTES = 64 << 20
 """Less free space than this for the logs of a host is a problem."""
 MIN_SHARED_BYTES = 1 << 30

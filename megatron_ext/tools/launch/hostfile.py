@@ -21,8 +21,6 @@ from typing import Any
 from megatron_ext.errors import LaunchError
 from megatron_ext.text_file import read_text
 
-__all__ = ["Host", "parse", "read", "select"]
-
 MAX_SLOTS = 1024
 """Upper bound on the processes of a host; larger numbers are typing mistakes."""
 _MAX_BYTES = 16 << 20

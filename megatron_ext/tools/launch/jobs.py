@@ -30,8 +30,6 @@ from megatron_ext.tools.launch.supervise import Agents, Outcome, supervise
 from megatron_ext.upstream import failure, parent
 from megatron_ext.upstream.person_view import PersonView
 
-__all__ = ["hosts_of", "launch", "manage"]
-
 _FORWARDED = (
     "NCCL_", "MCCL_", "GLOO_", "UCX_", "TORCH_", "CUDA_", "MUSA_", "OMP_", "MEGATRON_", "HF_",
     "PYTHONPATH", "PYTHONWARNINGS",

@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_hosts", "add_subcommands", "count"]
-
 
 def _whole(first: int, last: int) -> Callable[[str], int]:
     """Return a converter of whole numbers in a range, for argparse."""

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, BinaryIO
 if TYPE_CHECKING:
     from megatron_ext.upstream.person_view import PersonView
 
-__all__ = ["MARK", "Display", "last_lines", "rank_logs"]
-
 MARK = b"\x1e"
 _MARKED = re.compile(MARK + rb"(\d+) ")
 _ITERATION = re.compile(rb"iteration\s+(\d+)/\s*\d+ \|")

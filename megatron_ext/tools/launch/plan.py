@@ -17,8 +17,6 @@ from megatron_ext.tools.launch.hostfile import Host
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Json
 
-__all__ = ["JobPlan", "Parallel", "flag_value"]
-
 _BETWEEN_HOSTS = ("auto", "tcp", "rdma")  # values of --pipeline-transport that need --node-ips
 _DEFAULT_PORT = 29500
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - refused

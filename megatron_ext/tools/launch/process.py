@@ -20,8 +20,6 @@ from typing import Any
 import psutil
 from psutil import Process
 
-__all__ = ["NODE", "RUN_ID", "descendants", "end", "marked", "record", "recorded", "send"]
-
 # Environment variables of every process of a job: its run id, and the rank of its host.
 RUN_ID = "MEGATRON_EXT_RUN_ID"
 NODE = "MEGATRON_EXT_NODE"

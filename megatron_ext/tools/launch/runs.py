@@ -16,9 +16,6 @@ from typing import Any
 from megatron_ext import files
 from megatron_ext.errors import LaunchError, reason_of
 
-__all__ = ["Json", "check_run_id", "decode", "encode", "load", "log_dir", "new_run_id",
-           "run_dir", "runs_root", "write_json"]  # fmt: skip
-
 Json = dict[str, Any]
 _MARK = b"\x1emegatron-ext "
 

@@ -19,8 +19,6 @@ from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch import runs
 from megatron_ext.tools.launch.hostfile import Host
 
-__all__ = ["argv", "batch_script", "end", "hosts", "scancel", "state", "submit"]
-
 _TIMEOUT_S = 60
 _POLL_S = 0.5  # Slurm sends no notification when a job ends
 

@@ -16,8 +16,6 @@ from megatron_ext.tools.launch import slurm
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.hostfile import Host
 
-__all__ = ["CONNECTION_FAILED", "Ssh", "explain"]
-
 CONNECTION_FAILED = 255
 """Exit code of ssh for its own failures, and for a remote command that a signal ended."""
 

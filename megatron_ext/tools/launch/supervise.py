@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.logs import Display
     from megatron_ext.tools.launch.plan import JobPlan
 
-__all__ = ["Agents", "Failure", "Outcome", "first_failure", "supervise"]
-
 MAX_SKEW_S = 5.0
 """Difference of clocks that triggers a warning, because log lines cannot be compared then."""
 _ALIVE_S = 2.0

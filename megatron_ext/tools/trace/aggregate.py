@@ -27,9 +27,6 @@ from megatron_ext.tools.trace.reader import TraceFile, load_schedule, open_run
 from megatron_ext.tools.trace.survey import Link, RankSurvey, message_key, survey
 from megatron_ext.tracing.records import labels
 
-__all__ = ["SLOW_LINK", "SLOW_RANK", "Run", "aggregated_name", "align", "read_run", "slow",
-           "write_chrome_trace"]  # fmt: skip
-
 SLOW_RANK, SLOW_LINK = 1.2, 2.0
 """Times the median from which a rank, or a link, is slow."""
 _TIME = re.compile(r'"ts":([0-9.]+)')

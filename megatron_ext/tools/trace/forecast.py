@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
     from megatron_ext.tools.trace.survey import RankSurvey
 
-__all__ = ["Forecast", "Prediction", "StageCosts", "Traffic", "forecast", "measured_costs",
-           "measured_traffic", "planned", "predict", "table"]  # fmt: skip
-
 _SEEDS = 5
 """Number of simulated steps with different jitter; their mean is the prediction."""
 _QUIET = 0.01

@@ -21,8 +21,6 @@ from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.tools.trace.reader import load_schedule, open_run
 from megatron_ext.tracing.records import ACTION_NAMES, sizes_in
 
-__all__ = ["MeasuredCost", "Point", "fit", "measured_length_cost"]
-
 _WORK = frozenset(ACTION_NAMES.values())
 _OUTLIER = 5.0
 """Durations that are off by more than so many times the median error do not count."""

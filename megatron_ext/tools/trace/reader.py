@@ -22,8 +22,6 @@ from megatron_ext.tracing.records import FILE_NAME, FORMAT, SCHEDULE_FILE, Heade
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
 
-__all__ = ["Iteration", "TraceFile", "load_schedule", "open_run"]
-
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_TABLE_BYTES = 64 << 20
 _MAX_STAGES = 10_000

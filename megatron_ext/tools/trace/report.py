@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.survey import RankSurvey
     from megatron_ext.tracing.records import Span
 
-__all__ = ["page"]
-
 # A page of a run of any size has to open in a browser.
 _MAX_SPANS = 150_000
 """Of one timeline."""

@@ -18,8 +18,6 @@ from megatron_ext.tracing.records import ACTION_NAMES, Header, Span
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.reader import Iteration, TraceFile
 
-__all__ = ["Link", "MessageKey", "RankSurvey", "Step", "figures", "message_key", "survey", "text"]
-
 MAX_STEPS = 20_000
 """Number of iterations that a survey keeps separately; it ignores further ones."""
 # Bounds on a survey: those of all ranks are in memory together, and travel between processes.

@@ -15,8 +15,6 @@ from pathlib import Path
 from megatron_ext import files
 from megatron_ext.errors import ArgumentsError, DataError
 
-__all__ = ["add_subcommands", "add_to_plan"]
-
 _Subparsers = argparse._SubParsersAction
 
 
