@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ def quick_start() -> list[str]:
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     block = text.split("pip install 'megatron-ext[upstream]'\n", 1)[1].split("```", 1)[0]
     return shlex.split(block.replace("\\\n", " "))
+
+
+@pytest.mark.slow
+def test_the_wheel_brings_one_package(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as files:
+        folders = {name.split("/")[0] for name in files.namelist()}
+    assert {name for name in folders if not name.endswith(".dist-info")} == {"megatron_ext"}
 
 
 @pytest.mark.slow
