@@ -310,12 +310,12 @@ document.getElementById("data")?.remove();  // the browser prints the page: not 
 """
 
 
-def spans(rank: int, ranks: int, count: int) -> list[Span]:
+def spans(rank: int, num_ranks: int, count: int) -> list[Span]:
     """Return the spans of one iteration: receive, wait, action, send, and again."""
     found, now = [], 1000
-    last, after = (rank - 1) % ranks, (rank + 1) % ranks
+    last, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
     for index in range(count // 4):
-        microbatch, stage = index // 2 % 512, rank + ranks * (index % 2)
+        microbatch, stage = index // 2 % 512, rank + num_ranks * (index % 2)
         message = {"for": "F", "stage": stage, "microbatch": microbatch}
         action = {"microbatch": microbatch, "model_chunk": index % 2, "stage": stage, "pp_rank": 3}
         sent = {"to": after, "for": "F", "stage": stage + 1, "microbatch": microbatch}
@@ -330,17 +330,17 @@ def spans(rank: int, ranks: int, count: int) -> list[Span]:
     return found
 
 
-def write_run(directory: Path, ranks: int, iterations: int, events: int) -> int:
+def write_run(directory: Path, num_ranks: int, iterations: int, events: int) -> int:
     """Write the traces of a run; return their bytes."""
     replicas = 8
-    sizes = (replicas, ranks // replicas, 1)
+    sizes = (replicas, num_ranks // replicas, 1)
     directory.mkdir()
     total = 0
-    for number in range(ranks):
+    for number in range(num_ranks):
         data, pipeline = number % replicas, number // replicas
         header = Header(number, data, pipeline, 0, sizes, "host", f"boot-{number // 8}", 1, 1)
         path = directory / file_name(data, pipeline, 0)
-        body = spans(number, ranks, events)
+        body = spans(number, num_ranks, events)
         with path.open("w", encoding="utf-8") as file:
             file.write(header_line(header))
             for iteration in range(1, iterations + 1):
@@ -363,11 +363,12 @@ def opening_s(page: Path) -> float:
 
 def traces(quick: bool) -> Answer:
     """Put the traces of a large run together and show them."""
-    ranks, iterations, events = (8, 2, 100) if quick else (64, 100, 1000)
+    num_ranks, iterations, events = (8, 2, 100) if quick else (64, 100, 1000)
     rows, found = [], {}
     with tempfile.TemporaryDirectory(prefix="megatron_ext_traces_") as scratch:
-        directory = Path(scratch) / directory_name((8, ranks // 8, 1), dynamic=False)
-        size, count = write_run(directory, ranks, iterations, events), ranks * iterations * events
+        directory = Path(scratch) / directory_name((8, num_ranks // 8, 1), dynamic=False)
+        count = num_ranks * iterations * events
+        size = write_run(directory, num_ranks, iterations, events)
         for command in ("aggregate", "report"):
             words = [sys.executable, "-m", "megatron_ext", command, "--trace-dir", str(directory)]
             begin_s = time.perf_counter()
@@ -394,7 +395,7 @@ def traces(quick: bool) -> Answer:
             for what, file in ((name, page), ("the browser with an empty page", empty)):
                 rows.append((what, f"{opening_s(file):.1f}", "", ""))
     run = (
-        f"{ranks} ranks x {iterations} iterations x {events} events: {size / 2**20:.0f} MiB, "
+        f"{num_ranks} ranks x {iterations} iterations x {events} events: {size / 2**20:.0f} MiB, "
         f"{size / count:.0f} bytes for an event"
     )
     head = (run, "s", "s of processors", "of a process at most")

@@ -106,21 +106,24 @@ def systems(slices: list[int], attention: list[float]) -> list[System]:
 
 def line_of(system: System, sizes: Sizes, *, simulates: bool) -> _Line | None:
     """Return a line; None if there is no such schedule of this size."""
-    size = sizes.pp, sizes.num_microbatches
+    dimensions = sizes.pp, sizes.num_microbatches
     line: _Line = {"pp": sizes.pp, "num_microbatches": sizes.num_microbatches}
     line |= {"name": system.name, "weights": system.weight_copies}
     try:
-        system.check(*size)
+        system.check(*dimensions)
         if isinstance(system, Own):
             costs = Costs(attention=system.attention)
             table = generate(
-                system.schedule, *size, costs=costs, slices=system.slices, **system.options
+                system.schedule, *dimensions, costs=costs, slices=system.slices, **system.options
             )
-            time = simulate(table, costs).makespan
-            line |= {"of_order": time - sizes.work, "peak_of_order": max(memory(table).activations)}
+            makespan = simulate(table, costs).makespan
+            line |= {
+                "of_order": makespan - sizes.work,
+                "peak_of_order": max(memory(table).activations),
+            }
             if system.attention:
-                even = generate(system.schedule, *size, slices=system.slices)
-                line["ideal"] = time / simulate(even).makespan - 1
+                even = generate(system.schedule, *dimensions, slices=system.slices)
+                line["ideal"] = makespan / simulate(even).makespan - 1
         if simulates:
             return line if isinstance(system, Own) else None
         steps = ranks.run(ranks.measure, system, sizes)
@@ -129,7 +132,7 @@ def line_of(system: System, sizes: Sizes, *, simulates: bool) -> _Line | None:
         return None
     found = evaluate(steps, system.placement(sizes.pp), system.times(sizes))
     if isinstance(system, Own):
-        order_s = time * sizes.forward_s
+        order_s = makespan * sizes.forward_s
         line |= {"over": found.median_s / order_s - 1, "best": found.min_s / order_s - 1}
     return line | {
         "bubble": found.median_s / sizes.forward_s - sizes.work,
