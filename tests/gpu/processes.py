@@ -44,8 +44,8 @@ _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products that come out the same each time
-    "NVTE_CPU_OFFLOAD_V1": "1",  # demanded by Megatron where it offloads activations
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # and so does Transformer Engine's attention
+    "NVTE_CPU_OFFLOAD_V1": "1",  # demanded by Megatron where it offloads activations
     "PYTHONWARNINGS": "ignore",
 }
 
@@ -86,7 +86,7 @@ def run(
         function: Found by its module and name.
         arguments: Of the function; pickled, as is what it returns.
         directory: For the files of this run; new.
-        timeout_s: After that all processes are killed.
+        timeout_s: After that all processes are killed. The emulated device takes longer than a GPU.
         environment: Further variables.
 
     Raises:
