@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_ext import cli
@@ -77,10 +77,12 @@ def test_keys_and_values_are_those_of_micro_batches_under_way() -> None:
 
 
 @given(st.integers(1, 64), st.floats(0, 1))
+@example(52, 1e-6)
 def test_slices_of_equal_cost(num_slices: int, attention: float) -> None:
     shares = shares_of_equal_cost(num_slices, attention)
     assert sum(shares) == 1
-    assert list(shares) == sorted(shares, reverse=True) or attention < 1e-6
+    # Later slices are no longer, but for the rounding of three ends to multiples of 2**-30.
+    assert all(after <= before + 2**-29 for before, after in pairwise(shares))
     for number, end in enumerate(accumulate(shares), start=1):
         cost = (1 - attention) * end + attention * end * end
         assert cost == pytest.approx(number / num_slices, abs=1e-8)
