@@ -40,6 +40,8 @@ def use(pipeline: Pipeline | None, **facts: Any) -> Active:
 
 def splits() -> SplitBackward:
     """Return the split backward of what is in force; nothing of ours, if nothing is."""
-    from megatron_ext.runtime.runtime import Runtimes
+    from megatron_ext.runtime.runtime import in_force
 
-    return (active() or use(None)).state(Runtimes).splits
+    if active() is None:
+        use(None)
+    return in_force().splits

@@ -16,8 +16,7 @@ from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import techniques_of_flags
 from megatron_ext.runtime.compute import StageCompute
 from megatron_ext.runtime.executor import Observer
-from megatron_ext.runtime.runtime import Runtimes
-from megatron_ext.runtime.sliced_compute import KeptState
+from megatron_ext.runtime.runtime import in_force
 from megatron_ext.schedules.generators.catalog import generate, get, registered
 from megatron_ext.schedules.table.actions import Action
 from megatron_ext.schedules.table.memory import measure as memory_of
@@ -227,7 +226,7 @@ class _Counting(Observer):
 
     def end_action(self, position: int, action: Action) -> None:
         outputs = [tensor for _, made in self.compute._live.values() for tensor in made]
-        waiting = required().state(Runtimes).splits._waiting.values()
+        waiting = in_force().splits._waiting.values()
         operands = [
             tensor
             for gradients in waiting
@@ -236,7 +235,7 @@ class _Counting(Observer):
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
         ]
         self.saved = max(self.saved, kept_bytes(outputs, self.model) + _storage_bytes(operands))
-        between = required().state(KeptState).microbatches.values()
+        between = in_force().kept.microbatches.values()
         pairs = [pair for kept in between for pair in kept.attention.values()]
         tensors = [
             t

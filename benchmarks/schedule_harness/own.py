@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from megatron_ext.config.active import Active, Pipeline, activate_configuration, required
+from megatron_ext.config.active import Active, Pipeline, activate_configuration
 from megatron_ext.message import Message
 from megatron_ext.runtime import runtime
 from megatron_ext.runtime.connect import open_transport
@@ -30,7 +30,7 @@ def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], object]:
         probe: Records the ops.
     """
     activate_configuration(Active(pipeline.config, pipeline))
-    split = required().state(runtime.Runtimes).splits
+    split = runtime.in_force().splits
     _emulate_split(probe, split)
     stages, keywords = set_up(
         pipeline.placement,

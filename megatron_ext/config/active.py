@@ -1,9 +1,8 @@
 """The pipeline of a job, and what is in force in this process.
 
-A `Pipeline` is a configuration for the sizes of a job. `Active`, one of three process-wide objects
-beside the registry of patches and the device, is the configuration in force: patches and the
-executor read the user's settings here. State that a feature keeps from step to step lives here too,
-so it ends with the configuration.
+A `Pipeline` is a configuration for the sizes of a job. `Active` is the configuration in force:
+patches and the executor read the user's settings here. What a feature keeps from step to step is a
+field of it, so it ends with the configuration.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import base_table, generate
@@ -27,12 +26,12 @@ from megatron_ext.schedules.table.validation import validate
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig, TransportName
     from megatron_ext.disaggregation.job import Job
+    from megatron_ext.disaggregation.worlds import Roles
     from megatron_ext.runtime.executor import Observer
+    from megatron_ext.runtime.runtime import Runtimes
     from megatron_ext.schedules.search.policies import Policy
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.placement import Placement
-
-_State = TypeVar("_State")
 
 
 @dataclass(frozen=True)
@@ -211,6 +210,13 @@ class Environment:
         return self.local_world_size or world_size
 
 
+class Closing(Protocol):
+    """Something that ends with the configuration."""
+
+    def close(self) -> None:
+        """Restore or release what it holds."""
+
+
 @dataclass(eq=False)
 class Active:
     """A configuration, its meaning in this process, and the state of features under it."""
@@ -237,20 +243,16 @@ class Active:
     """Place of this process among those that the launcher started together."""
     iteration: int | None = None
     """The training step in progress, counted over all resumed runs; None: not known."""
-    _states: dict[type, object] = field(default_factory=dict, init=False, repr=False)
-
-    def state(self, kind: type[_State]) -> _State:
-        """Return this configuration's only instance of a class.
-
-        Args:
-            kind: The first call constructs it without arguments. Clearing the configuration calls
-                its `close` method, if it has one.
-        """
-        # By class and not by name: the caller knows the type, and two features cannot share a name.
-        found = self._states.get(kind)
-        if found is None:
-            found = self._states[kind] = kind()
-        return cast("_State", found)
+    runtimes: Runtimes | None = None
+    """What the runtime keeps; None before its first step (`runtime.in_force`)."""
+    roles: Roles | None = None
+    """What a process of a disaggregated job keeps, once it has joined the others."""
+    host: Closing | None = None
+    """What a training loop of others (`megatron_ext/hosts/`) keeps, once it gave its sizes."""
+    checked_steps: int = 0
+    """Training steps whose effects were checked (`patches/effects.py`)."""
+    is_log_checked: bool = False
+    """Whether the first line of the log was checked there."""
 
     def end_observation(self) -> None:
         """Close the observers and drop them."""
@@ -259,14 +261,13 @@ class Active:
         self.observers.clear()
 
     def close(self) -> None:
-        """Close the observers and all states that have a `close` method, latest first."""
+        """Close the observers, and what the runtime, the roles and a host keep."""
         self.end_observation()
-        # A state may use one that was made before it.
-        for state in reversed(self._states.values()):
-            close = getattr(state, "close", None)
-            if close is not None:
-                close()
-        self._states.clear()
+        # In this order: each may use what comes after it.
+        for kept in (self.runtimes, self.roles, self.host):
+            if kept is not None:
+                kept.close()
+        self.runtimes = self.roles = self.host = None
 
 
 @dataclass
@@ -276,8 +277,6 @@ class _InForce:
     configuration: Active | None = None
     num_transports: Counter[str] = field(default_factory=Counter)
     """Transports opened so far, by label, under any configuration."""
-    states: dict[type, object] = field(default_factory=dict)
-    """State of features that models use with and without a configuration."""
 
 
 # The one active configuration.
@@ -285,7 +284,7 @@ _PROCESS = _InForce()
 
 
 def activate_configuration(configuration: Active | None) -> None:
-    """Activate a configuration; None: training runs as without this package. States are kept."""
+    """Activate a configuration; None: training runs as without this package."""
     _PROCESS.configuration = configuration
 
 
@@ -299,17 +298,6 @@ def required() -> Active:
     found = _PROCESS.configuration
     assert found is not None, "no active configuration; call prepare or megatron_ext.configure"
     return found
-
-
-def process_state(kind: type[_State]) -> _State:
-    """Return this process's only instance of a class, independent of the configuration.
-
-    Args:
-        kind: Made without arguments at the first call.
-    """
-    if kind not in _PROCESS.states:
-        _PROCESS.states[kind] = kind()
-    return cast("_State", _PROCESS.states[kind])
 
 
 def count_transport(label: str) -> int:

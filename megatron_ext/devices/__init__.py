@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices.backend import Device, Redirect
 from megatron_ext.errors import ArgumentsError, DeviceError
@@ -39,7 +39,6 @@ __all__ = [
     "requested",
     "reset",
     "select",
-    "state",
     "take",
 ]
 
@@ -51,16 +50,12 @@ _FLAG = "--device-backend"
 
 _LOG = logging.getLogger(__name__)
 
-_State = TypeVar("_State")
-
 
 @dataclass
 class _Selected:
     """The state of this process."""
 
     device: Device | None = None
-    states: dict[type, object] = field(default_factory=dict)
-    """State of the device's functions, by class."""
     immortal: list[object] = field(default_factory=list)
 
 
@@ -161,14 +156,6 @@ def on_cpu() -> bool:
 def reset() -> None:
     """Reset the selection, so that the next `current()` selects again."""
     _PROCESS.device = None
-    _PROCESS.states.clear()
-
-
-def state(kind: type[_State]) -> _State:
-    """Return the device's only instance of a class; the first call constructs it."""
-    if kind not in _PROCESS.states:
-        _PROCESS.states[kind] = kind()
-    return cast("_State", _PROCESS.states[kind])
 
 
 def keep_for_ever(what: object) -> None:

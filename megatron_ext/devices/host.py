@@ -16,8 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_ext import devices
-
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -88,26 +86,27 @@ class Stream:
 
 
 # By thread, as CUDA's: a thread of the transport must not change the stream of the one that trains.
-class _Streams(threading.local):
-    def __init__(self) -> None:
-        self.default = Stream()
-        self.current: Stream = self.default
+_THREAD = threading.local()
 
 
 def current_stream() -> Stream:
     """Return the stream that this thread has set."""
-    return devices.state(_Streams).current
+    found: Stream | None = getattr(_THREAD, "current", None)
+    return default_stream() if found is None else found
 
 
 def default_stream() -> Stream:
     """Return this thread's first stream."""
-    return devices.state(_Streams).default
+    if not hasattr(_THREAD, "default"):
+        _THREAD.default = Stream()
+    found: Stream = _THREAD.default
+    return found
 
 
 def set_stream(stream: Stream | None) -> None:
     """Make `stream` this thread's current stream."""
     if stream is not None:
-        devices.state(_Streams).current = stream
+        _THREAD.current = stream
 
 
 class StreamContext:

@@ -16,8 +16,8 @@ import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron_ext.config.active import active, required
-from megatron_ext.disaggregation.worlds import Roles
+from megatron_ext.config.active import active
+from megatron_ext.disaggregation.worlds import roles_in_force
 from megatron_ext.errors import ScheduleError
 
 
@@ -129,13 +129,13 @@ class Replay:
 def current_replay() -> Replay | None:
     """Return the replay in progress, or None."""
     found = active()
-    return None if found is None else found.state(Roles).replay
+    return None if found is None or found.roles is None else found.roles.replay
 
 
 @contextmanager
 def replaying(replay: Replay) -> Iterator[None]:
     """Make checkpointed layers return shipped outputs inside the block."""
-    roles = required().state(Roles)
+    roles = roles_in_force()
     roles.replay = replay
     try:
         yield

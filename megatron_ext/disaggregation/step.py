@@ -23,7 +23,7 @@ from megatron_ext.disaggregation.link import RoleLink
 from megatron_ext.disaggregation.role_compute import BackwardCompute, ForwardCompute, RoleEnds
 from megatron_ext.disaggregation.ship import Layers
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
-from megatron_ext.disaggregation.worlds import Roles, beat, hand_over
+from megatron_ext.disaggregation.worlds import beat, hand_over, roles_in_force
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute
 from megatron_ext.runtime.executor import Executor
@@ -180,7 +180,7 @@ def weights_s() -> float:
     On a forward rank this is the time from the announcement of new weights to their arrival, on a
     backward rank the time until training continues.
     """
-    runtime = required().state(Roles).runtime
+    runtime = roles_in_force().runtime
     assert runtime is not None
     side = runtime.sender or runtime.receiver
     assert side is not None
@@ -189,7 +189,7 @@ def weights_s() -> float:
 
 def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
     """Return the runtime, created at first use, after forward ranks have the latest weights."""
-    job, roles = current(), required().state(Roles)
+    job, roles = current(), roles_in_force()
     assert job is not None
     runtime = roles.runtime
     if runtime is None:

@@ -35,7 +35,7 @@ _PAUSE_S = 0.5
 class Roles:
     """State that a process of a role keeps under a configuration."""
 
-    store: Store | None = None
+    store: Store
     """Shared by the processes of both roles."""
     counts: dict[str, int] = field(default_factory=dict)
     """Number of values exchanged so far, by name."""
@@ -62,7 +62,7 @@ def join(backend: str) -> None:
     # The launcher's own rendezvous, so a role needs no address besides MASTER_ADDR.
     store, _, _ = next(iter(everyone))
     store.set_timeout(timeout)
-    required().state(Roles).store = store
+    required().roles = Roles(store)
     # With a prefix for each role: both number their groups and keys alike.
     dist.init_process_group(
         backend,
@@ -75,9 +75,14 @@ def join(backend: str) -> None:
 
 def shared_store() -> Store:
     """Return the store that the processes of both roles share."""
-    store = required().state(Roles).store
-    assert store is not None, "join() comes first"
-    return store
+    return roles_in_force().store
+
+
+def roles_in_force() -> Roles:
+    """Return what this process keeps under the active configuration."""
+    roles = required().roles
+    assert roles is not None, "join() comes first"
+    return roles
 
 
 def beat() -> None:
@@ -106,7 +111,7 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
         TransportTimeout: The other role has neither sent the value nor signalled progress.
     """
     job, store = _job(), shared_store()
-    counts = required().state(Roles).counts
+    counts = roles_in_force().counts
     number = counts[what] = counts.get(what, 0) + 1
     key = f"{_PREFIX}/{what}/{number}"
     # Of either role the last process holds the last stage, which has the losses.

@@ -40,14 +40,19 @@ _Keywords = dict[str, Any]
 class _Hosted:
     """Bridge settings changed for one configuration, restored when it closes."""
 
-    settings: Settings | None = None
-    arguments: Namespace | None = None
+    settings: Settings
+    arguments: Namespace
 
     def close(self) -> None:
         """Restore the original values and hooks of Bridge's configuration."""
-        if self.settings is not None:
-            self.settings.restore()
-            _remove_hook(self.settings.container.model)
+        self.settings.restore()
+        _remove_hook(self.settings.container.model)
+
+
+def _hosted() -> _Hosted | None:
+    found = active.required().host
+    assert found is None or isinstance(found, _Hosted)
+    return found
 
 
 def _validate(call: Callable[..., Any], instance: Any, args: _Args, kwargs: _Keywords) -> Any:
@@ -96,7 +101,7 @@ def _sizes_of_configure() -> tuple[int, int] | None:
     Sizes that this module derived for an earlier run do not count.
     """
     found = active.active()
-    if found is None or not found.is_sized or found.state(_Hosted).settings is not None:
+    if found is None or not found.is_sized or found.host is not None:
         return None
     return _sizes(found)
 
@@ -136,8 +141,7 @@ def _prepare(settings: Settings, requested: PipelineConfig | None, words: Namesp
         vars(arguments).update(vars(words))
     entrances.prepare(arguments, requested)
     _refuse_decentralized(settings.container)
-    hosted = active.required().state(_Hosted)
-    hosted.settings, hosted.arguments = settings, arguments
+    active.required().host = _Hosted(settings, arguments)
     settings.keep(_COMPLETED)
     settings.write({**entrances.rewritten(arguments), **_stages()})
     settings.container.set_data_parallel_size()
@@ -186,8 +190,8 @@ def _suit_device(settings: Settings) -> None:
 
 def _check(settings: Settings) -> None:
     """Check Bridge's validated configuration against what `_prepare` wrote."""
-    hosted = active.required().state(_Hosted)
-    assert hosted.arguments is not None
+    hosted = _hosted()
+    assert hosted is not None
     completed = _arguments(settings)
     vars(hosted.arguments).update(vars(completed))
     entrances.check(hosted.arguments)
@@ -250,10 +254,10 @@ def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return check(call, instance, args, kwargs)
         except DataError as error:
-            settings = active.required().state(_Hosted).settings
-            if settings is None:
+            hosted = _hosted()
+            if hosted is None:
                 raise
-            raise DataError(settings.in_fields(str(error), from_python=True)) from None
+            raise DataError(hosted.settings.in_fields(str(error), from_python=True)) from None
 
     return run
 
@@ -271,8 +275,8 @@ def _train_step(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _
 
     state = args[5] if len(args) > 5 else kwargs["global_state"]
     groups = args[6] if len(args) > 6 else kwargs["pg_collection"]
-    hosted = active.required().state(_Hosted)
-    if hosted.arguments is not None:
+    hosted = _hosted()
+    if hosted is not None:
         hosted.arguments.iteration = _step_of(state)
     active.begin_iteration(_step_of(state))
     losses, *others = call(*args, **kwargs)

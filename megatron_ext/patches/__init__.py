@@ -57,4 +57,3 @@ def disarm() -> None:
         found.end_observation()  # or --hang-timeout would wait for steps that nobody reports
     REGISTRY.deactivate()
     hooks.remove()
-    device.restore_environment()

@@ -8,7 +8,6 @@ the patch.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config import active
@@ -20,32 +19,23 @@ from megatron_ext.upstream import releases
 _STEPS = 2
 
 
-@dataclass
-class _Checked:
-    """Progress of the checks under a configuration."""
-
-    steps: int = 0
-    """Training steps."""
-    logged: bool = False
-
-
-def _progress() -> _Checked | None:
-    """Return the progress if there is anything to check: a schedule, a transport or roles."""
+def _checked() -> active.Active | None:
+    """Return what is in force if it is to be checked: a schedule, a transport or roles."""
     found = active.active()
     if found is None or not (found.job or found.pipeline or found.transport_only):
         return None
-    return found.state(_Checked)
+    return found
 
 
 def _is_due() -> bool:
-    progress = _progress()
-    return progress is not None and progress.steps < _STEPS
+    found = _checked()
+    return found is not None and found.checked_steps < _STEPS
 
 
 def is_not_logged() -> bool:
     """Return whether the first line of the log is still to be checked."""
-    progress = _progress()
-    return progress is not None and not progress.logged
+    found = _checked()
+    return found is not None and not found.is_log_checked
 
 
 def _acted(*patches: str) -> bool:
@@ -74,10 +64,10 @@ def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         if kwargs.get("forward_only") or not _is_due():
             return schedule(*args, **kwargs)
         # Before the step: what it trains on must be right already, and its failure may hide why.
-        progress, model = active.required().state(_Checked), kwargs["model"]
-        _check_model(model if isinstance(model, list) else [model], progress.steps)
+        found, model = active.required(), kwargs["model"]
+        _check_model(model if isinstance(model, list) else [model], found.checked_steps)
         result = schedule(*args, **kwargs)
-        progress.steps += 1
+        found.checked_steps += 1
         return result
 
     return run
@@ -115,7 +105,7 @@ def logged(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Check at the first line of the log that the table ran, and that the loss arrived."""
     # Once: what had no effect in the steps before the first line will have none later.
     found = active.required()
-    found.state(_Checked).logged = True
+    found.is_log_checked = True
     chosen, messages = found.pipeline, found.transport_only
     if chosen is not None and not _acted("schedules.forward_backward"):
         raise _missing(

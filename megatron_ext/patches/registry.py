@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from functools import cached_property, partial, update_wrapper
 from types import ModuleType
 from typing import Any
@@ -64,6 +65,8 @@ class Registry:
         self._has_logged = False
         self.acted: set[str] = set()
         """Ids of the wraps and replacements that have run in this process (`effects`)."""
+        self.undo = ExitStack()
+        """What `deactivate` takes back besides the patches (`patches/device.py`)."""
         self._hooked: set[str] = set()
         self._copies: list[Copy] = []  # what was mended in other modules
         self._seen: set[str] = set()  # modules that were patched before: arming again is not late
@@ -145,6 +148,7 @@ class Registry:
         # Points that an undo cannot reach ask this flag at each call, so it comes first.
         self.active = False
         self._uninstall(self._sites.values())
+        self.undo.close()
 
     # -- installing ------------------------------------------------------------------------------
 
@@ -346,6 +350,10 @@ class Registry:
         if not self._has_logged:
             self._has_logged = True
             drift.log(mismatches, self.release)
+
+    def ids(self, feature: str) -> list[str]:
+        """Return the ids of all rows of a feature."""
+        return [patch.id for patch in self._rows_of_all_releases() if patch.feature == feature]
 
     def sites(self) -> list[Site]:
         """Return the targets that are patched now."""

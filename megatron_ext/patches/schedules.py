@@ -203,9 +203,9 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
 
 def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> None:
     """Have the saved tensors of a forward return in the table's order."""
-    from megatron_ext.runtime.offloading import Offloading
+    from megatron_ext.runtime.runtime import in_force
 
-    active.required().state(Offloading).begin_forward(call, kwargs)
+    in_force().offloading.begin_forward(call, kwargs)
 
 
 def _forward_begun(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> Any:

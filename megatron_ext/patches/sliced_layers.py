@@ -5,21 +5,17 @@ They act only inside `KeptState.of`, which the runtime opens for the actions of 
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch, by_name
 from megatron_ext.upstream.signatures import megatron_arguments
 
-_RUNTIME = "megatron_ext.runtime.sliced_compute"
-
 
 def _state() -> Any:
-    """Return what layers keep; None if no runtime of slices is loaded."""
-    # Without an import: layers ask at each call, and most runs have no slices.
-    runtime, found = sys.modules.get(_RUNTIME), active.active()
-    return None if runtime is None or found is None else found.state(runtime.KeptState)
+    """Return what layers keep; None before the first step."""
+    found = active.active()
+    return None if found is None or found.runtimes is None else found.runtimes.kept
 
 
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:

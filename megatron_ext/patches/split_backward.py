@@ -6,7 +6,6 @@ split the backward.
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +14,11 @@ from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
-_RUNTIME = "megatron_ext.runtime.runtime"
-
 
 def _record() -> Any:
     """Return the target of deferred weight gradients; None outside `SplitBackward.defer`."""
-    # Without an import: if the runtime is not loaded, nothing is split.
-    runtime, found = sys.modules.get(_RUNTIME), active.active()
-    return None if runtime is None or found is None else found.state(runtime.Runtimes).splits.record
+    found = active.active()
+    return None if found is None or found.runtimes is None else found.runtimes.splits.record
 
 
 def _splitting() -> bool:

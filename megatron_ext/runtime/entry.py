@@ -20,9 +20,8 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call
-from megatron_ext.runtime.offloading import Offloading
 from megatron_ext.runtime.program import shape_between_stages
-from megatron_ext.runtime.runtime import Runtimes, runtime_of
+from megatron_ext.runtime.runtime import in_force, runtime_of
 from megatron_ext.upstream.signatures import (
     default_groups,
     is_multi_module,
@@ -73,7 +72,7 @@ def forward_backward(
         raise ScheduleError("give both p2p_communicator and pg_collection, or neither of them")
     refuse_modules(pg_collection)
     groups = default_groups() if pg_collection is None else pg_collection
-    if id(groups.pp) not in active.required().state(Runtimes).by_group:  # the first step
+    if id(groups.pp) not in in_force().by_group:  # the first step
         _check_models(chunks)
         if pipeline.config.pairs:
             _check_plans(chunks, forward_step_func)
@@ -89,7 +88,7 @@ def forward_backward(
         iterators = [balanced.iterator(items) for items in iterators]
     offloading = None
     if getattr(config, "fine_grained_activation_offloading", False):
-        offloading = active.required().state(Offloading)
+        offloading = in_force().offloading
         offloading.begin_step(table.schedule.rows[table.rank])
     call = Call(
         forward_step_func=forward_step_func,

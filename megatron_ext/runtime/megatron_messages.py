@@ -20,7 +20,7 @@ from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.connect import channels_of, open_transport
 from megatron_ext.runtime.program import Peers, Table, make_table, shape_between_stages
-from megatron_ext.runtime.runtime import Runtimes
+from megatron_ext.runtime.runtime import in_force
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.observed import observed
 from megatron_ext.upstream.signatures import default_groups
@@ -38,7 +38,7 @@ def stepwise(schedule: Callable[..., Any]) -> Callable[..., Any]:
     def run(**keywords: Any) -> Any:
         pipeline = active.transport_only()
         assert pipeline is not None, "the patch asks for it while there is a pipeline"
-        runtimes = active.required().state(Runtimes)
+        runtimes = in_force()
         assert runtimes.stock_step is None, "a step inside of a step"
         runtimes.stock_step = step = _begin(pipeline, runtimes.stock_transports, keywords)
         try:
@@ -80,7 +80,7 @@ def communicate(
         ScheduleError: Megatron sends or receives more tensors than the table has messages.
         TransportError: A message timed out, or a peer failed.
     """
-    step = active.required().state(Runtimes).stock_step
+    step = in_force().stock_step
     if step is None:
         return None
     requests: dict[str, _Request] = {}

@@ -26,7 +26,6 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_ext.config.active import process_state
 from megatron_ext.errors import ScheduleError
 
 
@@ -223,12 +222,11 @@ class RouteStore:
         """Return a context in which `publish` and `take` use this store; an action runs in it."""
         self._stage, self._batch = stage, batch
         self._published, self._taken = set(), set()
-        current = process_state(_Current)
-        before, current.store = current.store, self
+        before, _CURRENT.store = _CURRENT.store, self
         try:
             yield
         finally:
-            current.store = before
+            _CURRENT.store = before
 
     def publish(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """See `megatron_ext.routes.publish`."""
@@ -408,10 +406,13 @@ class _Current:
     """The store outside a megatron_ext pipeline."""
 
 
+# Of the process and not of a configuration: models also publish and take without one.
+_CURRENT = _Current()
+
+
 def current_store() -> RouteStore:
     """Return the store of the running action; without one, the store of plain calls."""
-    current = process_state(_Current)
-    return current.plain if current.store is None else current.store
+    return _CURRENT.plain if _CURRENT.store is None else _CURRENT.store
 
 
 def _has_graph(tensor: torch.Tensor) -> bool:

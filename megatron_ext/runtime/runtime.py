@@ -30,6 +30,7 @@ from megatron_ext.runtime.executor import (
     overrides,
 )
 from megatron_ext.runtime.lengths import BalancedStep, ReplicaExchange, cost_of_model
+from megatron_ext.runtime.offloading import Offloading
 from megatron_ext.runtime.ordering import (
     Agreement,
     LedOrder,
@@ -154,6 +155,8 @@ class Runtime:
     transport: Transport
     peers: Peers
     splits: SplitBackward
+    kept: KeptState
+    """What layers keep from slice to slice."""
     agreement: Agreement | None
     """Leader and followers of a dynamic order; None: every rank runs the table's order."""
     exchange: TwinExchange | None
@@ -240,10 +243,11 @@ class Runtime:
             or (self.pipeline.config.pairs and self.agreement is not None)
         )
         if forms is None or self.trees is None:
-            kind: type[StageCompute] = PlannedCompute if pairs else StageCompute
+            given = call, table, len(shapes["F"]), shapes["B"], self.splits
             if table.schedule.num_slices > 1:
-                kind = SlicedCompute
-            compute = kind(call, table, len(shapes["F"]), shapes["B"], self.splits)
+                compute: StageCompute = SlicedCompute(*given, kept=self.kept)
+            else:
+                compute = PlannedCompute(*given) if pairs else StageCompute(*given)
         else:
             compute = self.trees.compute(call, table, forms, self.splits)
         # Statistics cover training only.
@@ -287,7 +291,7 @@ class Runtime:
         except BaseException as error:
             # Peers end their waits with this error now, if the wire can, not with their time-outs.
             self.splits.clear()
-            active.required().state(KeptState).clear()
+            self.kept.clear()
             self.transport.abort(str(error))
             raise
         if not call.forward_only and not self._has_split:
@@ -356,6 +360,10 @@ class Runtimes:
     """By id of the pipeline group. The runtime holds the group, so its id stays unique."""
     splits: SplitBackward = field(default_factory=SplitBackward)
     """Weight gradients between I and W; patches of layers record them here."""
+    kept: KeptState = field(default_factory=KeptState)
+    """What layers keep from slice to slice; patches of layers read it here."""
+    offloading: Offloading = field(default_factory=Offloading)
+    """In which order Megatron brings offloaded activations back."""
     stock_step: StockStep | None = None
     """The running step of Megatron's own schedule, if its messages travel over our transport."""
     stock_transports: dict[int, tuple[Any, Transport]] = field(default_factory=dict)
@@ -377,6 +385,14 @@ class Runtimes:
             transport.close()
 
 
+def in_force() -> Runtimes:
+    """Return the runtimes of the active configuration; the first call makes them."""
+    found = active.required()
+    if found.runtimes is None:
+        found.runtimes = Runtimes()
+    return found.runtimes
+
+
 def runtime_of(
     pipeline: Pipeline,
     groups: ProcessGroupCollection,
@@ -394,7 +410,7 @@ def runtime_of(
         ScheduleError: Ranks, chunks or declared routes do not fit the schedule.
         TransportError: The transport is not available.
     """
-    runtimes = active.required().state(Runtimes)
+    runtimes = in_force()
     found = runtimes.by_group.get(id(groups.pp))
     if found is not None:
         return found
@@ -444,6 +460,7 @@ def runtime_of(
         transport=transport,
         peers=peers,
         splits=runtimes.splits,
+        kept=runtimes.kept,
         agreement=agreement,
         exchange=_exchange(pipeline, peers, groups.pp.rank()),
         replicas=_replicas(pipeline, groups, device),
@@ -522,7 +539,7 @@ def _check_fit(
 def totals() -> tuple[Measured, int]:
     """Return this process's training statistics so far, and the bytes that it sent."""
     together = Measured()
-    runtimes = list(active.required().state(Runtimes))
+    runtimes = list(in_force())
     for runtime in runtimes:
         together.add(runtime.measured)
     return together, sum(runtime.transport.stats().bytes for runtime in runtimes)
@@ -530,7 +547,7 @@ def totals() -> tuple[Measured, int]:
 
 def log_statistics() -> None:
     """Log the training statistics of all ranks on rank 0. Collective over all ranks of the job."""
-    for runtime in active.required().state(Runtimes):
+    for runtime in in_force():
         # Making a runtime is collective, so all ranks have theirs in one order.
         everybody: list[Measured] = [Measured() for _ in range(dist.get_world_size())]
         dist.all_gather_object(everybody, runtime.measured)
@@ -542,7 +559,7 @@ def log_statistics() -> None:
 
 def log_own_statistics() -> None:
     """Log rank 0's own statistics. Not collective, so ranks may exit at different times."""
-    for runtime in active.required().state(Runtimes):
+    for runtime in in_force():
         _log(runtime, runtime.measured, " on this rank")
 
 

@@ -489,10 +489,11 @@ def with_earlier_slices(
         Keys and values of all tokens of the micro-batch up to the last one of `key`, and the
         position of the first one of `key`.
     """
-    state = active.required().state(KeptState)
-    if state.running is None:
+    runtimes = active.required().runtimes
+    running = None if runtimes is None else runtimes.kept.running
+    if runtimes is None or running is None:
         return key, value, 0
-    return *state.with_earlier(layer, key, value), state.running.begin
+    return *runtimes.kept.with_earlier(layer, key, value), running.begin
 
 
 _ALONG_SEQUENCE = ("tokens", "input_ids", "labels", "loss_mask", "position_ids")
@@ -581,6 +582,8 @@ class SlicedCompute(StageCompute):
     To `StageCompute`, a slice is a micro-batch of its own, numbered through the step.
     """
 
+    kept: KeptState = field(default_factory=KeptState, kw_only=True)
+    """What layers keep from slice to slice."""
     _num_tokens_of: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
     """By number of a slice: what the loss function counts, on the rank of the last stage."""
     _number: int = field(default=0, init=False)
@@ -589,7 +592,6 @@ class SlicedCompute(StageCompute):
     def __post_init__(self) -> None:
         """Cut the data of the step, and keep apart what the loss of a slice is divided by."""
         call = self.call
-        self.kept = active.required().state(KeptState)
         multiple = call.config.tensor_model_parallel_size if call.config.sequence_parallel else 1
         self._bounds = token_bounds(self.table.schedule.slices, call.seq_length, multiple)
         self.call = replace(

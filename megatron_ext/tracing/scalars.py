@@ -76,7 +76,7 @@ def since_last() -> dict[str, float] | None:
     import torch.distributed as dist
 
     from megatron_ext import devices
-    from megatron_ext.runtime.runtime import Runtimes, totals
+    from megatron_ext.runtime.runtime import in_force, totals
 
     # Of all steps so far; what is new since the last call is the difference.
     measured, sent_bytes = totals()
@@ -87,7 +87,7 @@ def since_last() -> dict[str, float] | None:
         float(measured.actions),
         float(sent_bytes),
     ]  # fmt: skip
-    runtimes = active.required().state(Runtimes)
+    runtimes = in_force()
     begin_s, before = runtimes.last_counts or (None, [0.0] * len(counts))
     runtimes.last_counts = now_s, counts
     new = [count - old for count, old in zip(counts, before, strict=True)]

@@ -322,11 +322,11 @@ def _recomputing() -> tuple[list[Any], str]:
             PipelineConfig(schedule="zb-h1", **own),
             pipeline_ranks=2, num_microbatches=4, num_layers=4,
         )  # fmt: skip
-        kept = active.required().state(list)
+        in_force = active.required()
         TransformerConfig(
             num_layers=4, hidden_size=8, num_attention_heads=2, transformer_impl="local", **settings
         )
-        assert active.required().state(list) is kept
+        assert active.required() is in_force
         pipeline = active.pipeline()
         assert pipeline is not None
         config = pipeline.config

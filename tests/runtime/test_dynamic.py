@@ -118,7 +118,6 @@ def _same(ours: Any, theirs: Any) -> bool:
 
 def _under_delays(policy: PolicyName, extra: int | None, seeds: list[int]) -> tuple[int, int, int]:
     """Compare with Megatron's interleaved schedule; return what was measured, and the cap."""
-    from megatron_ext.runtime.runtime import Runtimes
 
     toy.start(2, chunks_per_rank=2)
     megatrons = use(None, seed=11)
@@ -131,7 +130,8 @@ def _under_delays(policy: PolicyName, extra: int | None, seeds: list[int]) -> tu
         assert (not theirs[0]) == (dist.get_rank() == 0)
         for seed in seeds[int(dropout > 0) :: 2]:
             assert _same(_train(ours, stages, dropout, seed), theirs), (dropout, seed)
-    [runtime] = ours.state(Runtimes)
+    assert ours.runtimes is not None
+    [runtime] = ours.runtimes
     rule = chosen.policy(M, dist.get_rank())
     cap = rule.cap if isinstance(rule, Hint) else M * len(stages)
     return runtime.measured.out_of_order, runtime.measured.peak_live, cap
@@ -162,7 +162,6 @@ def _peak(row: Any) -> int:
 
 def _ends_with_a_smaller_micro_batch() -> int:
     """Compare with Megatron's 1F1B, which tells shapes before tensors; return what was measured."""
-    from megatron_ext.runtime.runtime import Runtimes
 
     toy.start(2)
     megatrons = use(None, seed=11)
@@ -173,7 +172,8 @@ def _ends_with_a_smaller_micro_batch() -> int:
     ours = use(chosen, seed=11)
     for seed in range(3):
         assert _same(_train(ours, stages, 0.3, seed, last_batch=1), theirs), seed
-    [runtime] = ours.state(Runtimes)
+    assert ours.runtimes is not None
+    [runtime] = ours.runtimes
     return runtime.measured.out_of_order
 
 

@@ -271,12 +271,14 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_ext.runtime import sliced_compute
+    from megatron_ext.runtime.runtime import in_force
     from tests.pipelines import use
     from tests.runtime import small_gpt
 
     small_gpt.SEQUENCE = SEQUENCE
     start_parallel()
-    kept = use(None).state(sliced_compute.KeptState)
+    use(None)
+    kept = in_force().kept
     settings = dict(settings)
     is_packed = settings.pop("packed", False)
     if settings.pop("te", False):
@@ -404,14 +406,15 @@ def saved_bytes(num_slices: int) -> float:
     """Return what autograd keeps of a micro-batch's forwards, in tensors that are no weights."""
     import torch
 
-    from megatron_ext.runtime import sliced_compute
+    from megatron_ext.runtime.runtime import in_force
     from megatron_ext.schedules.table.slices import shares_of_equal_cost, token_bounds
     from tests.pipelines import use
     from tests.runtime import small_gpt
 
     length = small_gpt.SEQUENCE = 1024
     start_parallel()
-    kept = use(None).state(sliced_compute.KeptState)
+    use(None)
+    kept = in_force().kept
     model = small_gpt.build(use_ddp=False, **PLAIN, recompute_granularity="selective")
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, torch.Tensor] = {}
