@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext import routes
-from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime.routes import Declared, _Current, declared
+from megatron_ext.runtime.routes import Declared, declared
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    active._PROCESS.states.pop(_Current, None)
-    yield
-    active._PROCESS.states.pop(_Current, None)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "_CURRENT", routes._Current())
 
 
 def _weights() -> list[torch.Tensor]:
