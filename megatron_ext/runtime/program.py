@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.search.greedy import forward_only, slots_for_forward
 from megatron_ext.schedules.search.queues import MessageOrder, check_queues
 from megatron_ext.schedules.table.communication import (
     Exchange,
@@ -22,7 +23,6 @@ from megatron_ext.schedules.table.communication import (
     reduction_order,
 )
 from megatron_ext.schedules.table.route_plan import most_hops
-from megatron_ext.schedules.table.transforms import forward_only, slots_for_forward
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.transport.base import Expected
 

@@ -82,6 +82,45 @@ def end_times(schedule: Schedule, costs: Costs) -> dict[Action, float] | None:
     return None if any(rows) else ends
 
 
+def ends_with_slots(schedule: Schedule, slots: int) -> bool:
+    """Whether all ranks finish if each link holds at most so many messages nobody has used yet."""
+    hops, rank_of = schedule.placement.hops, schedule.placement.rank_of
+
+    def link(source: int, target: int, kind: str) -> tuple[int, int, str] | None:
+        low = min(source, target)
+        if kind == "W" or not 0 <= low < len(hops) or hops[low] == "local":
+            return None
+        return rank_of[source], rank_of[target], "F" if kind == "F" else "B"
+
+    unused: Counter[tuple[int, int, str]] = Counter()
+    ends: set[Action] = set()
+    position = [0] * len(schedule.rows)
+    progress = True
+    while progress:
+        progress = False
+        for rank, row in enumerate(schedule.rows):
+            while position[rank] < len(row):
+                first = position[rank]
+                both = row[first : first + (2 if first in schedule.pairs_of(rank) else 1)]
+                steps = [(1 if action.kind == "F" else -1, action) for action in both]
+                leaving = [link(a.stage, a.stage + step, a.kind) for step, a in steps]
+                has_inputs = all(
+                    any(option in ends for option in options)
+                    for action in both
+                    for options in needs(schedule, action)
+                )
+                # Both slots of a pair are needed at once, because it hands on when both have ended.
+                if not has_inputs or any(to and unused[to] >= slots for to in leaving):
+                    break
+                coming = [link(a.stage - step, a.stage, a.kind) for step, a in steps]
+                unused.update(filter(None, leaving))
+                unused.subtract(filter(None, coming))
+                ends.update(both)
+                position[rank] += len(both)
+                progress = True
+    return position == list(map(len, schedule.rows))
+
+
 def is_correct(schedule: Schedule) -> bool:
     """Whether the table computes each gradient once and ends."""
     return is_cover(schedule) and end_times(schedule, Costs()) is not None

@@ -39,8 +39,9 @@ def test_bubble_memory_and_order_are_as_published(
     mode: str, pp: int, num_microbatches: int, costs: Costs, latency: float
 ) -> None:
     schedule = generate("fbd", pp, num_microbatches, activations=mode)
-    report = validate(schedule, max_activations=published_peak(schedule))
+    report = validate(schedule)
     assert report.ascending
+    assert max(report.memory.activations) <= published_peak(schedule)
     timeline = simulate(schedule, costs)
     expected = published_bubble(schedule, costs)
     assert expected is not None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
@@ -146,7 +146,13 @@ class Progress:
         self._unlaunched[self._takers[message]] -= 1
 
     def arrived(self, message: Message) -> None:
-        """Record the arrival of a message that an action needs, with all its parts."""
+        """Record the arrival of a message that an action needs, with all its parts.
+
+        The notice of a launch counts as `launched`.
+        """
+        if message.launched:
+            self.launched(message.tensor)
+            return
         if message in self._awaited:
             self._awaited.remove(message)
             return
@@ -232,145 +238,75 @@ def simulate_dynamic(
     Raises:
         ScheduleError: The policies stopped before all actions had run.
     """
+    ranks = range(len(schedule.rows))
+    clock, chosen = Clock(schedule, costs), [policies(rank) for rank in ranks]
+    starts, ends = clock.starts, clock.ends
+    rows: list[list[Action]] = [[] for _ in ranks]
+    pairs: list[set[int]] = [set() for _ in ranks]
+    running: list[Sequence[int]] = [()] * len(ranks)
     # A launch that takes time is what tells a device that runs behind its host from one that does
-    # not.
-    run = _DeviceRun if costs.launch else _HostRun
-    return run(schedule, policies, costs).timeline()
+    # not. The rule for it is that of `runtime/ordering.py`: an action is chosen while the last one
+    # runs if the policy looks ahead, otherwise when it has ended. The next rank hears of a launch
+    # at once, as between devices of one host (`transport/direct.py`).
+    ahead = AHEAD if costs.launch else 1
+    for policy in chosen:
+        policy.progress.hears_launches = bool(costs.launch)
+    # By rank: when its host may choose again.
+    free = [0.0 for _ in ranks]
+    # When tensors arrive, or have arrived.
+    there: dict[Message, float] = {}
+    events = [_RankEvent(0.0, True, rank) for rank in ranks]
 
-
-class _HostRun:
-    """The state of one simulated step."""
-
-    def __init__(self, schedule: Schedule, policies: Callable[[int], Policy], costs: Costs) -> None:
-        self._schedule = schedule
-        self._costs = costs
-        self._clock = Clock(schedule, costs)
-        self._policies = [policies(rank) for rank in range(len(schedule.rows))]
-        self._rows: list[list[Action]] = [[] for _ in schedule.rows]
-        self._pairs: list[set[int]] = [set() for _ in schedule.rows]
-        self._running: list[Sequence[int]] = [()] * len(schedule.rows)
-        self._events = [_RankEvent(0.0, True, rank) for rank in range(len(schedule.rows))]
-
-    def timeline(self) -> Timeline:
-        """Run everything."""
-        while self._events:
-            event = heapq.heappop(self._events)
-            if event.arrival is not None:
-                progress, message = self._policies[event.rank].progress, event.arrival
-                if message.launched:
-                    progress.launched(message.tensor)
-                else:
-                    progress.arrived(message)
-            self._wake(event)
-        left = sum(policy.progress.left for policy in self._policies)
-        if left:
-            raise ScheduleError(f"the policies of {self._schedule.label} left {left} actions")
-        pairs = tuple(map(frozenset, self._pairs)) if any(self._pairs) else ()
-        done = replace(self._schedule, rows=tuple(map(tuple, self._rows)), pairs=pairs)
-        starts, ends = self._clock.starts, self._clock.ends
-        return Timeline(done, self._costs, tuple(starts), tuple(ends))
-
-    def _wake(self, event: _RankEvent) -> None:
-        """Let an idle rank choose, after all arrivals at this time."""
-        rank, ends = event.rank, self._clock.ends[event.rank]
-        if ends and ends[-1] > event.time:
-            return
-        # At this time again, behind all arrivals: a rank chooses once it knows them all.
-        if not event.chooses:
-            heapq.heappush(self._events, _RankEvent(event.time, True, rank))
-            return
-        policy = self._after_last(rank)
-        again = (ends[-1] if ends else 0.0) + policy.wait()
-        if event.time < again:
-            heapq.heappush(self._events, _RankEvent(again, True, rank))
-            return
-        index = policy.choose()
-        if index is not None:
-            indices = self._running[rank] = policy.with_partner(index)
-            self._run(rank, [policy.progress.row[each] for each in indices], event.time)
-
-    def _after_last(self, rank: int) -> Policy:
-        """Return the policy of a rank, which knows that the last action has run."""
-        policy = self._policies[rank]
-        running, self._running[rank] = self._running[rank], ()
-        for index in running:
-            policy.progress.finished(index)
-        return policy
-
-    def _run(self, rank: int, actions: Sequence[Action], now: float) -> None:
-        end = self._take(rank, actions, now)
-        for action in actions:
-            for message, arrival in self._outputs(action, end):
-                self._announce(message, arrival)
-        heapq.heappush(self._events, _RankEvent(end, True, rank))
-
-    def _take(self, rank: int, actions: Sequence[Action], now: float) -> float:
-        """Run an action, or a pair, from `now` on; return when it ends."""
-        row = self._rows[rank]
-        row += actions
-        if len(actions) == 1:
-            return self._clock.run(rank, actions[0], now)
-        self._pairs[rank].add(len(row) - 2)
-        return self._clock.run_pair(rank, actions[0], actions[1], now)
-
-    def _outputs(self, action: Action, end: float) -> Iterator[tuple[Message, float]]:
-        """Return the messages that an action makes, with their arrival."""
-        schedule = self._schedule
-        fed = [tensor_of(to) for to in schedule.feeds(action) if schedule.travels(action, to)]
-        return zip(fed, self._clock.arrivals(action, end), strict=True)
-
-    def _announce(self, message: Message, arrival: float) -> None:
-        """Schedule the arrival of a message on the rank of its stage."""
-        target = self._schedule.placement.rank_of[message.stage]
-        heapq.heappush(self._events, _RankEvent(arrival, False, target, message))
-
-
-class _DeviceRun(_HostRun):
-    """The state of one simulated step on devices that run behind their hosts.
-
-    The rule is that of `runtime/ordering.py`: an action is chosen while the last one runs if the
-    policy looks ahead, otherwise when it has ended. Its launch takes time of the host, and the next
-    rank hears of it at once, as between devices of one host (`transport/direct.py`).
-    """
-
-    def __init__(self, schedule: Schedule, policies: Callable[[int], Policy], costs: Costs) -> None:
-        super().__init__(schedule, policies, costs)
-        # By rank: when its last launch was done.
-        self._launched = [0.0] * len(schedule.rows)
-        # When tensors of other ranks arrive, or have arrived.
-        self._arrivals: dict[Message, float] = {}
-        for policy in self._policies:
-            policy.progress.hears_launches = True
-
-    def _wake(self, event: _RankEvent) -> None:
-        """Let a rank choose, after all arrivals at this time, if its host and its policy may."""
-        rank, ends = event.rank, self._clock.ends[event.rank]
-        idle = ends[-1] if ends else 0.0
-        free = max(self._launched[rank], ends[-AHEAD] if len(ends) >= AHEAD else 0.0)
-        if not event.chooses or event.time < free:
-            heapq.heappush(self._events, _RankEvent(max(event.time, free), True, rank))
-            return
-        policy = self._after_last(rank)
+    def wake(rank: int, now: float) -> None:
+        """Let a rank choose, if its policy does not wait; start what it chooses."""
+        policy, idle = chosen[rank], ends[rank][-1] if ends[rank] else 0.0
+        for done in running[rank]:
+            policy.progress.finished(done)
+        running[rank] = ()
         again = idle + policy.wait()
-        if event.time < again and not (event.time < idle and policy.looks_ahead()):
-            heapq.heappush(self._events, _RankEvent(again, True, rank))
+        if now < again and not (now < idle and policy.looks_ahead()):
+            heapq.heappush(events, _RankEvent(again, True, rank))
             return
         index = policy.choose()
-        if index is not None:
-            indices = self._running[rank] = policy.with_partner(index)
-            self._launch(rank, [policy.progress.row[each] for each in indices], event.time, idle)
+        if index is None:
+            return
+        running[rank] = policy.with_partner(index)
+        actions = [policy.progress.row[each] for each in running[rank]]
+        launched = now + costs.launch
+        inputs = [there.get(tensor_of(action), 0.0) for action in actions if action.kind != "W"]
+        begin = max(launched, idle, *inputs)
+        end = clock.run(rank, begin, *actions)
+        if len(actions) == 2:
+            pairs[rank].add(len(rows[rank]))
+        rows[rank] += actions
+        for action in actions:
+            fed = (to for to in schedule.feeds(action) if schedule.travels(action, to))
+            for to, arrival in zip(fed, clock.arrivals(action, end), strict=True):
+                message, target = tensor_of(to), schedule.placement.rank_of[to.stage]
+                if costs.launch and target != rank:
+                    there[message] = arrival
+                    heapq.heappush(events, _RankEvent(launched, False, target, message.notice))
+                # On its rank it is there for everything launched later.
+                known = launched if costs.launch and target == rank else arrival
+                heapq.heappush(events, _RankEvent(known, False, target, message))
+        free[rank] = max(launched, ends[rank][-ahead] if len(ends[rank]) >= ahead else 0.0)
+        heapq.heappush(events, _RankEvent(free[rank], True, rank))
 
-    def _launch(self, rank: int, actions: Sequence[Action], now: float, idle: float) -> None:
-        """Run an action, or a pair, once it is launched, its input is there and the device idle."""
-        launched = self._launched[rank] = now + self._costs.launch
-        needed = [tensor_of(action) for action in actions if action.kind != "W"]
-        there = max((self._arrivals.get(message, 0.0) for message in needed), default=0.0)
-        end = self._take(rank, actions, max(launched, idle, there))
-        for message, arrival in (out for action in actions for out in self._outputs(action, end)):
-            if self._schedule.placement.rank_of[message.stage] == rank:
-                self._announce(message, launched)  # it is there for everything launched later
-            else:
-                self._arrivals[message] = arrival
-                self._announce(message.notice, launched)
-                self._announce(message, arrival)
-        heapq.heappush(self._events, _RankEvent(launched, True, rank))
+    while events:
+        now, chooses, rank, arrival = heapq.heappop(events)
+        if arrival is not None:
+            chosen[rank].progress.arrived(arrival)
+        if now >= free[rank] and chooses:
+            wake(rank, now)
+        elif now >= free[rank]:
+            # At this time again, behind all arrivals: a rank chooses once it knows them all.
+            heapq.heappush(events, _RankEvent(now, True, rank))
+    left = sum(policy.progress.left for policy in chosen)
+    if left:
+        raise ScheduleError(f"the policies of {schedule.label} left {left} actions")
+    ran = replace(
+        schedule,
+        rows=tuple(map(tuple, rows)),
+        pairs=tuple(map(frozenset, pairs)) if any(pairs) else (),
+    )
+    return Timeline(ran, costs, tuple(starts), tuple(ends))

@@ -11,16 +11,20 @@ and if the cap forbids F, the W that makes room for it.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.table.actions import Action
+from megatron_ext.schedules.search.simulate import simulate
+from megatron_ext.schedules.table.actions import Action, Schedule
+from megatron_ext.schedules.table.costs import UNIT
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Kind
+    from megatron_ext.schedules.table.actions import Kind, Link
     from megatron_ext.schedules.table.costs import Costs
     from megatron_ext.schedules.table.placement import Placement
 
@@ -57,8 +61,8 @@ class Problem:
     costs: Costs
     slices: tuple[float, ...] = (1.0,)
     """Share of a micro-batch in each of its slices (`Schedule.slices`)."""
-    splits: bool = True
-    """Whether backwards are split into I and W."""
+    backwards: tuple[Kind, ...] = ("I", "W")
+    """The kinds of action that make up a backward; none in an evaluation."""
 
     @property
     def durations(self) -> dict[Kind, list[int]]:
@@ -71,11 +75,6 @@ class Problem:
             kind: [round(time * share * factor * _TICKS) for factor in factors[kind]]
             for kind, time in times.items()
         }
-
-    @property
-    def backwards(self) -> Sequence[Kind]:
-        """The kinds of action that make up a backward."""
-        return ("I", "W") if self.splits else ("B",)
 
     @property
     def delays(self) -> list[int]:
@@ -128,6 +127,42 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
             f"activations of a stage on each of {num_ranks} ranks; allow more"
         )
     return tuple(map(tuple, found.rows))
+
+
+def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
+    """Return the table of evaluation: F of each stage and micro-batch, ascending on each stage.
+
+    It depends on the placement only, so it exists for any number of micro-batches, even if the
+    training schedule restricts them. Each rank runs the deepest stage that has an input, so
+    micro-batches in flight finish first and few activations are alive.
+    """
+    problem = Problem(placement, num_microbatches, math.inf, UNIT, backwards=())
+    return Schedule("forward-only", placement, num_microbatches, search(problem, [Variant()]))
+
+
+def slots_for_forward(schedule: Schedule) -> int:
+    """Return the number of slots on each edge with which a forward-only table ends, at least 2.
+
+    No activation memory bounds the messages in flight here, so senders wait for receivers. With the
+    slots of one run that ends, the simulated one, no other deadlocks.
+    """
+    outputs = [next((link for _, link in fed), None) for fed in schedule.links["F"]]
+    # Deep stages first: they free a slot before one before them fills it at the same time.
+    ran = sorted(
+        (end, -action.stage)
+        for row, ends in zip(schedule.rows, simulate(schedule).ends, strict=True)
+        for action, end in zip(row, ends, strict=True)
+    )
+    under_way: Counter[Link] = Counter()
+    slots = 2
+    for _, depth in ran:
+        source, target = outputs[-depth - 1] if depth else None, outputs[-depth]
+        if source:
+            under_way[source] -= 1
+        if target:
+            under_way[target] += 1
+            slots = max(slots, under_way[target])
+    return slots
 
 
 def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
@@ -248,7 +283,7 @@ class _Attempt:
         if kind == "F":
             rank.live += share
             is_last = part + 1 == self._num_slices
-            if target is None and is_last:
+            if target is None and is_last and self._problem.backwards:
                 self._release(now, action._replace(kind=self._problem.backwards[0]))
             if stage == 0:
                 self._in_flight += 1

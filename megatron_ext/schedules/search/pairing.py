@@ -25,7 +25,7 @@ from megatron_ext.schedules.search.simulate import Clock, simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.memory import live_counts
 from megatron_ext.schedules.table.transforms import ahead
-from megatron_ext.schedules.table.walk import walk
+from megatron_ext.schedules.table.walk import stuck
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Row, Schedule
@@ -69,8 +69,7 @@ def marked_pairs(schedule: Schedule) -> Schedule:
         pairs.append(begins)
     while True:
         table = _with_pairs(schedule, schedule.rows, pairs)
-        stuck = walk(table, lambda _rank, _index, _taken: (True, True))
-        alone = [(rank, at - 1) for rank, at in stuck.items() if at - 1 in pairs[rank]]
+        alone = [(rank, at - 1) for rank, at in stuck(table).items() if at - 1 in pairs[rank]]
         if not alone:
             return table
         for rank, index in alone:
@@ -109,7 +108,7 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     for leads in ([1] * len(graded), [1 + more for more in graded]):
         rows = tuple(ahead(row, lead) for row, lead in zip(schedule.rows, leads, strict=True))
         moved = replace(schedule, rows=rows)
-        if not walk(moved, lambda _rank, _index, _taken: True):
+        if not stuck(moved):
             found.append(marked_pairs(moved))
     # What regular rows could pair if each had one more forward in its warm-up.
     most = sum(
@@ -241,10 +240,7 @@ class _Placing:
             return
         if len(actions) == 2:
             self._pairs[rank].add(len(self._rows[rank]))
-            end = self._clock.run_pair(rank, *actions, now)
-        else:
-            end = self._clock.run(rank, actions[0], now)
-        self._free[rank] = end
+        self._free[rank] = end = self._clock.run(rank, now, *actions)
         heappush(self._events, (end, rank, ()))
         schedule = self._schedule
         for action in actions:

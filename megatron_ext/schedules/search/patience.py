@@ -22,7 +22,7 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.pairing import exchanging
 from megatron_ext.schedules.search.policies import (
-    POLICIES,
+    Greedy,
     Hint,
     Patience,
     Policy,
@@ -96,18 +96,13 @@ def policies(
         costs = exchanging(costs)
     cap = activation_cap(schedule, extra_activations, stash_ratio)
 
-    @_made_once
-    def at_once(rank: int) -> Policy:
-        return POLICIES[name](schedule, rank, cap, weights_fill, stash_ratio)
-
+    if name != "hint":
+        return _made_once(lambda rank: Greedy(schedule, rank, depth_first=name == "depth-first"))
+    hint = partial(Hint, schedule, cap=cap, stash_ratio=stash_ratio)
+    at_once = _made_once(partial(hint, weights_fill=weights_fill))
     # W has no fixed place and runs when nothing else can. For some tables (v-half, bitpipe) that
     # gains more than the jumps lose.
-    @_made_once
-    def filling(rank: int) -> Policy:
-        return Hint(schedule, rank, cap, weights_fill=True, stash_ratio=stash_ratio)
-
-    if name != "hint":
-        return at_once
+    filling = _made_once(partial(hint, weights_fill=True))
     calm = quiet(costs)
     static = simulate(schedule, calm)
     if not schedule.pairs and simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
@@ -115,18 +110,9 @@ def policies(
     # A rank waits as long as in the simulated static order, plus a small margin. Then it never
     # jumps ahead while nothing is late, and the step takes the time of the table. The total wait of
     # a rank is its bubble in the table, plus the margin for each action.
-    patience = [waits_of(static, rank) for rank in range(len(schedule.rows))]
-
-    @_made_once
-    def patiently(rank: int) -> Policy:
-        return Hint(
-            schedule,
-            rank,
-            cap,
-            weights_fill=False,
-            patience=patience[rank],
-            stash_ratio=stash_ratio,
-        )
+    patiently = _made_once(
+        lambda rank: hint(rank, weights_fill=False, patience=waits_of(static, rank))
+    )
 
     def loses_nothing(policy: Callable[[int], Policy]) -> bool:
         # The same durations are summed in another order.

@@ -18,27 +18,21 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.schedules.search.dynamic import Progress
 from megatron_ext.schedules.table.memory import live_counts
 from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Action, Kind, Schedule
+    from megatron_ext.schedules.table.actions import Action, Schedule
 
 PolicyName = Literal["hint", "breadth-first", "depth-first"]
-
-
-def _changes(stash_ratio: float) -> dict[Kind, float]:
-    """Return the change in the activations on the rank, by kind of action."""
-    # I replaces the activations by a weight stash, which may be larger: it counts as what it is.
-    if stash_ratio == 1:
-        return {"F": 1, "B": -1, "I": 0, "W": -1}
-    return {"F": 1, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
+POLICIES: tuple[PolicyName, ...] = ("hint", "breadth-first", "depth-first")
+"""The default first."""
 
 
 @dataclass(frozen=True)
@@ -53,33 +47,63 @@ class Patience:
     """By position of the head: what it saves in the table's pair, alone 0. Empty: no pairs."""
 
 
-class Policy(Protocol):
-    """Chooses the actions of one rank, for one step."""
+class Policy:
+    """Chooses the actions of one rank, for one step.
 
-    progress: Progress
-    patience: Patience | None
+    Args:
+        schedule: The table; the positions that it chooses are those of its rows.
+        rank: Pipeline rank.
+        pairs: Whether what it chooses may run as a pair.
+    """
+
+    patience: Patience | None = None
     """None: it never waits for the head."""
+
+    def __init__(self, schedule: Schedule, rank: int, *, pairs: bool) -> None:
+        self.progress = Progress(schedule, rank)
+        self._runs_pairs = pairs
 
     def again(self) -> Policy:
         """Return a copy for another step; only before this one has chosen anything."""
+        made = copy(self)
+        made.progress = self.progress.again()
+        return made
 
     def wait(self) -> float:
         """Return how long to wait before choosing, measured from when the rank became idle."""
+        return 0.0
 
     def looks_ahead(self) -> bool:
         """Return whether to choose while the last action still runs on the device.
 
         Only if nothing that may arrive until then would change the choice.
         """
+        raise NotImplementedError
 
     def choose(self) -> int | None:
         """Choose the next action: its position in the rank's row, or None if none may run."""
+        raise NotImplementedError
 
     def with_partner(self, index: int) -> tuple[int, ...]:
         """Return the action that was just chosen, and with pairs what runs with it.
 
-        The forward of a pair comes first.
+        It is the first ready one of the other direction. The forward of a pair comes first.
         """
+        found = self._partners(index)
+        if found is None:
+            return (index,)
+        other = heapq.heappop(found)
+        return (index, other) if self.progress.row[index].kind == "F" else (other, index)
+
+    def _partners(self, index: int) -> list[int] | None:
+        """Return the ready actions of which the first may be the partner of another."""
+        action, progress = self.progress.row[index], self.progress
+        if not self._runs_pairs or action.kind == "W":
+            return None
+        found = progress.backwards if action.kind == "F" else progress.forwards
+        if not found or progress.row[found[0]].microbatch == action.microbatch:
+            return None
+        return found
 
 
 class Curve:
@@ -91,9 +115,7 @@ class Curve:
     """
 
     def __init__(self, changes: Sequence[float]) -> None:
-        self._size = 1
-        while self._size < len(changes) + 1:
-            self._size *= 2
+        self._size = 1 << len(changes).bit_length()
         padding = [0] * (self._size - len(changes))
         self._sum: list[float] = [0] * self._size + [*changes, *padding]
         self._top: list[float] = [max(0, change) for change in self._sum]
@@ -137,7 +159,7 @@ class Curve:
         return top
 
 
-class Hint:
+class Hint(Policy):
     """The order of the static table; runs later actions while the head waits.
 
     Args:
@@ -160,8 +182,11 @@ class Hint:
         patience: Patience | None = None,
         stash_ratio: float = 1.0,
     ) -> None:
-        self.progress = Progress(schedule, rank)
-        self._changes = _changes(stash_ratio)
+        self._pairs = schedule.pairs_of(rank)
+        super().__init__(schedule, rank, pairs=bool(self._pairs))
+        # I replaces the activations by a weight stash, which may be larger: it counts as what it
+        # is.
+        self._changes = {"F": 1, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
         self._slices = schedule.slices
         self._rest = Curve([self._change(action) for action in self.progress.row])
         self.cap = cap
@@ -169,7 +194,6 @@ class Hint:
         self.patience = patience
         self._head = 0
         self._weights_fill = weights_fill
-        self._pairs = schedule.pairs_of(rank)
         # Whether the last chosen action follows its input.
         self._follows = False
 
@@ -221,17 +245,15 @@ class Hint:
         return index
 
     def with_partner(self, index: int) -> tuple[int, ...]:
-        """Return a forward with the first ready backward, and the other way round."""
-        found = None if self._follows else self._partners(index)
-        if found is None:
-            return (index,)
-        other = heapq.heappop(found)
-        self.live += self._rest.take(other)
-        return _forward_first(self.progress, index, other)
+        """Return the chosen action, and what runs with it, unless it follows its input."""
+        both = (index,) if self._follows else super().with_partner(index)
+        # That of the chosen action is taken already, and counts 0.
+        self.live += sum(map(self._rest.take, both))
+        return both
 
     def _partners(self, index: int) -> list[int] | None:
         """Return the ready actions of which the first can be the partner of another."""
-        found = _others(self.progress, index) if self._pairs else None
+        found = super()._partners(index)
         if found is None or not self._is_admissible(found[0]):
             return None
         # The forward of a pair runs first: a backward chosen for it has freed nothing by then.
@@ -296,7 +318,7 @@ class Hint:
         return self.live + self._rest.top(index) + change <= self.cap
 
 
-class Greedy:
+class Greedy(Policy):
     """Alternates forwards and backwards by a fixed preference; runs W when neither can run.
 
     It may keep up to m activations.
@@ -308,21 +330,18 @@ class Greedy:
     """
 
     def __init__(self, schedule: Schedule, rank: int, *, depth_first: bool) -> None:
-        self.progress = Progress(_reordered(schedule, rank, depth_first), rank)
-        self.depth_first = depth_first
-        self._pairs = bool(schedule.pairs)
-        self.patience: Patience | None = None
+
+        def preference(action: Action) -> tuple[int, int, int]:
+            # Backwards traverse the chunks in reverse, so the preference is reversed too.
+            forward = action.kind == "F"
+            deep = -action.stage if forward == depth_first else action.stage
+            return deep, action.microbatch, action.slice if forward else -action.slice
+
+        rows = list(schedule.rows)
+        rows[rank] = tuple(sorted(rows[rank], key=preference))
+        table = replace(schedule, rows=tuple(rows), pairs=())
+        super().__init__(table, rank, pairs=bool(schedule.pairs))
         self._backward_next = True
-
-    def again(self) -> Greedy:
-        """Return the policy of another step."""
-        made = copy(self)
-        made.progress = self.progress.again()
-        return made
-
-    def wait(self) -> float:
-        """Return 0."""
-        return 0.0
 
     def looks_ahead(self) -> bool:
         """Return whether the other direction than last time is ready."""
@@ -340,42 +359,6 @@ class Greedy:
                 self._backward_next = heap is not progress.backwards
                 return heapq.heappop(heap)
         return None
-
-    def with_partner(self, index: int) -> tuple[int, ...]:
-        """Return an action with the first ready one of the other direction."""
-        found = _others(self.progress, index) if self._pairs else None
-        if found is None:
-            return (index,)
-        return _forward_first(self.progress, index, heapq.heappop(found))
-
-
-def _others(progress: Progress, index: int) -> list[int] | None:
-    """Return the ready actions of which the first may run in a pair with another; None: none."""
-    action = progress.row[index]
-    if action.kind == "W":
-        return None
-    found = progress.backwards if action.kind == "F" else progress.forwards
-    if not found or progress.row[found[0]].microbatch == action.microbatch:
-        return None
-    return found
-
-
-def _forward_first(progress: Progress, one: int, two: int) -> tuple[int, int]:
-    return (one, two) if progress.row[one].kind == "F" else (two, one)
-
-
-def _reordered(schedule: Schedule, rank: int, depth_first: bool) -> Schedule:
-    """Return the schedule with the rank's row sorted by preference."""
-
-    def preference(action: Action) -> tuple[int, int, int]:
-        # Backwards traverse the chunks in reverse, so the preference is reversed too.
-        forward = action.kind == "F"
-        deep = -action.stage if forward == depth_first else action.stage
-        return deep, action.microbatch, action.slice if action.kind == "F" else -action.slice
-
-    rows = list(schedule.rows)
-    rows[rank] = tuple(sorted(rows[rank], key=preference))
-    return replace(schedule, rows=tuple(rows), pairs=())
 
 
 def activation_cap(
@@ -419,14 +402,3 @@ def arena_slots(
     for (source, target, _), slots in validate(table).slots.items():
         by_pair[frozenset((source, target))] += slots + more
     return max(2, 2 * max(by_pair.values(), default=1))
-
-
-POLICIES: dict[PolicyName, Callable[[Schedule, int, float, bool, float], Policy]] = {
-    "hint": lambda table, rank, cap, fills, ratio: Hint(
-        table, rank, cap, weights_fill=fills, stash_ratio=ratio
-    ),
-    # Neither follows the table nor its bound on memory.
-    "breadth-first": lambda table, rank, *_: Greedy(table, rank, depth_first=False),
-    "depth-first": lambda table, rank, *_: Greedy(table, rank, depth_first=True),
-}
-"""(table, rank, cap on activations, whether W fills, stash ratio) -> policy; the default first."""

@@ -13,14 +13,12 @@ from functools import cached_property
 from operator import sub
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.schedules.table.actions import KINDS, Action
-from megatron_ext.schedules.table.communication import Transfer, lower
 from megatron_ext.schedules.table.costs import AHEAD, UNIT, Costs
-from megatron_ext.schedules.table.memory import activation_peaks, measure
+from megatron_ext.schedules.table.memory import activation_peaks, measure, slots_needed
 from megatron_ext.schedules.table.walk import check_ends, walk
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Kind, Schedule
+    from megatron_ext.schedules.table.actions import Action, Link, Schedule
 
 
 @dataclass(frozen=True)
@@ -109,11 +107,7 @@ class Timeline:
     def messages(self) -> int:
         """Total number of activations and gradients that cross ranks in one step."""
         if self.schedule.disaggregated:
-            return sum(
-                isinstance(step, Transfer) and step.verb == "SEND"
-                for program in lower(self.schedule)
-                for step in program
-            )
+            return sum(slots_needed(self.schedule).values())  # all may be in flight at once
         crossing = sum(hop != "local" for hop in self.schedule.placement.hops)
         return 2 * crossing * self.schedule.total_microbatches * self.schedule.num_slices
 
@@ -122,7 +116,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     """Return the timeline of a table.
 
     Args:
-        schedule: A table that holds each action once (`validation.check_cover`).
+        schedule: A table that holds each action once (`validation.check_actions`).
         costs: Durations of actions and latencies of links.
 
     Raises:
@@ -147,11 +141,10 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
             free = ended[-AHEAD] if index >= AHEAD else 0.0
             launched[rank] = max(launched[rank], free) + launch
             begin = max(begin, launched[rank])
+        end = run(rank, begin, action, partner)
         if partner is not None:
-            end = clock.run_pair(rank, action, partner, begin)
             made = clock.arrivals(action, end), clock.arrivals(partner, end)
             return [each[0] if each else end for each in made]
-        end = run(rank, action, begin)
         if is_free:  # as in tables of millions of actions
             return end
         arrivals = clock.arrivals(action, end)
@@ -179,24 +172,15 @@ class Clock:
         self._wire_time = 0.0 if costs.bandwidth is None else 1.0 / costs.bandwidth
         self._link_factors = costs.link_factors(schedule) if costs.link_jitter else None
         # When each link has carried its last message.
-        self._carried: dict[_Link, float] = {}
+        self._carried: dict[Link, float] = {}
         links_are_free = not costs.latency and costs.bandwidth is None
         self.is_free = links_are_free and not schedule.disaggregated
         """Whether everything arrives when the action that made it ends."""
         # By kind and stage of an action: the link to each that takes its tensor; None: free.
-        self._links: dict[Kind, list[list[_Link | None]]] = {}
-        hops, rank_for = schedule.placement.hops, schedule.placement.rank_for
-        for kind in KINDS:
-            self._links[kind] = []
-            for stage in range(schedule.num_stages):
-                action = Action(stage, kind, 0)
-                links: list[_Link | None] = []
-                for fed in schedule.feeds(action):
-                    if schedule.travels(action, fed):
-                        hop = "rank" if fed.stage == stage else hops[min(fed.stage, stage)]
-                        link = rank_for(stage, kind), rank_for(fed.stage, fed.kind)
-                        links.append(None if links_are_free or hop == "local" else link)
-                self._links[kind].append(links)
+        self._links = {
+            kind: [[None if links_are_free else link for _, link in fed] for fed in of_stages]
+            for kind, of_stages in schedule.links.items()
+        }
 
     def time_of(self, action: Action) -> float:
         """Return how long an action takes that runs alone."""
@@ -215,14 +199,16 @@ class Clock:
         share = kinds["I"][action.stage] / kinds["B"][action.stage] if is_whole else 1.0
         return self._all_to_all * share * self.time_of(action)
 
-    def run(self, rank: int, action: Action, now: float) -> float:
-        """Run one action from `now` on; return when it ends."""
+    def run(self, rank: int, now: float, action: Action, partner: Action | None = None) -> float:
+        """Run an action, or a pair, from `now` on; return when it ends."""
+        if partner is not None:
+            return self._run_pair(rank, now, action, partner)
         end = now + self.time_of(action)
         self.starts[rank].append(now)
         self.ends[rank].append(end)
         return end
 
-    def run_pair(self, rank: int, forward: Action, backward: Action, now: float) -> float:
+    def _run_pair(self, rank: int, now: float, forward: Action, backward: Action) -> float:
         """Run both actions of a pair from `now` on; return when they end, which is at once.
 
         Layers pair one to one: what the longer of both stages has beyond the other runs alone.
@@ -258,7 +244,3 @@ class Clock:
                 arrival += latency
             arrivals.append(arrival)
         return arrivals
-
-
-# (sending rank, receiving rank).
-_Link = tuple[int, int]

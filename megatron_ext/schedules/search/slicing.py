@@ -26,8 +26,8 @@ from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.memory import live_counts
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.transforms import ahead
-from megatron_ext.schedules.table.validation import check_cover
-from megatron_ext.schedules.table.walk import walk
+from megatron_ext.schedules.table.validation import check_actions
+from megatron_ext.schedules.table.walk import stuck
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Row, Schedule
@@ -56,10 +56,10 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     # Without chunks, and in interleaved tables, that costs nothing but k - 1 slices of memory.
     lead = max(_lead(row) for row in table.rows)
     moved = replace(table, rows=tuple(ahead(row, lead) for row in table.rows))
-    check_cover(moved)
+    check_actions(moved)
     even = replace(costs, attention=0.0)
     whole = replace(even, latency=num_slices * costs.latency)
-    ends = not walk(moved, lambda _rank, _index, _taken: (True, True))
+    ends = not stuck(moved)
     found = [moved.rows] if ends else []
     shares = shares_of_equal_cost(num_slices, costs.attention)
     # Slices that take more than 1/k of as many micro-batches, beyond noise, are placed anew, with
@@ -75,7 +75,7 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
             cap,
             costs,
             shares,
-            splits=schedule.splits_backward,
+            ("I", "W") if schedule.splits_backward else ("B",),
         )
         limits = spread(num_slices, num_slices + schedule.pp)
         try:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_ext.errors import ScheduleError
@@ -26,6 +27,9 @@ R: recomputation (or receipt) of activations on a backward rank (see `Schedule.d
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "R")
 
 Option = str | int | bool
+
+Link = tuple[int, int]
+"""(sending rank, receiving rank); equal ranks: to the twin."""
 
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 # At most nine digits: no table has more, and `int` refuses thousands of them with an error of its
@@ -249,6 +253,24 @@ class Schedule:
         """Return whether a result that `target` needs leaves the stage or the rank of `source`."""
         rank_for = self.placement.rank_for
         return source.stage != target.stage or rank_for(*source[:2]) != rank_for(*target[:2])
+
+    @cached_property
+    def links(self) -> Mapping[Kind, Sequence[Sequence[tuple[Action, Link | None]]]]:
+        """By kind and stage: what its action of micro-batch 0 feeds on other stages and ranks.
+
+        Each with the link that the tensor takes; None: it stays on its rank.
+        """
+        hops, rank_for = self.placement.hops, self.placement.rank_for
+        links: dict[Kind, list[list[tuple[Action, Link | None]]]] = {kind: [] for kind in KINDS}
+        for kind, stage in product(KINDS, range(self.num_stages)):
+            action, taken = Action(stage, kind, 0), []
+            for fed in self.feeds(action):
+                if self.travels(action, fed):
+                    stays = fed.stage != stage and hops[min(fed.stage, stage)] == "local"
+                    ranks = rank_for(stage, kind), rank_for(fed.stage, fed.kind)
+                    taken.append((fed, None if stays else ranks))
+            links[kind].append(taken)
+        return links
 
     def _backward(self, action: Action, stage: int) -> Action:
         """Return the backward of a stage for the micro-batch and slice of an action."""

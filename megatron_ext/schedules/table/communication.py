@@ -12,16 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megatron_ext.errors import ScheduleError
 from megatron_ext.message import Message
-from megatron_ext.schedules.table.memory import Edge, slots_needed
 from megatron_ext.schedules.table.route_plan import plan_routes
-from megatron_ext.schedules.table.walk import walk
 
 if TYPE_CHECKING:
     from megatron_ext.message import MessageKind
     from megatron_ext.schedules.table.actions import Action, Row, Schedule
-    from megatron_ext.schedules.table.route_plan import RoutePlan
 
 
 class Transfer(NamedTuple):
@@ -85,51 +81,46 @@ def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple
             ahead of the backward rank, which grants one more credit with each that it begins.
             None: no limit and no credits.
     """
-    plan = plan_routes(schedule.routes, schedule.placement) if schedule.routes else None
+    plan, rank_for = plan_routes(schedule.routes, schedule.placement), schedule.placement.rank_for
 
     def exchange(action: Action) -> Exchange:
+        stage, kind, microbatch, _ = action
         inputs = [
             _tensor(schedule, needed, action, sends=False)
             for needed in schedule.needs(action)
             if schedule.travels(needed, action)
         ]
+        inputs += (
+            Transfer("RECV", hop.message(action), rank_for(hop.stage, _ENDS[hop.kind]), hop.to_twin)
+            for hop in plan.hops_in(action)
+        )
         outputs = [
             _tensor(schedule, action, fed, sends=True)
             for fed in schedule.feeds(action)
             if schedule.travels(action, fed)
         ]
-        return Exchange(
-            action,
-            _awaits(schedule, action, window),
-            (*inputs, *_routed(schedule, plan, action, "RECV")),
-            _grants(schedule, action, window),
-            (*outputs, *_routed(schedule, plan, action, "SEND")),
+        outputs += (
+            Transfer("SEND", hop.message(action), rank_for(hop.taker, _ENDS[hop.kind]), hop.to_twin)
+            for hop in plan.hops_out(action)
         )
+        awaits: tuple[Transfer, ...] = ()
+        grants: tuple[Transfer, ...] = ()
+        # The first forwards need no credit: that is how far ahead the forward rank may be. And
+        # nobody would await the last ones, so the step would end with messages under way.
+        if window is not None and kind == "F" and microbatch >= window:
+            awaits = (Transfer("RECV", Message("C", stage, microbatch), rank_for(stage, "R")),)
+        if window is not None and kind == "R" and schedule.runs_forward(stage):
+            granted = microbatch + window
+            if granted < schedule.num_microbatches:
+                grants = (Transfer("SEND", Message("C", stage, granted), rank_for(stage, "F")),)
+        return Exchange(action, awaits, tuple(inputs), grants, tuple(outputs))
 
     row, pairs = schedule.rows[rank], schedule.pairs_of(rank)
-    if not pairs:
-        return tuple(map(exchange, row))
     return tuple(
-        exchange(row[index])._replace(partner=exchange(row[index + 1]) if index in pairs else None)
+        exchange(row[index])._replace(partner=exchange(row[index + 1]))
+        if index in pairs
+        else exchange(row[index])
         for index in schedule.begins(rank)
-    )
-
-
-def _routed(
-    schedule: Schedule, plan: RoutePlan | None, action: Action, verb: Literal["RECV", "SEND"]
-) -> tuple[Transfer, ...]:
-    """Return the messages of routes around an action."""
-    if plan is None:
-        return ()
-    rank_for = schedule.placement.rank_for
-    if verb == "RECV":
-        return tuple(
-            Transfer(verb, hop.message(action), rank_for(hop.stage, _ENDS[hop.kind]), hop.to_twin)
-            for hop in plan.hops_in(action)
-        )
-    return tuple(
-        Transfer(verb, hop.message(action), rank_for(hop.taker, _ENDS[hop.kind]), hop.to_twin)
-        for hop in plan.hops_out(action)
     )
 
 
@@ -167,75 +158,7 @@ def _tensor(schedule: Schedule, source: Action, target: Action, *, sends: bool) 
     return Transfer("LOCAL" if hop == "local" else verb, tensor_of(target), peer, hop == "twin")
 
 
-def _awaits(schedule: Schedule, action: Action, window: int | None) -> tuple[Transfer, ...]:
-    stage, kind, microbatch, _ = action
-    # The first ones need no credit: that is how far ahead the forward rank may be.
-    if window is None or kind != "F" or microbatch < window:
-        return ()
-    message = Message("C", stage, microbatch)
-    return (Transfer("RECV", message, schedule.placement.rank_for(stage, "R")),)
-
-
-def _grants(schedule: Schedule, action: Action, window: int | None) -> tuple[Transfer, ...]:
-    stage, kind, microbatch, _ = action
-    if window is None or kind != "R" or not schedule.runs_forward(stage):
-        return ()
-    # Nobody would await it, and the step would end with a message under way.
-    if microbatch + window >= schedule.num_microbatches:
-        return ()
-    message = Message("C", stage, microbatch + window)
-    return (Transfer("SEND", message, schedule.placement.rank_for(stage, "F")),)
-
-
 def reduction_order(row: Row) -> tuple[int, ...]:
     """Return the stages of a row in the order in which their gradients complete."""
     last_use = {action.stage: index for index, action in enumerate(row)}
     return tuple(sorted(last_use, key=last_use.__getitem__))
-
-
-def check_slots(schedule: Schedule, slots: int) -> None:
-    """Check that a table ends if each edge holds at most `slots` unused messages.
-
-    Our transports give every edge the slots of `memory.slots_needed`, so no send waits. With fewer,
-    a send waits until the receiver has used an earlier message of the same edge and kind, and an
-    acyclic table can deadlock.
-
-    Raises:
-        ScheduleError: It deadlocks; the message shows each rank's position and the number of slots
-            that suffices.
-    """
-    if schedule.disaggregated:
-        raise ScheduleError(
-            f"{schedule.label} needs a slot for each micro-batch, because forwards never wait for "
-            "backwards; leave the number of slots out"
-        )
-    placement = schedule.placement
-    unused: dict[Edge, int] = {}
-
-    def edge(source: int | None, target: int | None, kind: str) -> Edge | None:
-        if source is None or target is None or placement.hops[min(source, target)] == "local":
-            return None
-        return placement.rank_of[source], placement.rank_of[target], "F" if kind == "F" else "B"
-
-    def visit(rank: int, index: int, _taken: object) -> tuple[bool, bool] | None:
-        end = index + (2 if index in schedule.pairs_of(rank) else 1)
-        actions = schedule.rows[rank][index:end]
-        sends = [edge(s, placement.target(s, kind), kind) for s, kind, _, _ in actions]
-        # Both slots of a pair are needed at once, because it hands on when both have ended.
-        if any(to is not None and unused.get(to, 0) >= slots for to in sends):
-            return None
-        for to in sends:
-            if to is not None:
-                unused[to] = unused.get(to, 0) + 1
-        for stage, kind, _, _ in actions:
-            source = edge(placement.source(stage, kind), stage, kind)
-            if source is not None:
-                unused[source] -= 1
-        return (True, True)
-
-    stuck = walk(schedule, visit)
-    if stuck:
-        lines = [f"{schedule.label} gets stuck with {slots} receive slots on each edge:"]
-        lines += [f"  {schedule.marked(rank, index)}" for rank, index in list(stuck.items())[:4]]
-        lines.append(f"with {max(slots_needed(schedule).values())} slots no send ever waits")
-        raise ScheduleError("\n".join(lines))

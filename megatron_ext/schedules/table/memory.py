@@ -1,7 +1,7 @@
 """The memory that a table needs, which follows from the order of actions alone.
 
 The activations of one stage and micro-batch live from the start of F to the end of B, or of W if
-the backward is split. The part that W needs after I is the *weight stash*. Both are counted in Ma:
+the backward is split. The part that W needs after I is the *weight stash*. They are counted in Ma:
 the activations of one micro-batch for 1/pp of the model, so one stage holds pp/num_stages of it.
 
 Most layers hold less after I than before. Layers that are recomputed, or that keep their gathered
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,6 @@ class Memory:
     """Peak memory of each rank, in Ma unless another unit is named."""
 
     activations: tuple[float, ...]
-    weight_stash: tuple[float, ...]
     routed: tuple[int, ...] = ()
     """Tensors of routes that are kept for their takers, in tensors; empty without routes."""
     keys_and_values: tuple[float, ...] = ()
@@ -145,17 +144,6 @@ def live_counts(
             live -= stash_ratio * slices[part]
 
 
-def _stash_peak(row: Row, slices: Sequence[float]) -> float:
-    stash = peak = 0.0
-    for _, kind, _, part in row:
-        if kind == "I":
-            stash += slices[part]
-            peak = max(peak, stash)
-        elif kind == "W":
-            stash -= slices[part]
-    return peak
-
-
 def _keys_peak(row: Row, num_slices: int) -> int:
     """Return the peak of keys and values, or their gradients, of a micro-batch on one stage."""
     kept = peak = 0
@@ -177,21 +165,19 @@ def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[floa
     if stash_ratio != 1 or schedule.num_slices > 1:
         counts = (live_counts(row, stash_ratio, schedule.slices) for row in schedule.rows)
         return tuple(share * max(live, default=0) for live in counts)
-    return tuple(share * _activation_peak(row) for row in schedule.rows)
-
-
-def _activation_peak(row: Row) -> int:
-    """Return the maximum of `live_counts`, reached where an F or R begins."""
-    # `live_counts` without a step of a generator for each action: the peak of whole micro-batches
-    # is asked for at every table, and tables have millions of actions.
-    kinds = [action.kind for action in row]
-    found = set(kinds)
-    if found <= {"F"}:  # no backward needs them
-        return len(found)
+    # The maximum of `live_counts` without a step of a generator for each action: the peak of whole
+    # micro-batches is asked for at every table, and tables have millions of actions.
     changes = {"F": 1, "R": 0, "B": -1, "I": 0, "W": -1}
-    if "R" in found:
-        changes |= {"F": 0, "R": 1}
-    return max(accumulate(map(changes.__getitem__, kinds)))
+    peaks = []
+    for row in schedule.rows:
+        kinds = [action.kind for action in row]
+        found = set(kinds)
+        if found <= {"F"}:  # no backward needs them
+            peaks.append(share * len(found))
+        else:
+            changes |= {"F": 0, "R": 1} if "R" in found else {"F": 1, "R": 0}
+            peaks.append(share * max(accumulate(map(changes.__getitem__, kinds))))
+    return tuple(peaks)
 
 
 def measure(schedule: Schedule) -> Memory:
@@ -199,7 +185,6 @@ def measure(schedule: Schedule) -> Memory:
     share, rows, count = schedule.pp / schedule.num_stages, schedule.rows, schedule.num_slices
     return Memory(
         activation_peaks(schedule),
-        tuple(share * _stash_peak(row, schedule.slices) for row in rows),
         routed_peaks(schedule) if schedule.routes else (),
         tuple(share * _keys_peak(row, count) for row in rows) if count > 1 else (),
     )
@@ -213,70 +198,44 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
     alive between F and B (or I), on the stages that an edge serves, is enough for either direction,
     in any order of arrival.
     """
-    if schedule.disaggregated:
-        return _slots_of_roles(schedule)
     slots: dict[Edge, int] = {}
+    if schedule.disaggregated:
+        # Forwards do not wait for backwards, so all micro-batches may be in flight on each edge.
+        for kind, of_stages in schedule.links.items():
+            for stage, fed in enumerate(of_stages):
+                for _, link in fed if schedule.runs_forward(stage) or kind != "F" else ():
+                    if link:
+                        edge = (*link, "F" if kind == "F" else "B")
+                        slots[edge] = schedule.num_microbatches
+        return dict(sorted(slots.items()))
+    # The rank that takes each stage's output; the twin counts as that rank itself.
+    takers = [next((link[1] for _, link in fed if link), None) for fed in schedule.links["F"]]
     for rank, row in enumerate(schedule.rows):
-        for peer, peak in _live_by_peer(schedule, row).items():
+        for peer, peak in _most_alive(row, takers).items():
             slots[rank, peer, "F"] = slots[peer, rank, "B"] = peak
-    if schedule.routes:
-        _add_slots_of_routes(schedule, slots)
-    return dict(sorted(slots.items()))
-
-
-def _add_slots_of_routes(schedule: Schedule, slots: dict[Edge, int]) -> None:
-    """A tensor that waits for its taker is of a micro-batch that is alive in its publisher.
-
-    A gradient that waits is of one that is alive in the stage that takes it.
-    """
-    live = {s: max(_live_of(row, s)) for row in schedule.rows for s in {a.stage for a in row}}
+    # A tensor of a route that waits for its taker is of a micro-batch that is alive in its
+    # publisher; a gradient that waits is of one that is alive in the stage that takes it.
     rank_of = schedule.placement.rank_of
+    alive: dict[int, int] = {}
+    for row in schedule.rows if schedule.routes else ():
+        alive |= _most_alive(row, range(schedule.num_stages))
     for hops in plan_routes(schedule.routes, schedule.placement).sent.values():
         for hop in hops:
             edge = (rank_of[hop.stage], rank_of[hop.taker], hop.kind)
-            alive = live[hop.stage if hop.kind == "P" else hop.taker]
-            slots[edge] = slots.get(edge, 0) + alive
+            waits = alive[hop.stage if hop.kind == "P" else hop.taker]
+            slots[edge] = slots.get(edge, 0) + waits
+    return dict(sorted(slots.items()))
 
 
-def _live_of(row: Row, stage: int) -> Iterator[int]:
-    """Yield how many micro-batches are between F and B, or I, of a stage, after each action."""
-    changes = {"F": 1, "B": -1, "I": -1}
-    return accumulate(changes.get(kind, 0) if s == stage else 0 for s, kind, _, _ in row)
-
-
-def _slots_of_roles(schedule: Schedule) -> Mapping[Edge, int]:
-    """Forwards do not wait for backwards, so all micro-batches may be in flight on each edge."""
-    placement, ships = schedule.placement, schedule.ships_activations
-    forwards, backwards = placement.rank_of, placement.backward_rank_of or ()
-    working = forwards if ships else forwards[:-1]
-    edges: list[Edge] = [(one, other, "F") for one, other in pairwise(working)]
-    takers = backwards if ships else backwards[1:]
-    edges += [(one, other, "F") for one, other in zip(working, takers, strict=True)]
-    edges += [(other, one, "B") for one, other in pairwise(backwards)]
-    return dict.fromkeys(sorted(edges), schedule.num_microbatches)
-
-
-def _live_by_peer(schedule: Schedule, row: Row) -> dict[int, int]:
-    """Peak of activations between F and B (or I), by the rank that receives the stage's output.
-
-    The twin of a rank counts as that rank itself.
-    """
-    rank_of, hops = schedule.placement.rank_of, schedule.placement.hops
-    live: dict[int, int] = {}
+def _most_alive(row: Row, group_of: Sequence[int | None]) -> dict[int, int]:
+    """Return the peak of activations between F and B (or I), by the group of their stage."""
+    alive: dict[int, int] = {}
     peak: dict[int, int] = {}
-    peers = [-1] * schedule.num_stages
-    for stage, hop in enumerate(hops):
-        target = schedule.placement.target(stage, "F")
-        if hop != "local" and target is not None:
-            peers[stage] = rank_of[target]
     for stage, kind, _, _ in row:
-        peer = peers[stage]
-        if peer < 0:
+        group = group_of[stage]
+        if group is None or kind == "W":
             continue
-        if kind == "F":
-            live[peer] = count = live.get(peer, 0) + 1
-            if count > peak.get(peer, 0):
-                peak[peer] = count
-        elif kind != "W":
-            live[peer] -= 1
+        alive[group] = count = alive.get(group, 0) + (1 if kind == "F" else -1)
+        if count > peak.get(group, 0):
+            peak[group] = count
     return peak

@@ -16,8 +16,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from megatron_ext.errors import ScheduleError
-
 Hop = Literal["local", "rank", "twin"]
 """Where a stage's output goes: it stays on the rank, or moves to another rank or to the twin."""
 
@@ -137,12 +135,7 @@ def mirrored(placement: Placement, routing: Routing) -> Placement:
     With `routing="twin"` activations cross to the twin at the inner folds, where consecutive stages
     share a rank; a literal bidirectional pipeline continues straight there. With `"local"` they
     stay, which saves these messages.
-
-    Raises:
-        ScheduleError: `routing` is neither.
     """
-    if routing not in ("twin", "local"):
-        raise ScheduleError(f"routing must be twin or local, got {routing!r}")
     h = placement.num_ranks
     # The fold between the two v of a w is at the outer end, where a literal pipeline turns round as
     # well.

@@ -16,17 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.message import Message
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Action, Row, Schedule
+    from megatron_ext.schedules.table.actions import Action, Schedule
     from megatron_ext.schedules.table.placement import Placement
-
-_Key = TypeVar("_Key")
-_Item = TypeVar("_Item")
 
 
 class Route(NamedTuple):
@@ -113,18 +110,18 @@ class Hop(NamedTuple):
 class RoutePlan:
     """The messages of all routes under one placement, and the lifetime of their tensors."""
 
-    sent: Mapping[tuple[str, int], tuple[Hop, ...]]
+    sent: Mapping[tuple[str, int], Sequence[Hop]]
     """By (message kind, sending stage), in sending order."""
-    received: Mapping[tuple[str, int], tuple[Hop, ...]]
+    received: Mapping[tuple[str, int], Sequence[Hop]]
     """By (message kind, receiving stage)."""
-    dropped: Mapping[tuple[str, int], tuple[str, ...]]
+    dropped: Mapping[tuple[str, int], Sequence[str]]
     """By (F or B, stage): routes that the rank drops after this B, or this F in evaluation."""
 
-    def hops_out(self, action: Action) -> tuple[Hop, ...]:
+    def hops_out(self, action: Action) -> Sequence[Hop]:
         """Return the messages that an action sends."""
         return self.sent.get((_KIND.get(action.kind, ""), action.stage), ())
 
-    def hops_in(self, action: Action) -> tuple[Hop, ...]:
+    def hops_in(self, action: Action) -> Sequence[Hop]:
         """Return the messages that an action receives."""
         return self.received.get((_KIND.get(action.kind, ""), action.stage), ())
 
@@ -162,7 +159,7 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
     for route, users in _users(routes, placement):
         dropped["F", max(users)].append(route.name)
         dropped["B", min(users)].append(route.name)
-    return RoutePlan(_fixed(sent), _fixed(received), _fixed(dropped))
+    return RoutePlan(sent, received, dropped)
 
 
 def most_hops(routes: tuple[Route, ...], placement: Placement) -> int:
@@ -181,20 +178,19 @@ def routed_peaks(schedule: Schedule) -> tuple[int, ...]:
         keeps[min(users)] += 1
         ends["F", max(users)] += 1
         ends["B", min(users)] += 1
-    return tuple(_peak(row, keeps, ends) for row in schedule.rows)
-
-
-def _peak(row: Row, keeps: Mapping[int, int], ends: Mapping[tuple[str, int], int]) -> int:
-    # In an evaluation no backward comes that would end the life of a tensor: its last F does.
-    trains = any(action.kind != "F" for action in row)
-    live = peak = 0
-    for stage, kind, _, _ in row:
-        if kind == "F":
-            live += keeps.get(stage, 0)
-            peak = max(peak, live)
-        if kind in ("B", "I") or (kind == "F" and not trains):
-            live -= ends.get(("F" if kind == "F" else "B", stage), 0)
-    return peak
+    peaks = []
+    for row in schedule.rows:
+        # In an evaluation no backward comes that would end the life of a tensor: its last F does.
+        trains = any(action.kind != "F" for action in row)
+        live = peak = 0
+        for stage, kind, _, _ in row:
+            if kind == "F":
+                live += keeps[stage]
+                peak = max(peak, live)
+            if kind in ("B", "I") or (kind == "F" and not trains):
+                live -= ends["F" if kind == "F" else "B", stage]
+        peaks.append(peak)
+    return tuple(peaks)
 
 
 def _users(
@@ -212,7 +208,3 @@ def _users(
 
 def _place(placement: Placement, stage: int) -> _Place:
     return placement.rank_of[stage], placement.is_crossed(stage)
-
-
-def _fixed(groups: Mapping[_Key, list[_Item]]) -> dict[_Key, tuple[_Item, ...]]:
-    return {key: tuple(items) for key, items in groups.items()}

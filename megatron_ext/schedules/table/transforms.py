@@ -1,18 +1,12 @@
-"""Tables made from other tables, and from a placement alone."""
+"""Tables made from other tables."""
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.table.actions import Action, Schedule
-from megatron_ext.schedules.table.communication import check_slots
-
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Row
-    from megatron_ext.schedules.table.placement import Placement
+    from megatron_ext.schedules.table.actions import Action, Row, Schedule
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
@@ -101,46 +95,3 @@ def chunk_on_screen(schedule: Schedule, stage: int) -> int:
     """Return the chunk number of a stage within its direction on its rank."""
     placement = schedule.placement
     return stage // (schedule.pp if placement.twin_hops else placement.num_ranks)
-
-
-def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
-    """Return the table of evaluation: F of each stage and micro-batch, ascending on each stage.
-
-    It depends on the placement only, so it exists for any number of micro-batches, even if the
-    training schedule restricts them. Each rank runs the deepest stage that has an input, so
-    micro-batches in flight finish first and few activations are alive. The order comes from a
-    simulated run in which every stage takes one unit of time and messages take none, so it cannot
-    deadlock.
-    """
-    rows: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
-    ready: list[list[tuple[int, int]]] = [[] for _ in range(placement.num_ranks)]
-    ready[placement.rank_of[0]] = [(0, microbatch) for microbatch in range(num_microbatches)]
-    while any(ready):
-        # All ranks choose before any of them hands on: what is made now is ready in the next unit.
-        done = [heapq.heappop(inputs) if inputs else None for inputs in ready]
-        for rank, item in enumerate(done):
-            if item is None:
-                continue
-            stage, microbatch = -item[0], item[1]
-            rows[rank].append(Action(stage, "F", microbatch))
-            target = placement.target(stage, "F")
-            if target is not None:
-                heapq.heappush(ready[placement.rank_of[target]], (-target, microbatch))
-    return Schedule("forward-only", placement, num_microbatches, tuple(map(tuple, rows)))
-
-
-def slots_for_forward(schedule: Schedule) -> int:
-    """Return the number of slots on each edge with which a forward-only table ends.
-
-    No activation memory bounds the messages in flight here, so senders wait for receivers; with
-    this many slots they never deadlock.
-    """
-    # Doubled: the exact number would cost more walks, and saves nothing that counts in evaluations.
-    slots = 2
-    while True:
-        try:
-            check_slots(schedule, slots)
-        except ScheduleError:  # noqa: PERF203 - a number that is too small
-            slots *= 2
-        else:
-            return slots

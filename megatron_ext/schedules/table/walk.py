@@ -2,8 +2,8 @@
 
 Each rank runs its list until it needs a tensor that does not exist yet, and continues once another
 rank has made it. This is Kahn's algorithm over the tensors plus the order of each rank. What a
-tensor *is* during a walk is up to the visitor: its arrival time (`search/simulate.py`), a message
-that occupies a slot (`communication.py`), or nothing at all (`check_ends`).
+tensor *is* during a walk is up to the visitor: its arrival time (`search/simulate.py`), or nothing
+at all (`stuck`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,26 @@ from megatron_ext.schedules.table.actions import KINDS, Action, Kind, Schedule
 
 Visit = Callable[[int, int, Any], Any]
 """(rank, position in its row, value of the tensor that the action takes) -> value of the tensor
-that it makes; two values where it feeds two ranks. None: the action cannot run yet. A pair is one
-visit with two values, and returns two."""
+that it makes; two values where it feeds two ranks. A pair is one visit with two values, and returns
+two."""
 
 
 def check_ends(schedule: Schedule) -> None:
     """Check that all ranks finish, whatever the times of actions and messages.
 
-    The table must hold each action once, on its stage's rank (`validation.check_cover`).
+    The table must hold each action once, on its stage's rank (`validation.check_actions`).
 
     Raises:
         ScheduleError: The ranks deadlock; the message shows the cycle.
     """
-    stuck = walk(schedule, lambda _rank, _index, _taken: (True, True))
-    if stuck:
-        raise ScheduleError(_cycle_message(schedule, stuck))
+    waiting = stuck(schedule)
+    if waiting:
+        raise ScheduleError(_cycle_message(schedule, waiting))
+
+
+def stuck(schedule: Schedule) -> dict[int, int]:
+    """Return the ranks that cannot finish, with the position at which each waits."""
+    return walk(schedule, lambda _rank, _index, _taken: (True, True))
 
 
 def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
@@ -46,7 +51,6 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
     position = [0] * len(schedule.rows)
     awaited: dict[int, int] = {}  # missing tensor: the rank that waits for it
     waiting: dict[int, int] = {}  # rank: the position of the action that cannot run
-    held: list[int] = []  # ranks that the visitor does not let run
     # A stack: rank 0, which has the first forward, is on top.
     todo = list(range(len(schedule.rows)))[::-1]
 
@@ -76,33 +80,23 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
                     awaited[source + partner] = rank
                     waiting[rank] = index + 1
                     break
-                taken = taken, other
-            made = visit(rank, index, taken)
-            if made is None:
-                # Whoever makes progress may free what the visitor lacked, a slot for example.
-                held.append(rank)
-                waiting[rank] = index
-                break
-            if index in pairs:
-                made, other = made
+                made, other = visit(rank, index, (taken, other))
                 index += 1
                 if sent >= 0:
                     hand_over(sent + partner, other)
-            elif copies >= 0:
-                made, other = made
-                hand_over(copies + number, other)
+            else:
+                made = visit(rank, index, taken)
+                if copies >= 0:
+                    made, other = made
+                    hand_over(copies + number, other)
             index += 1
-            if makes >= 0:
+            if makes >= 0:  # not by `hand_over`: this runs for nearly every action
                 there[makes + number] = made
                 if makes + number in awaited:
                     todo.append(awaited.pop(makes + number))
         else:
             waiting.pop(rank, None)
-        # Held ranks try again after progress only, so a walk that none can go on with ends.
-        if index > position[rank]:
-            position[rank] = index
-            todo += held
-            held = []
+        position[rank] = index
     return waiting
 
 
@@ -115,15 +109,18 @@ def _steps(schedule: Schedule) -> dict[Kind, list[tuple[int, int, int]]]:
     """
     m, count = schedule.slices_in_step, schedule.num_stages * schedule.slices_in_step
     base = {"F": 0, "B": count, "I": count, "R": 2 * count}
+    makes = {
+        kind: [[base[fed.kind] + fed.stage * m for fed, _ in each] for each in of_stages]
+        for kind, of_stages in schedule.links.items()
+    }
+    made = {number for of_stages in makes.values() for each in of_stages for number in each}
     steps: dict[Kind, list[tuple[int, int, int]]] = {}
     for kind in KINDS:
         steps[kind] = []
-        for stage in range(schedule.num_stages):
-            action = Action(stage, kind, 0)
-            takes = any(schedule.travels(needed, action) for needed in schedule.needs(action))
-            fed = [to for to in schedule.feeds(action) if schedule.travels(action, to)]
-            makes, copies, *_ = *(base[to.kind] + to.stage * m for to in fed), -1, -1
-            steps[kind].append((base[kind] + stage * m if takes else -1, makes, copies))
+        for stage, each in enumerate(makes[kind]):
+            taken = base.get(kind, -1) + stage * m
+            first, second, *_ = *each, -1, -1
+            steps[kind].append((taken if kind != "W" and taken in made else -1, first, second))
     return steps
 
 

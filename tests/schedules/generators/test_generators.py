@@ -22,13 +22,19 @@ def test_the_schedules_are_these() -> None:
     assert expected.split() == NAMES
 
 
+def _check(schedule: Schedule) -> None:
+    report = validate(schedule)
+    assert report.ascending
+    # pp / num_stages need not be exact in binary, nor its multiples.
+    assert max(report.memory.activations) <= published_peak(schedule) + 1e-9
+
+
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 def test_tables_hold_what_is_published(name: str, data: st.DataObject) -> None:
     schedule = data.draw(schedules(name, slices=False))
     costs = data.draw(COSTS)
-    report = validate(schedule, max_activations=published_peak(schedule))
-    assert report.ascending
+    _check(schedule)
     timeline = simulate(schedule, costs)
     bubble = published_bubble(schedule, costs)
     if bubble is not None:
@@ -63,7 +69,7 @@ def test_tables_made_for_other_costs_are_correct(
     }
     size = schedule.pp, schedule.total_microbatches
     other = generate(schedule.name, *size, costs=costs, **options)
-    assert validate(other, max_activations=published_peak(other)).ascending
+    _check(other)
     assert other.placement == schedule.placement
 
 
@@ -88,7 +94,7 @@ def test_bitpipe_zb_reaches_the_bound_of_its_placement(pp: int) -> None:
 def test_bitpipe_stays_below_its_cap_for_any_even_number(order: str) -> None:
     for num_microbatches in range(2, 40, 2):
         schedule = generate("bitpipe", 8, num_microbatches, order=order)
-        validate(schedule, max_activations=8)
+        assert max(validate(schedule).memory.activations) <= 8
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 6, 8, 12, 16])
@@ -109,7 +115,7 @@ def test_zb_v_ranks_never_pause_once_the_pipeline_is_full() -> None:
 def test_zb_v_reaches_the_bound_of_its_placement_from_pp_micro_batches_on(pp: int) -> None:
     for num_microbatches in range(pp, 2 * pp):
         schedule = generate("zb-v", pp, num_microbatches)
-        validate(schedule, max_activations=pp)
+        validate(schedule)
         timeline = simulate(schedule)
         assert (timeline.bubble, timeline.peak_activations) == ((pp - 1) / 2, pp)
 
@@ -130,7 +136,7 @@ def test_every_number_of_micro_batches_has_a_table(name: str, ranks: int, number
     twins = registered()[name].twins
     schedule = generate(name, 2 * ranks if twins == 2 else ranks, number * twins)
     assert schedule.num_microbatches == number
-    assert validate(schedule, max_activations=published_peak(schedule)).ascending
+    _check(schedule)
     check_queues(schedule)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_ext.errors import ScheduleError
 from megatron_ext.message import Message
 from megatron_ext.schedules import Schedule, generate
+from megatron_ext.schedules.search.greedy import forward_only
 from megatron_ext.schedules.search.queues import (
     Meeting,
     MessageOrder,
@@ -18,7 +19,6 @@ from megatron_ext.schedules.search.queues import (
     check_queues,
     programs,
 )
-from megatron_ext.schedules.table.transforms import forward_only
 
 from .. import reference
 from ..strategies import routed_schedules, schedules

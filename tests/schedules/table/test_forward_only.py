@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ext.schedules.search.greedy import forward_only, slots_for_forward
 from megatron_ext.schedules.table import placement as placements
 from megatron_ext.schedules.table.actions import Action
-from megatron_ext.schedules.table.communication import check_slots
-from megatron_ext.schedules.table.transforms import forward_only, slots_for_forward
 from megatron_ext.schedules.table.walk import check_ends
+from tests.schedules import reference
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
@@ -43,7 +43,7 @@ def test_every_forward_runs_once_in_order_and_all_ranks_end(where: Placement, m:
             assert [a.microbatch for a in row if a.stage == stage] == list(range(m))
     assert sum(map(len, schedule.rows)) == m * where.num_stages
     check_ends(schedule)
-    check_slots(schedule, slots_for_forward(schedule))
+    assert reference.ends_with_slots(schedule, slots_for_forward(schedule))
 
 
 def test_what_has_begun_is_finished_first() -> None:

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Action, Schedule, generate, validate
-from megatron_ext.schedules.table.communication import check_slots
 from megatron_ext.schedules.table.memory import slots_needed
-from megatron_ext.schedules.table.validation import check_group_order
 from tests.schedules import reference
 from tests.schedules.strategies import schedules
 
@@ -149,51 +147,15 @@ def test_a_cycle_is_shown_in_full() -> None:
     ]
 
 
-def test_memory_above_the_cap_is_refused() -> None:
-    schedule = generate("gpipe", 4, 6)
-    assert validate(schedule, max_activations=6).memory.activations == (6, 6, 6, 6)
-    with pytest.raises(ScheduleError) as caught:
-        validate(schedule, max_activations=5.5)
-    assert "rank 0 of gpipe keeps 6 activations" in str(caught.value)
-    assert "the cap is 5.5; allow 6" in str(caught.value)
-    assert ">>0F5<<" in str(caught.value)
-
-
-def test_a_weight_stash_above_the_cap_is_refused() -> None:
-    report = validate(generate("zb-v", 4, 8))
-    assert max(report.memory.weight_stash) == 3.5
-    assert max(validate(generate("1f1b", 4, 8)).memory.weight_stash) == 0
-    with pytest.raises(ScheduleError, match="weight stash"):
-        validate(generate("zb-v", 4, 8), max_weight_stash=1)
-
-
 @given(schedules(largest=10))
 def test_the_slots_of_the_report_are_enough(schedule: Schedule) -> None:
     slots = slots_needed(schedule)
-    check_slots(schedule, max(slots.values(), default=1))
+    assert reference.ends_with_slots(schedule, max(slots.values(), default=1))
     crossing = sum(hop != "local" for hop in schedule.placement.hops)
     assert bool(slots) == bool(crossing)
-
-
-def test_too_few_slots_are_refused() -> None:
-    schedule = generate("interleaved", 4, 8)
-    assert validate(schedule, slots=2).slots[0, 1, "F"] == 11
-    with pytest.raises(ScheduleError) as caught:
-        validate(schedule, slots=1)
-    assert "gets stuck with 1 receive slots" in str(caught.value)
-    assert "rank 0, action 4: 0F0 0F1 0F2 0F3 >>4F0<<" in str(caught.value)
-    assert "with 11 slots no send ever waits" in str(caught.value)
 
 
 def test_the_order_of_microbatches_is_reported() -> None:
     schedule = replace(generate("gpipe", 1, 2), rows=_rows("0F0 0F1 0B1 0B0"))
     assert not validate(schedule).ascending
     assert validate(generate("gpipe", 1, 2)).ascending
-
-
-def test_groups_must_meet_in_one_order() -> None:
-    check_group_order("dp", {0: ["a", "b"], 4: ["a", "b"]})
-    with pytest.raises(ScheduleError, match="dp: collective 1 is b on rank 0 and c on rank 4"):
-        check_group_order("dp", {0: ["a", "b"], 4: ["a", "c"]})
-    with pytest.raises(ScheduleError, match="collective 1 is b on rank 0 and none on rank 4"):
-        check_group_order("dp", {0: ["a", "b"], 4: ["a"]})
