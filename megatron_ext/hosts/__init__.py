@@ -1,6 +1,6 @@
 """Support for third-party training loops ("hosts") that call Megatron's schedules.
 
-Each host has a module with a tuple `PATCHES` and a function `check_installed`. The module is
+Each host has a module with a table `PATCHES` and a function `check_installed`. The module is
 imported just before its host, so an unused host costs nothing.
 """
 

@@ -23,7 +23,7 @@ from megatron_ext.errors import ArgumentsError, DataError, ScheduleError
 from megatron_ext.hosts.bridge_requirements import check_installed
 from megatron_ext.hosts.bridge_settings import Settings
 from megatron_ext.patches import effects, folded_pipelines, schedules
-from megatron_ext.patches.registry import REGISTRY, Patch
+from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Table
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
@@ -32,8 +32,7 @@ __all__ = ["PATCHES", "check_installed"]
 
 _TRAINING = "megatron.bridge.training"
 
-_Args = tuple[Any, ...]
-_Keywords = dict[str, Any]
+PATCHES = Table(feature="Megatron-Bridge")
 
 
 @dataclass
@@ -55,8 +54,11 @@ def _hosted() -> _Hosted | None:
     return found
 
 
-def _validate(call: Callable[..., Any], instance: Any, args: _Args, kwargs: _Keywords) -> Any:
-    """Activate the requested configuration and adapt Bridge's to it, before Bridge validates."""
+@PATCHES.row("bridge.validate", f"{_TRAINING}.config:ConfigContainer.validate")
+def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Bridge has no command line: the chosen pipeline is checked against Bridge's configuration
+    and written into it.
+    """
     requested, words = _requested()
     if requested is None and words is None:
         _suit_device(Settings(instance))
@@ -214,7 +216,16 @@ def _refuse_decentralized(container: Any) -> None:
     )
 
 
+@PATCHES.row(
+    "bridge.modules",
+    f"{_TRAINING}.config:megatron_mimo_runtime_config_update",
+    when=lambda: (
+        bool(requested_flags())
+        or ((found := active.active()) is not None and found.requested is not None)
+    ),
+)
 def _refuse_modules(*_call: Any) -> Any:
+    """Bridge runs several pipelines with its own 1F1B here and would ignore the chosen schedule."""
     raise ArgumentsError(
         "pretrain_megatron_mimo runs several models as several pipelines with its own 1F1B; leave "
         f"megatron_ext.configure or {FLAGS} out"
@@ -250,7 +261,7 @@ def _remove_hook(model: Any) -> None:
 def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a checkpoint check so that its errors name Bridge's fields instead of flags."""
 
-    def run(call: Callable[..., Any], instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    def run(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         try:
             return check(call, instance, args, kwargs)
         except DataError as error:
@@ -269,8 +280,11 @@ def _step_of(state: Any) -> int:
     return int(state.train_state.step)
 
 
-def _train_step(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
-    """Announce the step; send the losses of a folded pipeline to the rank that logs."""
+@PATCHES.row(
+    "bridge.train_step", f"{_TRAINING}.train:train_step", when=lambda: active.active() is not None
+)
+def _train_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Schedules need the iteration, and the last rank logs, but the first may have the losses."""
     from megatron_ext.runtime.folded import share_losses, share_mtp_losses
 
     state = args[5] if len(args) > 5 else kwargs["global_state"]
@@ -286,8 +300,9 @@ def _train_step(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _
     return share_losses(losses, groups), *others
 
 
-def _evaluate(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
-    """Send an evaluation's losses to the rank that logs; None if Bridge's time limit expired."""
+@PATCHES.row("bridge.evaluate", f"{_TRAINING}.eval:evaluate", when=active.is_folded)
+def _evaluate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The last rank logs, but the first has the losses."""
     from megatron.bridge.training.utils.pg_utils import get_pg_collection
 
     from megatron_ext.runtime.folded import share_losses
@@ -301,76 +316,28 @@ def _evaluate(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Ke
     return share_losses(losses, groups), *others
 
 
-def _patch(name: str, target: str, fn: Callable[..., Any], reason: str, **options: Any) -> Patch:
-    return Patch(
-        id=f"bridge.{name}",
-        target=f"{_TRAINING}.{target}",
-        fn=fn,
-        reason=reason,
-        feature="Megatron-Bridge",
-        **options,
-    )
-
-
-PATCHES = (
-    _patch(
-        "validate",
-        "config:ConfigContainer.validate",
-        _validate,
-        "Bridge has no command line: the chosen pipeline is checked against Bridge's configuration "
-        "and written into it",
-    ),
-    _patch(
-        "modules",
-        "config:megatron_mimo_runtime_config_update",
-        _refuse_modules,
-        "runs several pipelines with its own 1F1B and would ignore the chosen schedule",
-        when=lambda: (
-            bool(requested_flags())
-            or ((found := active.active()) is not None and found.requested is not None)
-        ),
-    ),
-    _patch(
-        "train_step",
-        "train:train_step",
-        _train_step,
-        "schedules need the iteration, and the last rank logs, but the first may have the losses",
-        when=lambda: active.active() is not None,
-    ),
-    _patch(
-        "evaluate",
-        "eval:evaluate",
-        _evaluate,
-        "the last rank logs, but the first has the losses",
-        when=active.is_folded,
-    ),
-    _patch(
-        "measured",
-        "train:train",
-        schedules.log_statistics_of,
-        "logs after training how much of the time was idle, and what ran out of the table's order",
-        when=schedules.is_chosen,
-    ),
-    _patch(
-        "logged",
-        "utils.train_utils:training_log",
-        effects.logged,
-        "checks the first logged line: the table ran, and the loss has arrived",
-        when=effects.is_not_logged,
-        order=-20,
-    ),
-    _patch(
-        "checkpoint_format",
-        "checkpointing:_load_base_checkpoint",
-        _in_fields(folded_pipelines.check_format),
-        "reads formats that name layers by rank, and would load the wrong layers",
-        when=active.is_folded,
-    ),
-    _patch(
-        "optimizer_state",
-        "checkpointing:generate_state_dict",
-        _in_fields(folded_pipelines.check_optimizer_state),
-        "compares the parallel sizes only, and would load optimizer state of other stages",
-        when=active.is_folded,
-    ),
-)
+PATCHES.row(
+    "bridge.measured",
+    f"{_TRAINING}.train:train",
+    "Bridge does not log after training how much of the time was idle or out of the table's order.",
+    when=schedules.is_chosen,
+)(schedules.log_statistics_of)
+PATCHES.row(
+    "bridge.logged",
+    f"{_TRAINING}.utils.train_utils:training_log",
+    "Bridge does not check at the first logged line that the table ran and the loss has arrived.",
+    when=effects.is_not_logged,
+    order=-20,
+)(effects.logged)
+PATCHES.row(
+    "bridge.checkpoint_format",
+    f"{_TRAINING}.checkpointing:_load_base_checkpoint",
+    "Bridge reads formats that name layers by rank, and would load the wrong layers.",
+    when=active.is_folded,
+)(_in_fields(folded_pipelines.check_format))
+PATCHES.row(
+    "bridge.optimizer_state",
+    f"{_TRAINING}.checkpointing:generate_state_dict",
+    "Bridge compares the parallel sizes only, and would load optimizer state of other stages.",
+    when=active.is_folded,
+)(_in_fields(folded_pipelines.check_optimizer_state))

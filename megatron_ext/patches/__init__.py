@@ -1,7 +1,9 @@
 """All changes to other packages: tables of patches, and their registry.
 
-A table is a module with a tuple `PATCHES`; importing it imports neither torch nor Megatron. Add a
-patch to the table of its upstream area. For a new table, write the module and list it here.
+A table is a module with a `Table` named `PATCHES`, whose rows are decorators of their functions:
+id and target, and as docstring the reason, which says what goes wrong without the patch. Importing
+a table imports neither torch nor Megatron. Add a patch to the table of its upstream area. For a new
+table, write the module and list it here.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ TABLES = (
     "trace",
     "without_te",
 )
-"""Modules of this package with a tuple `PATCHES`, by upstream area."""
+"""Modules of this package with a table `PATCHES`, by upstream area."""
 
 
 def rows() -> list[Patch]:

@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any, NoReturn
 
 from megatron_ext.errors import ArgumentsError, message_of, parser_line
-from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Patch
+from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Table
 from megatron_ext.upstream.signatures import flag_destination
 
 _LOG = logging.getLogger(__name__)
 _MODULE = "megatron.training.arguments"
+
+PATCHES = Table(feature="arguments")
 
 
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
@@ -51,6 +53,12 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
+@PATCHES.row("arguments.flags", f"{_MODULE}:add_megatron_arguments")
+def _add_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> ArgumentParser:
+    """Megatron lacks the flags of megatron_ext and the defaults of the device in use."""
+    return prepare_parser(call(*args, **kwargs))
+
+
 def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
     """End with one line on one rank, where argparse prints hundreds of lines of usage on each."""
     from megatron_ext.upstream import failure
@@ -59,8 +67,9 @@ def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+@PATCHES.row("arguments.validate", f"{_MODULE}:validate_args")
 def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:
-    """Check our flags first, then upstream's."""
+    """Megatron does not know which flags exclude each other, a schedule or the device."""
     from megatron_ext.config import entrances
     from megatron_ext.patches.listing import text_table
 
@@ -78,21 +87,3 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
         for line in text_table(REGISTRY.rows()).splitlines():
             _LOG.warning("%s", line)
     return validated
-
-
-PATCHES = (
-    Patch(
-        id="arguments.flags",
-        target=f"{_MODULE}:add_megatron_arguments",
-        fn=lambda call, _instance, args, kwargs: prepare_parser(call(*args, **kwargs)),
-        feature="arguments",
-        reason="lacks the flags of megatron_ext and the defaults of the device in use",
-    ),
-    Patch(
-        id="arguments.validate",
-        target=f"{_MODULE}:validate_args",
-        fn=_validate,
-        feature="arguments",
-        reason="does not know which flags exclude each other, a schedule or the device",
-    ),
-)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copyreg
 import enum
 import sys
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Table
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
 _COMMON = "megatron.core.dist_checkpointing.strategies.common"
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+
+PATCHES = Table()
 
 
 # torch's Adam, the fallback without TE and Apex, keeps a `step` tensor for each parameter, TE's and
@@ -24,8 +25,16 @@ def _torch_adam() -> bool:
     return not getattr(sys.modules.get(_MODULE), "HAVE_APEX_OR_TE", True)
 
 
+@PATCHES.row(
+    "optimizer.padding_of_reshardable",
+    f"{_MODULE}:DistributedOptimizer.sharded_param_state_fully_reshardable",
+    until=(0, 20),
+)
 def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Gather each buffer with the padding at the end of its buckets, as parameters are indexed."""
+    """Megatron gathers states without the padding between buckets but reads them at offsets
+    that include it: behind a padded bucket (tied embeddings have their own) it saves parameters
+    with parts of their neighbours.
+    """
     # Only within this call: the other formats store sizes without the padding.
     sized = [
         *((buffer, buffer.numel) for buffer in instance.buffers),
@@ -45,8 +54,15 @@ def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwar
             owner.numel_unpadded = unpadded
 
 
+@PATCHES.row(
+    "optimizer.state_before_first_step",
+    f"{_MODULE}:DistributedOptimizer.state_dict",
+    when=_torch_adam,
+)
 def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Create the state of an optimizer before its first step, for the loader's template."""
+    """Megatron asserts one common step, but the loader calls it before the first step, when
+    torch's Adam has no state.
+    """
     import torch
 
     optimizer = instance.optimizer
@@ -60,8 +76,13 @@ def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
     return call(*args, **kwargs)
 
 
+@PATCHES.row(
+    "optimizer.load_own_steps", f"{_MODULE}:DistributedOptimizer.load_state_dict", when=_torch_adam
+)
 def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Load without recording gradients, then give each parameter its own `step`."""
+    """Megatron copies into leaves that require gradients (RuntimeError) and puts one step
+    tensor into all states, which every parameter then increments (wrong bias correction).
+    """
     import torch
 
     # fp32 parameters are leaves that require gradients, and upstream copies into views of them.
@@ -77,8 +98,15 @@ def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     return result
 
 
+@PATCHES.row(
+    "optimizer.step_of_reshardable",
+    f"{_MODULE}:DistributedOptimizer._set_main_param_and_optimizer_states",
+    when=_torch_adam,
+)
 def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Fill in the `step` that checkpoints do not store for each parameter."""
+    """Reshardable checkpoints, and files of --ckpt-format torch, hold no step for each
+    parameter: KeyError.
+    """
     import torch
 
     def set_states(model_param: Any, tensors: dict[str, Any]) -> Any:
@@ -95,8 +123,23 @@ def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return set_states(*args, **kwargs)
 
 
+# Both functions below were methods in 0.16.
+@PATCHES.row(
+    "dist_checkpointing.queue_process",
+    f"{_WRITER}:_get_write_results_queue",
+    until=(0, 17),
+    required=False,
+)
+@PATCHES.row(
+    "dist_checkpointing.queue_process",
+    f"{_WRITER}:get_write_results_queue",
+    since=(0, 17),
+    required=False,
+)
 def _start_without_main(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Start the queue's process without the training script, which it does not need."""
+    """The process behind the queue imports the training script, which takes seconds, and fails if
+    the script needs `python -m megatron_ext` to find Megatron.
+    """
     # A spawned process first imports its parent's main script if that is a file.
     names = vars(sys.modules["__main__"])
     path = names.pop("__file__", None)
@@ -117,8 +160,25 @@ def _enums_are_written_as_getattr() -> bool:
     return Probe.MEMBER.__reduce_ex__(2)[0] is getattr
 
 
+@PATCHES.row(
+    "dist_checkpointing.enums_by_value",
+    f"{_COMMON}:TorchCommonSaveStrategy.save_common",
+    when=_enums_are_written_as_getattr,
+    until=(0, 17),
+    required=False,
+)
+@PATCHES.row(
+    "dist_checkpointing.enums_by_value",
+    f"{_COMMON}:save_common",
+    when=_enums_are_written_as_getattr,
+    since=(0, 17),
+    required=False,
+)
 def _with_enums_by_value(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Write Megatron's enums as later Pythons do: the class, called with the value."""
+    """Python 3.11.0 to 3.11.3 pickle enums in a way that torch's loader refuses, so no run goes on
+    from a checkpoint that was saved there.
+    """
+    # As later Pythons do: the class, called with the value.
     from megatron.core.safe_globals import SAFE_GLOBALS
 
     classes = [each for each in SAFE_GLOBALS if isinstance(each, type)]
@@ -131,64 +191,3 @@ def _with_enums_by_value(call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     finally:
         for each in new:
             del copyreg.dispatch_table[each]
-
-
-def _rows(old: str, new: str, **common: Any) -> Iterator[Patch]:
-    """Yield one patch of a method of 0.16 that is a function from 0.17 on."""
-    module = new.partition(":")[0]
-    yield Patch(target=f"{module}:{old}", until="0.17", required=False, **common)
-    yield Patch(target=new, since="0.17", required=False, **common)
-
-
-PATCHES = (
-    Patch(
-        id="optimizer.padding_of_reshardable",
-        target=f"{_MODULE}:DistributedOptimizer.sharded_param_state_fully_reshardable",
-        fn=_keep_padding_of_buckets,
-        until="0.20",
-        reason="gathers states without the padding between buckets but reads them at offsets that "
-        "include it: behind a padded bucket (tied embeddings have their own) it saves parameters "
-        "with parts of their neighbours",
-    ),
-    Patch(
-        id="optimizer.state_before_first_step",
-        target=f"{_MODULE}:DistributedOptimizer.state_dict",
-        fn=_initialize_state,
-        when=_torch_adam,
-        reason="asserts one common step, but the loader calls it before the first step, when "
-        "torch's Adam has no state",
-    ),
-    Patch(
-        id="optimizer.load_own_steps",
-        target=f"{_MODULE}:DistributedOptimizer.load_state_dict",
-        fn=_load_with_own_steps,
-        when=_torch_adam,
-        reason="copies into leaves that require gradients (RuntimeError) and puts one step tensor "
-        "into all states, which every parameter then increments (wrong bias correction)",
-    ),
-    Patch(
-        id="optimizer.step_of_reshardable",
-        target=f"{_MODULE}:DistributedOptimizer._set_main_param_and_optimizer_states",
-        fn=_keep_step,
-        when=_torch_adam,
-        reason="reshardable checkpoints, and files of --ckpt-format torch, hold no step for each "
-        "parameter: KeyError",
-    ),
-    *_rows(
-        "TorchCommonSaveStrategy.save_common",
-        f"{_COMMON}:save_common",
-        id="dist_checkpointing.enums_by_value",
-        fn=_with_enums_by_value,
-        when=_enums_are_written_as_getattr,
-        reason="Python 3.11.0 to 3.11.3 pickle enums in a way that torch's loader refuses, so no "
-        "run goes on from a checkpoint that was saved there",
-    ),
-    *_rows(
-        "_get_write_results_queue",
-        f"{_WRITER}:get_write_results_queue",
-        id="dist_checkpointing.queue_process",
-        fn=_start_without_main,
-        reason="the process behind the queue imports the training script, which takes seconds, "
-        "and fails if the script needs `python -m megatron_ext` to find Megatron",
-    ),
-)

@@ -8,26 +8,23 @@ only with --forward-backward-disaggregating.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from megatron_ext.disaggregation.job import current, has_role
-from megatron_ext.patches.registry import Args, Call, Kwargs, Patch, by_name
+from megatron_ext.patches.registry import Args, Call, Kwargs, Table, by_name
 
 _TRAINING = "megatron.training.training"
-_UTILS = (
-    ("megatron.training.utils", {"until": "0.18"}),
-    ("megatron.training.utils.common_utils", {"since": "0.18"}),
-)
 _PROVIDERS = ("model_provider_func", "build_model_func")
 
+PATCHES = Table(feature="disaggregation", when=lambda: current() is not None)
 
 _on_forward_rank, _on_backward_rank = partial(has_role, "forward"), partial(has_role, "backward")
 
 
+@PATCHES.row("disaggregation.processes", "megatron.training.initialize:_initialize_distributed")
 def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Start torch.distributed among the processes of one role, before upstream would."""
+    """Megatron treats all processes as one job; forward and backward ranks are two jobs."""
     # Upstream then finds it initialised, and goes on with the processes that it has.
     from megatron_ext import devices
     from megatron_ext.disaggregation import worlds
@@ -38,14 +35,29 @@ def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return call(*args, **kwargs)
 
 
+@PATCHES.row(
+    "disaggregation.schedule", "megatron.core.pipeline_parallel.schedules:get_forward_backward_func"
+)
 def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron runs forwards and backwards of a stage on one rank."""
     from megatron_ext.disaggregation.step import forward_backward
 
     return partial(forward_backward, call(*args, **kwargs))
 
 
+@PATCHES.row(
+    "disaggregation.model",
+    f"{_TRAINING}:get_model",
+    when=_on_forward_rank,
+)
+@PATCHES.row(
+    "disaggregation.model_of_builders",
+    "megatron.training.models.dist_utils:unimodal_build_distributed_models",
+    when=_on_forward_rank,
+    since=(0, 19),
+)
 def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Build the model of a forward rank, without trainable parameters."""
+    """Megatron keeps gradients of every weight; forward ranks have none."""
     # In the provider: what wraps the model afterwards makes room for a gradient of each trained
     # one.
     given = by_name(call, args, kwargs)
@@ -58,7 +70,11 @@ def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     return call(**{**given, provider: frozen})
 
 
+@PATCHES.row("disaggregation.progress", f"{_TRAINING}:setup_model_and_optimizer")
 def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron reads a checkpoint on every rank; forward ranks get its counters from backward
+    ranks.
+    """
     from megatron_ext.disaggregation.step import shared_progress
 
     made = call(*args, **kwargs)
@@ -68,8 +84,11 @@ def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     return made
 
 
+@PATCHES.row(
+    "disaggregation.forward_step", f"{_TRAINING}:train_step", kind="replace", when=_on_forward_rank
+)
 def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run a step without an optimizer; backward ranks know whether the step was skipped."""
+    """Megatron updates weights and averages losses, which forward ranks do not have."""
     # Losses stay on the backward ranks, which log; the results have the form of upstream's.
     from megatron_ext.disaggregation.step import step_done
 
@@ -90,7 +109,9 @@ def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     return {}, 0, False, False, 0, None, None, 0
 
 
+@PATCHES.row("disaggregation.weights", f"{_TRAINING}:train_step", when=_on_backward_rank)
 def _send_weights(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron does not send new weights; forward ranks need them."""
     from megatron_ext.disaggregation.step import step_done
 
     results = call(*args, **kwargs)
@@ -98,7 +119,9 @@ def _send_weights(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     return results
 
 
+@PATCHES.row("disaggregation.evaluate", f"{_TRAINING}:evaluate", when=_on_forward_rank)
 def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron returns the losses of an evaluation on forward ranks; backward ranks log them."""
     from megatron_ext.disaggregation.step import share_evaluation
 
     losses, *others = call(*args, **kwargs)
@@ -106,8 +129,11 @@ def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return losses, *others
 
 
+@PATCHES.row(
+    "disaggregation.evaluation", f"{_TRAINING}:evaluate", kind="replace", when=_on_backward_rank
+)
 def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Receive the losses of the evaluation that forward ranks run, for the log."""
+    """Megatron evaluates on every rank; forward ranks alone are enough."""
     from megatron_ext.disaggregation.step import share_evaluation
 
     given = by_name(call, args, kwargs)
@@ -119,8 +145,13 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     return share_evaluation(given["model"], {}), None, False
 
 
+@PATCHES.row(
+    "disaggregation.exit",
+    f"{_TRAINING}:checkpoint_and_decide_exit",
+    when=lambda: (job := current()) is not None and job.ends_by_itself,
+)
 def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Let backward ranks, which save checkpoints, decide when a job ends that may end any time."""
+    """Megatron decides among the processes of one role whether time is up or a signal has come."""
     from megatron_ext.disaggregation.step import share_exit
 
     is_over = has_role("backward") and call(*args, **kwargs)
@@ -133,7 +164,11 @@ def _replays() -> bool:
     return ship is not None and ship.current_replay() is not None
 
 
+@PATCHES.row(
+    "disaggregation.layers", "megatron.core.tensor_parallel.random:checkpoint", when=_replays
+)
 def _replay_layer(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron runs a layer for its output, which --fbd-activations ship has already delivered."""
     from megatron_ext.disaggregation.ship import current_replay
 
     function, distribute, hidden_states, *others = args
@@ -143,7 +178,9 @@ def _replay_layer(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     return call(later, distribute, hidden_states, *others, **kwargs)
 
 
+@PATCHES.row("disaggregation.end", "megatron.training.one_logger_utils:finish")
 def _leave(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Both roles shut down here, in Megatron's last call before exit, at --exit-interval too."""
     from megatron_ext.disaggregation.worlds import leave
 
     result = call(*args, **kwargs)
@@ -151,132 +188,23 @@ def _leave(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return result
 
 
+_silence = partial(PATCHES.row, kind="replace", when=_on_forward_rank)
+
+
+@_silence("disaggregation.timers", "megatron.core.timers:Timers.log")
 def _silent(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
-    """Print nothing: the backward ranks print it."""
+    """Megatron prints once for each job, and the forward ranks are a second one."""
 
 
-def _patch(name: str, target: str, fn: Callable[..., Any], reason: str, **options: Any) -> Patch:
-    return Patch(
-        id=f"disaggregation.{name}",
-        target=target,
-        fn=fn,
-        reason=reason,
-        feature="disaggregation",
-        **{"when": lambda: current() is not None, **options},
-    )
+for _module, _releases in (
+    ("megatron.training.utils", {"until": (0, 18)}),
+    ("megatron.training.utils.common_utils", {"since": (0, 18)}),
+):
+    for _name in ("print_rank_0", "print_rank_last"):
+        _silence(f"disaggregation.{_name}", f"{_module}:{_name}", **_releases)(_silent)
 
 
-PATCHES = (
-    _patch(
-        "processes",
-        "megatron.training.initialize:_initialize_distributed",
-        _join,
-        "treats all processes as one job; forward and backward ranks are two jobs",
-    ),
-    _patch(
-        "schedule",
-        "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-        _roles,
-        "runs forwards and backwards of a stage on one rank",
-    ),
-    _patch(
-        "model",
-        f"{_TRAINING}:get_model",
-        _without_gradients,
-        "keeps gradients of every weight; forward ranks have none",
-        when=_on_forward_rank,
-    ),
-    _patch(
-        "model_of_builders",
-        "megatron.training.models.dist_utils:unimodal_build_distributed_models",
-        _without_gradients,
-        "as disaggregation.model, for models made by a builder",
-        when=_on_forward_rank,
-        since="0.19",
-    ),
-    _patch(
-        "progress",
-        f"{_TRAINING}:setup_model_and_optimizer",
-        _share_progress,
-        "reads a checkpoint on every rank; forward ranks get its counters from backward ranks",
-    ),
-    _patch(
-        "forward_step",
-        f"{_TRAINING}:train_step",
-        _forward_step,
-        "updates weights and averages losses, which forward ranks do not have",
-        kind="replace",
-        when=_on_forward_rank,
-    ),
-    _patch(
-        "weights",
-        f"{_TRAINING}:train_step",
-        _send_weights,
-        "does not send new weights; forward ranks need them",
-        when=_on_backward_rank,
-    ),
-    _patch(
-        "evaluate",
-        f"{_TRAINING}:evaluate",
-        _send_losses,
-        "returns the losses of an evaluation on forward ranks; backward ranks log them",
-        when=_on_forward_rank,
-    ),
-    _patch(
-        "evaluation",
-        f"{_TRAINING}:evaluate",
-        _receive_losses,
-        "evaluates on every rank; forward ranks alone are enough",
-        kind="replace",
-        when=_on_backward_rank,
-    ),
-    _patch(
-        "exit",
-        f"{_TRAINING}:checkpoint_and_decide_exit",
-        _end_together,
-        "decides among the processes of one role whether time is up or a signal has come",
-        when=lambda: (job := current()) is not None and job.ends_by_itself,
-    ),
-    _patch(
-        "log",
-        f"{_TRAINING}:training_log",
-        lambda call, _instance, args, kwargs: by_name(call, args, kwargs)["report_memory_flag"],
-        "logs each step; forward ranks know neither losses nor norms",
-        kind="replace",
-        when=_on_forward_rank,
-    ),
-    *(
-        _patch(
-            name,
-            f"{module}:{name}",
-            _silent,
-            "prints once for each job, and the forward ranks are a second one",
-            kind="replace",
-            when=_on_forward_rank,
-            **releases,
-        )
-        for name in ("print_rank_0", "print_rank_last")
-        for module, releases in _UTILS
-    ),
-    _patch(
-        "timers",
-        "megatron.core.timers:Timers.log",
-        _silent,
-        "prints times for each job, and the forward ranks are a second one",
-        kind="replace",
-        when=_on_forward_rank,
-    ),
-    _patch(
-        "layers",
-        "megatron.core.tensor_parallel.random:checkpoint",
-        _replay_layer,
-        "runs a layer for its output, which --fbd-activations ship has already delivered",
-        when=_replays,
-    ),
-    _patch(
-        "end",
-        "megatron.training.one_logger_utils:finish",
-        _leave,
-        "is the last call before exit, at --exit-interval too; both roles shut down here",
-    ),
-)
+@_silence("disaggregation.log", f"{_TRAINING}:training_log")
+def _without_log(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron logs each step; forward ranks know neither losses nor norms."""
+    return by_name(call, args, kwargs)["report_memory_flag"]

@@ -11,12 +11,10 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-import io
 import json
 import logging
 import os
 import sys
-import tokenize
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -31,17 +29,8 @@ _LOG = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).with_name("fingerprints")
 _NOTHING = "nothing"
-_LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-    tokenize.ENCODING,
-}
-_FSTRING_START = getattr(tokenize, "FSTRING_START", None)
-_FSTRING_END = getattr(tokenize, "FSTRING_END", None)
+# Parts of syntax that mean nothing at run time, or that only some Pythons have.
+_IGNORED = frozenset({"annotation", "ctx", "kind", "returns", "type_comment", "type_params"})
 
 
 def policy() -> Literal["error", "warn", "ignore"]:
@@ -170,73 +159,28 @@ def fingerprint_of_source(source: str) -> dict[str, str]:
             if isinstance(argument, ast.arg):
                 argument.annotation = None
         signature = f"({ast.unparse(defined.args)})"
-    # Without comments, docstrings, layout and annotations, so that harmless edits do not matter.
-    tokens = "\0".join(_tokens(source))
-    return {"sha256": hashlib.sha256(tokens.encode()).hexdigest(), "signature": signature}
+    text = repr(_meaning(defined))
+    return {"sha256": hashlib.sha256(text.encode()).hexdigest(), "signature": signature}
 
 
-def _tokens(source: str) -> list[str]:
-    """Return the strings of all significant tokens, equal on every Python."""
-    # Token types have different numbers in each Python, and an f-string is one token up to 3.11 and
-    # several afterwards. So this keeps only strings, and joins the parts of f-strings.
-    lines = source.splitlines(keepends=True)
-    strings: list[str] = []
-    start: tuple[int, int] | None = None
-    depth = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if _FSTRING_START is not None and token.type == _FSTRING_START:
-            start = token.start if depth == 0 else start
-            depth += 1
-        elif depth and token.type == _FSTRING_END:
-            depth -= 1
-            if depth == 0 and start is not None:
-                (top, left), (bottom, right) = start, token.end
-                whole = lines[top - 1 : bottom]
-                # The end first: with one line both cuts are in it.
-                whole[-1] = whole[-1][:right]
-                whole[0] = whole[0][left:]
-                strings.append("".join(whole))
-        elif depth == 0 and token.type not in _LAYOUT:
-            strings.append(token.string)
-    return _without_docstring(_without_annotations(strings))
-
-
-def _without_annotations(strings: list[str]) -> list[str]:
-    """Drop the annotations of the first function's header, but keep defaults."""
-    # Between the brackets of the parameters a colon begins an annotation, unless a default has
-    # begun, and a comma, an equals sign or the closing bracket ends it; an arrow begins that of the
-    # result.
-    if "def" not in strings:
-        return strings
-    begin = strings.index("def") + 2
-    kept, depth, dropping, in_default = strings[:begin], 0, False, False
-    for index, string in enumerate(strings[begin:], start=begin):
-        depth += (string in {"(", "[", "{"}) - (string in {")", "]", "}"})
-        if depth == 0 and string == ":":
-            return kept + strings[index:]
-        if (depth == 1 and string in {",", "="}) or (depth == 0 and string == ")"):
-            dropping, in_default = False, string == "="
-        elif string == "->" or (depth == 1 and string == ":" and not in_default):
-            dropping = True
-        if not dropping:
-            kept.append(string)
-    return kept
-
-
-def _without_docstring(strings: list[str]) -> list[str]:
-    """Drop the string literal that follows the header's colon (the one outside brackets)."""
-    depth = 0
-    for index, string in enumerate(strings[:-1]):
-        if string in {"(", "[", "{"}:
-            depth += 1
-        elif string in {")", "]", "}"}:
-            depth -= 1
-        elif string == ":" and depth == 0:
-            following = strings[index + 1]
-            if following.lstrip("rRuU")[:3] in {'"""', "'''"}:
-                return strings[: index + 1] + strings[index + 2 :]
-            return strings
-    return strings
+def _meaning(node: Any) -> Any:
+    """Return syntax as nested tuples, equal on every Python, without what means nothing."""
+    # So comments, docstrings, layout and annotations do not matter. The text of `ast.dump` and of
+    # `ast.unparse` differs between Pythons.
+    if isinstance(node, ast.JoinedStr):  # 3.12 ends some of them with an empty text
+        node.values = [part for part in node.values if getattr(part, "value", None) != ""]
+    if isinstance(node, ast.AST):
+        parts = ((name, _meaning(value)) for name, value in ast.iter_fields(node))
+        return type(node).__name__, *(
+            part for part in parts if part[0] not in _IGNORED and part[1] not in (None, ())
+        )
+    if isinstance(node, list):
+        return tuple(  # without constants as statements, which docstrings are
+            _meaning(part)
+            for part in node
+            if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
+        )
+    return node
 
 
 @lru_cache(maxsize=1)

@@ -12,11 +12,13 @@ from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.errors import EffectMissing
-from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Patch
+from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Table
 from megatron_ext.upstream import releases
 
 # Number of steps to check: by then tied copies have been filled, and updated once.
 _STEPS = 2
+
+PATCHES = Table(feature="effects", order=-20)
 
 
 def _checked() -> active.Active | None:
@@ -55,8 +57,15 @@ def _missing(feature: str, effect: str, found: str, patch: str) -> EffectMissing
     )
 
 
+@PATCHES.row(
+    "effects.steps",
+    "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+    when=_is_due,
+)
 def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return the schedule with checks before its first training steps."""
+    """Megatron does not verify in the first steps that tied copies are equal and forward ranks
+    frozen.
+    """
     schedule = call(*args, **kwargs)
 
     @functools.wraps(schedule)
@@ -101,8 +110,13 @@ def _check_model(chunks: list[Any], step: int) -> None:
             )
 
 
+@PATCHES.row(
+    "effects.logged",
+    "megatron.training.training:training_log",
+    when=is_not_logged,
+)
 def logged(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Check at the first line of the log that the table ran, and that the loss arrived."""
+    """Megatron does not verify at the first log line that the table ran and the loss arrived."""
     # Once: what had no effect in the steps before the first line will have none later.
     found = active.required()
     found.is_log_checked = True
@@ -131,26 +145,3 @@ def logged(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
             "pipeline.messages",
         )
     return call(*args, **kwargs)
-
-
-PATCHES = (
-    Patch(
-        id="effects.steps",
-        target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-        fn=_watched,
-        when=_is_due,
-        order=-20,
-        feature="effects",
-        reason="does not verify in the first steps that tied copies are equal and forward ranks "
-        "frozen",
-    ),
-    Patch(
-        id="effects.logged",
-        target="megatron.training.training:training_log",
-        fn=logged,
-        when=is_not_logged,
-        order=-20,
-        feature="effects",
-        reason="does not verify at the first log line that the table ran and the loss arrived",
-    ),
-)

@@ -8,13 +8,12 @@ schedules cannot run under them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from megatron_ext.config import active
 from megatron_ext.errors import DataError
-from megatron_ext.patches.registry import Args, Call, Kwargs, Patch, always
+from megatron_ext.patches.registry import Args, Call, Kwargs, Table, always
 
 _STATE = "megatron.core.parallel_state"
 _STAGES = "megatron.core.pipeline_parallel.utils"
@@ -23,9 +22,12 @@ _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout"
 _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
 
+PATCHES = Table(feature="schedules", when=active.is_folded)
 
+
+@PATCHES.row("placement.layers", f"{_LAYOUT}:PipelineParallelLayerLayout.from_str")
 def _place_layers(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Parse a layout string for the active placement, unless it is for another pipeline."""
+    """Megatron places the stages of a layout round-robin; V and W place them differently."""
     from megatron_ext.runtime.folded import placed_layout
 
     parsed = call(*args, **kwargs)
@@ -36,8 +38,19 @@ def _place_layers(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     return placed_layout(parsed.input_data, chosen.placement)
 
 
+@PATCHES.row(
+    "placement.segments",
+    "megatron.core.ssm.mamba_hybrid_layer_allocation:select_pipeline_segment",
+    since=(0, 17),
+    until=(0, 18),
+)
+@PATCHES.row(
+    "placement.segments",
+    "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
+    since=(0, 18),
+)
 def _place_segment(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> tuple[list[str], int]:
-    """Select the layers of a hybrid model's stage, and count those of the stages before it."""
+    """Megatron places the segments of a hybrid pattern round-robin; V and W do not."""
     chosen = active.pipeline()
     assert chosen is not None
     pattern, *others = args
@@ -52,17 +65,23 @@ def _place_segment(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> tu
     return layers, sum(map(len, segments[:stage]))
 
 
-def _instead(module: str, name: str) -> Callable[[Call, Any, Args, Kwargs], Any]:
-    """Return a replacement that calls upstream's function for the first rank."""
-
+@PATCHES.row("placement.is_pp_last_stage", f"{_STAGES}:is_pp_last_stage", kind="replace")
+@PATCHES.row("placement.get_pp_last_rank", f"{_STAGES}:get_pp_last_rank", kind="replace")
+@PATCHES.row(
+    "placement.get_pipeline_model_parallel_last_rank",
+    f"{_STATE}:get_pipeline_model_parallel_last_rank",
+    kind="replace",
+)
+def _of_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron takes the last rank for the one with the last stage; it is the first."""
     # By name at each call: that function may be patched itself.
-    def run(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        return getattr(sys.modules[module], name)(*args, **kwargs)
-
-    return run
+    twin = call.__name__.replace("last", "first")
+    return getattr(sys.modules[call.__module__], twin)(*args, **kwargs)
 
 
+@PATCHES.row("placement.is_pipeline_last_stage", f"{_STATE}:is_pipeline_last_stage", kind="replace")
 def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Megatron takes the last rank for the one with the last stage."""
     given = dict(zip(("ignore_virtual", "vp_stage"), args, strict=False), **kwargs)
     state = sys.modules[_STATE]
     chunks = state.get_virtual_pipeline_model_parallel_world_size()
@@ -73,8 +92,11 @@ def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> b
     return bool(state.get_pipeline_model_parallel_rank() == 0)
 
 
+@PATCHES.row("placement.embedding_groups", f"{_STATE}:initialize_model_parallel")
 def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the first rank the only member of the embedding groups, whatever the script says."""
+    """Megatron puts the last rank, which has no copy of the embedding, into the embedding
+    group: the first would wait for it forever.
+    """
     # It holds both copies of the embedding, and the sum over a group of one is no communication.
 
     def first(ranks: list[int]) -> list[int]:
@@ -85,13 +107,29 @@ def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     )
 
 
+@PATCHES.row(
+    "placement.tied_gradients", f"{_GRADS}:_allreduce_word_embedding_grads", kind="replace"
+)
 def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Megatron adds up the gradients of tied embeddings between ranks, but both are on one."""
     from megatron_ext.runtime.folded import sum_tied_gradients
 
     sum_tied_gradients(args[0] if args else kwargs["model"])
 
 
+@PATCHES.row(
+    "placement.tied_weights",
+    f"{_TRAINING}:get_model",
+)
+@PATCHES.row(
+    "placement.tied_weights_of_builders",
+    "megatron.training.models.dist_utils:prepare_existing_model_chunks_for_distributed_training",
+    since=(0, 19),
+)
 def _tie(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron fills the copy of a tied embedding from another rank, but both are on one: it
+    would stay zero.
+    """
     from megatron_ext.runtime.folded import tie_embeddings
 
     chunks = call(*args, **kwargs)
@@ -99,8 +137,9 @@ def _tie(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return chunks
 
 
+@PATCHES.row("placement.train_step", f"{_TRAINING}:train_step")
 def _share_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Send a training step's losses, its first result, to the rank that logs."""
+    """The last rank logs, but the first has the losses."""
     from megatron_ext.runtime.folded import share_losses, share_mtp_losses
 
     losses, *others = call(*args, **kwargs)
@@ -108,16 +147,20 @@ def _share_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return share_losses(losses), *others
 
 
+@PATCHES.row("placement.evaluate", f"{_TRAINING}:evaluate")
 def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Send the losses of an evaluation to the rank that logs; None: the time limit was reached."""
+    """The last rank logs, but the first has the losses."""
     from megatron_ext.runtime.folded import share_losses
 
     losses, *others = call(*args, **kwargs)
-    return losses if losses is None else share_losses(losses), *others
+    if losses is not None:  # None: the time limit was reached
+        losses = share_losses(losses)
+    return losses, *others
 
 
+@PATCHES.row("placement.optimizer_state", f"{_CHECKPOINTING}:generate_state_dict")
 def check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Refuse optimizer state that is sharded along the gradient buffers of other stages."""
+    """Megatron checks the parallel sizes only, and would load optimizer state of other stages."""
     optimizer = args[2] if len(args) > 2 else kwargs["optimizer"]
     options = kwargs.get("optim_sd_kwargs") or {}
     if optimizer is not None and options.get("is_loading"):
@@ -134,7 +177,15 @@ def check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs
     return call(*args, **kwargs)
 
 
+@PATCHES.row(
+    "placement.tied_checkpoint",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel:"
+    "distribute_main_replicas_with_precomputed_distribution",
+)
 def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Megatron assigns tensors to replicas by name: a rank with both copies of a tied embedding
+    would save two, which fails.
+    """
     from megatron_ext.runtime.folded import keep_one_main_copy
 
     call(*args, **kwargs)
@@ -167,8 +218,11 @@ def _stages(args: Any) -> str:
     return f"ranks {ranks} of {cut}"
 
 
+@PATCHES.row("placement.file_stages", f"{_CHECKPOINTING}:generate_state_dict")
 def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Write the stages of a file that names layers by rank and chunk into its version."""
+    """Megatron names the layers of --ckpt-format torch by rank and chunk, whatever stages these
+    have.
+    """
     state, settings = call(*args, **kwargs), args[0] if args else kwargs["args"]
     if settings.ckpt_format == "torch":
         # Megatron compares the version with numbers: without this package loading ends there. Any
@@ -177,8 +231,9 @@ def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return state
 
 
+@PATCHES.row("placement.checkpoint_format", f"{_CHECKPOINTING}:_load_base_checkpoint", when=always)
 def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Refuse a file that names layers by rank and chunk where its stages are others."""
+    """Megatron reads formats that identify layers by rank, and would load the wrong layers."""
     loaded = call(*args, **kwargs)
     state, name, _, kind = loaded  # each rank has a file of its own two folders below
     if kind is None or kind.name != "LEGACY":
@@ -201,148 +256,12 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     return loaded
 
 
-def _patch(name: str, target: str, fn: Callable[..., Any], reason: str, **options: Any) -> Patch:
-    return Patch(
-        id=f"placement.{name}",
-        target=target,
-        fn=fn,
-        reason=reason,
-        feature="schedules",
-        **{"when": active.is_folded, **options},
-    )
-
-
-PATCHES = (
-    _patch(
-        "layers",
-        f"{_LAYOUT}:PipelineParallelLayerLayout.from_str",
-        _place_layers,
-        "places the stages of a layout round-robin; V and W place them differently",
-    ),
-    *(
-        _patch(
-            "segments",
-            f"{module}:select_pipeline_segment",
-            _place_segment,
-            "places the segments of a hybrid pattern round-robin; V and W place them differently",
-            **releases,
-        )
-        for module, releases in (
-            ("megatron.core.ssm.mamba_hybrid_layer_allocation", {"since": "0.17", "until": "0.18"}),
-            ("megatron.core.models.hybrid.hybrid_layer_allocation", {"since": "0.18"}),
-        )
-    ),
-    _patch(
-        "is_pp_last_stage",
-        f"{_STAGES}:is_pp_last_stage",
-        _instead(_STAGES, "is_pp_first_stage"),
-        "takes the last rank for the one with the last stage",
-        kind="replace",
-    ),
-    _patch(
-        "get_pp_last_rank",
-        f"{_STAGES}:get_pp_last_rank",
-        _instead(_STAGES, "get_pp_first_rank"),
-        "broadcasts the number of tokens from the last rank; the first has the last stage",
-        kind="replace",
-    ),
-    _patch(
-        "is_pipeline_last_stage",
-        f"{_STATE}:is_pipeline_last_stage",
-        _is_last_stage,
-        "takes the last rank for the one with the last stage",
-        kind="replace",
-    ),
-    _patch(
-        "get_pipeline_model_parallel_last_rank",
-        f"{_STATE}:get_pipeline_model_parallel_last_rank",
-        _instead(_STATE, "get_pipeline_model_parallel_first_rank"),
-        "takes the last rank for the one with the last stage",
-        kind="replace",
-    ),
-    _patch(
-        "embedding_groups",
-        f"{_STATE}:initialize_model_parallel",
-        _embed_on_first_rank,
-        "puts the last rank, which has no copy of the embedding, into the embedding group: the "
-        "first would wait for it forever",
-    ),
-    _patch(
-        "tied_gradients",
-        f"{_GRADS}:_allreduce_word_embedding_grads",
-        _sum_in_place,
-        "adds up the gradients of tied embeddings between ranks, but both are on one",
-        kind="replace",
-    ),
-    _patch(
-        "tied_weights",
-        f"{_TRAINING}:get_model",
-        _tie,
-        "fills the copy of a tied embedding from another rank, but both are on one: it would stay "
-        "zero",
-    ),
-    _patch(
-        "tied_weights_of_builders",
-        "megatron.training.models.dist_utils:"
-        "prepare_existing_model_chunks_for_distributed_training",
-        _tie,
-        "as placement.tied_weights, for models made by a builder",
-        since="0.19",
-    ),
-    _patch(
-        "train_step",
-        f"{_TRAINING}:train_step",
-        _share_step,
-        "the last rank logs, but the first has the losses",
-    ),
-    _patch(
-        "evaluate",
-        f"{_TRAINING}:evaluate",
-        _share_evaluation,
-        "the last rank logs, but the first has the losses",
-    ),
-    *(
-        _patch(
-            "batch",
-            f"{module}:get_batch_on_this_tp_rank",
-            # It sends the fields of the first stage to a rank that holds it, else those of the last
-            # stage, regardless of the chunk; stages with MTP get both.
-            lambda call, _instance, args, kwargs: call(
-                *args[:1], **{**kwargs, "mtp_on_this_rank": True}
-            ),
-            "sends tensor-parallel ranks only the fields of the first stage if a rank holds both",
-            **releases,
-        )
-        for module, releases in (
-            ("megatron.training.utils", {"until": "0.18"}),
-            ("megatron.core.utils", {"since": "0.18"}),
-        )
-    ),
-    _patch(
-        "tied_checkpoint",
-        "megatron.core.dist_checkpointing.strategies.fully_parallel:"
-        "distribute_main_replicas_with_precomputed_distribution",
-        _save_once,
-        "assigns tensors to replicas by name: a rank with both copies of a tied embedding would "
-        "save two, which fails",
-    ),
-    _patch(
-        "file_stages",
-        f"{_CHECKPOINTING}:generate_state_dict",
-        _name_stages,
-        "names the layers of --ckpt-format torch by rank and chunk, whatever stages these have",
-    ),
-    _patch(
-        "checkpoint_format",
-        f"{_CHECKPOINTING}:_load_base_checkpoint",
-        _check_stages,
-        "reads formats that identify layers by rank, and would load the wrong layers",
-        when=always,
-    ),
-    _patch(
-        "optimizer_state",
-        f"{_CHECKPOINTING}:generate_state_dict",
-        check_optimizer_state,
-        "checks the parallel sizes only, and would load optimizer state of other stages",
-    ),
-)
+@PATCHES.row("placement.batch", "megatron.training.utils:get_batch_on_this_tp_rank", until=(0, 18))
+@PATCHES.row("placement.batch", "megatron.core.utils:get_batch_on_this_tp_rank", since=(0, 18))
+def _with_fields_of_both_ends(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron sends tensor-parallel ranks only the fields of the first stage if a rank holds
+    both.
+    """
+    # It sends the fields of the first stage to a rank that holds it, else those of the last stage,
+    # regardless of the chunk; stages with MTP get both.
+    return call(*args[:1], **{**kwargs, "mtp_on_this_rank": True})

@@ -34,8 +34,8 @@ _TREE_SCRIPTS = frozenset(
 _TRITON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
 
-class _MegatronFinder(MetaPathFinder):
-    """Places `megatron.core` and `megatron.training`; runs callbacks before packages."""
+class _Finder(MetaPathFinder):
+    """Places Megatron's packages and the modules of its scripts; runs callbacks before packages."""
 
     def __init__(self, before: dict[str, Callable[[], object]]) -> None:
         self.before = before
@@ -59,6 +59,10 @@ class _MegatronFinder(MetaPathFinder):
         if fullname in _TREE_PACKAGES:
             tree = upstream.find_tree()
             return PathFinder.find_spec(fullname, [str(tree / "megatron")]) if tree else None
+        # After all entries of `sys.path`: a script of the user's with such a name precedes them.
+        if fullname in _TREE_SCRIPTS and PathFinder.find_spec(fullname) is None:
+            tree = upstream.find_tree()
+            return PathFinder.find_spec(fullname, [str(tree)]) if tree else None
         # `megatron.training` always imports these kernels, which only `--batch-invariant-mode`
         # uses. CPU and some MUSA builds of torch lack Triton: they get a stand-in that raises when
         # called.
@@ -69,22 +73,8 @@ class _MegatronFinder(MetaPathFinder):
         return None
 
 
-class _ScriptFinder(MetaPathFinder):
-    """Finds the modules beside upstream's scripts, after all entries of `sys.path`."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the location of one of upstream's top-level modules, or None."""
-        if fullname not in _TREE_SCRIPTS:
-            return None
-        tree = upstream.find_tree()
-        return PathFinder.find_spec(fullname, [str(tree)]) if tree else None
-
-
-def _installed() -> list[MetaPathFinder]:
-    """Return our finders."""
-    return [f for f in sys.meta_path if isinstance(f, _MegatronFinder | _ScriptFinder)]
+def _installed() -> list[_Finder]:
+    return [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
 
 
 def install(before_core: Callable[[], object]) -> None:
@@ -97,12 +87,9 @@ def install(before_core: Callable[[], object]) -> None:
     if _installed():
         return
     # Not wrapt's hooks, which fire after a module has executed: `megatron.core` copies names of
-    # `torch.cuda` at import, so the redirects of the device must be in place before.
-    first, last = _MegatronFinder({"megatron.core": before_core}), _ScriptFinder()
-    # At the front, or an installed Megatron would be found first; the scripts' modules at the end,
-    # where a script of the user's with such a name precedes them.
-    sys.meta_path.insert(0, first)
-    sys.meta_path.append(last)
+    # `torch.cuda` at import, so the redirects of the device must be in place before. And at the
+    # front, or an installed Megatron would be found first.
+    sys.meta_path.insert(0, _Finder({"megatron.core": before_core}))
     if "megatron.core" in sys.modules:
         before_core()
 
@@ -115,11 +102,10 @@ def before(package: str, callback: Callable[[], None]) -> None:
         callback: Its exceptions end the import.
     """
     for finder in _installed():
-        if isinstance(finder, _MegatronFinder):
-            finder.before[package] = callback
+        finder.before[package] = callback
 
 
 def remove() -> None:
-    """Remove the finders; modules already imported are unaffected."""
+    """Remove the finder; modules already imported are unaffected."""
     for finder in _installed():
         sys.meta_path.remove(finder)

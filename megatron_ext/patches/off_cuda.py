@@ -12,11 +12,13 @@ from typing import Any
 
 from megatron_ext.devices import off_cuda, on_cpu
 from megatron_ext.devices.translate import to
-from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Patch
+from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Table
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 _NOTICE = "CPU RNG state changed"
 _PARALLEL_STATE = "megatron.core.parallel_state"
+
+PATCHES = Table()
 
 # Upstream's reset omits these; they would keep naming ranks and groups that no longer exist.
 _FORGOTTEN = (
@@ -46,14 +48,22 @@ class _WithoutNotice(logging.Filter):
 _FILTER = _WithoutNotice()
 
 
+@PATCHES.row("tensor_parallel.rng_notice", f"{_RANDOM}:CudaRNGStatesTracker.__init__", when=on_cpu)
 def _quieten(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Install the filter with the first tracker."""
+    """Megatron reports each use of the device's generator as a change of the host's; on the
+    host they are the same.
+    """
     logging.getLogger(_RANDOM).addFilter(_FILTER)  # adds it once
     call(*args, **kwargs)
 
 
+@PATCHES.row(
+    "parallel_state.destroy_groups", f"{_PARALLEL_STATE}:destroy_model_parallel", when=off_cuda
+)
 def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Destroy every group that upstream created; upstream only drops them."""
+    """Megatron drops groups without destroying them; with gloo each keeps its threads, and
+    repeated initialisation stalls the host.
+    """
     from torch import distributed
 
     state = sys.modules[_PARALLEL_STATE]
@@ -70,8 +80,13 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
             distributed.destroy_process_group(group)
 
 
+@PATCHES.row(
+    "moe.tensor_to_host", "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu"
+)
 def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Move any tensor to the host, and convert it to an array if requested."""
+    """Megatron honours as_numpy for CUDA tensors only, so the all-to-all dispatcher gets a
+    tensor instead of an array: TypeError.
+    """
     import torch
 
     # Upstream's function does both for CUDA tensors only; a tensor on the host or on another
@@ -85,15 +100,23 @@ def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     return move(*args, **kwargs)
 
 
+@PATCHES.row(
+    "training.packed_statistics",
+    "megatron.training.training:_seqlen_stats_in_iteration",
+    kind="set",
+    when=on_cpu,
+    since=(0, 18),
+)
 def _empty_statistics(_original: Any) -> Any:
-    """Return the sums of lengths and of squared lengths on the host, which upstream resets."""
+    """Megatron makes it on 'cuda:cpu' at the first packed batch: RuntimeError."""
     import torch
 
     return torch.zeros(2, dtype=torch.float64)
 
 
+@PATCHES.row("training_init.dataset_helpers", "megatron.core.datasets.utils:compile_helpers")
 def _skip_if_built(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run `make` only where the compiled index helpers are missing."""
+    """The wheel brings the compiled helpers but no Makefile, and a failed make ends the process."""
     try:
         import_module("megatron.core.datasets.helpers_cpp")
     except ImportError:
@@ -101,73 +124,27 @@ def _skip_if_built(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
     return None
 
 
-def _nothing(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
-    """Do nothing in place of the original."""
-
-
-PATCHES = (
-    Patch(
-        id="tensor_parallel.rng_notice",
-        target=f"{_RANDOM}:CudaRNGStatesTracker.__init__",
-        fn=_quieten,
-        when=on_cpu,
-        reason="reports each use of the device's generator as a change of the host's; on the host "
-        "they are the same",
-    ),
-    Patch(
-        id="parallel_state.destroy_groups",
-        target=f"{_PARALLEL_STATE}:destroy_model_parallel",
-        fn=_destroy_all_groups,
-        when=off_cuda,
-        reason="drops groups without destroying them; with gloo each keeps its threads, and "
-        "repeated initialisation stalls the host",
-    ),
-    Patch(
-        id="moe.tensor_to_host",
-        target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
-        fn=_move_to_host,
-        reason="honours as_numpy for CUDA tensors only, so the all-to-all dispatcher gets a "
-        "tensor instead of an array: TypeError",
-    ),
-    Patch(
-        id="training.packed_statistics",
-        target="megatron.training.training:_seqlen_stats_in_iteration",
-        kind="set",
-        fn=_empty_statistics,
-        when=on_cpu,
-        since="0.18",
-        reason="is made on 'cuda:cpu' at the first packed batch: RuntimeError",
-    ),
-    Patch(
-        id="training_init.dataset_helpers",
-        target="megatron.core.datasets.utils:compile_helpers",
-        fn=_skip_if_built,
-        reason="the wheel brings the compiled helpers but no Makefile, and a failed make ends the "
-        "process",
-    ),
-    Patch(
-        id="training_init.fused_kernels",
-        target="megatron.legacy.fused_kernels:load",
-        kind="replace",
-        fn=_nothing,
-        when=off_cuda,
-        until="0.17",
-        reason="looks for nvcc; without a CUDA toolkit it raises TypeError",
-    ),
-    Patch(
-        id="training_init.jit_fuser",
-        target="megatron.core.jit:jit_fuser",
-        kind="set",
-        fn=to(lambda function: function),
-        when=off_cuda,
-        reason="torch.compile needs a compiler for the device and gains nothing here",
-    ),
-    Patch(
-        id="training_init.jit_warmup",
-        target="megatron.training.initialize:_warmup_jit_function",
-        kind="replace",
-        fn=_nothing,
-        when=off_cuda,
-        reason="warms up fused functions that nothing compiles here",
-    ),
+@PATCHES.row(
+    "training_init.fused_kernels",
+    "megatron.legacy.fused_kernels:load",
+    kind="replace",
+    when=off_cuda,
+    until=(0, 17),
 )
+@PATCHES.row(
+    "training_init.jit_warmup",
+    "megatron.training.initialize:_warmup_jit_function",
+    kind="replace",
+    when=off_cuda,
+)
+def _nothing(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
+    """Megatron compiles and warms up fused functions: without a CUDA toolkit, TypeError."""
+
+
+PATCHES.row(
+    "training_init.jit_fuser",
+    "megatron.core.jit:jit_fuser",
+    "torch.compile needs a compiler for the device and gains nothing here",
+    kind="set",
+    when=off_cuda,
+)(to(lambda function: function))

@@ -9,23 +9,23 @@ closures, partials and bound methods cannot be.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import wrapt
 
-from megatron_ext.upstream.releases import Release, parse_release
-
 if TYPE_CHECKING:
     from megatron_ext.errors import UpstreamMismatch
+    from megatron_ext.upstream.releases import Release
 
 Call = Callable[..., Any]
 """Continues the chain of wraps; the `fn` of a patch receives it."""
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_ANY: tuple[Release, Release] = ((0, 0), (1 << 30, 0))
 
 MISSING = object()
 """Represents a missing attribute; None is a regular value."""
@@ -65,16 +65,12 @@ class Patch:
     """Place among the wraps of a target: lower is further out."""
     feature: str = "core"
     """The feature that the patch belongs to, for listings."""
-    conflicts: tuple[str, ...] = ()
-    """Ids that may not be active together with this patch."""
-    requires: tuple[str, ...] = ()
-    """Ids that must be registered too."""
     creates: bool = False
     """set: the name does not exist upstream (the reason explains why it must)."""
-    since: str | None = None
-    """First minor release that the row is for, such as `0.17`; None: from the oldest on."""
-    until: str | None = None
-    """First minor release that it is not for any more; None: to the newest."""
+    since: Release = _ANY[0]
+    """First minor release that the row is for, such as `(0, 17)`."""
+    until: Release = _ANY[1]
+    """First minor release that it is not for any more."""
     required: bool = True
     """Whether a missing target is an error if the patch would act. False for conveniences, and if
     other checks assert the effect (`megatron_ext/patches/effects.py`)."""
@@ -92,42 +88,40 @@ class Patch:
     @property
     def releases(self) -> str:
         """The releases of the row in words: empty for all."""
-        if self.since and self.until:
-            return f"{self.since} to before {self.until}"
-        if self.since:
-            return f"since {self.since}"
-        return f"before {self.until}" if self.until else ""
+        first, end = ("{}.{}".format(*release) for release in (self.since, self.until))
+        if self.since == _ANY[0]:
+            return "" if self.until == _ANY[1] else f"before {end}"
+        return f"since {first}" if self.until == _ANY[1] else f"{first} to before {end}"
 
     def is_for(self, release: Release | None) -> bool:
         """Return whether the row is for a release; without a known release, only rows for all."""
-        first, end = self._bounds
         if release is None:
-            return (first, end) == _ALL
-        return first <= release < end
-
-    def overlaps(self, other: Patch) -> bool:
-        """Return whether some release is covered by both rows."""
-        (first, end), (others_first, others_end) = self._bounds, other._bounds
-        return first < others_end and others_first < end
-
-    @property
-    def _bounds(self) -> tuple[Release, Release]:
-        first, end = _ALL
-        if self.since is not None:
-            first = _release(self.since)
-        if self.until is not None:
-            end = _release(self.until)
-        return first, end
+            return (self.since, self.until) == _ANY
+        return self.since <= release < self.until
 
 
-_ALL: tuple[Release, Release] = ((0, 0), (1 << 30, 0))
+class Table(list[Patch]):
+    """The rows of one area of upstream, each written as a decorator of its function.
 
+    Args:
+        defaults: Fields of `Patch` that the rows share unless they say otherwise.
+    """
 
-def _release(text: str) -> Release:
-    release = parse_release(text)
-    if release is None:
-        raise ValueError(f"{text!r} is not a release; write it as 0.17")
-    return release
+    def __init__(self, **defaults: Any) -> None:
+        super().__init__()
+        self._defaults = defaults
+
+    def row(
+        self, name: str, target: str, reason: str = "", **fields: Any
+    ) -> Callable[[_Function], _Function]:
+        """Return a decorator that adds a row; its reason is by default the function's docstring."""
+
+        def add(fn: _Function) -> _Function:
+            why = reason or " ".join((fn.__doc__ or "").split())
+            self.append(Patch(name, target, why, fn, **{**self._defaults, **fields}))
+            return fn
+
+        return add
 
 
 class PatchPoint(wrapt.FunctionWrapper):  # type: ignore[type-arg]
@@ -234,16 +228,11 @@ class Site:
 
 # -- copies of a name in other modules -------------------------------------------------------------
 
-# Never touched when patching: our own modules (they keep originals on purpose), torch's internals
-# (they must keep calling the originals) and the library of the proxies.
-_UNTOUCHED = frozenset({"megatron_ext", "torch", "wrapt"})
-
 
 # Undo must distinguish a copy of a replacement from an object that had other names before:
 # `torch.cuda.FloatTensor` becomes `torch.FloatTensor` on the host, and that name must stay. So undo
 # restores such objects only where this module put them, and all others everywhere.
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """A name of another module that was rebound because it is a copy of a patched name."""
 
     names: dict[str, Any]
@@ -251,89 +240,50 @@ class Copy:
     old: Any
     new: Any
 
-    def restore(self) -> None:
-        """Restore the old binding, unless other code has rebound the name since."""
-        if self.names.get(self.name) is self.new:
-            self.names[self.name] = self.old
-
 
 def bound_objects() -> set[int]:
     """Return the ids of all objects that other packages' modules bind to a name."""
     return {
         id(value)
-        for module, names in _modules()
+        for module, found in list(sys.modules.items())
         if module.partition(".")[0] != "megatron_ext"
-        for value in list(names.values())
+        for value in list(getattr(found, "__dict__", {}).values())
     }
 
 
-def replace_aliases(pairs: Iterable[tuple[Any, Any]]) -> list[Copy]:
+def rebind(
+    pairs: Iterable[tuple[Any, Any]], untouched: Container[str], *, in_classes: bool = False
+) -> list[Copy]:
     """Replace objects by others wherever a loaded module binds them to any name.
 
     Args:
         pairs: `(old, new)`; old objects are functions, methods or classes.
+        untouched: Packages that keep their names.
+        in_classes: Whether to look into the classes of modules too.
 
     Returns:
-        The rebound names.
+        The rebound names of modules.
     """
     # By identity: a sweep by name would miss renamed copies and hit other objects of the same name.
-    table = _table(pairs)
-    spaces = (names for name, names in _modules() if name.partition(".")[0] not in _UNTOUCHED)
-    return [copy for names in spaces for copy in _rebind(names, table)] if table else []
-
-
-def restore_aliases(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Undo `replace_aliases`, including copies of replacements that other code has made since.
-
-    Args:
-        pairs: `(replacement, original)`, for replacements that had no name elsewhere before. A
-            replacement of several originals is skipped.
-    """
-    pairs = list(pairs)
-    originals: dict[int, set[int]] = defaultdict(set)
-    for replacement, original in pairs:
-        originals[id(replacement)].add(id(original))
-    table = _table(pair for pair in pairs if len(originals[id(pair[0])]) == 1)
-    for name, names in _modules() if table else ():
-        # Only our own modules, which own the replacements, stay unchanged: torch's may have been
-        # imported in between, and its compiler keeps functions of `torch.cuda` in classes.
-        if name.partition(".")[0] == "megatron_ext":
+    table = {id(old): (old, new) for old, new in pairs if old is not new}
+    found = []
+    for module, loaded in list(sys.modules.items()) if table else ():
+        names = getattr(loaded, "__dict__", None)  # lazy modules stay as they are
+        if not isinstance(names, dict) or module.partition(".")[0] in untouched:
             continue
-        _rebind(names, table)
-        for value in list(names.values()):
+        for name, value in list(names.items()):
+            if id(value) in table:
+                found.append(Copy(names, name, *table[id(value)]))
+                names[name] = table[id(value)][1]
             # Not isinstance: it reads the class of instances, and some answer with a warning.
-            if issubclass(type(value), type) and value.__module__ == name:
-                _rebind_class(value, table)
-
-
-def _table(pairs: Iterable[tuple[Any, Any]]) -> dict[int, tuple[Any, Any]]:
-    return {id(old): (old, new) for old, new in pairs if old is not new}
-
-
-def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and namespace of each loaded module; lazy modules stay as they are."""
-    for name, module in list(sys.modules.items()):
-        names = getattr(module, "__dict__", None)
-        if isinstance(names, dict):
-            yield name, names
-
-
-def _rebind(names: dict[str, Any], table: dict[int, tuple[Any, Any]]) -> list[Copy]:
-    found = [
-        Copy(names, name, *table[id(value)])
-        for name, value in list(names.items())
-        if id(value) in table
-    ]
-    names.update((copy.name, copy.new) for copy in found)
+            if in_classes and issubclass(type(value), type) and value.__module__ == module:
+                _rebind_in_class(value, table)
     return found
 
 
-def _rebind_class(cls: type, table: dict[int, tuple[Any, Any]]) -> None:
-    found = []
-    for name, value in vars(cls).items():
+def _rebind_in_class(cls: type, table: dict[int, tuple[Any, Any]]) -> None:
+    for name, value in list(vars(cls).items()):
         plain = value.__func__ if isinstance(value, staticmethod) else value
         if id(plain) in table:
             new = table[id(plain)][1]
-            found.append((name, staticmethod(new) if isinstance(value, staticmethod) else new))
-    for name, value in found:
-        setattr(cls, name, value)
+            setattr(cls, name, new if plain is value else staticmethod(new))

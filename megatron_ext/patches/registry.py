@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import cached_property, partial, update_wrapper
 from types import ModuleType
 from typing import Any
@@ -36,15 +38,26 @@ from megatron_ext.patches.point import (
     Row,
     Site,
     State,
+    Table,
     always,
     bound_objects,
     by_name,
-    replace_aliases,
-    restore_aliases,
+    rebind,
 )
 from megatron_ext.upstream import releases
 
-__all__ = ["REGISTRY", "Args", "Call", "Kwargs", "Patch", "Registry", "Row", "always", "by_name"]
+__all__ = [
+    "REGISTRY",
+    "Args",
+    "Call",
+    "Kwargs",
+    "Patch",
+    "Registry",
+    "Row",
+    "Table",
+    "always",
+    "by_name",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,14 +72,14 @@ class Registry:
 
     def __init__(self, release: releases.Release | None = None) -> None:
         self.active = False
-        self._given = release
-        self._sites: dict[str, Site] = {}
-        self._ids: dict[str, list[Patch]] = {}  # all rows, those for other releases too
-        self._has_logged = False
         self.acted: set[str] = set()
         """Ids of the wraps and replacements that have run in this process (`effects`)."""
         self.undo = ExitStack()
         """What `deactivate` takes back besides the patches (`patches/device.py`)."""
+        self._given = release
+        self._sites: dict[str, Site] = {}
+        self._ids: dict[str, list[Patch]] = {}  # all rows, those for other releases too
+        self._has_logged = False
         self._hooked: set[str] = set()
         self._copies: list[Copy] = []  # what was mended in other modules
         self._seen: set[str] = set()  # modules that were patched before: arming again is not late
@@ -76,13 +89,10 @@ class Registry:
         """The release whose rows apply."""
         return self._given or releases.installed_release()
 
-    def _rows_of_all_releases(self) -> Iterator[Patch]:
+    def __iter__(self) -> Iterator[Patch]:
+        """Yield all rows, those for other releases too."""
         for patches in self._ids.values():
             yield from patches
-
-    def _patches(self) -> Iterator[Patch]:
-        """Yield the rows that apply."""
-        return (patch for patch in self._rows_of_all_releases() if patch.is_for(self.release))
 
     def __contains__(self, patch: Patch) -> bool:
         """Return whether a patch is registered."""
@@ -94,34 +104,26 @@ class Registry:
         """Add patches; an active registry arms them immediately.
 
         Raises:
-            ValueError: Two rows for the same release share an id, a `requires` is unknown, or a
-                `set` shares its target.
+            ValueError: Two rows for the same release share an id, or a `set` shares its target.
         """
-        new = list(patches)
-        for patch in new:
-            self._add(patch)
-        for patch in new:
-            unknown = [i for i in (*patch.requires, *patch.conflicts) if i not in self._ids]
-            if unknown:
-                raise ValueError(f"patch {patch.id} names unknown patches {unknown}")
+        modules = set()
+        for patch in patches:
+            others = self._ids.setdefault(patch.id, [])
+            for other in others:
+                if patch.since < other.until and other.since < patch.until:
+                    raise ValueError(f"patch id {patch.id} is taken by {other.target}")
+            if patch.is_for(self.release):
+                site = self._sites.setdefault(patch.target, Site(patch.target))
+                if site.patches and "set" in {patch.kind, site.first.kind}:
+                    raise ValueError(
+                        f"{patch.target}: a 'set' patch needs the target to itself, but it has "
+                        f"{site.first.id} and {patch.id}"
+                    )
+                site.patches.append(patch)
+                modules.add(patch.module)
+            others.append(patch)
         if self.active:
-            self._arm({patch.module for patch in new if patch.is_for(self.release)})
-
-    def _add(self, patch: Patch) -> None:
-        for other in self._ids.get(patch.id, ()):
-            if patch.overlaps(other):
-                raise ValueError(f"patch id {patch.id} is taken by {other.target}")
-        if not patch.is_for(self.release):
-            self._ids.setdefault(patch.id, []).append(patch)
-            return
-        site = self._sites.setdefault(patch.target, Site(patch.target))
-        if site.patches and "set" in {patch.kind, site.first.kind}:
-            raise ValueError(
-                f"{patch.target}: a 'set' patch needs the target to itself, but it has "
-                f"{site.first.id} and {patch.id}"
-            )
-        self._ids.setdefault(patch.id, []).append(patch)
-        site.patches.append(patch)
+            self._arm(modules)
 
     def remove(self, ids: Iterable[str]) -> None:
         """Undo and remove patches (another device, the end of a test)."""
@@ -141,7 +143,7 @@ class Registry:
         """Arm every registered patch; modules already imported are patched now. Idempotent."""
         if not self.active:
             self.active = True
-            self._arm({patch.module for patch in self._patches()})
+            self._arm(set(self.modules()))
 
     def deactivate(self) -> None:
         """Restore every original, aliases included; patches stay registered. Idempotent."""
@@ -183,7 +185,9 @@ class Registry:
         swapped = [(site.original, site.installed) for site in installed if site.spreads]
         if not late or not swapped:
             return
-        mended = replace_aliases(swapped)
+        # Never our own modules (they keep originals on purpose), torch's internals (they must keep
+        # calling the originals) and the library of the proxies.
+        mended = rebind(swapped, {"megatron_ext", "torch", "wrapt"})
         self._copies += mended
         megatron = {m for m in modules if m.startswith("megatron.")} - self._seen
         self._seen |= megatron
@@ -197,45 +201,30 @@ class Registry:
 
     def _install_site(self, site: Site) -> bool:
         """Install one site; keep a mismatch for `raise_mismatches`: imports must not fail."""
-        site.mismatch = None
+        patch, module = site.first, sys.modules[site.first.module]
         try:
-            self._resolve(site)
-        except UpstreamMismatch as error:
-            site.mismatch = error
-            _LOG.debug("patch target is not as expected: %s", error)
-            return False
-        # Once and for all: a value has no proxy that could check at each call whether its feature
-        # is on.
-        if site.first.kind == "set":
-            if not site.first.when() or drift.refuses(site.mismatch):
-                return False
-            site.put(site.first.fn(None if site.original is MISSING else site.original))
-        else:
-            # References that an undo cannot reach (default arguments, closures, partials) act like
-            # the original too: a point checks at each call whether the registry is active.
-            site.put(
-                PatchPoint(site.own, partial(self._dispatch, site), enabled=lambda: self.active)
-            )
-        return True
-
-    def _resolve(self, site: Site) -> None:
-        """Find the target and compare it with the pin; a missing one is an `UpstreamMismatch`."""
-        module = sys.modules[site.first.module]
-        try:
-            if site.first.creates:
-                prefix, _, site.attribute = site.first.path.rpartition(".")
+            if patch.creates:
+                prefix, _, site.attribute = patch.path.rpartition(".")
                 site.parent = wrapt.resolve_path(module, prefix)[2] if prefix else module
-                site.original = MISSING
             else:
-                site.parent, site.attribute, site.original = wrapt.resolve_path(
-                    module, site.first.path
-                )
+                site.parent, site.attribute, site.original = wrapt.resolve_path(module, patch.path)
         except AttributeError as error:
-            raise drift.missing(site.target, str(error)) from error
+            site.mismatch = drift.missing(site.target, str(error))
+            return False
         site.own = vars(site.parent).get(site.attribute, MISSING)
-        if site.first.kind != "set" and site.own is MISSING:
-            site.own = site.original
         site.mismatch = drift.compare(site.target, site.original)
+        if patch.kind == "set":
+            # Once and for all: a value has no proxy that could check at each call whether its
+            # feature is on.
+            if not patch.when() or drift.refuses(site.mismatch):
+                return False
+            site.put(patch.fn(None if site.original is MISSING else site.original))
+            return True
+        own = site.original if site.own is MISSING else site.own
+        # References that an undo cannot reach (default arguments, closures, partials) act like the
+        # original too: a point checks at each call whether the registry is active.
+        site.put(PatchPoint(own, partial(self._dispatch, site), enabled=lambda: self.active))
+        return True
 
     def _uninstall(self, sites: Iterable[Site]) -> None:
         doomed = [site for site in sites if site.is_installed]
@@ -243,11 +232,17 @@ class Registry:
         swapped = [(site.installed, site.original) for site in doomed if site.can_be_found]
         for site in doomed:
             site.restore()
-        for copy in self._copies:
-            if id(copy.new) in undone:
-                copy.restore()
+        for names, name, old, new in self._copies:
+            # Unless other code has rebound the name since.
+            if id(new) in undone and names.get(name) is new:
+                names[name] = old
         self._copies = [copy for copy in self._copies if id(copy.new) not in undone]
-        restore_aliases(swapped)
+        # Copies that other code has made since too, except of what replaces several originals. Only
+        # our own modules, which own the replacements, stay unchanged: torch's may have been
+        # imported in between, and its compiler keeps functions of `torch.cuda` in classes.
+        count = Counter(new for new, _ in {(id(new), id(old)) for new, old in swapped})
+        alone = (pair for pair in swapped if count[id(pair[0])] == 1)
+        rebind(alone, {"megatron_ext"}, in_classes=True)
 
     # -- calling ---------------------------------------------------------------------------------
 
@@ -266,8 +261,14 @@ class Registry:
         if drift.refuses(site.mismatch):
             raise site.mismatch  # type: ignore[misc]
         if len(active) > 1:
-            _check_conflicts(site.target, active)
             active.sort(key=lambda patch: (patch.kind == "replace", patch.order, patch.id))
+            replacements = [patch.id for patch in active if patch.kind == "replace"]
+            if len(replacements) > 1:
+                raise PatchConflict(
+                    f"{site.target} has {len(replacements)} active replacements, "
+                    f"{', '.join(replacements)}; at most one is allowed: switch off all but one of "
+                    "these features"
+                )
         for patch in active:
             self.acted.add(patch.id)
         call = wrapped
@@ -281,7 +282,7 @@ class Registry:
 
     def rows(self) -> list[Row]:
         """Return the state of every patch, by feature and id, those for other releases too."""
-        rows = map(self._row, self._rows_of_all_releases())
+        rows = map(self._row, self)
         return sorted(rows, key=lambda row: (row.feature, row.id, row.releases))
 
     def _row(self, patch: Patch) -> Row:
@@ -302,19 +303,13 @@ class Registry:
             state = "skipped"
         elif drift.is_missing(site.mismatch) and not (patch.required and wanted):
             state = "absent"
+        shared = {f.name: getattr(patch, f.name) for f in fields(Row) if hasattr(patch, f.name)}
         return Row(
-            id=patch.id,
-            target=patch.target,
-            kind=patch.kind,
-            feature=patch.feature,
-            order=patch.order,
+            **shared,
             state=state,
             intact=site.intact(),
             active=self.active and wanted and site.is_installed,
             drift="" if site.mismatch is None else f"{site.mismatch.found}",
-            reason=patch.reason,
-            releases=patch.releases,
-            required=patch.required,
         )
 
     def mismatches(self) -> list[UpstreamMismatch]:
@@ -353,23 +348,15 @@ class Registry:
 
     def ids(self, feature: str) -> list[str]:
         """Return the ids of all rows of a feature."""
-        return [patch.id for patch in self._rows_of_all_releases() if patch.feature == feature]
+        return [patch.id for patch in self if patch.feature == feature]
 
     def sites(self) -> list[Site]:
         """Return the targets that are patched now."""
         return [site for site in self._sites.values() if site.is_installed]
 
-    def originals(self) -> dict[str, Any]:
-        """Return the original object of every installed target, for tests and for debugging."""
-        return {t: s.original for t, s in self._sites.items() if s.is_installed}
-
     def modules(self) -> list[str]:
         """Return the names of all patched modules, sorted."""
-        return sorted({patch.module for patch in self._patches()})
-
-    def targets(self) -> list[str]:
-        """Return all targets that exist upstream, sorted."""
-        return sorted(t for t, site in self._sites.items() if not site.first.creates)
+        return sorted({site.first.module for site in self._sites.values()})
 
 
 def _is_loaded(name: str) -> bool:
@@ -384,21 +371,6 @@ def _step(
     fn: Callable[..., Any], call: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     return fn(call, instance, args, kwargs)
-
-
-def _check_conflicts(target: str, active: list[Patch]) -> None:
-    replacements = [patch.id for patch in active if patch.kind == "replace"]
-    if len(replacements) > 1:
-        raise PatchConflict(
-            f"{target} has {len(replacements)} active replacements, {', '.join(replacements)}; at "
-            f"most one is allowed: switch off all but one of these features"
-        )
-    ids = {patch.id for patch in active}
-    for patch in active:
-        for other in ids.intersection(patch.conflicts):
-            raise PatchConflict(
-                f"{target}: {patch.id} cannot be active together with {other}; switch one off"
-            )
 
 
 REGISTRY = Registry()

@@ -7,11 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ext.config import active
-from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Table
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _CONFIG = "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__"
+_OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+_PACKING = "megatron.core.datasets.data_schedule"
+
+PATCHES = Table(feature="schedules")
 
 
 def is_chosen() -> bool:
@@ -19,7 +23,14 @@ def is_chosen() -> bool:
     return active.pipeline() is not None
 
 
+@PATCHES.row(
+    "schedules.awaited_sizes",
+    f"{_SCHEDULES}:get_forward_backward_func",
+    kind="replace",
+    when=lambda: (found := active.active()) is not None and not found.is_sized,
+)
 def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
+    """Megatron would train under its own schedule although another one was requested."""
     from megatron_ext.config.pipeline_config import ConfigurationError
 
     raise ConfigurationError(
@@ -29,7 +40,14 @@ def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
     )
 
 
+@PATCHES.row(
+    "schedules.forward_backward",
+    f"{_SCHEDULES}:get_forward_backward_func",
+    kind="replace",
+    when=is_chosen,
+)
 def _ours(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron runs its own schedules only, not the table of --pipeline-schedule."""
     from megatron_ext.runtime.entry import forward_backward, refuse_modules
 
     # Releases differ in what they pass: whatever of it are process groups is checked.
@@ -42,8 +60,22 @@ def _carries_messages() -> bool:
     return is_chosen() or active.transport_only() is not None
 
 
+@PATCHES.row(
+    "schedules.model_config",
+    _CONFIG,
+    when=_carries_messages,
+    order=10,  # before split_backward.config sets fields of its own
+)
+@PATCHES.row(
+    "schedules.gradient_config",
+    "megatron.core.distributed.distributed_data_parallel_config:"
+    "DistributedDataParallelConfig.__post_init__",
+    when=_carries_messages,
+)
 def _check_built(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Check a configuration object of Megatron's when it is complete."""
+    """Programs that call megatron_ext.configure show their settings, and how gradients are reduced,
+    nowhere else, and some exclude the schedule.
+    """
     from torch import distributed
 
     from megatron_ext.config.entrances import count_recomputation
@@ -59,8 +91,16 @@ def _check_built(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     count_recomputation(instance)
 
 
+@PATCHES.row(
+    "schedules.pairs",
+    _CONFIG,
+    when=lambda: (pipeline := active.pipeline()) is not None and pipeline.config.pairs,
+    order=20,  # inside schedules.model_config, which reads the true settings
+)
 def _check_without_overlap(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Have Megatron check everything but its own overlap, whose limits are wider in pairs."""
+    """Megatron checks its own overlap of expert communication, under its interleaved schedule;
+    pairs need neither virtual stages nor half precision.
+    """
     # Off while Megatron checks: its rules of the overlap are those of its interleaved schedule.
     given = {name: getattr(instance, name) for name in _CHECKED_WITH_OVERLAP}
     vars(instance).update(dict.fromkeys(given, False))
@@ -78,8 +118,15 @@ _CHECKED_WITH_OVERLAP = (
 )
 
 
+@PATCHES.row(
+    "schedules.microbatch_rng",
+    f"{_SCHEDULES}:forward_step",
+    when=lambda: active.draws_by_microbatch() and not is_chosen(),
+)
 def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run a forward of Megatron's own schedules, which place chunks round-robin."""
+    """Dropout depends on the order of computation; with --microbatch-rng Megatron's own
+    schedules draw the same masks as all others.
+    """
     from megatron.core import parallel_state
 
     from megatron_ext.runtime.compute import rng_of_this_step
@@ -92,13 +139,24 @@ def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
         return call(*args, **kwargs)
 
 
+@PATCHES.row(
+    "schedules.iteration",
+    "megatron.training.training:train_step",
+    when=active.draws_by_microbatch,
+)
 def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron does not pass the number of the training step to schedules, which need it to
+    seed a micro-batch.
+    """
     active.begin_iteration(kwargs["iteration"])
     return call(*args, **kwargs)
 
 
+@PATCHES.row("schedules.measured", "megatron.training.training:train", when=is_chosen)
 def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Train, then log statistics of the steps."""
+    """Megatron does not log at the end of training how much of it was idle or out of the
+    table's order.
+    """
     from megatron_ext.runtime.runtime import log_own_statistics, log_statistics
 
     try:
@@ -112,8 +170,16 @@ def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     return trained
 
 
+@PATCHES.row(
+    "schedules.skipped_iterations",
+    "megatron.training.training:dummy_train_step",
+    kind="replace",
+    feature="core",
+)
 def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Skip the batches of an iteration on this rank, without communication."""
+    """Megatron reads batches from one iterator, but ranks with several chunks have a list of
+    them, and middle ranks none: --iterations-to-skip would end the training.
+    """
     training = sys.modules["megatron.training.training"]
     given = args[0] if args else kwargs["data_iterator"]
     iterators = given if isinstance(given, list) else [given]
@@ -125,8 +191,17 @@ def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
                     next(iterator)
 
 
+@PATCHES.row("schedules.packing", f"{_PACKING}:wrap_data_iterator", when=is_chosen, since=(0, 20))
+@PATCHES.row(
+    "schedules.packed_batch",
+    f"{_PACKING}:get_batch_on_this_rank_for_sequence_packing",
+    when=is_chosen,
+    since=(0, 20),
+)
 def _check_packing(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Refuse what Megatron's packing scheduler would misplace or undo."""
+    """Megatron takes the last rank for the one with the last stage, and deals out samples to
+    replicas, which --pipeline-balance pack does too.
+    """
     from megatron_ext.config.pipeline_config import ConfigurationError
 
     pipeline = active.pipeline()
@@ -145,8 +220,11 @@ def _check_packing(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
     return call(*args, **kwargs)
 
 
+@PATCHES.row("pipeline.sends_own_storage", f"{_P2P}:_p2p_ops", feature="core")
 def _send_own_storage(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Send detached aliases, which keep the storage alive until the send is complete."""
+    """Overlapped sends of the interleaved schedule read memory that is freed meanwhile: wrong
+    activations, NaN or a hang.
+    """
     # The interleaved schedule frees an output (it swaps the tensor's `.data`) while its overlapped
     # send is in flight. Holding the tensor does not help then; an alias has its own reference to
     # the storage. Later upstream releases delay the freeing instead.
@@ -159,13 +237,27 @@ def _has_messages_of_ours() -> bool:
     return active.transport_only() is not None
 
 
+@PATCHES.row(
+    "pipeline.steps_of_messages",
+    f"{_SCHEDULES}:get_forward_backward_func",
+    when=_has_messages_of_ours,
+    feature="transport",
+)
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron does not announce the messages of a step, which a transport needs at its start."""
     from megatron_ext.runtime.megatron_messages import stepwise
 
     return stepwise(call(*args, **kwargs))
 
 
+@PATCHES.row(
+    "pipeline.messages",
+    f"{_P2P}:P2PCommunicator._communicate",
+    when=_has_messages_of_ours,
+    feature="transport",
+)
 def _over_ours(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron sends over torch.distributed only, not over --pipeline-transport."""
     from megatron_ext.runtime.megatron_messages import communicate
 
     # The shape travels with the tensor; outside of a step (None) the call is not one of a pipeline.
@@ -174,8 +266,20 @@ def _over_ours(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return call(*args, **kwargs) if done is None else done
 
 
+@PATCHES.row(
+    "pipeline.streams",
+    _CONFIG,
+    when=lambda: (
+        (found := active.active()) is not None
+        and any((found.pipeline, found.transport_only, found.job))
+    ),
+    since=(0, 20),
+    feature="transport",
+)
 def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Check hyper-connections as in one stage, then the pipeline as of a model without them."""
+    """Megatron refuses hyper-connections with several stages, because its messages have
+    hidden_size; ours have the shape of what a stage hands on, n streams wide.
+    """
     if not instance.enable_mhc_connections or instance.pipeline_model_parallel_size == 1:
         call(*args, **kwargs)
         return
@@ -201,20 +305,42 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
         instance.recompute_modules.append("mhc")
 
 
+@PATCHES.row(
+    "schedules.offloading",
+    f"{_OFFLOAD}:FineGrainedActivationOffloadingInterface.init_chunk_handler",
+    when=is_chosen,
+)
 def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> None:
-    """Have the saved tensors of a forward return in the table's order."""
+    """Megatron derives from the virtual stages in which order backwards fetch offloaded
+    activations, and a table has its own.
+    """
     from megatron_ext.runtime.runtime import in_force
 
     in_force().offloading.begin_forward(call, kwargs)
 
 
+@PATCHES.row(
+    "schedules.offloaded_forward",
+    f"{_OFFLOAD}:PipelineOffloadManager.pop_forward_chunk",
+    kind="replace",
+    when=is_chosen,
+)
 def _forward_begun(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> Any:
-    """Return what keeps the saved tensors of the forward that runs; None in evaluations."""
-    return manager.cur_forward_chunk()
+    """Megatron takes a forward for finished once all that it offloads has left, so a stage of
+    one layer, which keeps its own, would take the place of the next.
+    """
+    return manager.cur_forward_chunk()  # None in evaluations
 
 
+@PATCHES.row(
+    "schedules.returned_activation",
+    f"{_OFFLOAD}:ChunkOffloadHandler.tensor_pop",
+    when=is_chosen,
+)
 def _await_return(call: Call, handler: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have the computation wait for the copies of a saved tensor, to the host and back."""
+    """Megatron reads a saved tensor before its copy has ended, where groups are nested
+    (attn_norm around qkv_linear) or a backward follows its own forward in the first step.
+    """
     import torch
 
     tag = args[0]
@@ -223,173 +349,3 @@ def _await_return(call: Call, handler: Any, args: Args, kwargs: Kwargs) -> Any:
         group.wait_offload_event(stream)
         group.wait_reload_event(stream)
     return call(*args, **kwargs)
-
-
-PATCHES = (
-    Patch(
-        id="schedules.forward_backward",
-        target=f"{_SCHEDULES}:get_forward_backward_func",
-        fn=_ours,
-        kind="replace",
-        when=is_chosen,
-        feature="schedules",
-        reason="runs Megatron's own schedules only, not the table of --pipeline-schedule",
-    ),
-    Patch(
-        id="schedules.awaited_sizes",
-        target=f"{_SCHEDULES}:get_forward_backward_func",
-        fn=_refuse,
-        kind="replace",
-        when=lambda: (found := active.active()) is not None and not found.is_sized,
-        feature="schedules",
-        reason="would train under Megatron's own schedule although another one was requested",
-    ),
-    Patch(
-        id="schedules.model_config",
-        target=_CONFIG,
-        fn=_check_built,
-        when=_carries_messages,
-        order=10,  # before split_backward.config sets fields of its own
-        feature="schedules",
-        reason="programs that call megatron_ext.configure show their settings nowhere else, and "
-        "some exclude the schedule",
-    ),
-    Patch(
-        id="schedules.pairs",
-        target=_CONFIG,
-        fn=_check_without_overlap,
-        when=lambda: (pipeline := active.pipeline()) is not None and pipeline.config.pairs,
-        order=20,  # inside schedules.model_config, which reads the true settings
-        feature="schedules",
-        reason="checks its own overlap of expert communication, under its interleaved schedule; "
-        "pairs need neither virtual stages nor half precision",
-    ),
-    Patch(
-        id="schedules.gradient_config",
-        target="megatron.core.distributed.distributed_data_parallel_config:"
-        "DistributedDataParallelConfig.__post_init__",
-        fn=_check_built,
-        when=_carries_messages,
-        feature="schedules",
-        reason="programs that call megatron_ext.configure show how gradients are reduced nowhere "
-        "else, and some ways exclude split backwards",
-    ),
-    Patch(
-        id="schedules.offloading",
-        target="megatron.core.pipeline_parallel.fine_grained_activation_offload:"
-        "FineGrainedActivationOffloadingInterface.init_chunk_handler",
-        fn=_offload_by_table,
-        when=is_chosen,
-        feature="schedules",
-        reason="derives from the virtual stages in which order backwards fetch offloaded "
-        "activations, and a table has its own",
-    ),
-    Patch(
-        id="schedules.offloaded_forward",
-        target="megatron.core.pipeline_parallel.fine_grained_activation_offload:"
-        "PipelineOffloadManager.pop_forward_chunk",
-        fn=_forward_begun,
-        kind="replace",
-        when=is_chosen,
-        feature="schedules",
-        reason="takes a forward for finished once all that it offloads has left, so a stage of one "
-        "layer, which keeps its own, would take the place of the next",
-    ),
-    Patch(
-        id="schedules.returned_activation",
-        target="megatron.core.pipeline_parallel.fine_grained_activation_offload:"
-        "ChunkOffloadHandler.tensor_pop",
-        fn=_await_return,
-        when=is_chosen,
-        feature="schedules",
-        reason="reads a saved tensor before its copy has ended, where groups are nested (attn_norm "
-        "around qkv_linear) or a backward follows its own forward in the first step",
-    ),
-    Patch(
-        id="schedules.microbatch_rng",
-        target=f"{_SCHEDULES}:forward_step",
-        fn=_draw_by_microbatch,
-        when=lambda: active.draws_by_microbatch() and not is_chosen(),
-        feature="schedules",
-        reason="dropout depends on the order of computation; with --microbatch-rng Megatron's own "
-        "schedules draw the same masks as all others",
-    ),
-    Patch(
-        id="schedules.iteration",
-        target="megatron.training.training:train_step",
-        fn=_begin_iteration,
-        when=active.draws_by_microbatch,
-        feature="schedules",
-        reason="does not pass the number of the training step to schedules, which need it to seed "
-        "a micro-batch",
-    ),
-    Patch(
-        id="schedules.skipped_iterations",
-        target="megatron.training.training:dummy_train_step",
-        fn=_skip_batches,
-        kind="replace",
-        reason="reads batches from one iterator, but ranks with several chunks have a list of "
-        "them, and middle ranks none: --iterations-to-skip would end the training",
-    ),
-    Patch(
-        id="schedules.measured",
-        target="megatron.training.training:train",
-        fn=log_statistics_of,
-        when=is_chosen,
-        feature="schedules",
-        reason="does not log at the end of training how much of it was idle or out of the table's "
-        "order",
-    ),
-    *(
-        Patch(
-            id=f"schedules.{name}",
-            target=f"megatron.core.datasets.data_schedule:{function}",
-            fn=_check_packing,
-            when=is_chosen,
-            since="0.20",
-            feature="schedules",
-            reason="takes the last rank for the one with the last stage, and deals out samples to "
-            "replicas, which --pipeline-balance pack does too",
-        )
-        for name, function in (
-            ("packing", "wrap_data_iterator"),
-            ("packed_batch", "get_batch_on_this_rank_for_sequence_packing"),
-        )
-    ),
-    Patch(
-        id="pipeline.sends_own_storage",
-        target=f"{_P2P}:_p2p_ops",
-        fn=_send_own_storage,
-        reason="overlapped sends of the interleaved schedule read memory that is freed meanwhile: "
-        "wrong activations, NaN or a hang",
-    ),
-    Patch(
-        id="pipeline.steps_of_messages",
-        target=f"{_SCHEDULES}:get_forward_backward_func",
-        fn=_in_steps,
-        when=_has_messages_of_ours,
-        feature="transport",
-        reason="does not announce the messages of a step, which a transport needs at its start",
-    ),
-    Patch(
-        id="pipeline.messages",
-        target=f"{_P2P}:P2PCommunicator._communicate",
-        fn=_over_ours,
-        when=_has_messages_of_ours,
-        feature="transport",
-        reason="sends over torch.distributed only, not over --pipeline-transport",
-    ),
-    Patch(
-        id="pipeline.streams",
-        target=_CONFIG,
-        fn=_allow_streams,
-        when=lambda: (
-            (found := active.active()) is not None
-            and any((found.pipeline, found.transport_only, found.job))
-        ),
-        since="0.20",
-        feature="transport",
-        reason="refuses hyper-connections with several stages, because its messages have "
-        "hidden_size; ours have the shape of what a stage hands on, n streams wide",
-    ),
-)

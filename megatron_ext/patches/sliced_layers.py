@@ -8,8 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.config import active
-from megatron_ext.patches.registry import Args, Call, Kwargs, Patch, by_name
+from megatron_ext.patches.registry import Args, Call, Kwargs, Table, by_name
 from megatron_ext.upstream.signatures import megatron_arguments
+
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
+_MTP = "megatron.core.transformer.multi_token_prediction"
+_MOE = "megatron.core.transformer.moe"
 
 
 def _state() -> Any:
@@ -18,32 +22,59 @@ def _state() -> Any:
     return None if found is None or found.runtimes is None else found.runtimes.kept
 
 
+PATCHES = Table(
+    feature="schedules",
+    when=lambda: (found := _state()) is not None and found.running is not None,
+)
+
+
+@PATCHES.row(
+    "slices.attention",
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+    order=-10,  # what runs packed sequences then sees those of the slice
+)
+@PATCHES.row(
+    "slices.te_attention",
+    "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
+    required=False,  # Transformer Engine may be missing; the first step checks the effect
+)
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Let the queries of a slice attend to all tokens up to its end."""
+    """Megatron attends to the tokens that it is given, but those of a slice need all before
+    them.
+    """
     return _state().attend(call, instance, *args, **kwargs)
 
 
+@PATCHES.row("slices.packed", "megatron.core.models.gpt.gpt_model:GPTModel.forward")
 def _begin_forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Give the layers of a model the packed sequences of the slice."""
+    """Megatron takes the packed sequences of a whole micro-batch for those of the slice."""
     given = by_name(call, args, kwargs)
     _state().begin_forward(given)
     return call(**given)
 
 
+@PATCHES.row(
+    "slices.rotary_positions", f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.forward"
+)
+@PATCHES.row(
+    "slices.yarn_positions", f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward"
+)
 def _positions(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return the rotary positions of a slice, from its first token on."""
+    """Megatron counts positions from the first token that it is given."""
     return _state().positions(call, by_name(call, args, kwargs))
 
 
+@PATCHES.row("slices.predicted_inputs", f"{_MTP}:MultiTokenPredictionLayer._get_embeddings")
 def _look_ahead(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Remember which tensors are tokens and which are positions."""
+    """Megatron shifts tokens and positions without a name, and both look the same."""
     given = by_name(call, args, kwargs)
     _state().look_ahead(given["input_ids"], given["position_ids"])
     return call(**given)
 
 
+@PATCHES.row("slices.sequence_length", "megatron.core.pipeline_parallel.schedules:forward_step")
 def _with_length_of_slice(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Let a script's forward step read the length of the slice as that of sequences."""
+    """Megatron lets scripts read batches of whole sequences, whose length is an argument."""
     # Scripts give tensor-parallel ranks buffers of this length, which they receive the slice in.
     arguments, running = megatron_arguments(), _state().running
     if arguments is None:
@@ -55,92 +86,27 @@ def _with_length_of_slice(call: Call, _instance: Any, args: Args, kwargs: Kwargs
         arguments.seq_length = whole
 
 
-def _patch(
-    name: str, target: str, fn: Any, reason: str, order: int = 0, *, required: bool = True
-) -> Patch:
-    return Patch(
-        id=f"slices.{name}",
-        target=f"megatron.core.{target}",
-        fn=fn,
-        when=lambda: (found := _state()) is not None and found.running is not None,
-        order=order,
-        feature="schedules",
-        reason=reason,
-        required=required,
-    )
+@PATCHES.row("slices.predicted_tokens", f"{_MTP}:roll_tensor")
+def _roll(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron ends with the slice, but its last token predicts tokens of the next one."""
+    return _state().roll(call, *args, **kwargs)
 
 
-_POSITIONS = "counts positions from the first token that it is given"
-_EMBEDDINGS = "models.common.embeddings"
-_MTP = "transformer.multi_token_prediction"
+@PATCHES.row("slices.route", f"{_MOE}.router:TopKRouter.routing")
+def _route(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron leaves balancing losses to recomputation, in which the counts of other slices are
+    missing.
+    """
+    return _state().route(call, instance, *args, **kwargs)
 
-PATCHES = (
-    _patch(
-        "attention",
-        "transformer.dot_product_attention:DotProductAttention.forward",
-        _attend,
-        "attends to the tokens that it is given, but those of a slice need all before them",
-        order=-10,  # what runs packed sequences then sees those of the slice
-    ),
-    _patch(
-        "te_attention",
-        "extensions.transformer_engine:TEDotProductAttention.forward",
-        _attend,
-        "attends to the tokens that it is given, but those of a slice need all before them",
-        required=False,  # Transformer Engine may be missing; the first step checks the effect
-    ),
-    _patch(
-        "packed",
-        "models.gpt.gpt_model:GPTModel.forward",
-        _begin_forward,
-        "takes the packed sequences of a whole micro-batch for those of the slice",
-    ),
-    _patch(
-        "sequence_length",
-        "pipeline_parallel.schedules:forward_step",
-        _with_length_of_slice,
-        "lets scripts read batches of whole sequences, whose length is an argument",
-    ),
-    _patch(
-        "predicted_inputs",
-        f"{_MTP}:MultiTokenPredictionLayer._get_embeddings",
-        _look_ahead,
-        "shifts tokens and positions without a name, and both look the same",
-    ),
-    _patch(
-        "predicted_tokens",
-        f"{_MTP}:roll_tensor",
-        lambda call, _instance, args, kwargs: _state().roll(call, *args, **kwargs),
-        "ends with the slice, but its last token predicts tokens of the next one",
-    ),
-    _patch(
-        "rotary_positions",
-        f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.forward",
-        _positions,
-        _POSITIONS,
-    ),
-    _patch(
-        "yarn_positions",
-        f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward",
-        _positions,
-        _POSITIONS,
-    ),
-    _patch(
-        "route",
-        "transformer.moe.router:TopKRouter.routing",
-        lambda call, instance, args, kwargs: _state().route(call, instance, *args, **kwargs),
-        "leaves balancing losses to recomputation, in which the counts of other slices are missing",
-    ),
-    _patch(
-        "balance",
-        "transformer.moe.moe_utils:switch_load_balancing_loss_func",
-        lambda _call, _instance, args, kwargs: _state().balance(*args, **kwargs),
-        "balances the tokens of a slice, as if there were no others in the micro-batch",
-    ),
-    _patch(
-        "z_loss",
-        "transformer.moe.moe_utils:z_loss_func",
-        lambda call, _instance, args, kwargs: _state().z_loss(call(*args, **kwargs)),
-        "averages over the tokens that it is given, those of a slice",
-    ),
-)
+
+@PATCHES.row("slices.balance", f"{_MOE}.moe_utils:switch_load_balancing_loss_func")
+def _balance(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron balances the tokens of a slice, as if there were no others in the micro-batch."""
+    return _state().balance(*args, **kwargs)
+
+
+@PATCHES.row("slices.z_loss", f"{_MOE}.moe_utils:z_loss_func")
+def _z_loss(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron averages over the tokens that it is given, those of a slice."""
+    return _state().z_loss(call(*args, **kwargs))

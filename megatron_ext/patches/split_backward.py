@@ -12,7 +12,9 @@ from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
-from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Table
+
+PATCHES = Table(feature="schedules")
 
 
 def _record() -> Any:
@@ -25,15 +27,29 @@ def _splitting() -> bool:
     return _record() is not None
 
 
+@PATCHES.row(
+    "split_backward.linear",
+    "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
+    when=_splitting,
+)
 def _linear(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Defer the weight gradient of a linear layer."""
+    """Megatron computes both gradients of a linear layer at once; zero-bubble schedules need
+    that of the weight later.
+    """
     from megatron_ext.runtime import split
 
     return split.linear(call, _record(), *args, **kwargs)
 
 
+@PATCHES.row(
+    "split_backward.embedding",
+    "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
+    when=_splitting,
+)
 def _embedding(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Mark a weight that the output layer of the same stage may share."""
+    """A weight shared by embedding and output layer has one summed gradient, which cannot be
+    split.
+    """
     from megatron_ext.runtime.split import mark_embedding
 
     mark_embedding(instance.weight)
@@ -46,8 +62,15 @@ def _splits() -> bool:
     return pipeline is not None and pipeline.full.splits_backward
 
 
+@PATCHES.row(
+    "split_backward.config",
+    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+    when=_splits,
+)
 def _config(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Refuse layers that cannot be split, and prepare those with built-in support."""
+    """Megatron builds layers of Transformer Engine for deferred weight gradients only if the
+    configuration says so, which its constructor does not allow.
+    """
     from megatron_ext.config.incompatible import why_not_split
 
     call(*args, **kwargs)
@@ -73,8 +96,15 @@ def prepare_config(config: Any) -> None:
         config.tp_comm_bulk_wgrad = False
 
 
+@PATCHES.row(
+    "split_backward.grouped_experts",
+    "megatron.core.transformer.moe.grouped_gemm_util:ops",
+    kind="set",
+    when=lambda: find_spec("grouped_gemm") is not None,
+    until=(0, 17),
+)
 def _grouped_ops(original: Any) -> Any:
-    """Return the library's operations with a product that can defer weight gradients."""
+    """Megatron computes both gradients of grouped experts at once."""
 
     def gmm(*args: Any, **kwargs: Any) -> Any:
         # Not a condition of the row: `set` is evaluated once, and this changes with each action.
@@ -86,45 +116,3 @@ def _grouped_ops(original: Any) -> Any:
         return grouped_product(original.gmm, record, *args, **kwargs)
 
     return SimpleNamespace(**{**vars(original), "gmm": gmm})
-
-
-PATCHES = (
-    Patch(
-        id="split_backward.linear",
-        target="megatron.core.tensor_parallel.layers:"
-        "linear_with_grad_accumulation_and_async_allreduce",
-        fn=_linear,
-        when=_splitting,
-        feature="schedules",
-        reason="computes both gradients of a linear layer at once; zero-bubble schedules need that "
-        "of the weight later",
-    ),
-    Patch(
-        id="split_backward.embedding",
-        target="megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
-        fn=_embedding,
-        when=_splitting,
-        feature="schedules",
-        reason="a weight shared by embedding and output layer has one summed gradient, which "
-        "cannot be split",
-    ),
-    Patch(
-        id="split_backward.grouped_experts",
-        target="megatron.core.transformer.moe.grouped_gemm_util:ops",
-        kind="set",
-        fn=_grouped_ops,
-        when=lambda: find_spec("grouped_gemm") is not None,
-        until="0.17",
-        feature="schedules",
-        reason="computes both gradients of grouped experts at once",
-    ),
-    Patch(
-        id="split_backward.config",
-        target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-        fn=_config,
-        when=_splits,
-        feature="schedules",
-        reason="builds layers of Transformer Engine for deferred weight gradients only if the "
-        "configuration says so, which its constructor does not allow",
-    ),
-)

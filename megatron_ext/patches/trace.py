@@ -7,18 +7,18 @@ reports the actions of our tables itself; the actions of Megatron's own schedule
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.config import active
-from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Table
 from megatron_ext.patches.schedules import is_chosen
 from megatron_ext.schedules.table.actions import Action, Kind
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_OPTIMIZERS = ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer")
 # Attribute of an output: (chunk, micro-batch) of its forward, for the backward.
 _ACTION = "_megatron_ext_action"
+
+PATCHES = Table(feature="trace")
 
 
 def _is_observed() -> bool:
@@ -44,8 +44,14 @@ def _sees_megatrons_steps() -> bool:
     return bool(found.observers)
 
 
+@PATCHES.row(
+    "trace.steps",
+    f"{_SCHEDULES}:get_forward_backward_func",
+    when=_may_be_observed,
+    order=-10,
+)
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return the schedule with each training call reported as the begin of a step."""
+    """Megatron does not report the begin of training steps to --trace and --hang-timeout."""
     from megatron_ext.tracing.session import subscribe
 
     schedule = call(*args, **kwargs)
@@ -70,7 +76,10 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return run
 
 
-def _collective(name: str) -> Callable[[Call, Any, Args, Kwargs], Any]:
+def _observe_collective(name: str, patch: str, target: str, reason: str) -> None:
+    """Add a row that reports the calls of a target as a collective of a name."""
+
+    @PATCHES.row(patch, target, reason, when=_is_observed)
     def run(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         observers = active.required().observers
         for observer in observers:
@@ -81,11 +90,25 @@ def _collective(name: str) -> Callable[[Call, Any, Args, Kwargs], Any]:
             for observer in observers:
                 observer.end_collective(name)
 
-    return run
+
+_observe_collective(
+    "reduce",
+    "trace.reduction",
+    "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+    "Megatron does not record the reduction of gradients at the end of a step for --trace.",
+)
+for _optimizer in ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer"):
+    _observe_collective(
+        "optimizer",
+        f"trace.optimizer.{_optimizer}",
+        f"megatron.core.optimizer.optimizer:{_optimizer}.step",
+        "Megatron does not record the optimizer's part of a step for --trace.",
+    )
 
 
+@PATCHES.row("trace.forward", f"{_SCHEDULES}:forward_step", when=_sees_megatrons_steps)
 def _forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Report a forward of Megatron's own schedules, and mark its output for the backward."""
+    """Megatron does not record the forwards of its own schedules for --trace."""
     key = kwargs.get("vp_stage") or 0, kwargs.get("current_microbatch") or 0
     action, result = _reported(call, "F", key, args, kwargs)
     outputs = result[0] if isinstance(result[0], list) else [result[0]]
@@ -96,8 +119,9 @@ def _forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return result
 
 
+@PATCHES.row("trace.backward", f"{_SCHEDULES}:backward_step", when=_sees_megatrons_steps)
 def _backward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Report a backward of Megatron's own schedules."""
+    """Megatron does not record the backwards of its own schedules for --trace."""
     # Megatron gives it nothing but the output that it starts from; `_forward` has marked that.
     output = args[1] if len(args) > 1 else kwargs["output_tensor"]
     first = output[0] if isinstance(output, list) else output
@@ -126,8 +150,9 @@ def _reported(
     return action, result
 
 
+@PATCHES.row("trace.scalars", "megatron.training.training:training_log", when=is_chosen)
 def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Write our scalars when Megatron logs, with its writers."""
+    """Megatron does not write bubble, traffic and order to its TensorBoard and W&B writers."""
     # Megatron's own writers, so that ours stand beside the loss in one run.
     from megatron.training import global_vars
 
@@ -139,59 +164,3 @@ def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         writers = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
         scalars.report(iteration, *writers)  # before the line of the step, which it belongs to
     return call(*args, **kwargs)
-
-
-PATCHES = (
-    Patch(
-        id="trace.steps",
-        target=f"{_SCHEDULES}:get_forward_backward_func",
-        fn=_in_steps,
-        when=_may_be_observed,
-        order=-10,
-        feature="trace",
-        reason="does not report the begin of training steps to --trace and --hang-timeout",
-    ),
-    Patch(
-        id="trace.forward",
-        target=f"{_SCHEDULES}:forward_step",
-        fn=_forward,
-        when=_sees_megatrons_steps,
-        feature="trace",
-        reason="does not record the forwards of Megatron's own schedules for --trace",
-    ),
-    Patch(
-        id="trace.backward",
-        target=f"{_SCHEDULES}:backward_step",
-        fn=_backward,
-        when=_sees_megatrons_steps,
-        feature="trace",
-        reason="does not record the backwards of Megatron's own schedules for --trace",
-    ),
-    Patch(
-        id="trace.reduction",
-        target="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
-        fn=_collective("reduce"),
-        when=_is_observed,
-        feature="trace",
-        reason="does not record the reduction of gradients at the end of a step for --trace",
-    ),
-    Patch(
-        id="trace.scalars",
-        target="megatron.training.training:training_log",
-        fn=_scalars,
-        when=is_chosen,
-        feature="trace",
-        reason="does not write bubble, traffic and order to its TensorBoard and W&B writers",
-    ),
-    *(
-        Patch(
-            id=f"trace.optimizer.{name}",
-            target=f"megatron.core.optimizer.optimizer:{name}.step",
-            fn=_collective("optimizer"),
-            when=_is_observed,
-            feature="trace",
-            reason="does not record the optimizer's part of a step for --trace",
-        )
-        for name in _OPTIMIZERS
-    ),
-)

@@ -15,10 +15,11 @@ from typing import Any
 
 from megatron_ext.devices.translate import to
 from megatron_ext.errors import UserError
-from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Table
 
-_MLA = "megatron.core.transformer.multi_latent_attention"
 _BERT_SPECS = "megatron.core.models.bert.bert_layer_specs"
+
+PATCHES = Table()
 
 
 @cache
@@ -26,8 +27,15 @@ def _without_te() -> bool:
     return find_spec("transformer_engine") is None
 
 
+@PATCHES.row(
+    "attention.packed",
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+    when=_without_te,
+)
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run the attention of each sequence of a packed batch; of any other batch as it is."""
+    """Megatron refuses packed sequences (--sft), which it leaves to Transformer Engine:
+    AssertionError.
+    """
     # Query, key and value are `[t, heads, width]`, the result `[t, heads * width]`; zeros for
     # tokens of no sequence, which pad the batch.
     names = ("query", "key", "value")
@@ -99,8 +107,14 @@ def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int
     yield from ((begin, end) for begin, end in spans if end > begin)
 
 
+@PATCHES.row(
+    "attention.head_widths",
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+)
 def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Let multi-latent attention specify the widths of its key and value heads."""
+    """Multi-latent attention passes k_channels and v_channels, which only TE's attention
+    accepts: TypeError.
+    """
     kwargs = dict(kwargs)
     kwargs.pop("k_channels", None)  # equals the query's and follows from the tensors
     v_channels = kwargs.pop("v_channels", None)
@@ -110,8 +124,13 @@ def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -
         instance.hidden_size_per_partition = v_channels * instance.num_attention_heads_per_partition
 
 
+@PATCHES.row(
+    "norms.sequence_parallel", "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__"
+)
 def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Build torch's norm for a split sequence."""
+    """The torch norm, the only one without Transformer Engine and Apex, refuses sequence
+    parallelism.
+    """
     # A norm acts on each token, so it can run on a split sequence; only the gradients of its
     # parameters must be summed over the tensor-parallel group. `finalize_model_grads` does that for
     # parameters marked `sequence_parallel`.
@@ -130,87 +149,62 @@ def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs:
     return norm
 
 
+@PATCHES.row(
+    "tensor_parallel.recompute_without_fp8",
+    "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+    when=_without_te,
+)
 def _without_fp8(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Pass `fp8=None`, the first parameter; upstream's default False counts as FP8."""
+    """Megatron tests `fp8 is not None`, but the default is False, so it always calls
+    Transformer Engine: --recompute-modules layernorm ends in a NameError.
+    """
     others = {name: value for name, value in kwargs.items() if name != "fp8"}
     call(None, *args[1:], **others)
 
 
-PATCHES = (
-    Patch(
-        id="attention.head_widths",
-        target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-        fn=_accept_head_widths,
-        reason="multi-latent attention passes k_channels and v_channels, which only TE's attention "
-        "accepts: TypeError",
-    ),
-    *(
-        Patch(
-            id=f"attention.mla_{name.lower()}",
-            target=f"{_MLA}:{name}",
-            kind="set",
-            fn=to(value),
-            when=_without_te,
-            until="0.17",
-            reason="without Transformer Engine this is a mock, which isinstance refuses",
-        )
-        for name, value in (
-            ("HAVE_TE", False),
-            ("TELinear", None),
-            ("TEColumnParallelLinear", None),
-        )
-    ),
-    Patch(
-        id="attention.packed",
-        target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-        fn=_attend,
-        when=_without_te,
-        reason="refuses packed sequences (--sft), which it leaves to Transformer Engine: "
-        "AssertionError",
-    ),
-    Patch(
-        id="bert.te_spec",
-        target=f"{_BERT_SPECS}:bert_layer_with_transformer_engine_spec",
-        kind="set",
-        fn=lambda _original: sys.modules[_BERT_SPECS].bert_layer_local_spec,
-        creates=True,
-        when=_without_te,
-        reason="pretrain_bert.py always imports this name, and without Transformer Engine the "
-        "module's __getattr__ raises ImportError",
-    ),
-    Patch(
-        id="moe.router_gemm",
-        target="megatron.core.transformer.moe.moe_utils:te_general_gemm",
-        kind="set",
-        fn=to(None),
-        creates=True,
-        when=_without_te,
-        until="0.17",
-        reason="the router tests `te_general_gemm is not None`, but the name is bound only if "
-        "Transformer Engine is installed: NameError",
-    ),
-    Patch(
-        id="mtp.inference_layers",
-        target="megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
-        fn=lambda _call, _instance, _args, _kwargs: False,
-        when=_without_te,
-        since="0.20",
-        reason="without Transformer Engine the classes are mocks, which isinstance refuses: no "
-        "layer of multi-token prediction can be built",
-    ),
-    Patch(
-        id="norms.sequence_parallel",
-        target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        fn=_norm_with_sequence_parallel,
-        reason="the torch norm, the only one without Transformer Engine and Apex, refuses "
-        "sequence parallelism",
-    ),
-    Patch(
-        id="tensor_parallel.recompute_without_fp8",
-        target="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
-        fn=_without_fp8,
-        when=_without_te,
-        reason="tests `fp8 is not None`, but the default is False, so it always calls Transformer "
-        "Engine: --recompute-modules layernorm ends in a NameError",
-    ),
+@PATCHES.row(
+    "mtp.inference_layers",
+    "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
+    when=_without_te,
+    since=(0, 20),
 )
+def _is_none(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> bool:
+    """Without Transformer Engine the classes are mocks, which isinstance refuses: no layer of
+    multi-token prediction can be built.
+    """
+    return False
+
+
+@PATCHES.row(
+    "bert.te_spec",
+    f"{_BERT_SPECS}:bert_layer_with_transformer_engine_spec",
+    kind="set",
+    creates=True,
+    when=_without_te,
+)
+def _local_spec(_original: Any) -> Any:
+    """pretrain_bert.py always imports this name, and without Transformer Engine the module's
+    __getattr__ raises ImportError.
+    """
+    return sys.modules[_BERT_SPECS].bert_layer_local_spec
+
+
+PATCHES.row(
+    "moe.router_gemm",
+    "megatron.core.transformer.moe.moe_utils:te_general_gemm",
+    "The router tests `te_general_gemm is not None`, but the name is bound only if Transformer "
+    "Engine is installed: NameError.",
+    kind="set",
+    creates=True,
+    when=_without_te,
+    until=(0, 17),
+)(to(None))
+for _name, _value in (("HAVE_TE", False), ("TELinear", None), ("TEColumnParallelLinear", None)):
+    PATCHES.row(
+        f"attention.mla_{_name.lower()}",
+        f"megatron.core.transformer.multi_latent_attention:{_name}",
+        "Without Transformer Engine this is a mock, which isinstance refuses.",
+        kind="set",
+        when=_without_te,
+        until=(0, 17),
+    )(to(_value))

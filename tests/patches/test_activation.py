@@ -68,7 +68,7 @@ def _deactivate_everything() -> tuple[int, list[str], list[str], list[str]]:
 
     listing.import_targets()
     armed = _foreign_objects_of_ours()
-    originals = REGISTRY.originals()
+    originals = {site.target: site.original for site in REGISTRY.sites()}
     megatron_ext.deactivate()
     changed = []
     for target, original in originals.items():
@@ -105,7 +105,7 @@ from megatron_ext.patches.registry import REGISTRY
 import sys
 listing.import_targets()
 points = {r.target for r in REGISTRY.rows() if r.kind != "set"}
-originals = {id(o): t for t, o in REGISTRY.originals().items() if t in points}
+originals = {id(s.original): s.target for s in REGISTRY.sites() if s.target in points}
 print([f"{m}.{k}" for m, mod in list(sys.modules.items()) if m.startswith("megatron.") and mod
        for k, v in list(vars(mod).items()) if id(v) in originals])
 """
@@ -120,7 +120,7 @@ import megatron.core.transformer.moe.token_dispatcher as user
 import megatron_ext
 from megatron_ext.patches.registry import REGISTRY
 points = {r.target for r in REGISTRY.rows() if r.kind != "set"}
-originals = {id(o): t for t, o in REGISTRY.originals().items() if t in points}
+originals = {id(s.original): s.target for s in REGISTRY.sites() if s.target in points}
 import sys
 print([f"{m}.{k}" for m, mod in list(sys.modules.items()) if m.startswith("megatron.") and mod
        for k, v in list(vars(mod).items()) if id(v) in originals])
@@ -186,9 +186,8 @@ def test_every_patch_on_megatron_has_a_fingerprint() -> None:
 import json, megatron_ext
 from megatron_ext.patches import drift
 from megatron_ext.patches.registry import REGISTRY
-constants = {r.target for r in REGISTRY.rows() if r.kind == "set"}
-print(json.dumps([t for t in REGISTRY.targets()
-                  if t.startswith("megatron.") and t not in constants
-                  and t not in drift._load()["targets"]]))
+targets = {r.target for r in REGISTRY.rows() if r.kind != "set" and r.state != "other release"}
+print(json.dumps([t for t in sorted(targets)
+                  if t.startswith("megatron.") and t not in drift._load()["targets"]]))
 """
     assert json.loads(_output(code)) == []

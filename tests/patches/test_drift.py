@@ -90,8 +90,8 @@ def test_any_token_that_means_something_counts(old: str, new: str, tmp_path: Pat
 
 
 def test_a_fingerprint_is_the_same_on_every_python(tmp_path: Path) -> None:
-    # 3.12 tokenizes f-strings in pieces, 3.11 does not; 3.10 to 3.13 were seen to agree.
-    expected = "28cf2d8f970fd330aaea296e254c7b87"
+    # Python 3.10 to 3.13 were seen to agree, on this and on all functions of Megatron 0.19.
+    expected = "cd3599fb1d258b8b6c77c7173539f51a"
     assert _fingerprint(_BASE, tmp_path)["sha256"][:32] == expected
 
 

@@ -160,29 +160,11 @@ def test_two_active_replacements_are_a_conflict_that_names_both(
         load("core").add(1)
 
 
-def test_declared_conflicts_are_refused_only_when_both_are_active(
-    package: str, registry: Registry
-) -> None:
-    on = {"b": False}
-    registry.register(
-        [
-            patch("add", label="a", conflicts=("b",)),
-            patch("add", label="b", when=lambda: on["b"]),
-        ]
-    )
-    registry.activate()
-    assert load("core").add(1) == ("a", 2)
-    on["b"] = True
-    with pytest.raises(PatchConflict, match="a cannot be active together with b"):
-        load("core").add(1)
-
-
 @pytest.mark.parametrize(
     ("second", "message"),
     [
         (patch("Box.get", label="x"), "id x is taken"),
         (patch("add", label="y", kind="set", fn=lambda old: old), "needs the target to itself"),
-        (patch("Box.get", label="y", requires=("nowhere",)), "unknown patches"),
     ],
 )
 def test_mistakes_in_tables_are_refused(registry: Registry, second: Patch, message: str) -> None:

@@ -78,9 +78,9 @@ def test_an_equal_function_is_not_refused(
 
 def _variants() -> list[Patch]:
     return [
-        patch("add", label="a", until="0.17"),
-        patch("Box.get", label="a", since="0.17", until="0.19"),
-        patch("Box.double", label="a", since="0.19"),
+        patch("add", label="a", until=(0, 17)),
+        patch("Box.get", label="a", since=(0, 17), until=(0, 19)),
+        patch("Box.double", label="a", since=(0, 19)),
     ]
 
 
@@ -108,10 +108,10 @@ def test_of_rows_that_share_an_id_that_for_the_release_acts(
 
 
 def test_rows_for_one_release_may_not_share_an_id(registry: Registry) -> None:
-    registry.register([patch("add", until="0.18")])
+    registry.register([patch("add", until=(0, 18))])
     with pytest.raises(ValueError, match=r"id x is taken by fake_upstream\.core:add"):
-        registry.register([patch("Box.get", since="0.17")])
-    registry.register([patch("Box.get", since="0.18")])
+        registry.register([patch("Box.get", since=(0, 17))])
+    registry.register([patch("Box.get", since=(0, 18))])
 
 
 def test_a_convenience_may_be_absent(package: str, registry: Registry) -> None:
