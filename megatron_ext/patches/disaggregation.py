@@ -196,12 +196,10 @@ def _silent(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
     """Megatron prints once for each job, and the forward ranks are a second one."""
 
 
-for _module, _releases in (
-    ("megatron.training.utils", {"until": (0, 18)}),
-    ("megatron.training.utils.common_utils", {"since": (0, 18)}),
-):
-    for _name in ("print_rank_0", "print_rank_last"):
-        _silence(f"disaggregation.{_name}", f"{_module}:{_name}", **_releases)(_silent)
+for _name in ("print_rank_0", "print_rank_last"):
+    _id = f"disaggregation.{_name}"
+    _silence(_id, f"megatron.training.utils:{_name}", until=(0, 18))(_silent)
+    _silence(_id, f"megatron.training.utils.common_utils:{_name}", since=(0, 18))(_silent)
 
 
 @_silence("disaggregation.log", f"{_TRAINING}:training_log")
