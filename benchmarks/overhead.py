@@ -47,17 +47,13 @@ from benchmarks.common import machine, markdown, options, write_json
 from benchmarks.schedule_harness import ranks
 from benchmarks.schedule_harness.ops import Sizes
 from benchmarks.schedule_harness.systems import Own, all_systems
+from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import generate, simulate, validate
-from megatron_ext.tracing.records import (
-    Header,
-    Span,
-    directory_name,
-    file_name,
-    header_line,
-    iteration_line,
-)
+from megatron_ext.tracing.recorder import Recorder
+from megatron_ext.tracing.records import FILE_NAME, Header, directory_name
 from tests.ranks import run_ranks, train_here
 from tests.tools.trace import browser
+from tests.tools.trace.runs import Clock
 
 Answer = tuple[str, dict[str, Any]]
 """A table, and its figures."""
@@ -219,7 +215,6 @@ def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, fl
     to `directory`; `sizes.steps` are pairs.
     """
     from megatron_ext.config.active import required
-    from megatron_ext.config.pipeline_config import Tracing
     from megatron_ext.tracing.session import Session, subscribe
 
     tracing = Tracing(interval=2, iterations=1, directory=directory)
@@ -244,9 +239,6 @@ def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, fl
 
 def event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, float]:
     """Return the seconds of the processor and the bytes of the file that an event takes."""
-    from megatron_ext.config.pipeline_config import Tracing
-    from megatron_ext.tracing.recorder import Recorder
-
     header = Header(0, 0, 0, 0, (1, 1, 1), "host", "boot", 1, 1)
     recorder = Recorder(
         lambda: (directory, header), sampling=Tracing(interval=rounds, iterations=rounds)
@@ -310,7 +302,7 @@ document.getElementById("data")?.remove();  // the browser prints the page: not 
 """
 
 
-def spans(rank: int, num_ranks: int, count: int) -> list[Span]:
+def spans(rank: int, num_ranks: int, count: int) -> list[tuple[str, int, int, dict[str, Any]]]:
     """Return the spans of one iteration: receive, wait, action, send, and again."""
     found, now = [], 1000
     last, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
@@ -325,7 +317,7 @@ def spans(rank: int, num_ranks: int, count: int) -> list[Span]:
             ("forward" if index % 3 else "backward", 1_200_000, action),
             ("send", 8_000, {**sent, "bytes": 8 << 20}),
         ):
-            found.append(Span(name, now, now + length, about))
+            found.append((name, now, now + length, about))
             now += length + 500
     return found
 
@@ -334,20 +326,21 @@ def write_run(directory: Path, num_ranks: int, iterations: int, events: int) -> 
     """Write the traces of a run; return their bytes."""
     replicas = 8
     sizes = (replicas, num_ranks // replicas, 1)
-    directory.mkdir()
+    sampling = Tracing(interval=iterations, iterations=iterations)
     total = 0
     for number in range(num_ranks):
         data, pipeline = number % replicas, number // replicas
         header = Header(number, data, pipeline, 0, sizes, "host", f"boot-{number // 8}", 1, 1)
-        path = directory / file_name(data, pipeline, 0)
-        body = spans(number, num_ranks, events)
-        with path.open("w", encoding="utf-8") as file:
-            file.write(header_line(header))
-            for iteration in range(1, iterations + 1):
-                end = {"iteration": iteration, "duration_wall": _STEP_NS, "memory_bytes": 1 << 30}
-                file.write(iteration_line(header.row, iteration * _STEP_NS, body, end))
-            file.write("]\n")
-        total += path.stat().st_size
+        clock, body = Clock(), spans(number, num_ranks, events)
+        who = directory, header
+        recorder = Recorder(lambda who=who: who, clock, sampling)  # type: ignore[misc]
+        for _ in range(iterations):
+            recorder.begin_iteration()
+            for name, begin_ns, end_ns, about in body:
+                recorder.add(name, clock.now_ns + begin_ns, about, clock.now_ns + end_ns)
+            clock.now_ns += _STEP_NS
+        recorder.close()
+        total += (directory / FILE_NAME.format(data, pipeline, 0)).stat().st_size
     return total
 
 

@@ -8,18 +8,19 @@ completed.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.errors import UserError
 from megatron_ext.files import cannot_write
-from megatron_ext.tracing.records import Header, Span, file_name, header_line, iteration_line
+from megatron_ext.tracing.records import ACTION_NAMES, FILE_NAME, FORMAT, Header
 
 if TYPE_CHECKING:
     from megatron_ext.devices import Device
@@ -34,6 +35,14 @@ _WAIT_NS = 20_000
 
 _Stamp = Any
 """A moment: nanoseconds on the host, an event on a device."""
+
+_NAMED = {*ACTION_NAMES.values(), "exchange"}
+"""Spans whose title has their micro-batch."""
+_EXCHANGES = 1000
+"""Distance of a rank's second row, that of the stream in which experts exchange tokens."""
+
+# One call of the encoder for an iteration: one for each span would take the time of the training.
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 @contextmanager
@@ -56,10 +65,10 @@ def check_writable(path: Path) -> Iterator[None]:
 
 
 class HostClock:
-    """Moments of the host, on the clock that all processes of a host share."""
+    """Moments of the host in nanoseconds, on the clock that all processes of a host share."""
 
     def begin(self) -> int:
-        """Start an iteration; return its begin in nanoseconds."""
+        """Start an iteration; return its begin."""
         return time.monotonic_ns()
 
     def stamp(self) -> int:
@@ -72,11 +81,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Moments in the stream of a device: the completion of all work queued before.
-
-    Args:
-        device: A device with timing events.
-    """
+    """Moments in the stream of a device with timing events: the completion of all work before."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -125,17 +130,19 @@ class Recorder:
     """Gives the number of the first iteration, when it begins."""
     active: bool = field(default=False, init=False)
     """True while an iteration is being traced."""
-    notes: dict[str, int] = field(default_factory=dict, init=False)
+    notes: dict[str, Any] = field(default_factory=dict, init=False)
     """Further figures of the iteration, given while it runs."""
     wires: dict[int, str] = field(default_factory=dict, init=False)
-    """By global rank of peers that were connected since the last traced iteration."""
+    """By global rank of a peer: what carries messages between the two."""
+    _rank: int = field(default=0, init=False)
+    _row: dict[str, int] = field(default_factory=dict, init=False)
+    """Process and thread of its events."""
     _file: IO[str] | None = field(default=None, init=False)
     _ended: bool = field(default=False, init=False)
     """True if nothing more can be written."""
     _index: int = field(default=-1, init=False)
     _number: int = field(default=0, init=False)
     _begin_ns: int = field(default=0, init=False)
-    _row: tuple[int, int] = field(default=(0, 0), init=False)
     _kept: list[tuple[str, _Stamp, _Stamp, Mapping[str, Any]]] = field(
         default_factory=list, init=False
     )
@@ -173,30 +180,61 @@ class Recorder:
         if not self.active:
             return
         end = self.clock.stamp()  # before our own work below
-        for peer, wire in self.wires.items():
-            self.add("wire", end, {"peer": peer, "wire": wire}, end)
-        self.wires.clear()
-        [duration_ns] = self.clock.resolve([end], self._begin_ns)
+        kept, self._kept = self._kept, []
+        begins = self.clock.resolve([begin for _, begin, _, _ in kept], self._begin_ns)
+        *ends, duration_ns = self.clock.resolve([*(s[2] for s in kept), end], self._begin_ns)
+        events = [
+            self._event(name, begin_ns, end_ns, about)
+            for (name, _, _, about), begin_ns, end_ns in zip(kept, begins, ends, strict=True)
+            if name != "wait" or end_ns - begin_ns >= _WAIT_NS
+        ]
         on_host = isinstance(self.clock, HostClock)
         wall_ns = duration_ns if on_host else time.monotonic_ns() - self._begin_ns
-        closing = {
+        figures = {
             "iteration": self._number,
             "duration_wall": wall_ns,
             "duration_cuda": 0 if on_host else duration_ns,
             "memory_bytes": self.memory_bytes(),
+            "wires": self.wires,
             **self.notes,
         }
-        kept, self._kept = self._kept, []
+        # Last, as the end of a line that is whole.
+        events.append(self._event("iteration", 0, wall_ns, figures))
+        self._put(f",{_encode(events)[1:-1]}\n")
         self.notes.clear()
-        begins = self.clock.resolve([begin for _, begin, _, _ in kept], self._begin_ns)
-        ends = self.clock.resolve([end for _, _, end, _ in kept], self._begin_ns)
-        spans = [
-            Span(name, begin_ns, end_ns, attributes)
-            for (name, _, _, attributes), begin_ns, end_ns in zip(kept, begins, ends, strict=True)
-            if name != "wait" or end_ns - begin_ns >= _WAIT_NS
-        ]
-        self._put(iteration_line(self._row, self._begin_ns, spans, closing))
         self.active = False
+
+    def _event(
+        self, name: str, begin_ns: int, end_ns: int, about: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the Chrome-trace event of a span, whose times are from the iteration's begin."""
+        title = name
+        if name in _NAMED:
+            title = f"{name} {about.get('microbatch', '')}"
+        elif name == "wait":
+            title = f"wait for rank {about['on']}" if "on" in about else f"wait: {about['cause']}"
+        elif name == "iteration":
+            title = f"iteration {self._number}"
+        event: dict[str, Any] = {
+            "name": title, "cat": name, "ph": "X", **self._row,
+            "ts": (self._begin_ns + begin_ns) / 1e3, "dur": (end_ns - begin_ns) / 1e3,
+            "args": about,
+        }  # fmt: skip
+        if name == "exchange":
+            event["tid"] += _EXCHANGES
+        elif name in ("send", "receive") and "for" in about:
+            # Viewers draw an arrow between two events with one number, which both ends find by
+            # themselves: Python's hash of whole numbers, not that of others, is the same in every
+            # process. JavaScript has 53 bits of it.
+            given, rank = about.get, self._rank
+            message = (
+                self._number, given("from", rank), given("to", rank), ord(about["for"]),
+                about["stage"], about["microbatch"], given("slice", 0), given("part", 0),
+                given("header", 0),
+            )  # fmt: skip
+            event["bind_id"] = hash(message) & (1 << 53) - 1
+            event["flow_out" if name == "send" else "flow_in"] = True
+        return event
 
     def close(self) -> None:
         """Write what is left and end the list. The recorder cannot be used afterwards."""
@@ -208,10 +246,10 @@ class Recorder:
             self._file = None
 
     def _open(self) -> bool:
-        """Create the file; return False if the disk is full."""
+        """Create the file and write its first line; return False if the disk is full."""
         try:
             directory, header = self.directory()
-            path = directory / file_name(header.data, header.pipeline, header.tensor)
+            path = directory / FILE_NAME.format(header.data, header.pipeline, header.tensor)
             with check_writable(path):
                 directory.mkdir(parents=True, exist_ok=True)
                 path.unlink(missing_ok=True)  # not truncated: somebody may be reading the old one
@@ -219,8 +257,20 @@ class Recorder:
         except OSError as error:
             self._give_up(Path(error.filename), error)
             return False
-        self._row = header.row
-        self._put(header_line(header))
+        pid, tid = header.data * header.sizes[1] + header.pipeline, header.tensor
+        self._rank, self._row = header.rank, {"pid": pid, "tid": tid}
+        place = f"data {header.data} pipeline {header.pipeline}"
+        name = f"rank {header.rank} on {header.host}"
+        events: list[dict[str, Any]] = [
+            {"name": "run", "ph": "M", "args": {"format": FORMAT, **asdict(header)}},
+            {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": place}},
+            {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}},
+            {"name": "thread_name", "ph": "M", **self._row, "args": {"name": name}},
+        ]
+        if header.settings.get("pairs"):
+            second = {"tid": tid + _EXCHANGES, "args": {"name": f"{name}, exchanges of experts"}}
+            events.append(events[-1] | second)
+        self._put(f"{_encode(events)[:-1]}\n")
         return not self._ended
 
     def _put(self, line: str) -> None:

@@ -8,58 +8,53 @@ A file is a JSON list of Chrome-trace events, which Perfetto opens as it is. The
 the rank and the run. Each further one holds the spans of an iteration, on the clock of the rank,
 and at its end the iteration itself with the figures of all of it (here broken in two):
 
-    [{"name":"run","ph":"M","args":{"format":2,"rank":3,...}},...
+    [{"name":"run","ph":"M","args":{"format":3,"rank":3,...}},...
     ,{"name":"forward 0","cat":"forward","ph":"X","pid":3,"tid":0,"ts":81.2,"dur":7.9,"args":{...}}
     ,{"name":"iteration 7","cat":"iteration",...,"args":{"iteration":7,"duration_wall":99120,...}}
 
 The recorder only appends lines, so a file is readable at any time; it writes the closing bracket at
 the end of the run.
+
+The category (`cat`) says what a span is; a first slice, or the only one, is not named:
+
+    forward, ...   `ACTION_NAMES`: stage, microbatch, slice
+    send, receive  to, or from (global ranks), for (F: an activation, B: a gradient), stage that
+                   needs it, microbatch, slice, bytes; `bind_id` joins the two ends of a message
+    wait           cause (input, slot, leader, credit, flush); for an input: on (the global rank),
+                   for, stage, microbatch, slice
+    exchange       of tokens with other experts, in a stream of its own: of (F, B or I), stage,
+                   microbatch
+    reduce, optimizer, weights
+
+An iteration has `wires` (by global rank of a peer: what carries its messages) and, from ranks that
+read data, `lengths` (by micro-batch: tokens, and the sum of the squares of its samples' lengths).
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-FORMAT = 2
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import Kind
+
+FORMAT = 3
 """Raised when a reader of today could misunderstand a file."""
 
-FILE_NAME = re.compile(r"benchmark-data-(\d{1,6})-pipeline-(\d{1,6})-tensor-(\d{1,6})\.json")
+FILE_NAME = "benchmark-data-{}-pipeline-{}-tensor-{}.json"
+"""With the ranks of `Header`."""
 
 SCHEDULE_FILE = "schedule.json"
 """The table of a full batch, beside the files of the ranks."""
 
-ACTION_NAMES = {
+ACTION_NAMES: dict[Kind, str] = {
     "F": "forward",
     "B": "backward",
     "I": "input_gradient",
     "W": "weight_gradient",
 }
 """By kind of action: how its spans are called."""
-_ACTIONS = frozenset(ACTION_NAMES.values())
-_EXCHANGES = 1000
-"""Distance of a rank's second row, that of the stream in which experts exchange tokens."""
-
-
-class Span(NamedTuple):
-    """Something that took time within one iteration of one rank."""
-
-    name: str
-    """One of `ACTION_NAMES`, or `send`, `receive`, `wait`, `reduce`, `optimizer`, `weights`,
-    `wire`, `exchange`."""
-    begin_ns: int
-    """Since the begin of the iteration."""
-    end_ns: int
-    attributes: Mapping[str, Any]
-    """Actions: microbatch, slice, model_chunk, stage, pp_rank. `send`: to, and `receive`: from
-    (global ranks), for (F: an activation, B: a gradient), stage that needs it, microbatch, slice,
-    bytes. `wait`: cause (input, slot, leader, credit, flush) and, for an input, on (the global
-    rank), for, stage, microbatch, slice. A first slice, or the only one, is not named. `wire`,
-    which takes no time: peer (global rank), and wire, which carries its messages. `exchange`, of
-    tokens with other experts, in a stream of its own: of (F, B or I), stage, microbatch."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +80,11 @@ class Header:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def row(self) -> tuple[int, int]:
-        """Process and thread of the Chrome trace: data * pipeline size + pipeline, tensor."""
-        return self.data * self.sizes[1] + self.pipeline, self.tensor
-
-    @property
     def label(self) -> str:
         """The rank for people."""
-        data, pipeline, tensor = self.sizes
-        parts = [f"pp {self.pipeline}"] if pipeline > 1 else []
-        parts += [f"dp {self.data}"] if data > 1 else []
-        parts += [f"tp {self.tensor}"] if tensor > 1 else []
+        places = (self.data, self.pipeline, self.tensor)
+        named = zip(("dp", "pp", "tp"), places, self.sizes, strict=True)
+        parts = [f"{name} {place}" for name, place, size in named if size > 1]
         return f"rank {self.rank}" + (f" ({', '.join(parts)})" if parts else "")
 
 
@@ -104,92 +93,3 @@ def directory_name(sizes: tuple[int, int, int], *, dynamic: bool) -> str:
     data, pipeline, tensor = sizes
     kind = "dpp-True" if dynamic else "pp"
     return f"data-{data}-pipeline-{pipeline}-tensor-{tensor}-{kind}"
-
-
-def file_name(data: int, pipeline: int, tensor: int) -> str:
-    """Return the file of a rank within the folder of the run."""
-    return f"benchmark-data-{data}-pipeline-{pipeline}-tensor-{tensor}.json"
-
-
-def labels(header: Header) -> list[dict[str, Any]]:
-    """Return the events that name the row of a rank."""
-    pid, tid = header.row
-    place = f"data {header.data} pipeline {header.pipeline}"
-    host = f" on {header.host}" if header.host else ""
-    found: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": place}},
-        {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}},
-        {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid,
-         "args": {"name": f"rank {header.rank}{host}"}},
-    ]  # fmt: skip
-    if header.settings.get("pairs"):
-        name = {"name": f"rank {header.rank}{host}, exchanges of experts"}
-        row = {"pid": pid, "tid": tid + _EXCHANGES}
-        found.append({"name": "thread_name", "ph": "M", **row, "args": name})
-    return found
-
-
-def header_line(header: Header) -> str:
-    """Return the first line of a file, with the bracket that opens the list."""
-    run = {"name": "run", "ph": "M", "args": {"format": FORMAT, **asdict(header)}}
-    return f"{_compact([run, *labels(header)])[:-1]}\n"
-
-
-def size_fields(microbatch: int, tokens: int, pairs: int) -> dict[str, int]:
-    """Return the fields of a closing record that say how long a micro-batch is.
-
-    Args:
-        microbatch: 0 to m-1.
-        tokens: All of its tokens.
-        pairs: The sum of the squares of the lengths of its samples.
-    """
-    return {f"tokens {microbatch}": tokens, f"pairs {microbatch}": pairs}
-
-
-def sizes_in(fields: Mapping[str, int]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield (micro-batch, (tokens, pairs)) for all that a closing record has."""
-    for key, tokens in fields.items():
-        what, _, microbatch = key.partition(" ")
-        pairs = fields.get(f"pairs {microbatch}")
-        if what == "tokens" and microbatch.isdecimal() and pairs is not None:
-            yield int(microbatch), (tokens, pairs)
-
-
-def iteration_line(
-    row: tuple[int, int], begin_ns: int, spans: Iterable[Span], end: Mapping[str, int]
-) -> str:
-    """Return the line of one iteration.
-
-    Args:
-        row: Of the rank, see `Header.row`.
-        begin_ns: Begin of the iteration on the clock of the rank.
-        spans: What belongs to it.
-        end: Figures of the iteration, with its number, `iteration`, and its `duration_wall`.
-    """
-    pid, tid = row
-    events: list[dict[str, Any]] = []
-    for name, start_ns, end_ns, attributes in spans:
-        title = name
-        if name == "wait":
-            on = attributes.get("on")
-            title = f"wait: {attributes.get('cause')}" if on is None else f"wait for rank {on}"
-        elif name == "exchange":
-            title = f"{attributes.get('of')} {attributes.get('microbatch', '')}"
-        elif name in _ACTIONS:
-            title = f"{name} {attributes.get('microbatch', '')}"
-        events.append({
-            "name": title, "cat": name, "ph": "X", "pid": pid,
-            "tid": tid + _EXCHANGES if name == "exchange" else tid,
-            "ts": (begin_ns + start_ns) / 1e3, "dur": (end_ns - start_ns) / 1e3,
-            "args": attributes,
-        })  # fmt: skip
-    # Last, as the end of a line that is whole.
-    events.append({
-        "name": f"iteration {end['iteration']}", "cat": "iteration", "ph": "X", "pid": pid,
-        "tid": tid, "ts": begin_ns / 1e3, "dur": end["duration_wall"] / 1e3, "args": end,
-    })  # fmt: skip
-    return f",{_compact(events)[1:-1]}\n"
-
-
-# One call of the encoder for an iteration: one for each span would take the time of the training.
-_compact = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode

@@ -23,13 +23,7 @@ from megatron_ext.tracing import telemetry
 from megatron_ext.tracing.activations import kept_bytes
 from megatron_ext.tracing.hang import OUTSIDE, RankState, Watchdog, made_by
 from megatron_ext.tracing.recorder import DeviceClock, HostClock, Recorder, check_writable
-from megatron_ext.tracing.records import (
-    ACTION_NAMES,
-    SCHEDULE_FILE,
-    Header,
-    directory_name,
-    size_fields,
-)
+from megatron_ext.tracing.records import ACTION_NAMES, SCHEDULE_FILE, Header, directory_name
 from megatron_ext.upstream.signatures import megatron_arguments
 from megatron_ext.version import __version__
 
@@ -107,10 +101,8 @@ class Session(Observer):
         self._compute: StageCompute | None = None
         self._outstanding: dict[Message, int] = {}
         """By outstanding message: its sender."""
-        self._began_collective: Any = None
-        self._began_action: Any = None
-        self._began_exchange: Any = None
-        self._began_message: Any = None
+        self._began: list[Any] = []
+        """When what is under way began, one inside the other; None: it is not recorded."""
         self._collectives = 0
         """Collectives under way, one inside the other."""
 
@@ -129,6 +121,7 @@ class Session(Observer):
         self.state = RankState(-1, "begins a step", since_s=time.monotonic())
         if self.watchdog is not None:
             self.watchdog.start()
+        self._began.clear()  # a step that failed may have left some
         if self.recorder is not None:
             self.recorder.begin_iteration()
             self.recorder.notes["microbatches"] = num_microbatches  # --rampup-batch-size changes it
@@ -150,14 +143,14 @@ class Session(Observer):
         if self._collectives == 1:
             what = _COLLECTIVES[name]
             self._now(f"is in {what}", collective=what)
-            self._began_collective = self._stamp()
+            self._begin()
 
     def end_collective(self, name: str) -> None:
         """Record a collective. The outermost optimizer's step ends the training step."""
         self._collectives -= 1
         if self._collectives:
             return
-        self._record(name, self._began_collective, {})
+        self._end(name, {})
         if name == "optimizer" and self._configuration.job is None:
             self.end_iteration()  # with roles, the transfer of weights is part of it
 
@@ -165,12 +158,8 @@ class Session(Observer):
 
     def read(self, microbatch: int, item: Any) -> None:
         """Note the length of a micro-batch in the trace."""
-        recorder = self.recorder
-        if recorder is None or not recorder.active:
-            return
-        size = item_size(item)
-        if size is not None:
-            recorder.notes |= size_fields(microbatch, size.tokens, size.pairs)
+        if (recorder := self._recording) and (size := item_size(item)) is not None:
+            recorder.notes.setdefault("lengths", {})[microbatch] = size
 
     def begin_step(self, compute: StageCompute) -> None:
         """Keep what holds the activations of a step."""
@@ -179,14 +168,13 @@ class Session(Observer):
     def begin_action(self, action: Action) -> None:
         """Report the action that begins."""
         self._now(f"runs {action}")
-        self._began_action = self._stamp()
+        self._begin()
 
     def end_action(self, position: int, action: Action) -> None:
         """Record an action, and the activations of a stage's first forward."""
         stage, kind, microbatch, part = action
-        name = ACTION_NAMES["F" if kind == "R" else kind]
-        about = {"microbatch": microbatch, "stage": stage}
-        self._record(name, self._began_action, about | ({"slice": part} if part else {}))
+        about = {"microbatch": microbatch, "stage": stage} | ({"slice": part} if part else {})
+        self._end(ACTION_NAMES["F" if kind == "R" else kind], about)
         compute = self._compute
         if compute is None:  # Megatron's own schedule, whose transport may report nothing
             self._now(f"has run {action} and exchanges tensors")
@@ -198,18 +186,17 @@ class Session(Observer):
 
     def begin_exchange(self) -> None:
         """Stamp the stream that exchanges the tokens of experts."""
-        self._began_exchange = self._stamp()
+        self._begin()
 
     def end_exchange(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Record the exchange."""
-        about = {"of": kind, "microbatch": microbatch, "stage": stage}
-        self._record("exchange", self._began_exchange, about)
+        self._end("exchange", {"of": kind, "microbatch": microbatch, "stage": stage})
 
     def made(
         self, stage: int, outputs: Sequence[Any], model: torch.nn.Module, part: int = 0
     ) -> None:
         """Measure what a stage's first recorded forward, or one of a slice, keeps."""
-        if self._began_action is not None:
+        if self._recording:
             measured = self._activation_bytes.setdefault(stage, {})
             if part not in measured:
                 measured[part] = kept_bytes(outputs, model)
@@ -217,8 +204,8 @@ class Session(Observer):
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
         """Note how far the step left the table's order."""
         self._compute = None
-        if self.recorder is not None and self.recorder.active:
-            self.recorder.notes["out_of_order"] = num_out_of_order(executed)
+        if recorder := self._recording:
+            recorder.notes["out_of_order"] = num_out_of_order(executed)
 
     # Messages, in and between steps.
 
@@ -234,25 +221,23 @@ class Session(Observer):
     def begin_send(self, message: Message, target: int) -> None:
         """Report that the rank may wait for room."""
         self._now(f"sends {made_by(message)} to rank {target}", [(target, "room")])
-        self._began_message = self._stamp()
+        self._begin()
 
     def end_send(self, message: Message, target: int, num_bytes: int) -> None:
         """Record a send."""
-        name = "weights" if message.kind == "W" else "send"
         about = {"to": target, **_about(message), "bytes": num_bytes}
-        self._record(name, self._began_message, about)
+        self._end("weights" if message.kind == "W" else "send", about)
 
     def begin_receive(self, message: Message, source: int) -> None:
         """Report the sender that the rank waits for."""
         self._now("waits", [(source, made_by(message))])
-        self._began_message = self._stamp()
+        self._begin()
 
     def end_receive(self, message: Message, source: int, num_bytes: int, waited_s: float) -> None:
         """Record a receive, and what of it was waiting."""
-        recorder, began = self.recorder, self._began_message
-        if recorder is not None and began is not None:
-            end, about = recorder.stamp(), _about(message)
-            name = "weights" if message.kind == "W" else "receive"
+        began, about = self._began.pop(), _about(message)
+        if (recorder := self._recording) and began is not None:
+            end = recorder.stamp()
             if about:
                 on = {"cause": _CAUSES.get(message.kind, "input"), "on": source, **about}
                 # The host's wait says nothing about its device's; of the events of that, only the
@@ -260,6 +245,7 @@ class Session(Observer):
                 arrived = began + round(1e9 * waited_s) if isinstance(began, int) else end
                 recorder.add("wait", began, on, arrived)
                 began = arrived
+            name = "receive" if about else "weights"
             recorder.add(name, began, {"from": source, **about, "bytes": num_bytes}, end)
         self._outstanding.pop(message, None)
         self._now("goes on")
@@ -271,14 +257,14 @@ class Session(Observer):
         else:
             waits = [(source, made_by(message)) for message, source in self._outstanding.items()]
             self._now("waits", waits)
-        self._began_message = self._stamp()
+        self._begin()
 
     def end_wait(self, what: WaitsFor, arrived: Sequence[Message]) -> None:
         """Record a wait, and the message that ended it."""
         about: dict[str, Any] = {"cause": what}
         if arrived and arrived[0] in self._outstanding:
             about |= {"on": self._outstanding[arrived[0]], **_about(arrived[0])}
-        self._record("wait", self._began_message, about)
+        self._end("wait", about)
         self.arrived(arrived)
         self._now("goes on")
 
@@ -295,11 +281,17 @@ class Session(Observer):
             # One assignment, without a lock: the watchdog never sees half of a change.
             self.state = RankState(-1, what, tuple(waits_for), collective, time.monotonic())
 
-    def _stamp(self) -> Any:
+    @property
+    def _recording(self) -> Recorder | None:
         recorder = self.recorder
-        return recorder.stamp() if recorder is not None and recorder.active else None
+        return recorder if recorder is not None and recorder.active else None
 
-    def _record(self, name: str, began: Any, about: Mapping[str, Any]) -> None:
+    def _begin(self) -> None:
+        recorder = self._recording
+        self._began.append(None if recorder is None else recorder.stamp())
+
+    def _end(self, name: str, about: Mapping[str, Any]) -> None:
+        began = self._began.pop()
         if self.recorder is not None and began is not None:
             self.recorder.add(name, began, about)
 
@@ -312,7 +304,7 @@ def _about(message: Message) -> dict[str, Any]:
     if message.slice:
         about["slice"] = message.slice
     if message.header:
-        return about | {"part": "header"}
+        return about | {"header": True}
     return about | {"part": message.part} if message.part else about
 
 

@@ -139,7 +139,7 @@ def test_device_marks_give_the_time_of_the_device(tmp_path: Path) -> None:
         ("forward", 3_000_000, 4_500_000),
         ("wait", 4_510_000, 5_000_000),
     ]
-    assert iteration.end["duration_cuda"] == 5_000_000
+    assert iteration.figures["duration_cuda"] == 5_000_000
 
 
 def test_devices_have_events_or_are_the_host() -> None:

@@ -20,12 +20,12 @@ from megatron_ext.schedules.table.memory import measure
 from megatron_ext.tools.trace import forecast, report
 from megatron_ext.tools.trace.aggregate import Run, read_run, write_chrome_trace
 from megatron_ext.tools.trace.survey import figures
-from megatron_ext.tracing.records import sizes_in
 from megatron_ext.tracing.session import subscribe
 from tests.commands import run_package
 from tests.ranks import losses, run_ranks, run_script, start_script
 from tests.runtime.capture import GPT, PP2, PP4
 from tests.runtime.test_equality import EP2, EXPERTS, PAIRS
+from tests.tools.trace.runs import arrows
 from tests.tools.trace.test_report import content
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     output = tmp_path / "chrome.json"
     write_chrome_trace(run, output)
     events = json.loads(output.read_text())
-    starts = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}
-    ends = {e["id"]: e["ts"] for e in events if e["ph"] == "f"}
+    starts, ends = arrows(events)
     assert starts.keys() == ends.keys()
     assert all(ends[key] > starts[key] for key in starts), "nothing arrives before it is sent"
     assert "planned: " in report.page(run)
@@ -150,7 +149,7 @@ def test_a_run_in_slices_is_recorded_put_together_and_planned(tmp_path: Path) ->
     output = tmp_path / "chrome.json"
     write_chrome_trace(run, output)
     events = json.loads(output.read_text())
-    starts = [e["id"] for e in events if e["ph"] == "s"]
+    starts = [e["bind_id"] for e in events if e.get("flow_out")]
     assert len(starts) == len({*starts}) > 0, "an arrow for each slice's message"
     assert "planned: " in report.page(run)
     labels = [prediction.schedule for prediction in forecast.forecast(tmp_path).predictions]
@@ -159,9 +158,9 @@ def test_a_run_in_slices_is_recorded_put_together_and_planned(tmp_path: Path) ->
 
 def _told(step: Iteration) -> bool:
     """Return whether an iteration tells how long the micro-batches of its forwards are."""
-    sizes = dict(sizes_in(step.end))
-    forwards = {s.attributes["microbatch"] for s in step.spans if s.name == "forward"}
-    assert set(sizes.values()) <= {(2 * 16, 2 * 16**2)}, "tokens and pairs of [2, 16]"
+    sizes = step.figures.get("lengths", {})
+    forwards = {str(s.attributes["microbatch"]) for s in step.spans if s.name == "forward"}
+    assert all(size == [2 * 16, 2 * 16**2] for size in sizes.values()), "tokens, pairs of [2, 16]"
     return sizes.keys() == forwards
 
 

@@ -7,77 +7,31 @@ sends to receives.
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
 import os
 import re
 import shutil
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron_ext.errors import DataError
 from megatron_ext.files import cannot_write, replacing, scratch_folder
-from megatron_ext.tools.trace.reader import TraceFile, load_schedule, open_run
-from megatron_ext.tools.trace.survey import Link, RankSurvey, message_key, survey
-from megatron_ext.tracing.records import labels
+from megatron_ext.tools.trace.reader import DAMAGED, TraceFile, load_schedule, open_run
+from megatron_ext.tools.trace.survey import Link, RankSurvey, survey
+
+if TYPE_CHECKING:
+    from megatron_ext.tracing.records import Header
 
 SLOW_RANK, SLOW_LINK = 1.2, 2.0
 """Times the median from which a rank, or a link, is slow."""
 _TIME = re.compile(r'"ts":([0-9.]+)')
 _T = TypeVar("_T")
-
-
-def align(surveys: Iterable[RankSurvey]) -> dict[str, int | None]:
-    """Set the shift of each rank's times so that all agree with the clock of the lowest rank.
-
-    Messages relate two clocks, as in NTP; hosts that exchange none are related through others that
-    do, or else through the time since 1970 that each rank recorded at its start.
-
-    Returns:
-        The uncertainty of each clock in nanoseconds, half of the distance between the two bounds;
-        None: by the time since 1970.
-    """
-    ranks = {each.header.rank: each for each in surveys}
-    clocks = {rank: each.header.clock for rank, each in ranks.items()}
-    sent = {key: begin for each in ranks.values() for key, begin in each.sends.items()}
-    # By (sender's clock, receiver's clock): the smallest time between send and receive. What was
-    # sent at s on one clock and arrived at r on the other proves the other ahead by r - s at most;
-    # the smallest difference in each direction bounds the offset from both sides.
-    bounds: dict[tuple[str, str], int] = {}
-    for rank, each in ranks.items():
-        for key, (end, _) in each.receives.items():
-            if key in sent and clocks[key.source] != clocks[rank]:
-                pair, took = (clocks[key.source], clocks[rank]), end - sent[key]
-                bounds[pair] = min(bounds.get(pair, took), took)
-    headers = {clocks[rank]: ranks[rank].header for rank in sorted(ranks, reverse=True)}
-    # Breadth first from the reference, so that each clock is as few steps from it as can be.
-    reference = clocks[min(ranks)]
-    shifts, errors = {reference: 0}, dict[str, int | None]({reference: 0})
-    waiting = [reference]
-    while waiting:
-        known = waiting.pop(0)
-        for (ahead, clock), bound in sorted(bounds.items()):
-            back = bounds.get((clock, ahead))
-            if ahead != known or clock in shifts or back is None:
-                continue
-            # clock - known is at most `bound`, and at least `-back`.
-            shifts[clock] = shifts[known] - (bound - back) // 2
-            errors[clock] = (errors[known] or 0) + max(0, bound + back) // 2
-            waiting.append(clock)
-    here = headers[reference]
-    for clock, header in headers.items():
-        if clock not in shifts:
-            shifts[clock] = (header.wall_ns - header.clock_ns) - (here.wall_ns - here.clock_ns)
-            errors[clock] = None
-    for each in ranks.values():
-        each.file.shift_ns = shifts[each.header.clock]
-    return errors
 
 
 @dataclass(frozen=True)
@@ -110,8 +64,7 @@ def read_run(directory: Path | str) -> Run:
     except DataError:  # whoever needs the table loads it, and says what is wrong
         table = None
     full, slices = (0, (1.0,)) if table is None else (table.num_microbatches, table.slices)
-    read = partial(_survey, full, tuple(slices))
-    for found in _for_each(read, files):
+    for found in _for_each(partial(_survey, full, slices), files):
         if isinstance(found, str):
             notes.append(found)
             continue
@@ -123,30 +76,80 @@ def read_run(directory: Path | str) -> Run:
         raise DataError(f"{directory}: no iteration was recorded yet; {'; '.join(notes)}")
     if len(counts) > 1:
         notes.append(f"ranks recorded between {counts[0]} and {counts[-1]} iterations")
-    others = Counter(
-        step.microbatches for step in surveys[0].steps if not surveys[0].is_full(step.microbatches)
-    )
+    first = surveys[0]
+    others = Counter(s.microbatches for s in first.steps if not first.is_full(s.microbatches))
     if others:
         sizes = ", ".join(f"{count} of {size}" for size, count in sorted(others.items()))
         notes.append(
-            f"steps of other sizes than the table's {full} micro-batches do not count: {sizes}"
+            f"steps of other sizes than the table's {first.full} micro-batches do not count: "
+            f"{sizes}"
         )
-    errors = align(surveys)
-    shifts = {each.header.clock: each.file.shift_ns for each in surveys}
-    for clock, error in errors.items() if len(errors) > 1 else ():
-        how = "by the time of day" if error is None else f"+- {error / 1e3:.0f} us by messages"
-        notes.append(f"clock {clock}: {shifts[clock] / 1e6:+.3f} ms, {how}")
-    sent = {key: at + s.file.shift_ns for s in surveys for key, at in s.sends.items()}
+    # By link: the time of each message from the begin of its send to the end of its receive, as the
+    # two clocks have it, and whether its receiver waited for it.
+    under_way: dict[tuple[int, int], list[tuple[int, bool]]] = defaultdict(list)
+    sent = {number: begin for each in surveys for number, begin in each.sends.items()}
     for each in surveys:
-        delays: dict[int, list[int]] = defaultdict(list)
-        for key, (end, has_waited) in each.receives.items():
-            if has_waited and key in sent:
-                delays[key.source].append(end + each.file.shift_ns - sent[key])
-        for source, times in delays.items():
-            if source in each.links:
+        for number, (source, end, was_late) in each.receives.items():
+            if number in sent:
+                under_way[source, each.header.rank].append((end - sent[number], was_late))
+    headers = {each.header.rank: each.header for each in surveys}
+    fastest = {link: min(took)[0] for link, took in under_way.items()}
+    shifts = align(headers, fastest)
+    for clock, (shift, error) in shifts.items() if len(shifts) > 1 else ():
+        how = "by the time of day" if error is None else f"+- {error / 1e3:.0f} us by messages"
+        notes.append(f"clock {clock}: {shift / 1e6:+.3f} ms, {how}")
+    for each in surveys:
+        each.file.shift_ns = shifts[each.header.clock][0]
+        for source, link in each.links.items():
+            late = [took for took, was_late in under_way[source, each.header.rank] if was_late]
+            if late:
+                shift = each.file.shift_ns - shifts[headers[source].clock][0]
                 # Clocks agree to within an error: a fast message may seem to arrive early.
-                each.links[source].delay_ns = max(0, statistics.median_low(times))
+                link.delay_ns = max(0, statistics.median_low(late) + shift)
     return Run(directory, surveys, notes)
+
+
+def align(
+    headers: Mapping[int, Header], fastest: Mapping[tuple[int, int], int]
+) -> dict[str, tuple[int, int | None]]:
+    """Find the shift of each clock's times so that all agree with the clock of the lowest rank.
+
+    Messages relate two clocks, as in NTP; hosts that exchange none are related through others that
+    do, or else through the time since 1970 that each rank recorded at its start.
+
+    Args:
+        headers: By rank.
+        fastest: By sending and receiving rank: the nanoseconds of the fastest message between the
+            two, from its begin on the one clock to its end on the other.
+
+    Returns:
+        By clock: its shift and its uncertainty in nanoseconds, half of the distance between the two
+        bounds; None: by the time since 1970.
+    """
+    # What was sent at s on one clock and arrived at r on the other proves the other ahead by r - s
+    # at most; the smallest difference in each direction bounds the offset from both sides.
+    bounds: dict[tuple[str, str], int] = {}
+    for (source, target), took in fastest.items():
+        pair = headers[source].clock, headers[target].clock
+        bounds[pair] = min(bounds.get(pair, took), took)
+    here = headers[min(headers)]
+    shifts: dict[str, tuple[int, int | None]] = {here.clock: (0, 0)}
+    # Breadth first from the reference, so that each clock is as few steps from it as can be.
+    waiting = [here.clock]
+    while waiting:
+        known = waiting.pop(0)
+        shift, error = shifts[known]
+        for (ahead, clock), bound in sorted(bounds.items()):
+            back = bounds.get((clock, ahead))
+            if ahead == known and clock not in shifts and back is not None:
+                # clock - known is at most `bound`, and at least `-back`.
+                more = max(0, bound + back) // 2
+                shifts[clock] = shift - (bound - back) // 2, (error or 0) + more
+                waiting.append(clock)
+    for _, header in sorted(headers.items()):
+        by_day = (header.wall_ns - header.clock_ns) - (here.wall_ns - here.clock_ns)
+        shifts.setdefault(header.clock, (by_day, None))
+    return shifts
 
 
 def _for_each(task: Callable[[TraceFile], _T], files: Sequence[TraceFile]) -> Iterator[_T]:
@@ -163,12 +166,12 @@ def _for_each(task: Callable[[TraceFile], _T], files: Sequence[TraceFile]) -> It
         yield from pool.map(task, files)
 
 
-def _survey(full: int, slices: tuple[float, ...], file: TraceFile) -> RankSurvey | str:
+def _survey(full: int, slices: Sequence[float], file: TraceFile) -> RankSurvey | str:
     try:
         return survey(file, full, slices)
     except DataError as error:
         return str(error)
-    except (KeyError, TypeError, ValueError) as error:  # no rank of ours wrote it like that
+    except DAMAGED as error:  # no rank of ours wrote it like that
         return f"{file.path.name} is damaged and left out: {error}"
 
 
@@ -216,7 +219,6 @@ def write_chrome_trace(run: Run, output: Path) -> int:
     Raises:
         DataError: It cannot be written.
     """
-    ranks = frozenset(each.header.rank for each in run.surveys)
     begins = [s.steps[0].begin_ns + s.file.shift_ns for s in run.surveys if s.steps]
     try:
         with (
@@ -224,7 +226,7 @@ def write_chrome_trace(run: Run, output: Path) -> int:
             scratch_folder(output) as parts,
             merged.open("wb") as file,
         ):
-            task = partial(_write_part, parts, min(begins, default=0), ranks)
+            task = partial(_write_part, parts, min(begins, default=0))
             size = file.write(b"[\n")
             # Files are read again, an iteration at a time: memory does not grow with the run.
             for index, part in enumerate(_for_each(task, [each.file for each in run.surveys])):
@@ -238,35 +240,16 @@ def write_chrome_trace(run: Run, output: Path) -> int:
         raise DataError(cannot_write(output, error, remedy)) from error
 
 
-def _write_part(directory: Path, begin_ns: int, ranks: frozenset[int], file: TraceFile) -> Path:
-    """Write the events of one rank, without the brackets of the list."""
-    header, path = file.header, directory / str(file.header.rank)
-    row = {"name": "message", "cat": "message", "pid": header.row[0], "tid": header.row[1]}
+def _write_part(directory: Path, begin_ns: int, file: TraceFile) -> Path:
+    """Write the events of one rank with shifted times, without the brackets of the list."""
+    path = directory / str(file.header.rank)
 
     def shifted(time: re.Match[str]) -> str:
         return f'"ts":{float(time[1]) + (file.shift_ns - begin_ns) / 1e3:.3f}'
 
     with path.open("w", encoding="utf-8") as out:
-        out.write(_encode(labels(header))[1:-1])  # the list's brackets are those of the whole file
+        out.write(file.head)
         for iteration in file.iterations():
             # Replaced in the text, so that everything else stays as it was written.
             out.write(f",\n{_TIME.sub(shifted, iteration.text)}")
-            for span in iteration.spans:
-                key = message_key(header.rank, iteration.number, span)
-                if span.name == "wait" or key is None or not ranks.issuperset(key[1:3]):
-                    continue  # no message, or the other end is missing
-                # A tree of tensors sends a header besides: the same message in another part.
-                part = span.attributes.get("part", 0)
-                arrow = {**row, "id": ".".join(map(str, (*key[1:], part, iteration.number)))}
-                begin_us, end_us = (
-                    (iteration.begin_ns - begin_ns + time_ns) / 1e3 for time_ns in span[1:3]
-                )
-                if span.name == "send":
-                    arrow |= {"ph": "s", "ts": begin_us}
-                else:  # the end of an arrow belongs to the span that it lies in
-                    arrow |= {"ph": "f", "bp": "e", "ts": max(begin_us, end_us - 0.001)}
-                out.write(f",{_encode(arrow)}")
     return path
-
-
-_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode

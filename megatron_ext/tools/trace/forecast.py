@@ -37,7 +37,7 @@ from megatron_ext.tracing.records import ACTION_NAMES
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
-    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.schedules.table.actions import Kind, Schedule
     from megatron_ext.schedules.table.placement import Placement
     from megatron_ext.tools.trace.survey import RankSurvey
 
@@ -196,7 +196,7 @@ def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
                 low, _, high = statistics.quantiles(values, n=4)
                 sigmas.append(math.log(high / low) / 1.349)
 
-    def median_s(kind: str, stage: int) -> float | None:
+    def median_s(kind: Kind, stage: int) -> float | None:
         found = times.get((ACTION_NAMES[kind], stage))
         # Slices cost about the same.
         return schedule.num_slices * statistics.median(found) / 1e9 if found else None
@@ -223,9 +223,8 @@ def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
     latency_s = statistics.median(delays) / 1e9 if delays else 0.0
     exchanged: dict[int, list[float]] = defaultdict(list)  # what a forward of each stage exchanges
     for survey in run.surveys:
-        for (name, stage), sample in survey.exchanges.items():
-            if name == ACTION_NAMES["F"]:
-                exchanged[stage].append(statistics.median(sample))
+        for stage, sample in survey.exchanges.items():
+            exchanged[stage].append(statistics.median(sample))
     exchanged_s = sum(statistics.median(each) for each in exchanged.values()) / 1e9
     share = min(1.0, exchanged_s / sum(forwards))
     jitter = statistics.median(sigmas or [0.0])

@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 from megatron_ext.errors import DataError
 from megatron_ext.schedules.search.length_balance import LengthCost
-from megatron_ext.tools.trace.reader import load_schedule, open_run
-from megatron_ext.tracing.records import ACTION_NAMES, sizes_in
+from megatron_ext.tools.trace.aggregate import read_run
+from megatron_ext.tools.trace.reader import load_schedule
 
-_WORK = frozenset(ACTION_NAMES.values())
 _OUTLIER = 5.0
 """Durations that are off by more than so many times the median error do not count."""
 _ONE_LENGTH = 1e-4
@@ -54,36 +53,21 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
     Raises:
         DataError: There is no trace, it has no lengths, or all are the same.
     """
-    files, _ = open_run(directory)
-    schedule = load_schedule(directory)
+    run, schedule = read_run(directory), load_schedule(directory)
     if schedule is not None and schedule.placement.twin_hops:
         raise DataError(
             f"{directory}: under {schedule.name} stages run micro-batches that their twin has "
             "read; trace another schedule to measure what a length costs"
         )
-    # By replica, iteration and micro-batch: its tokens and pairs, and what a stage took by slice.
-    sizes: dict[tuple[int, int, int], tuple[int, int]] = {}
-    took_ns: dict[int, dict[tuple[int, int, int, int], int]] = defaultdict(lambda: defaultdict(int))
-    for file in files:
-        if file.header.tensor:
-            continue  # tensor-parallel ranks do the same as the first of them
-        for position, iteration in enumerate(file.iterations()):
-            if position == 0 and iteration.number <= 1:
-                continue  # the first one warms up
-            replica, step = file.header.data, iteration.number
-            # Only ranks that read data know lengths; all stages of a replica have the same.
-            for microbatch, size in sizes_in(iteration.end):
-                sizes[replica, step, microbatch] = size
-            for span in iteration.spans:
-                stage, number = span.attributes.get("stage"), span.attributes.get("microbatch")
-                if span.name in _WORK and type(stage) is int and type(number) is int:
-                    part = span.attributes.get("slice", 0)
-                    took_ns[stage][replica, step, number, part] += span.end_ns - span.begin_ns
     slices = (1.0,) if schedule is None else schedule.slices
+    # Only ranks that read data know lengths; all stages of a replica have the same.
+    lengths = {(s.header.data, *of): size for s in run.surveys for of, size in s.lengths.items()}
     points: dict[int, list[Point]] = defaultdict(list)
-    for stage, of_stage in sorted(took_ns.items()):
-        for (replica, step, number, part), took in of_stage.items():
-            tokens, pairs = sizes.get((replica, step, number), (0, 0))
+    for survey in run.surveys:
+        if survey.header.tensor:
+            continue  # tensor-parallel ranks do the same as the first of them
+        for (stage, step, microbatch, part), took in survey.took.items():
+            tokens, pairs = lengths.get((survey.header.data, step, microbatch), (0, 0))
             if tokens:
                 # The tokens of a slice attend to all before them, too.
                 begin, end = sum(slices[:part]), sum(slices[: part + 1])

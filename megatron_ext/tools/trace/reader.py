@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules import commands
 from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.text_file import read_text
-from megatron_ext.tracing.records import FILE_NAME, FORMAT, SCHEDULE_FILE, Header, Span
+from megatron_ext.tracing.records import FILE_NAME, FORMAT, SCHEDULE_FILE, Header
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
@@ -25,6 +26,20 @@ if TYPE_CHECKING:
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_TABLE_BYTES = 64 << 20
 _MAX_STAGES = 10_000
+DAMAGED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
+"""Errors of reading what no rank of ours wrote."""
+
+
+class Span(NamedTuple):
+    """Something that took time within one iteration of one rank; see `tracing.records`."""
+
+    name: str
+    begin_ns: int
+    """Since the begin of the iteration."""
+    end_ns: int
+    attributes: Mapping[str, Any]
+    message: int = 0
+    """Number of the message that was sent or received; 0: of none."""
 
 
 @dataclass
@@ -35,10 +50,11 @@ class Iteration:
     begin_ns: int
     """On the clock of the rank, shifted by `TraceFile.shift_ns`."""
     duration_ns: int
-    spans: list[Span] = field(default_factory=list)
-    end: dict[str, int] = field(default_factory=dict)
-    """Figures of the whole iteration."""
-    text: str = field(default="", compare=False)
+    spans: list[Span]
+    """In the order in which they began."""
+    figures: Mapping[str, Any]
+    """Of the whole iteration."""
+    text: str
     """Events as they are in the file, with a comma between two."""
 
 
@@ -48,6 +64,8 @@ class TraceFile:
 
     path: Path
     header: Header
+    head: str = ""
+    """Events of the first line, as they are in the file."""
     shift_ns: int = 0
     """To be added to its times so that those of all ranks agree."""
     damaged: int = 0
@@ -70,33 +88,32 @@ class TraceFile:
                 for line in file:
                     text = line.strip(",] \r\n")
                     # Looked for as text: lines of other iterations need no decoding.
-                    if not text or (only is not None and f'"iteration":{only}' not in text):
+                    if not text or (only is not None and f'"iteration":{only},' not in text):
                         continue
-                    found = self._iteration(text)
-                    self.damaged += found is None
-                    if found is not None and only in (None, found.number):
+                    try:
+                        found = self._iteration(text)
+                    except DAMAGED:
+                        self.damaged += 1
+                        continue
+                    if only in (None, found.number):
                         yield found
         except OSError as error:
             raise DataError(f"{self.path.name} cannot be read: {error.strerror}") from error
 
-    def _iteration(self, text: str) -> Iteration | None:
-        """Return the iteration of some events; None if no recorder wrote them."""
-        try:
-            *spans, last = _decode(f"[{text}]")
-            end = {key: value for key, value in last["args"].items() if type(value) is int}
-            begin_ns, duration_ns = round(1e3 * last["ts"]), round(1e3 * last["dur"])
-            shifted_ns = begin_ns + self.shift_ns
-            found = Iteration(end["iteration"], shifted_ns, duration_ns, [], end, text)
-            for event in spans:
-                # Of a large time since the boot of a host, the last nanoseconds are rounded.
-                start = max(0, round(1e3 * event["ts"]) - begin_ns)
-                length = round(1e3 * event["dur"])
-                if length < 0 or not isinstance(event["args"], dict):
-                    return None
-                found.spans.append(Span(str(event["cat"]), start, start + length, event["args"]))
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-            return None
-        return found
+    def _iteration(self, text: str) -> Iteration:
+        *events, last = json.loads(f"[{text}]")
+        figures = last["args"]
+        begin_ns, spans = round(1e3 * last["ts"]), []
+        for event in events:
+            # Of a large time since the boot of a host, the last nanoseconds are rounded.
+            start = max(0, round(1e3 * event["ts"]) - begin_ns)
+            length, about = round(1e3 * event["dur"]), dict(event["args"])
+            if length < 0:
+                raise ValueError(f"a span of {length} ns")
+            spans.append(Span(event["cat"], start, start + length, about, event.get("bind_id", 0)))
+        spans.sort(key=lambda span: span.begin_ns)
+        duration_ns, begin_ns = round(1e3 * last["dur"]), begin_ns + self.shift_ns
+        return Iteration(int(figures["iteration"]), begin_ns, duration_ns, spans, figures, text)
 
 
 def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
@@ -107,19 +124,21 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
     """
     by_rank: dict[int, TraceFile] = {}
     notes: list[str] = []
+    pattern = FILE_NAME.format(*"***")
     try:
-        there = sorted(path for path in directory.iterdir() if FILE_NAME.fullmatch(path.name))
+        there = sorted(path for path in directory.iterdir() if fnmatch(path.name, pattern))
         paths = [path for path in there if path.is_file()]  # opening a pipe would wait for ever
     except OSError as error:
         raise DataError(f"{directory} cannot be listed: {error.strerror}") from error
     for path in paths:
-        header = _header(path)
-        if not isinstance(header, Header):
-            notes.append(f"{path.name}: {header}")
+        try:
+            found = _open(path)
+        except DataError as error:
+            notes.append(f"{path.name}: {error}")
             continue
-        other = by_rank.setdefault(header.rank, TraceFile(path, header))
-        if other.path != path:
-            same = f"names rank {header.rank}, as does {other.path.name}"
+        other = by_rank.setdefault(found.header.rank, found)
+        if other is not found:
+            same = f"names rank {found.header.rank}, as does {other.path.name}"
             notes.append(f"{path.name} {same}; it is left out")
     if not by_rank:
         why = f": {notes[0]}" if notes else ""
@@ -153,43 +172,30 @@ def load_schedule(directory: Path) -> Schedule | None:
         return None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except (ScheduleError, ValueError, RecursionError, TypeError, IndexError) as error:
+    except (ScheduleError, *DAMAGED) as error:
         raise DataError(f"{path} is damaged: {error}; delete it, or trace the run again") from error
     return schedule
 
 
-def _header(path: Path) -> Header | str:
-    """Read the first line, or return what is wrong with it."""
+def _open(path: Path) -> TraceFile:
+    """Read the first line of a file."""
     try:
         with path.open("rb") as file:
             line = file.readline(_MAX_HEADER_BYTES)
+        head = line.decode().strip("[], \r\n")
+        fields = json.loads(f"[{head}]")[0]["args"]
+        number = fields.pop("format")
+        if number != FORMAT:  # before the rest, which may have other fields
+            raise DataError(
+                f"it has format {number}, this version reads {FORMAT}; read it with the version "
+                "that recorded it"
+            )
+        header = Header(**fields)
+        places = header.rank, header.data, header.pipeline, header.tensor, *header.sizes
+        if len(places) != 7 or not all(isinstance(place, int) for place in places):
+            raise ValueError("no places")
     except OSError as error:
-        return f"it cannot be read: {error.strerror}"
-    # The list is still open behind the first line.
-    match _decode(line.decode("utf-8", "replace").rstrip("], \r\n") + "]"):
-        # First the number: a file of another format may lack everything else.
-        case [{"name": "run", "args": {"format": int(number)}}, *_] if number != FORMAT:
-            versions = f"it has format {number}, this version reads {FORMAT}"
-            return f"{versions}; read it with the version that recorded it"
-        case [{"name": "run", "args": {
-            "format": int(), "rank": int(rank), "data": int(data), "pipeline": int(pipeline),
-            "tensor": int(tensor), "sizes": [int(a), int(b), int(c)], **rest
-        }}, *_]:  # fmt: skip
-            try:
-                known: dict[str, Any] = {str(key): value for key, value in rest.items()}
-                return Header(rank, data, pipeline, tensor, (a, b, c), **known)
-            except TypeError:  # a field that no header has
-                pass
-        case [{"name": "run"}, *_]:
-            pass
-        case _:
-            return "it is not a trace, or its first line is damaged"
-    return "its first line is damaged"
-
-
-def _decode(text: str) -> Any:
-    """Decode a JSON text; None if it is not valid."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+        raise DataError(f"it cannot be read: {error.strerror}") from error
+    except DAMAGED as error:
+        raise DataError("it is not a trace, or its first line is damaged") from error
+    return TraceFile(path, header, head)

@@ -25,9 +25,8 @@ from megatron_ext.tracing.records import ACTION_NAMES
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.tools.trace.aggregate import Run
-    from megatron_ext.tools.trace.reader import Iteration
+    from megatron_ext.tools.trace.reader import Iteration, Span
     from megatron_ext.tools.trace.survey import RankSurvey
-    from megatron_ext.tracing.records import Span
 
 # A page of a run of any size has to open in a browser.
 _MAX_SPANS = 150_000
@@ -278,7 +277,7 @@ def _measured(run: Run) -> list[_Row]:
 def _bars(spans: list[Span], shift_ns: int, finest_ns: int) -> list[list[Any]]:
     """Return the bars of a rank; spans shorter than `finest_ns` merge with the next one."""
     bars: list[list[Any]] = []
-    for span in sorted(spans, key=lambda span: span.begin_ns):
+    for span in spans:
         kind, about = _KINDS.get(span.name), span.attributes
         if kind is None:
             continue

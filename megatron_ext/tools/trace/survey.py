@@ -5,7 +5,6 @@ The page, the forecast and the lines of text are made of surveys.
 
 from __future__ import annotations
 
-import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,9 +12,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_ext.tracing.records import ACTION_NAMES, Header, Span
+from megatron_ext.schedules.table.actions import Action
+from megatron_ext.schedules.table.memory import live_counts
+from megatron_ext.tracing.records import ACTION_NAMES, Header
 
 if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import Kind
     from megatron_ext.tools.trace.reader import Iteration, TraceFile
 
 MAX_STEPS = 20_000
@@ -23,27 +25,13 @@ MAX_STEPS = 20_000
 # Bounds on a survey: those of all ranks are in memory together, and travel between processes.
 _MAX_ITERATIONS = 16
 _MAX_SPANS = 40_000
+_GOLDEN = (5**0.5 - 1) / 2
 _MAX_LINES = 16
 """Ranks that have a line of text of their own."""
 
-_WORK = frozenset(ACTION_NAMES.values())
-_WEIGHT = ACTION_NAMES["W"]
+_KINDS: dict[str, Kind] = {name: kind for kind, name in ACTION_NAMES.items()}
 _IDLE = ("wait", "send", "weights")
 """Spans in which a rank computes nothing."""
-_OTHER_END = {"send": "to", "receive": "from", "wait": "on"}
-"""By name of a span about a message: its attribute with the other rank."""
-
-
-class MessageKey(NamedTuple):
-    """Identity of a message within a run."""
-
-    iteration: int
-    source: int
-    target: int
-    kind: str
-    stage: int
-    microbatch: int
-    slice: int
 
 
 class Step(NamedTuple):
@@ -97,8 +85,14 @@ class Link:
     None: both ends of no such message are known. It takes the surveys of both ranks."""
 
 
-def _lists() -> dict[tuple[str, int], list[int]]:
-    return defaultdict(list)
+class Arrival(NamedTuple):
+    """The end of a receive."""
+
+    source: int
+    at_ns: int
+    """On the clock of the rank."""
+    was_late: bool
+    """True if it is a tensor of the pipeline for which the rank had waited."""
 
 
 @dataclass
@@ -109,26 +103,29 @@ class RankSurvey:
     full: int = 0
     """Micro-batches of the table of the run; 0: not known. The figures are of steps with so many
     only, because others take another time (`--rampup-batch-size`)."""
-    slices: tuple[float, ...] = (1.0,)
+    slices: Sequence[float] = (1.0,)
     """Share of a micro-batch that each of its slices is."""
     steps: list[Step] = field(default_factory=list)
-    actions: dict[tuple[str, int], list[int]] = field(default_factory=_lists)
+    actions: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     """Nanoseconds by name and stage: from the begin of an action to the begin of what follows it,
     without waiting, so that what the runtime does around an action belongs to it."""
-    exchanges: dict[tuple[str, int], list[int]] = field(default_factory=_lists)
-    """By the same keys: what an action exchanges between experts, alone as in pairs."""
+    exchanges: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """By stage: what a forward exchanges between experts, alone as in pairs."""
     links: dict[int, Link] = field(default_factory=dict)
     """By the global rank that sent."""
     wires: dict[int, str] = field(default_factory=dict)
     """By the global rank of each peer: what carries messages between the two."""
-    sends: dict[MessageKey, int] = field(default_factory=dict)
-    """When the `send` of a message began, on the clock of the rank."""
-    receives: dict[MessageKey, tuple[int, bool]] = field(default_factory=dict)
-    """When the `receive` of a message ended, and whether the rank had waited for it."""
+    sends: dict[int, int] = field(default_factory=dict)
+    """When the `send` of a message began, on the clock of the rank; by number of the message."""
+    receives: dict[int, Arrival] = field(default_factory=dict)
     sent: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
     """Bytes of the messages that it sent, by kind and stage."""
+    lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """By iteration and micro-batch: its tokens, and the pairs of tokens of one sample."""
+    took: dict[tuple[int, int, int, int], int] = field(default_factory=lambda: defaultdict(int))
+    """Nanoseconds of all actions by stage, iteration, micro-batch and slice."""
     counted: int = 0
-    """Iterations that `actions`, `exchanges`, `links` and `sent` are about: some, evenly spread."""
+    """Iterations that the fields from `actions` to `took` are about: some, evenly spread."""
     iterations: int = 0
     spans: int = 0
 
@@ -140,8 +137,7 @@ class RankSurvey:
     @property
     def stash_ratio(self) -> float:
         """Memory of a micro-batch between I and W over that before I."""
-        given = self.header.settings.get("stash_ratio")
-        return given if isinstance(given, int | float) and given >= 1 else 1.0
+        return float(self.header.settings.get("stash_ratio", 1.0))
 
     @property
     def complete_steps(self) -> list[Step]:
@@ -157,94 +153,62 @@ class RankSurvey:
         return not (microbatches and self.full) or microbatches == self.full
 
 
-def survey(file: TraceFile, full: int = 0, slices: tuple[float, ...] = (1.0,)) -> RankSurvey:
-    """Read the trace of a rank once.
-
-    Args:
-        file: The trace.
-        full: Micro-batches of the table of the run; 0: not known.
-        slices: Share of a micro-batch that each of its slices is.
+def survey(file: TraceFile, full: int = 0, slices: Sequence[float] = (1.0,)) -> RankSurvey:
+    """Read the trace of a rank once; see `RankSurvey` for what is known of the table.
 
     Raises:
         DataError: See `reader.TraceFile.iterations`.
     """
     found = RankSurvey(file, full, slices)
-    # Every iteration has its figures; single durations and messages are those of some, evenly
-    # spread, and of the same ones on all ranks: weeks of iterations must not grow what is kept.
-    # Those that are no measure, of other sizes or the first, serve only where there are no others.
-    kept: dict[int, Iteration] = {}  # by line, from the first of those that count
-    first, stride, measures = 1, 1, False
+    # Every iteration has its figures; single durations and messages are those of some, because
+    # weeks of iterations must not grow what is kept: of those whose multiples of the golden ratio
+    # have the smallest fractions, which are spread evenly, and the same on all ranks. The first
+    # one and those of other sizes are no measure, and make room for all others.
+    kept: dict[tuple[bool, float], Iteration] = {}
     for iteration in file.iterations():
         found.iterations += 1
         found.spans += len(iteration.spans)
-        iteration.spans.sort(key=operator.itemgetter(1))
-        for span in iteration.spans:
-            if span.name == "wire":
-                peer = _whole(span.attributes.get("peer"))
-                found.wires[peer] = str(span.attributes.get("wire"))
+        found.wires |= {int(peer): wire for peer, wire in iteration.figures["wires"].items()}
         if len(found.steps) < MAX_STEPS:
-            found.steps.append(_step(iteration, found.stash_ratio, slices))
-        is_measure = found.is_full(iteration.end.get("microbatches", 0)) and iteration.number > 1
-        line = found.iterations + file.damaged  # skipped here, whole on other ranks
-        if is_measure and not measures:
-            first, stride, measures, kept = line, 1, True, {}
-        if is_measure == measures and (line - first) % stride == 0:
-            kept[line - first] = iteration
+            found.steps.append(_step(found, iteration))
+        is_full = found.is_full(iteration.figures.get("microbatches", 0))
+        is_measure = is_full and found.iterations > 1
+        kept[not is_measure, iteration.number * _GOLDEN % 1] = iteration
         while len(kept) > 1 and (
             len(kept) > _MAX_ITERATIONS or sum(len(one.spans) for one in kept.values()) > _MAX_SPANS
         ):
-            stride *= 2
-            kept = {at: one for at, one in kept.items() if at % stride == 0}
-    for iteration in kept.values():
-        waits: set[MessageKey] = set()
-        for span in iteration.spans:
-            key = message_key(found.header.rank, iteration.number, span)
-            if key is not None and span.name == "wait":
-                waits.add(key)
-            elif key is not None and span.name == "send":
-                found.sends[key] = iteration.begin_ns + span.begin_ns
-            elif key is not None:
-                found.receives[key] = iteration.begin_ns + span.end_ns, key in waits
-        if measures:
-            _count(found, iteration.spans)
+            del kept[max(kept)]
+    measures = [iteration for (is_other, _), iteration in kept.items() if not is_other]
+    for iteration in measures or kept.values():
+        _count(found, iteration)
+    if not measures:  # messages align clocks in any case
+        found.actions.clear()
     return found
 
 
-def _step(iteration: Iteration, stash_ratio: float, slices: tuple[float, ...]) -> Step:
-    work = [span for span in iteration.spans if span.name in _WORK]
+def _step(found: RankSurvey, iteration: Iteration) -> Step:
+    work = [span for span in iteration.spans if span.name in _KINDS]
     begin = work[0].begin_ns if work else 0
     end = max((span.end_ns for span in work), default=0)
     busy, covered = 0, begin
-    live = peak = 0.0
-    of = [(about("stage"), about("microbatch"), about("slice", 0))
-          for about in (span.attributes.get for span in work)]  # fmt: skip
-    splits = {action for action, span in zip(of, work, strict=True) if span.name == _WEIGHT}
-    for action, span in zip(of, work, strict=True):
+    for span in work:
         busy += max(0, span.end_ns - max(span.begin_ns, covered))  # those of a pair overlap
         covered = max(covered, span.end_ns)
-        part = _whole(action[2])
-        share = slices[part] if part < len(slices) else 0.0
-        if span.name == ACTION_NAMES["F"]:
-            live += share
-        elif action not in splits:
-            live -= share
-        elif span.name == ACTION_NAMES["I"]:
-            live += (stash_ratio - 1) * share
-        else:
-            live -= stash_ratio * share
-        peak = max(peak, live)
     idle: dict[str, int] = defaultdict(int)
     for span in iteration.spans:
         if span.name in _IDLE and begin <= span.begin_ns < end:
-            cause, on = span.name, span.attributes.get("on")
-            if cause == "wait":
-                cause = str(span.attributes.get("cause", "unknown"))
-                cause += "" if on is None else f" of rank {on}"
+            cause = str(span.attributes.get("cause", span.name))
+            if "on" in span.attributes:
+                cause += f" of rank {span.attributes['on']}"
             idle[cause] += span.end_ns - span.begin_ns
     other = end - begin - busy - sum(idle.values())
     if other > 0:  # data, Python, and whatever else no span is about
         idle["other"] = other
-    given = iteration.end.get
+    given = iteration.figures.get
+    row: list[Action] = []
+    for name, _, _, about, _ in work:
+        part = about.get("slice", 0) if found.full else 0  # of unknown size without the table
+        row.append(Action(about["stage"], _KINDS[name], about["microbatch"], part))
     return Step(
         iteration.number,
         iteration.begin_ns,
@@ -254,7 +218,7 @@ def _step(iteration: Iteration, stash_ratio: float, slices: tuple[float, ...]) -
         idle_ns=dict(idle),
         after_ns=iteration.duration_ns - end,
         memory_bytes=given("memory_bytes", 0),
-        peak_live=peak,
+        peak_live=max(live_counts(tuple(row), found.stash_ratio, found.slices), default=0.0),
         actions=len(work),
         out_of_order=given("out_of_order", 0),
         activation_bytes=given("activation_bytes", 0),
@@ -262,61 +226,52 @@ def _step(iteration: Iteration, stash_ratio: float, slices: tuple[float, ...]) -
     )
 
 
-def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
-    """Add the durations of an iteration's actions, and what it sent and received."""
-    action: tuple[str, int] | None = None
+def _count(found: RankSurvey, iteration: Iteration) -> None:
+    """Add what an iteration's actions took, and what it sent and received."""
     found.counted += 1
+    for microbatch, (tokens, pairs) in iteration.figures.get("lengths", {}).items():
+        found.lengths[iteration.number, int(microbatch)] = tokens, pairs
+    action: tuple[str, int] | None = None
     begun = ended = 0
-    exchanged: dict[tuple[str, int, int], int] = defaultdict(int)
-    for name, begin, end, about in spans:
+    exchanged: dict[tuple[int, int], int] = defaultdict(int)
+    waited: set[tuple[object, ...]] = set()
+    for name, begin, end, about, number in iteration.spans:
         if name == "exchange":
-            kind = ACTION_NAMES.get(str(about.get("of")), "")
-            key = kind, _whole(about.get("stage")), _whole(about.get("microbatch"))
-            exchanged[key] += end - begin
+            if about["of"] == "F":
+                exchanged[about["stage"], about["microbatch"]] += end - begin
             continue
-        # The two of a pair begin together, and neither has a price of its own.
-        if name in _WORK and 2 * begin < begun + ended:
-            action, ended = None, max(ended, end)
-            continue
-        if action is not None and (name in _WORK or name in ("wait", "receive")):
+        if name in _KINDS:
+            place = about["stage"], iteration.number, about["microbatch"], about.get("slice", 0)
+            found.took[place] += end - begin
+            # The two of a pair begin together, and neither has a price of its own.
+            if 2 * begin < begun + ended:
+                action, ended = None, max(ended, end)
+                continue
+        if action is not None and (name in _KINDS or name in ("wait", "receive")):
             # What is done until the rank waits or computes again is the price of the action.
             found.actions[action].append(max(begin, ended) - begun)
             action = None
-        other = about.get(_OTHER_END.get(name, ""))
-        if name in _WORK:
-            action, begun, ended = (name, about.get("stage", 0)), begin, end
+        if name in _KINDS:
+            action, begun, ended = (name, about["stage"]), begin, end
         elif name == "send":
-            of = str(about.get("for")), _whole(about.get("stage"))
-            found.sent[of] += _whole(about.get("bytes"))  # damaged numbers count as none
-        # Exactly int: a damaged `true` would count as rank 1.
-        elif name in ("receive", "wait") and type(other) is int:
+            found.sent[about["for"], about["stage"]] += about["bytes"]
+            found.sends[number] = iteration.begin_ns + begin
+        elif name == "receive" or (name == "wait" and "on" in about):
+            other = about["on" if name == "wait" else "from"]
             link = found.links.setdefault(other, Link(other, found.header.rank))
+            message = other, *map(about.get, ("for", "stage", "microbatch", "slice"))
             if name == "wait":
                 link.waited_ns += end - begin
-            else:
-                link.messages += 1
-                link.bytes += _whole(about.get("bytes"))
+                waited.add(message)
+                continue
+            link.messages += 1
+            link.bytes += about["bytes"]
+            was_late = message in waited and about["for"] in ("F", "B")
+            found.receives[number] = Arrival(other, iteration.begin_ns + end, was_late)
     if action is not None:
         found.actions[action].append(ended - begun)
-    for (of_kind, stage, _), exchanged_ns in exchanged.items():
-        found.exchanges[of_kind, stage].append(exchanged_ns)
-
-
-def message_key(rank: int, iteration: int, span: Span) -> MessageKey | None:
-    """Return which message a span of a rank is about, None if it is about none."""
-    about = span.attributes
-    if span.name not in _OTHER_END or about.get("for") not in ("F", "B"):
-        return None
-    match about.get(_OTHER_END[span.name]), about.get("stage"), about.get("microbatch"):
-        case int(other), int(stage), int(microbatch):
-            source, target = (rank, other) if span.name == "send" else (other, rank)
-            part = _whole(about.get("slice"))
-            return MessageKey(iteration, source, target, about["for"], stage, microbatch, part)
-    return None
-
-
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+    for (stage, _), exchanged_ns in exchanged.items():
+        found.exchanges[stage].append(exchanged_ns)
 
 
 def figures(surveys: Iterable[RankSurvey]) -> Step:

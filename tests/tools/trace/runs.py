@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import Costs, generate, simulate
@@ -12,11 +13,10 @@ from megatron_ext.schedules.table.communication import exchanges
 from megatron_ext.tracing.recorder import HostClock, Recorder
 from megatron_ext.tracing.records import (
     ACTION_NAMES,
+    FILE_NAME,
     SCHEDULE_FILE,
     Header,
     directory_name,
-    file_name,
-    size_fields,
 )
 
 MS = 1_000_000
@@ -98,8 +98,8 @@ def write_run(
                     record(recorder, clock, origin, half, *times, costs)
             clock.now_ns = origin + step_ns - MS
             recorder.notes |= {"out_of_order": 2, "microbatches": count}
-            for microbatch, size in enumerate(sizes if rank == 0 else ()):
-                recorder.notes |= size_fields(microbatch, *size)
+            if rank == 0:
+                recorder.notes["lengths"] = dict(enumerate(sizes))
             recorder.end_iteration()
             origin += step_ns
         recorder.close()
@@ -134,5 +134,13 @@ def about_message(message) -> dict[str, object]:
     return about | ({"slice": message.slice} if message.slice else {})
 
 
+def arrows(events: Iterable[dict[str, Any]]) -> tuple[dict[int, float], dict[int, float]]:
+    """Return when arrows of a Chrome trace begin and end, by the number that joins the two."""
+    return (
+        {e["bind_id"]: e["ts"] for e in events if e.get("flow_out")},
+        {e["bind_id"]: e["ts"] + e["dur"] for e in events if e.get("flow_in")},
+    )
+
+
 def trace_of(directory: Path, rank: int) -> Path:
-    return directory / file_name(0, rank, 0)
+    return directory / FILE_NAME.format(0, rank, 0)

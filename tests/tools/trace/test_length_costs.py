@@ -15,7 +15,7 @@ from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.schedules.table import table_files
 from megatron_ext.tools.trace.length_costs import Point, fit, measured_length_cost
-from megatron_ext.tracing.records import SCHEDULE_FILE, file_name
+from megatron_ext.tracing.records import FILE_NAME, SCHEDULE_FILE
 from tests.tools.trace.runs import trace_of, write_run
 
 LENGTHS = (100, 4000, 300, 50, 2500, 900, 4000, 10)
@@ -103,7 +103,7 @@ def test_tensor_parallel_ranks_count_once(tmp_path: Path) -> None:
     for rank in range(4):
         text = trace_of(folder, rank).read_text()
         assert '"tensor":0' in text
-        twice = folder / file_name(0, rank, 1)
+        twice = folder / FILE_NAME.format(0, rank, 1)
         twice.write_text(text.replace('"tensor":0', '"tensor":1').replace('"rank":', '"rank":1'))
     assert measured_length_cost(folder) == alone
 
