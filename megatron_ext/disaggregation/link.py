@@ -50,7 +50,6 @@ class RoleLink:
             job.rank,
             job.ranks.num_ranks,
             _neighbours(job),
-            config=config,
             wire=config.wire,
             slots=job.window + 2,  # a message may stay in its slot while computation uses it
             slot_bytes=job.message_bytes,

@@ -157,14 +157,14 @@ def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     """Megatron does not log at the end of training how much of it was idle or out of the
     table's order.
     """
-    from megatron_ext.runtime.runtime import log_own_statistics, log_statistics
+    from megatron_ext.runtime.runtime import log_statistics
 
     try:
         trained = call(*args, **kwargs)
     except SystemExit:
         # Megatron (`--exit-interval`) or other code may end a single rank here: on this path no
         # rank may wait for another.
-        log_own_statistics()
+        log_statistics(of_all=False)
         raise
     log_statistics()
     return trained

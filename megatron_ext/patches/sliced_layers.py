@@ -16,16 +16,13 @@ _MTP = "megatron.core.transformer.multi_token_prediction"
 _MOE = "megatron.core.transformer.moe"
 
 
-def _state() -> Any:
-    """Return what layers keep; None before the first step."""
+def _running() -> Any:
+    """Return the slice that runs; None outside of slices."""
     found = active.active()
-    return None if found is None or found.runtimes is None else found.runtimes.kept
+    return None if found is None or found.runtimes is None else found.runtimes.kept.running
 
 
-PATCHES = Table(
-    feature="schedules",
-    when=lambda: (found := _state()) is not None and found.running is not None,
-)
+PATCHES = Table(feature="schedules", when=lambda: _running() is not None)
 
 
 @PATCHES.row(
@@ -42,14 +39,14 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron attends to the tokens that it is given, but those of a slice need all before
     them.
     """
-    return _state().attend(call, instance, *args, **kwargs)
+    return _running().attend(call, instance, *args, **kwargs)
 
 
 @PATCHES.row("slices.packed", "megatron.core.models.gpt.gpt_model:GPTModel.forward")
 def _begin_forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron takes the packed sequences of a whole micro-batch for those of the slice."""
     given = by_name(call, args, kwargs)
-    _state().begin_forward(given)
+    _running().begin_forward(given)
     return call(**given)
 
 
@@ -61,14 +58,14 @@ def _begin_forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
 )
 def _positions(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron counts positions from the first token that it is given."""
-    return _state().positions(call, by_name(call, args, kwargs))
+    return _running().positions(call, by_name(call, args, kwargs))
 
 
 @PATCHES.row("slices.predicted_inputs", f"{_MTP}:MultiTokenPredictionLayer._get_embeddings")
 def _look_ahead(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron shifts tokens and positions without a name, and both look the same."""
     given = by_name(call, args, kwargs)
-    _state().look_ahead(given["input_ids"], given["position_ids"])
+    _running().look_ahead(given["input_ids"], given["position_ids"])
     return call(**given)
 
 
@@ -76,7 +73,7 @@ def _look_ahead(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _with_length_of_slice(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron lets scripts read batches of whole sequences, whose length is an argument."""
     # Scripts give tensor-parallel ranks buffers of this length, which they receive the slice in.
-    arguments, running = megatron_arguments(), _state().running
+    arguments, running = megatron_arguments(), _running()
     if arguments is None:
         return call(*args, **kwargs)
     whole, arguments.seq_length = arguments.seq_length, running.end - running.begin
@@ -89,7 +86,7 @@ def _with_length_of_slice(call: Call, _instance: Any, args: Args, kwargs: Kwargs
 @PATCHES.row("slices.predicted_tokens", f"{_MTP}:roll_tensor")
 def _roll(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron ends with the slice, but its last token predicts tokens of the next one."""
-    return _state().roll(call, *args, **kwargs)
+    return _running().roll(call, *args, **kwargs)
 
 
 @PATCHES.row("slices.route", f"{_MOE}.router:TopKRouter.routing")
@@ -97,16 +94,16 @@ def _route(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron leaves balancing losses to recomputation, in which the counts of other slices are
     missing.
     """
-    return _state().route(call, instance, *args, **kwargs)
+    return _running().route(call, instance, *args, **kwargs)
 
 
 @PATCHES.row("slices.balance", f"{_MOE}.moe_utils:switch_load_balancing_loss_func")
 def _balance(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron balances the tokens of a slice, as if there were no others in the micro-batch."""
-    return _state().balance(*args, **kwargs)
+    return _running().balance(*args, **kwargs)
 
 
 @PATCHES.row("slices.z_loss", f"{_MOE}.moe_utils:z_loss_func")
 def _z_loss(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron averages over the tokens that it is given, those of a slice."""
-    return _state().z_loss(call(*args, **kwargs))
+    return _running().z_loss(call(*args, **kwargs))

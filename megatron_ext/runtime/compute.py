@@ -26,7 +26,7 @@ from megatron.core.utils import make_viewless_tensor
 from megatron_ext import devices
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime.lengths import check_handed_on, refusing_long_sequences
+from megatron_ext.runtime.lengths import refusing_long_sequences
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.upstream.signatures import backward_step_of
 
@@ -40,8 +40,7 @@ class MicrobatchData:
 
     Args:
         iterator: Megatron's iterator; None on ranks that read no data.
-        exchange: Swaps an item with the twin's. Required on stages that run the twin's
-            micro-batches.
+        exchange: Swaps an item with the twin's, on stages that run the twin's micro-batches.
         taken: Called with each micro-batch and its item before a forward step reads it.
     """
 
@@ -106,22 +105,12 @@ class MicrobatchData:
         return item
 
 
-class TwinExchange:
-    """Swaps data with the twin, which runs the same actions in the same order.
-
-    Args:
-        group: The process group of both twins.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._theirs = 1 - group.rank()
-
-    def __call__(self, item: Any) -> Any:
-        """Return the twin's item in exchange for `item`. Collective over both twins."""
-        items: list[Any] = [None, None]
-        dist.all_gather_object(items, item, group=self._group)
-        return items[self._theirs]
+def swapped(group: dist.ProcessGroup, item: Any) -> Any:
+    """Return the twin's item in exchange for `item`. Collective over the group of both twins."""
+    # The twin runs the same actions in the same order.
+    items: list[Any] = [None, None]
+    dist.all_gather_object(items, item, group=group)
+    return items[1 - group.rank()]
 
 
 @contextmanager
@@ -129,28 +118,32 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
     """Seed all generators for one forward, and restore their states afterwards.
 
     The numbers depend on the arguments and on the tensor- and expert-parallel rank only: neither on
-    the pipeline rank, nor on execution order or repetition.
-
-    Args:
-        iteration: Training step, counted from the start of training.
-        stage: Global stage index.
-        microbatch: Index in this replica's step, from 0.
+    the pipeline rank, nor on execution order or repetition. `iteration` counts from the start of
+    training.
 
     Raises:
         ScheduleError: The run has no seed.
     """
+
+    def fresh(state: Any, place: torch.device, *key: int | str) -> Any:
+        """Return a state of the same type as `state`, seeded for a key."""
+        seed = active.seed_of(*key, iteration, stage, microbatch)
+        if isinstance(state, torch.Generator):  # a tracker whose states CUDA graphs can capture
+            made = state.clone_state()
+            made.manual_seed(seed)
+            return made
+        return torch.Generator(place).manual_seed(seed).get_state()
+
+    # Without an index: a state fits every device of its type.
+    here = torch.device(devices.current().torch_device().type)
     # Recomputation needs nothing here: upstream restores these states by itself.
-    place = iteration, stage, microbatch
     # Megatron's own pair of functions, which knows the generators of each release.
     host, device, tracked = random._get_all_rng_states()
     try:
         set_rng_states(
-            _fresh(host, torch.device("cpu"), "host", *place),
-            _fresh(device, _device(), "default", *place),
-            {
-                name: _fresh(state, _device(), name, *_shard(name), *place)
-                for name, state in tracked.items()
-            },
+            fresh(host, torch.device("cpu"), "host"),
+            fresh(device, here, "default"),
+            {name: fresh(state, here, name, *_shard(name)) for name, state in tracked.items()},
         )
         yield
     finally:
@@ -179,21 +172,6 @@ def set_rng_states(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) 
     torch.set_rng_state(host)
     tracker = random.get_cuda_rng_tracker()
     random._set_cuda_rng_state(device, graph_safe=random.is_graph_safe_cuda_rng_tracker(tracker))
-
-
-def _fresh(state: Any, device: torch.device, *key: int | str) -> Any:
-    """Return a state of the same type as `state`, seeded for a key."""
-    seed = active.seed_of(*key)
-    if isinstance(state, torch.Generator):  # a tracker whose states CUDA graphs can capture
-        fresh = state.clone_state()
-        fresh.manual_seed(seed)
-        return fresh
-    return torch.Generator(device).manual_seed(seed).get_state()
-
-
-def _device() -> torch.device:
-    """Return the generators' device without an index; a state fits every device of its type."""
-    return torch.device(devices.current().torch_device().type)
 
 
 def _shard(name: str) -> tuple[int, ...]:
@@ -295,16 +273,16 @@ class StageCompute:
         return self.backward(stage, microbatch, inputs or [None], split=kind == "I")
 
     def forward(self, stage: int, microbatch: int, inputs: Tensors) -> Tensors:
-        """Run F.
+        """Run F of a stage on this rank.
 
-        Args:
-            stage: Global index of a stage on this rank.
-            microbatch: 0 to m-1.
-            inputs: Activations of the previous stage, `[s, b, h]` each, as leaves that require
-                grad; None for the first stage.
+        `inputs` are the activations of the previous stage, `[s, b, h]` each, as leaves that require
+        grad; None for the first stage.
 
         Returns:
             The activations for the next stage, `[s, b, h]` each, or the loss, a scalar.
+
+        Raises:
+            ScheduleError: The activations have other shapes than the next stage expects.
         """
         is_first = stage not in self._stages  # in this step
         call, place = self.call, self._stage(stage)
@@ -347,7 +325,14 @@ class StageCompute:
     ) -> Tensors:
         """Keep what a forward made; return its outputs in a form that `release` can free."""
         if not self._stage(stage).is_last:
-            check_handed_on(stage, microbatch, outputs, self.handed_on)
+            for tensor, shape in zip(outputs, self.handed_on, strict=False):
+                if tensor is not None and shape is not None and tuple(tensor.shape) != shape:
+                    raise ScheduleError(
+                        f"stage {stage}, micro-batch {microbatch}: hands on {list(tensor.shape)}, "
+                        f"and the step was called for {list(shape)}; if lengths differ between "
+                        "micro-batches, add --variable-seq-lengths (variable_seq_lengths of the "
+                        "model's configuration)"
+                    )
             if not self.call.forward_only:
                 # A full backward hook on a stage's last module makes its output a view, which
                 # `release` could not free.
@@ -391,13 +376,9 @@ class StageCompute:
                     tensor.data = _scalar(tensor.dtype, tensor.device)
 
     def backward(self, stage: int, microbatch: int, gradients: Tensors, *, split: bool) -> Tensors:
-        """Run B, or I with `split`.
+        """Run B, or I with `split`, which defers the weight gradients to W.
 
-        Args:
-            stage: Global index of a stage on this rank.
-            microbatch: 0 to m-1.
-            gradients: Gradients of the outputs, `[s, b, h]` each; None for the last stage.
-            split: Whether to defer the weight gradients to W.
+        `gradients` are those of the outputs, `[s, b, h]` each; None for the last stage.
 
         Returns:
             The gradients of the inputs, `[s, b, h]` each; None for the first stage.

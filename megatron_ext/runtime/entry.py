@@ -21,7 +21,7 @@ from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call
 from megatron_ext.runtime.program import shape_between_stages
-from megatron_ext.runtime.runtime import in_force, runtime_of
+from megatron_ext.runtime.runtime import Runtime, in_force
 from megatron_ext.upstream.signatures import (
     default_groups,
     is_multi_module,
@@ -72,23 +72,35 @@ def forward_backward(
         raise ScheduleError("give both p2p_communicator and pg_collection, or neither of them")
     refuse_modules(pg_collection)
     groups = default_groups() if pg_collection is None else pg_collection
-    if id(groups.pp) not in in_force().by_group:  # the first step
+    runtimes = in_force()
+    runtime = runtimes.by_group.get(id(groups.pp))
+    if runtime is None:  # the first step
         _check_models(chunks)
         if pipeline.config.pairs:
             _check_plans(chunks, forward_step_func)
     config = get_model_config(chunks[0])
     length = decoder_seq_length or seq_length
-    # Slices have several lengths.
+    # Of activations (F) and gradients (B).
+    received: Any = [shape_between_stages(config, groups, length, micro_batch_size)]
+    sent = list(received)
+    if adjust_tensor_shapes_fn is not None:
+        received, sent = adjust_tensor_shapes_fn(received, sent)
+    # They travel with the tensors where lengths vary; slices have several.
     travel = config.variable_seq_lengths or config.mtp_standalone or pipeline.config.slices > 1
-    shapes = _shapes(config, groups, length, micro_batch_size, adjust_tensor_shapes_fn, travel)
-    runtime = runtime_of(pipeline, groups, chunks, iterators, config, shapes, length)
+    shapes: Shapes = {
+        kind: [None if travel else tuple(shape) for shape in given]
+        for kind, given in (("F", received), ("B", sent))
+    }
+    if runtime is None:
+        runtime = Runtime(pipeline, groups, chunks, iterators, config, shapes, length)
+        runtimes.by_group[id(groups.pp)] = runtime
     table = runtime.table(num_microbatches, backward=not forward_only)
     balanced = None if forward_only else runtime.balanced(table, config)
     if balanced is not None:
         iterators = [balanced.iterator(items) for items in iterators]
     offloading = None
     if getattr(config, "fine_grained_activation_offloading", False):
-        offloading = in_force().offloading
+        offloading = runtimes.offloading
         offloading.begin_step(table.schedule.rows[table.rank])
     call = Call(
         forward_step_func=forward_step_func,
@@ -199,24 +211,6 @@ def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) ->
             "the forward step cannot run in pairs, because it takes no return_schedule_plan; let "
             f"it return model.build_schedule_plan(...) then, as in pretrain_gpt.py, or {remedy}"
         )
-
-
-def _shapes(
-    config: Any,
-    groups: ProcessGroupCollection,
-    length: int,
-    micro_batch_size: int,
-    adjust: Callable[..., Any] | None,
-    travel: bool,
-) -> Shapes:
-    """Return the shapes of activations (F) and gradients (B)."""
-    received: Any = [shape_between_stages(config, groups, length, micro_batch_size)]
-    sent = list(received)
-    if adjust is not None:
-        received, sent = adjust(received, sent)
-    if travel:
-        return {"F": [None] * len(received), "B": [None] * len(sent)}
-    return {"F": [tuple(s) for s in received], "B": [tuple(s) for s in sent]}
 
 
 @contextmanager

@@ -82,12 +82,7 @@ class Observer(TransportObserver):
         """
 
     def end_action(self, position: int, action: Action) -> None:
-        """Called when an action has computed, before its results are sent.
-
-        Args:
-            position: Index of the action in table order.
-            action: The action that ran.
-        """
+        """Called when the action at a position of its row has computed, before results leave."""
 
     def begin_exchange(self) -> None:
         """Called when experts are about to exchange tokens, in the stream that does; pairs only."""
@@ -96,12 +91,7 @@ class Observer(TransportObserver):
         """Called behind it, with the action that it belongs to."""
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
-        """Called when a step is complete.
-
-        Args:
-            executed: Every action of the step, in execution order.
-            wall_s: Duration of the step in seconds.
-        """
+        """Called when a step is complete, with its actions in execution order and its duration."""
 
 
 def num_out_of_order(executed: Sequence[Executed]) -> int:
@@ -148,15 +138,9 @@ class Compute(Protocol):
     """Computes the actions of one step on this rank's stages."""
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run one action.
+        """Run one action: take and return one tensor per input and output of it in the table.
 
-        Args:
-            action: The action to run.
-            inputs: One tensor per input of the action in the table, `[s, b, h]` each; empty
-                without inputs.
-
-        Returns:
-            One tensor per output of the action in the table, in the same order.
+        They are in the table's order, `[s, b, h]` each.
         """
 
     def saved_tensors(self, action: Action) -> object:

@@ -101,9 +101,8 @@ def _tied_weights(
 def keep_one_main_copy(sharded_state_dict: Any) -> None:
     """Keep one of two copies of a tensor as the main replica that is saved or loaded.
 
-    Args:
-        sharded_state_dict: With upstream's replica ids for parallel saving or loading; 0 marks the
-            tensors that this rank handles. Modified in place.
+    The dict has upstream's replica ids for parallel saving or loading; 0 marks the tensors that
+    this rank handles. It is modified in place.
     """
     taken: set[tuple[Any, ...]] = set()
     for shard in nested_values(sharded_state_dict):
@@ -118,14 +117,9 @@ def keep_one_main_copy(sharded_state_dict: Any) -> None:
 def share_losses(
     losses: Mapping[str, torch.Tensor], groups: ProcessGroupCollection | None = None
 ) -> dict[str, torch.Tensor]:
-    """Broadcast the last stage's losses to all stages. Collective over the pipeline group.
+    """Broadcast the last stage's losses, by name, to all stages. Collective over the pipeline.
 
-    Args:
-        losses: By name. Only the rank with the last stage contributes; others may pass anything.
-        groups: The model's process groups; None for Megatron's global ones.
-
-    Returns:
-        The last stage's losses; `losses` unchanged if the placement is not folded.
+    Other ranks may pass anything. If the placement is not folded, it returns `losses` unchanged.
     """
     if not is_folded():
         return dict(losses)
@@ -144,9 +138,6 @@ def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
     """Broadcast this step's multi-token prediction values to all stages. Collective.
 
     These are losses and, from 0.19 on, hits.
-
-    Args:
-        groups: The model's process groups; None for Megatron's global ones.
     """
     if not is_folded():
         return
@@ -167,11 +158,7 @@ def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """A layout that assigns stages to ranks by a placement.
-
-    Args:
-        layout: Upstream's notation, one part per stage, in stage order.
-        placement: Maps stages to ranks and chunks.
+    """A layout, in upstream's notation in stage order, that assigns stages to ranks by a placement.
 
     Raises:
         ScheduleError: The layout and the placement have different numbers of stages.
@@ -203,12 +190,9 @@ class PlacedLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Count the layers of one type in all stages before a rank's chunk.
+        """Count the layers of one type in all stages before a chunk of a rank, by default this one.
 
-        Args:
-            layer_type: The type to count.
-            vp_stage: The chunk; required if ranks hold several.
-            pp_rank: Pipeline rank; defaults to that of this process.
+        `vp_stage` is required if ranks hold several chunks.
         """
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()

@@ -36,11 +36,7 @@ def refusing_long_sequences(
 ) -> Iterator[None]:
     """Check the tokens that a first stage reads inside the block, which upstream does not.
 
-    Args:
-        model: The chunk of the stage, in its wrappers.
-        stage: Global index of the stage, for the message.
-        microbatch: 0 to m-1, for the message.
-        cp_size: Context-parallel ranks; each reads its part of a sequence.
+    Each of `cp_size` context-parallel ranks reads its part of a sequence.
 
     Raises:
         ScheduleError: A sequence has more tokens than the model has positions.
@@ -75,32 +71,6 @@ def refusing_long_sequences(
         hook.remove()
 
 
-def check_handed_on(
-    stage: int,
-    microbatch: int,
-    tensors: Sequence[torch.Tensor | None],
-    shapes: Sequence[tuple[int, ...] | None],
-) -> None:
-    """Check what a stage hands on against the shapes that the next stage expects.
-
-    Args:
-        stage: Global index of the stage.
-        microbatch: 0 to m-1.
-        tensors: Its outputs, `[s, b, h]` each.
-        shapes: The expected shapes; None: any. Empty: nothing is known.
-
-    Raises:
-        ScheduleError: They differ.
-    """
-    for tensor, shape in zip(tensors, shapes, strict=False):
-        if tensor is not None and shape is not None and tuple(tensor.shape) != shape:
-            raise ScheduleError(
-                f"stage {stage}, micro-batch {microbatch}: hands on {list(tensor.shape)}, and the "
-                f"step was called for {list(shape)}; if lengths differ between micro-batches, add "
-                "--variable-seq-lengths (variable_seq_lengths of the model's configuration)"
-            )
-
-
 class ItemSize(NamedTuple):
     """Size of a micro-batch, from which its cost follows."""
 
@@ -113,11 +83,10 @@ class ItemSize(NamedTuple):
 def item_size(item: Any) -> ItemSize | None:
     """Return the size of a micro-batch; None: it holds no lengths.
 
-    Args:
-        item: What the data iterator gives: `tokens`, `[b, s]` with any s from 0 on, or for packed
-            samples `cu_seqlens` as well, `[n]` or `[b, n]`, where each sample begins and the last
-            one ends. Entries beyond the last sample may repeat its end. If samples are padded,
-            `cu_seqlens_padded` has the same with padding.
+    The data iterator gives `tokens`, `[b, s]` with any s from 0 on, or for packed samples
+    `cu_seqlens` as well, `[n]` or `[b, n]`, where each sample begins and the last one ends. Entries
+    beyond the last sample may repeat its end. If samples are padded, `cu_seqlens_padded` has the
+    same with padding.
     """
     if not isinstance(item, Mapping):
         return None
@@ -134,11 +103,7 @@ def item_size(item: Any) -> ItemSize | None:
 
 
 def cost_of_model(config: Any) -> LengthCost:
-    """Return what a length costs in a model.
-
-    Args:
-        config: Its `TransformerConfig`.
-    """
+    """Return what a length costs in a model with this `TransformerConfig`."""
     experts = config.moe_router_topk if config.num_moe_experts else 1
     ffn = (config.moe_ffn_hidden_size if config.num_moe_experts else None) or config.ffn_hidden_size
     shared = config.moe_shared_expert_intermediate_size or 0
@@ -152,11 +117,7 @@ def cost_of_model(config: Any) -> LengthCost:
 
 
 def item_cost(item: Any, cost: LengthCost) -> float:
-    """Return what a micro-batch costs.
-
-    Args:
-        item: What the data iterator gives, see `item_size`.
-        cost: Cost of a sample by its length.
+    """Return what a micro-batch costs, of which the data iterator gives what `item_size` reads.
 
     Raises:
         ScheduleError: The item does not say how long its samples are.
@@ -193,10 +154,8 @@ class BalancedStep:
     def iterator(self, items: Any) -> Iterator[Any] | None:
         """Return an iterator over a chunk's micro-batches in the order of the step.
 
-        The first `next` fetches all.
-
-        Args:
-            items: Megatron's data iterator of the chunk; None: the chunk reads no data.
+        The first `next` fetches all. `items` is Megatron's data iterator of the chunk; None: the
+        chunk reads no data.
 
         Raises:
             ScheduleError: The data come from something else.
@@ -212,7 +171,7 @@ class BalancedStep:
 
     def _ordered(self, items: Iterator[Any]) -> Iterator[Any]:
         # Chunks of one rank read the same data; the first of them decides.
-        held = self._decided(items) if self.order is None else self._numbered(self._fetched(items))
+        held = self._decided(items) if self.order is None else self._fetched(items)
         if self._received is not None:
             # Forward steps write into what they read, and the next chunk reads it too.
             held = {number: copy(item) for number, item in self._received.items()}
@@ -225,53 +184,39 @@ class BalancedStep:
         # All ranks that read data see the same lengths, so they choose the same order without a
         # message; ranks that read none keep the table's. The gradient is the same sum, in this
         # order.
-        if self.replicas is None:
-            held = self._numbered(self._fetched(items))
-            costs = {number: item_cost(item, self.length_cost) for number, item in held.items()}
-        else:
-            held, costs = self._shared_out(items, self.replicas)
+        replicas, wanted = self.replicas, self.schedule.num_microbatches
+        try:
+            held = self._fetched(items)
+            costs = [item_cost(item, self.length_cost) for item in held.values()]
+        except Exception:
+            if replicas is not None:
+                replicas.costs([nan] * wanted)  # the others wait for it
+            raise
+        if replicas is not None:
+            # A rank comes here when it first reads data in a step. No circle of waits can arise:
+            # the first reading of a stage depends on stages before it alone, in each replica.
+            costs = replicas.costs(costs)
+            held = replicas.shared_out(held, costs, fills_of(self.schedule.placement))
+            self._received = held
         numbers = sorted(held)
         places = best_order(self.schedule, [costs[number] for number in numbers], self.costs)
         self.order = tuple(numbers[place] for place in places)
         return held
 
-    def _shared_out(
-        self, items: Iterator[Any], replicas: ReplicaExchange
-    ) -> tuple[dict[int, Any], dict[int, float]]:
-        """Return the micro-batches of this replica, and what those of all replicas cost."""
-        # A rank comes here when it first reads data in a step. No circle of waits can arise: the
-        # first reading of a stage depends on stages before it alone, in each replica.
-        try:
-            fetched = self._fetched(items)
-            mine = [item_cost(item, self.length_cost) for item in fetched]
-        except Exception:
-            replicas.costs([nan] * self.schedule.num_microbatches)  # the others wait for it
-            raise
-        costs = replicas.costs(mine)
-        fills = fills_of(self.schedule.placement)
-        self._received = replicas.shared_out(self._numbered(fetched), costs, fills)
-        return self._received, dict(enumerate(costs))
-
-    def _numbered(self, fetched: Sequence[Any]) -> dict[int, Any]:
-        """Return what was fetched by its number in the file."""
-        if self.replicas is None:
-            return dict(enumerate(fetched))
-        first, step = self.replicas.rank, self.replicas.size
-        return {first + step * place: item for place, item in enumerate(fetched)}
-
-    def _fetched(self, items: Iterator[Any]) -> list[Any]:
-        """Fetch the micro-batches of the step."""
-        fetched: list[Any] = []
+    def _fetched(self, items: Iterator[Any]) -> dict[int, Any]:
+        """Fetch the micro-batches of the step, by number in the file."""
+        held: dict[int, Any] = {}
         wanted = self.schedule.num_microbatches
+        first, step = (0, 1) if self.replicas is None else (self.replicas.rank, self.replicas.size)
         try:
-            while len(fetched) < wanted:
-                fetched.append(next(items))  # Megatron's RerunDataIterator has no __iter__
+            for place in range(wanted):
+                held[first + step * place] = next(items)  # RerunDataIterator has no __iter__
         except StopIteration:
             raise ScheduleError(
-                f"the data ended after {len(fetched)} of {wanted} micro-batches of a step; train "
+                f"the data ended after {len(held)} of {wanted} micro-batches of a step; train "
                 "fewer iterations, or give more data"
             ) from None
-        return fetched
+        return held
 
     def in_file_order(
         self,
@@ -282,12 +227,8 @@ class BalancedStep:
         """Return the reports of the loss function by micro-batch of the file.
 
         Collective over the tensor-parallel group where there are reports: of its ranks the first
-        reads data.
-
-        Args:
-            reports: By micro-batch of the table; empty on ranks without the last stage.
-            tensor_parallel: That group.
-            chunks: The model, on whose device the group communicates.
+        reads data. `reports` are by micro-batch of the table; empty on ranks without the last
+        stage. The group communicates on the device of the model's `chunks`.
         """
         if not reports:
             return {}
@@ -326,8 +267,7 @@ class ReplicaExchange:
     def costs(self, mine: Sequence[float]) -> list[float]:
         """Return the costs of all replicas' micro-batches, by number. Collective.
 
-        Args:
-            mine: Those of this replica; NaN: it could not read them, and raises the reason itself.
+        This replica gives its own; NaN: it could not read them, and raises the reason itself.
 
         Raises:
             ScheduleError: Another replica could not read its micro-batches.
@@ -351,10 +291,8 @@ class ReplicaExchange:
     ) -> dict[int, Any]:
         """Return the micro-batches that this replica runs, by number. Collective.
 
-        Args:
-            held: Those that it has read, by number.
-            costs: Of all replicas' micro-batches, by number.
-            fills: How many micro-batches the pipeline takes to fill and drain.
+        `held` are those that it has read, and `costs` those of all replicas' micro-batches, by
+        number. The pipeline takes `fills` micro-batches to fill and drain.
 
         Raises:
             ScheduleError: A micro-batch holds other things than tensors and plain data.

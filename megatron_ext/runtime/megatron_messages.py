@@ -7,7 +7,7 @@ Megatron's 1F1B and interleaved schedules run unmodified; only the P2P transport
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +40,33 @@ def stepwise(schedule: Callable[..., Any]) -> Callable[..., Any]:
         assert pipeline is not None, "the patch asks for it while there is a pipeline"
         runtimes = in_force()
         assert runtimes.stock_step is None, "a step inside of a step"
-        runtimes.stock_step = step = _begin(pipeline, runtimes.stock_transports, keywords)
+        model = keywords["model"]
+        chunks = model if isinstance(model, list) else [model]
+        config, device = get_model_config(chunks[0]), device_of(chunks)
+        dtype = config.pipeline_dtype
+        groups = keywords.get("pg_collection") or default_groups()
+        rank, key = groups.pp.rank(), id(groups.pp)
+        peers = Peers(dist.get_process_group_ranks(groups.pp))
+        # Evaluation runs its forwards in the same order as training.
+        table = make_table(pipeline, keywords["num_microbatches"], rank, backward=True)
+        # Kept over steps, by the id of the group, which the entry keeps alive.
+        if key not in runtimes.stock_transports:
+            length = keywords.get("decoder_seq_length") or keywords["seq_length"]
+            shape = shape_between_stages(config, groups, length, keywords["micro_batch_size"])
+            channels = channels_of(pipeline.placement, rank, peers)
+            known = {"F": [shape], "B": [shape]}
+            made = open_transport(pipeline, device, channels, known, dtype)
+            transport = observed(made, active.required().observers)
+            runtimes.stock_transports[key] = groups.pp, transport
+        _, transport = runtimes.stock_transports[key]
+        forward_only = bool(keywords.get("forward_only"))
+        step = StockStep(pipeline, transport, table, peers, dtype, device, forward_only)
+        runtimes.stock_step = step
         try:
             result = schedule(**keywords)
-            step.end()
+            transport.flush(pipeline.timeout_s)
         except BaseException as error:
-            step.transport.abort(str(error))
+            transport.abort(str(error))
             raise
         finally:
             runtimes.stock_step = None
@@ -64,13 +85,8 @@ def communicate(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, _Request] | None] | None:
     """Replace `P2PCommunicator._communicate`.
 
-    Args:
-        tensor_send_next: Activation for the next pipeline rank, `[s, b, h]`.
-        tensor_send_prev: Gradient for the previous pipeline rank, `[s, b, h]`.
-        recv_prev: Whether to receive an activation from the previous rank.
-        recv_next: Whether to receive a gradient from the next rank.
-        wait_on_reqs: Whether to wait here. Otherwise received tensors are empty until their
-            request's `wait()` fills them.
+    Activations go to the next pipeline rank and gradients to the previous one, `[s, b, h]` each.
+    Without `wait_on_reqs`, received tensors are empty until their request's `wait()` fills them.
 
     Returns:
         (activation, gradient, requests). `requests` has Megatron's keys; None if already waited
@@ -85,36 +101,31 @@ def communicate(
         return None
     requests: dict[str, _Request] = {}
     if tensor_send_prev is not None:
-        step.send(tensor_send_prev, "B")
-        requests["send_prev"] = _Request()  # nothing to wait for: the transport holds the storage
+        requests["send_prev"] = step.send(tensor_send_prev, "B")
     if tensor_send_next is not None:
-        step.send(tensor_send_next, "F")
-        requests["send_next"] = _Request()
+        requests["send_next"] = step.send(tensor_send_next, "F")
     activation = gradient = None
     if recv_prev:
-        # Empty: shapes travel with the tensors, so variable lengths need no exchange beforehand.
-        activation = step.promise()
-        requests["recv_prev"] = _Request(step.arrival("F", activation))
+        activation, requests["recv_prev"] = step.receive("F")
     if recv_next:
-        gradient = step.promise()
-        requests["recv_next"] = _Request(step.arrival("B", gradient))
+        gradient, requests["recv_next"] = step.receive("B")
     if wait_on_reqs:
         for request in requests.values():
             request.wait()
     return activation, gradient, None if wait_on_reqs else requests
 
 
+@dataclass
 class _Request:
     """A request for Megatron; that of a send is complete from the beginning."""
 
-    def __init__(self, arrive: Callable[[], None] | None = None) -> None:
-        self._arrive = arrive
+    arrive: Callable[[], None] | None = None
 
     def wait(self) -> None:
         """Wait for the tensor. Further calls do nothing."""
-        if self._arrive is not None:
-            self._arrive()
-            self._arrive = None
+        if self.arrive is not None:
+            self.arrive()
+            self.arrive = None
 
 
 # Megatron's schedules match tensors by call order, not by name. So the n-th tensor of a direction
@@ -135,10 +146,17 @@ class StockStep:
     _to_receive: dict[MessageKind, deque[Transfer]] = field(init=False)
 
     def __post_init__(self) -> None:
-        made = (t for exchange in self.table.exchanges for t in exchange.outputs)
+        made = [t for exchange in self.table.exchanges for t in exchange.outputs]
+        # Evaluation has no gradients.
+        kinds: tuple[MessageKind, ...] = ("F",) if self.forward_only else ("F", "B")
         # With names a send never blocks, whatever order the peer receives in.
-        self._to_send = self._queues(transfer for transfer in made if transfer.verb == "SEND")
-        self._to_receive = self._queues(self.table.arrivals)
+        self._to_send = {
+            kind: deque(t for t in made if t.verb == "SEND" and t.message.kind == kind)
+            for kind in kinds
+        }
+        self._to_receive = {
+            kind: deque(t for t in self.table.arrivals if t.message.kind == kind) for kind in kinds
+        }
         expected = [
             Expected(self.peers.of(transfer), transfer.message, None, self.dtype)
             for queue in self._to_receive.values()
@@ -146,39 +164,24 @@ class StockStep:
         ]
         self.transport.begin(expected, self.table.slots)
 
-    def _queues(self, transfers: Iterable[Transfer]) -> dict[MessageKind, deque[Transfer]]:
-        """Queue transfers by direction; evaluation has no gradients."""
-        queues: dict[MessageKind, deque[Transfer]] = {"F": deque()}
-        if not self.forward_only:
-            queues["B"] = deque()
-        for transfer in transfers:
-            if transfer.message.kind in queues:
-                queues[transfer.message.kind].append(transfer)
-        return queues
-
-    def send(self, tensor: torch.Tensor, kind: MessageKind) -> None:
+    def send(self, tensor: torch.Tensor, kind: MessageKind) -> _Request:
         """Send the next tensor of a direction, `[s, b, h]`."""
         transfer = self._next(self._to_send, kind, "sends")
         self.transport.isend(tensor, self.peers.of(transfer), transfer.message)
+        return _Request()  # nothing to wait for: the transport holds the storage
 
-    def promise(self) -> torch.Tensor:
-        """Return an empty leaf that requires grad; `arrival` fills it."""
-        return torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
-
-    def arrival(self, kind: MessageKind, tensor: torch.Tensor) -> Callable[[], None]:
-        """Return a function that receives the next tensor of a direction into `tensor`."""
+    def receive(self, kind: MessageKind) -> tuple[torch.Tensor, _Request]:
+        """Return an empty leaf that requires grad, and the request that fills it."""
         # Fixed here, because Megatron may wait in another order than it requests.
         transfer = self._next(self._to_receive, kind, "receives")
         source, message = self.peers.of(transfer), transfer.message
+        # Empty: shapes travel with the tensors, so variable lengths need no exchange beforehand.
+        tensor = torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
 
         def arrive() -> None:
             tensor.data = self.transport.recv(source, message, self.pipeline.timeout_s)
 
-        return arrive
-
-    def end(self) -> None:
-        """Wait until every message has been sent."""
-        self.transport.flush(self.pipeline.timeout_s)
+        return tensor, _Request(arrive)
 
     def _next(
         self, queues: dict[MessageKind, deque[Transfer]], kind: MessageKind, verb: str
@@ -189,33 +192,3 @@ class StockStep:
                 f"messages; take --pipeline-transport torch"
             )
         return queues[kind].popleft()
-
-
-def _begin(
-    pipeline: Pipeline, transports: dict[int, tuple[Any, Transport]], keywords: dict[str, Any]
-) -> StockStep:
-    model = keywords["model"]
-    chunks = model if isinstance(model, list) else [model]
-    config = get_model_config(chunks[0])
-    groups = keywords.get("pg_collection") or default_groups()
-    rank = groups.pp.rank()
-    # Evaluation runs its forwards in the same order as training.
-    table = make_table(pipeline, keywords["num_microbatches"], rank, backward=True)
-    peers = Peers(dist.get_process_group_ranks(groups.pp))
-    key = id(groups.pp)
-    device = device_of(chunks)
-    # Kept over steps, by the id of the group, which the entry keeps alive.
-    if key not in transports:
-        length = keywords.get("decoder_seq_length") or keywords["seq_length"]
-        shape = shape_between_stages(config, groups, length, keywords["micro_batch_size"])
-        ends = channels_of(pipeline.placement, rank, peers)
-        known = {"F": [shape], "B": [shape]}
-        transport = observed(
-            open_transport(pipeline, device, ends, known, config.pipeline_dtype),
-            active.required().observers,
-        )
-        transports[key] = groups.pp, transport
-    _, transport = transports[key]
-    forward_only = bool(keywords.get("forward_only"))
-    dtype = config.pipeline_dtype
-    return StockStep(pipeline, transport, table, peers, dtype, device, forward_only)

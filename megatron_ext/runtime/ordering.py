@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -62,9 +62,8 @@ def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> Agreement:
     twins that read data for each other. Ranks that share such groups, directly or through other
     ranks, follow one leader, which sends its choices as messages.
 
-    Args:
-        groups: Groups whose collectives run inside this rank's actions. Expert groups are added.
-        others: Further global ranks that must run the same order.
+    The collectives of `groups` and of the expert groups run inside this rank's actions; `others`
+    are further global ranks that must run the same order.
     """
     experts = (
         parallel_state.get_expert_model_parallel_group(check_initialized=False),
@@ -86,8 +85,7 @@ def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> Agreement:
 def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
     """Return the lowest rank of each rank's connected component.
 
-    Args:
-        peers: By rank, the ranks that must run the same order.
+    `peers` has, by rank, the ranks that must run the same order.
     """
     leader = list(range(len(peers)))
 
@@ -108,59 +106,34 @@ Choice = int | tuple[int, int]
 as a pair."""
 
 
-class Order(Protocol):
+class Order:
     """The order in which one rank runs its actions in one step."""
 
     def expected(self) -> list[Expected]:
         """Return the messages that the order itself receives, beyond those of the actions."""
+        return []
 
     def __iter__(self) -> Iterator[Choice]:
         """Yield choices; the caller runs each before it takes the next."""
+        raise NotImplementedError
 
     def handed(self, message: Message) -> None:
         """Record that a tensor is available for another stage of this rank."""
 
 
 @dataclass
-class TableOrder:
+class TableOrder(Order):
     """Runs the table's own order, whatever has arrived."""
 
     table: Table
-
-    def expected(self) -> list[Expected]:
-        """Return nothing: a static order needs no messages."""
-        return []
 
     def __iter__(self) -> Iterator[Choice]:
         """Yield the positions in ascending order."""
         return iter(range(len(self.table.exchanges)))
 
-    def handed(self, message: Message) -> None:
-        """Do nothing: the order is fixed."""
-
 
 @dataclass
-class _Pace:
-    """How long a cost unit of the table takes, by the actions that ended in this step."""
-
-    durations: Sequence[float] = ()
-    """By index: cost units of each action; empty: nobody asks for the pace."""
-    ran_s: float = 0.0
-    ran_units: float = 0.0
-
-    def ended(self, indices: Sequence[int], took_s: float) -> None:
-        """Count an action, or a pair."""
-        self.ran_s += took_s
-        if self.durations:
-            self.ran_units += sum(self.durations[index] for index in indices)
-
-    def seconds(self, units: float) -> float:
-        """Return what a number of cost units takes; 0 until an action has ended."""
-        return units * self.ran_s / self.ran_units if units and self.ran_units else 0.0
-
-
-@dataclass
-class PolicyOrder:
+class PolicyOrder(Order):
     """Runs what a policy chooses among actions whose inputs have arrived; sleeps if none has.
 
     On a device it sleeps until a message arrives or an action ends, whichever is first.
@@ -176,7 +149,12 @@ class PolicyOrder:
     timeout_s: float
     run_ahead: RunAhead | None = None
     """Knows when the device has ended an action; None if the host computes."""
-    pace: _Pace = field(init=False)
+    _durations: Sequence[float] = field(init=False)
+    """By index: cost units of each action; empty: nobody asks how long a unit takes."""
+    _ran_s: float = field(default=0.0, init=False)
+    """Time of the actions that ended in this step."""
+    _ran_units: float = field(default=0.0, init=False)
+    """Their cost units."""
     _arrived: Counter[Message] = field(default_factory=Counter, init=False)
     """Tensors that have arrived of each message of several, and notices of their launches."""
     _running: deque[Sequence[int]] = field(default_factory=deque, init=False)
@@ -187,11 +165,7 @@ class PolicyOrder:
     def __post_init__(self) -> None:
         """Begin a step."""
         patience = self.policy.patience  # None: the policy never waits for a better action
-        self.pace = _Pace() if patience is None else _Pace(patience.durations)
-
-    def expected(self) -> list[Expected]:
-        """Return nothing: a policy decides by the messages of the actions."""
-        return []
+        self._durations = () if patience is None else patience.durations
 
     def __iter__(self) -> Iterator[Choice]:
         """Choose an action, or a pair, send its position to the followers, and yield it.
@@ -227,7 +201,7 @@ class PolicyOrder:
                 begin_s = time.perf_counter()
                 yield positions[0] if len(positions) == 1 else (positions[0], positions[1])
                 if ahead is None:
-                    self.pace.ended(indices, time.perf_counter() - begin_s)
+                    self._ended(indices, time.perf_counter() - begin_s)
                 else:
                     self._running.append(indices)
                 # On a device it has only been launched; what it enables runs behind it.
@@ -252,7 +226,10 @@ class PolicyOrder:
         while len(self._running) >= AHEAD or (self._running and not self.policy.looks_ahead()):
             self._wait()
         while True:
-            patience_s = self.pace.seconds(self.policy.wait())
+            # At the pace of this step; 0 until an action has ended.
+            units = self.policy.wait()
+            paced = units and self._ran_units
+            patience_s = units * self._ran_s / self._ran_units if paced else 0.0
             left_s = self._idle_s + patience_s - time.perf_counter()
             if left_s > 0:
                 self._sleep(left_s)
@@ -279,9 +256,15 @@ class PolicyOrder:
         self._note(messages)
         ended_s = [] if self.run_ahead is None else self.run_ahead.ended_s()
         for took_s in ended_s:
-            self.pace.ended(self._running.popleft(), took_s)
+            self._ended(self._running.popleft(), took_s)
             self._idle_s = time.perf_counter()
         return bool(messages or ended_s)
+
+    def _ended(self, indices: Sequence[int], took_s: float) -> None:
+        """Count an action, or a pair, that has ended."""
+        self._ran_s += took_s
+        if self._durations:
+            self._ran_units += sum(self._durations[index] for index in indices)
 
     def _note(self, messages: Sequence[Message]) -> None:
         progress = self.policy.progress
@@ -323,7 +306,7 @@ class PolicyOrder:
 
 
 @dataclass
-class LedOrder:
+class LedOrder(Order):
     """Follows the leader's decisions, one message per action; a pair takes two."""
 
     table: Table
@@ -359,9 +342,6 @@ class LedOrder:
             else:
                 yield position
 
-    def handed(self, message: Message) -> None:
-        """Do nothing: only what the leader has received counts."""
-
 
 # -- how far the host runs ahead -------------------------------------------------------------------
 
@@ -372,10 +352,7 @@ class LedOrder:
 class RunAhead:
     """Counts and times the actions that the device has finished. One thread makes all calls.
 
-    Args:
-        backend: Makes the events.
-        device: This rank's device, with its index.
-        timeout_s: How long a wait may take.
+    `backend` makes the events of `device`, which has an index; a wait may take `timeout_s`.
     """
 
     def __init__(self, backend: Device, device: torch.device, *, timeout_s: float) -> None:
@@ -402,9 +379,7 @@ class RunAhead:
     def listen(self, wake: Callable[[], None] | None) -> None:
         """Keep durations for `ended_s`, and call a function when there is one; None: no more.
 
-        Args:
-            wake: The second thread calls it after the end of each action, and once if the device
-                has failed.
+        The second thread calls it after the end of each action, and once if the device has failed.
         """
         with self._changed:
             self._wake = wake
@@ -481,7 +456,19 @@ class RunAhead:
         try:
             self._backend.bind(self._device.index)  # a new thread is on the first device
             while (events := self._events.get()) is not None:
-                self._ended(*events)
+                begin, end = events
+                end.synchronize()
+                took_s = 0.0 if begin is None else 1e-3 * begin.elapsed_time(end)
+                with self._changed:
+                    self._unfinished.popleft()
+                    wake = self._wake
+                    if wake is not None:
+                        self._ended_s.append(took_s)
+                    self._changed.notify_all()
+                # Outside of the lock: it rings the transport, whose thread may be about to ask
+                # `ended_s`.
+                if wake is not None:
+                    wake()
         except BaseException as error:  # noqa: BLE001 - the next call of the other thread raises it
             with self._changed:
                 self._error, wake = error, self._wake
@@ -489,19 +476,6 @@ class RunAhead:
             with suppress(BaseException):  # the error to raise is the first one
                 if wake is not None:
                     wake()
-
-    def _ended(self, begin: TimingEvent | None, end: TimingEvent) -> None:
-        end.synchronize()
-        took_s = 0.0 if begin is None else 1e-3 * begin.elapsed_time(end)
-        with self._changed:
-            self._unfinished.popleft()
-            wake = self._wake
-            if wake is not None:
-                self._ended_s.append(took_s)
-            self._changed.notify_all()
-        # Outside of the lock: it rings the transport, whose thread may be about to ask `ended_s`.
-        if wake is not None:
-            wake()
 
 
 def run_ahead_of(backend: Device, device: torch.device, timeout_s: float) -> RunAhead | None:

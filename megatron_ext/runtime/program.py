@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -88,11 +88,6 @@ class Table:
         return reduction_order(self.schedule.rows[self.rank])
 
     @cached_property
-    def split_stages(self) -> frozenset[int]:
-        """The stages with W actions."""
-        return frozenset(a.stage for a in self.schedule.rows[self.rank] if a.kind == "W")
-
-    @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
         """The (stage, micro-batch) pairs with a W. A stage may have split and whole backwards."""
         # Slices are numbered through the step, as micro-batches (`SlicedCompute`).
@@ -121,14 +116,9 @@ def make_table(
     backward: bool,
     routes: tuple[Route, ...] = (),
 ) -> Table:
-    """Generate and validate the table for a number of micro-batches.
+    """Generate and validate the table of a pipeline rank for a number of micro-batches.
 
-    Args:
-        pipeline: The configured pipeline.
-        num_microbatches: Micro-batches per step.
-        rank: Pipeline rank of this process.
-        backward: Whether to train; otherwise the table has forwards only.
-        routes: The model's routes.
+    Without `backward` it has forwards only, for evaluations.
 
     Raises:
         ScheduleError: The schedule cannot run this number of micro-batches.
@@ -202,32 +192,12 @@ class Peers:
 
     pipeline: Sequence[int]
     """By pipeline rank."""
-    twin: int | None = None
-    """The rank that holds the same stages in the mirrored pipeline."""
     mirrored: Sequence[int] = ()
-    """By rank of the mirrored pipeline. Only needed if routes lead to ranks other than the twin."""
-
-    def with_mirrored(self, group: dist.ProcessGroup) -> Peers:
-        """Return these peers plus the mirrored pipeline's ranks. Collective over `group`.
-
-        Args:
-            group: This rank's own pipeline-parallel group.
-        """
-        if self.twin is None:
-            return self
-        # Each rank knows its own twin only; routes lead to the twins of other stages.
-        ranks = [0] * group.size()
-        dist.all_gather_object(ranks, self.twin, group=group)
-        return replace(self, mirrored=tuple(ranks))
+    """By rank of the mirrored pipeline, where twins hold the same stages; empty without twins."""
 
     def of(self, transfer: Transfer) -> int:
         """Return the global rank at the other end of a transfer."""
-        if not transfer.to_twin:
-            return self.pipeline[transfer.peer]
-        if self.mirrored:
-            return self.mirrored[transfer.peer]
-        assert self.twin is not None
-        return self.twin
+        return (self.mirrored if transfer.to_twin else self.pipeline)[transfer.peer]
 
 
 class Form(NamedTuple):
@@ -263,41 +233,44 @@ class Ends(Protocol):
         """Return the names of the tensors that a SEND or LOCAL moves to each rank there."""
 
 
-class PeerEnds:
-    """Ends of a pipeline with one peer per transfer. Subclasses say which tensors a message has."""
+@dataclass(frozen=True)
+class PipelineEnds:
+    """The ends of a pipeline with one peer per transfer (`Ends`)."""
 
     peers: Peers
     rank: int
+    """Pipeline rank of this process."""
+    received: Mapping[str, Sequence[Form]]
+    """By kind of message: the tensors that one brings."""
+    sent: Mapping[str, Sequence[Form]]
+
+    @classmethod
+    def of_shapes(cls, peers: Peers, rank: int, shapes: Shapes, dtype: torch.dtype) -> PipelineEnds:
+        """Return the ends of an ordinary pipeline, with one dtype for all tensors."""
+        forms = {
+            kind: [Form(shape, dtype, part) for part, shape in enumerate(of_kind)]
+            for kind, of_kind in shapes.items()
+        }
+        # A sent F has as many tensors as the B that comes back.
+        return cls(peers, rank, forms, {"F": forms["B"], "B": forms["F"]})
 
     @property
     def leads(self) -> bool:
         """Whether this rank sends to its twin before it receives; the lower global rank does."""
-        return self.peers.twin is None or self.peers.pipeline[self.rank] < self.peers.twin
+        pipeline, mirrored = self.peers.pipeline, self.peers.mirrored
+        return not mirrored or pipeline[self.rank] < mirrored[self.rank]
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
         """Return the one global rank at the other end."""
         return (self.peers.of(transfer),)
 
-
-@dataclass(frozen=True)
-class PipelineEnds(PeerEnds):
-    """The ends of an ordinary pipeline, with one dtype for all tensors (`Ends`)."""
-
-    peers: Peers
-    shapes: Shapes
-    """Shapes of the tensors that this rank receives."""
-    dtype: torch.dtype
-    rank: int
-    """Pipeline rank of this process."""
-
     def forms(self, kind: MessageKind) -> Sequence[Form]:
-        """Return the tensors of one message, in order."""
-        return [Form(shape, self.dtype, i) for i, shape in enumerate(self.shapes[kind])]
+        """Return the tensors that one message of a kind brings, in order of arrival."""
+        return self.received[kind]
 
     def tensors(self, transfer: Transfer) -> Sequence[Message]:
-        """Return their names. A sent F has as many tensors as the B that comes back."""
-        number = len(self.shapes["B" if transfer.message.kind == "F" else "F"])
-        return [transfer.message._replace(part=part) for part in range(number)]
+        """Return the names of the tensors that one moves."""
+        return [form.named(transfer.message) for form in self.sent[transfer.message.kind]]
 
 
 @dataclass(frozen=True)
@@ -314,19 +287,23 @@ class Program:
 
 
 def make_program(table: Table, ends: Ends) -> Program:
-    """Resolve the source or destination of every tensor in a step.
-
-    Args:
-        table: The table of this rank.
-        ends: Resolves its transfers to peers and tensors.
-    """
+    """Resolve the source or destination of every tensor in a step."""
     # Between two actions the device waits for the host, so nothing may be looked up there. Peers
     # and names depend only on the table and the shapes, so steps share one program.
     resolved = tuple(_resolved(exchange, ends) for exchange in table.exchanges)
+    # (transfer, number of transport calls before it is posted), in the shared order.
+    turns: Iterable[tuple[Transfer, int]]
     if table.schedule.disaggregated:  # needs a transport that matches messages by name
-        turns = [(transfer, 0) for transfer in table.arrivals]
+        turns = ((transfer, 0) for transfer in table.arrivals)
     else:
-        turns = _turns(table, resolved, leads=ends.leads)
+        # What stays on this rank (LOCAL) is no call of the transport.
+        received = [sum(t.verb == "RECV" for t in exchange.all_inputs) for exchange in resolved]
+        sent = [sum(t.verb == "SEND" for t in exchange.all_outputs) for exchange in resolved]
+        calls = list(accumulate(map(add, received, sent), initial=0))
+        turns = (
+            (post.transfer, calls[post.before] + (received[post.before] if post.taken else 0))
+            for post in table.order.posts(table.rank, leads=ends.leads)
+        )
     expected = (
         Expected(rank, form.named(transfer.message), form.shape, form.dtype, after)
         for transfer, after in turns
@@ -336,41 +313,26 @@ def make_program(table: Table, ends: Ends) -> Program:
     return Program(resolved, tuple(expected))
 
 
-def _turns(
-    table: Table, resolved: Sequence[Exchange], *, leads: bool
-) -> list[tuple[Transfer, int]]:
-    """Return (transfer, number of transport calls before it is posted), in the shared order."""
-    # What stays on this rank (LOCAL) is no call of the transport.
-    received = [sum(t.verb == "RECV" for t in exchange.all_inputs) for exchange in resolved]
-    sent = [sum(t.verb == "SEND" for t in exchange.all_outputs) for exchange in resolved]
-    calls = list(accumulate(map(add, received, sent), initial=0))
-    return [
-        (post.transfer, calls[post.before] + (received[post.before] if post.taken else 0))
-        for post in table.order.posts(table.rank, leads=leads)
-    ]
-
-
 def _resolved(exchange: Exchange, ends: Ends) -> Exchange:
+    def each(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
+        for transfer in transfers:
+            message = transfer.message
+            if transfer.verb == "RECV":
+                names: Sequence[Message] = [f.named(message) for f in ends.forms(message.kind)]
+            else:
+                names = ends.tensors(transfer)
+            for name in names:
+                if transfer.verb == "LOCAL":
+                    yield transfer._replace(message=name)
+                    continue
+                for rank in ends.ranks(transfer):
+                    yield transfer._replace(message=name, peer=rank, to_twin=False)
+
     partner = exchange.partner
     return exchange._replace(
-        awaits=tuple(_each(exchange.awaits, ends)),
-        inputs=tuple(_each(exchange.inputs, ends)),
-        grants=tuple(_each(exchange.grants, ends)),
-        outputs=tuple(_each(exchange.outputs, ends)),
+        awaits=tuple(each(exchange.awaits)),
+        inputs=tuple(each(exchange.inputs)),
+        grants=tuple(each(exchange.grants)),
+        outputs=tuple(each(exchange.outputs)),
         partner=None if partner is None else _resolved(partner, ends),
     )
-
-
-def _each(transfers: Sequence[Transfer], ends: Ends) -> Iterator[Transfer]:
-    for transfer in transfers:
-        if transfer.verb == "RECV":
-            forms = ends.forms(transfer.message.kind)
-            names: Sequence[Message] = [form.named(transfer.message) for form in forms]
-        else:
-            names = ends.tensors(transfer)
-        for message in names:
-            if transfer.verb == "LOCAL":
-                yield transfer._replace(message=message)
-                continue
-            for rank in ends.ranks(transfer):
-                yield transfer._replace(message=message, peer=rank, to_twin=False)

@@ -19,7 +19,7 @@ gradient comes back. Bits do not depend on where the model is split into stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -41,7 +41,7 @@ def declare(
     Call it in the module's constructor: schedules are built before the first forward.
 
     Args:
-        module: A layer, or the whole model.
+        module: A layer, or the whole model; former declarations of it are replaced.
         publishes: Routes that it publishes in every forward.
         takes: Routes that it takes in every forward.
         boundary: Set it if the stage outputs a tree of tensors. "fixed": structure, shapes and
@@ -61,15 +61,13 @@ def declare(
             )
     if boundary not in (None, "fixed", "varies"):
         raise ScheduleError(f'there is no boundary {boundary!r}; take "fixed" or "varies"')
-    attach(module, made)
+    setattr(module, _ATTRIBUTE, made)
 
 
 def publish(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Publish a tensor for every later `take(name)` of this micro-batch.
+    """Publish a tensor of any shape and dtype for every later `take(name)` of this micro-batch.
 
-    Args:
-        name: The route.
-        tensor: Of any shape and dtype; None if this micro-batch has none.
+    None if this micro-batch has none.
 
     Returns:
         The same values. In recomputed layers (`--recompute-granularity full`) continue with this
@@ -84,9 +82,6 @@ def publish(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def take(name: str) -> torch.Tensor | None:
     """Return the tensor published in this micro-batch, in this or an earlier stage.
-
-    Args:
-        name: The route.
 
     Raises:
         ScheduleError: The route is not published yet, or the name is not declared.
@@ -106,11 +101,6 @@ class Declared:
     publishes: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
     boundary: Boundary | None = None
-
-
-def attach(module: torch.nn.Module, declarations: Declared) -> None:
-    """Attach declarations to a module, in place of its former ones."""
-    setattr(module, _ATTRIBUTE, declarations)
 
 
 def declared(chunk: torch.nn.Module) -> Declared:
@@ -139,8 +129,7 @@ Batch = tuple[int, bool]
 class _Sum:
     """The running sum of the takers' gradients of a published tensor."""
 
-    def __init__(self) -> None:
-        self.value: torch.Tensor | None = None
+    value: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor) -> None:
         self.value = gradient if self.value is None else self.value + gradient
@@ -185,12 +174,13 @@ class _Take(torch.autograd.Function):
 
 
 @dataclass
-class _Published:
+class Published:
     """A published tensor of one micro-batch on this rank."""
 
     value: torch.Tensor | None
     """Detached. Requires grad if the published tensor does, or may do so in recomputation."""
-    look: tuple[torch.Size, torch.dtype] | None
+    look: tuple[tuple[int, ...], torch.dtype] | None
+    """Its shape and dtype, which its gradient shares."""
     stage: int | None
     """The stage of this rank that published it; None: received from another rank."""
     origin: torch.Tensor | None = None
@@ -199,19 +189,28 @@ class _Published:
     repeated: bool = False
     """Whether recomputation published it again; then that backward consumes the gradient."""
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether its gradient travels; that of frozen features, for one, does not."""
+        return self.value is not None and self.value.requires_grad
+
+    def pop_gradient(self) -> torch.Tensor:
+        """Return and reset the sum of the takers' gradients so far; zeros if there are none."""
+        assert self.value is not None
+        gradient = self.takers.pop()
+        return torch.zeros_like(self.value) if gradient is None else gradient
+
 
 class RouteStore:
     """The published tensors of this rank.
 
-    Args:
-        declared: Declarations by stage. None outside a megatron_ext pipeline, where a published
-            tensor stays valid until the name is published again.
+    Without declarations by stage it is outside a megatron_ext pipeline, where a published tensor
+    stays valid until the name is published again.
     """
 
-    def __init__(self, declared: dict[int, Declared] | None = None) -> None:
+    def __init__(self, declared: Mapping[int, Declared] | None = None) -> None:
         self._declared = declared
-        # By micro-batch and name.
-        self._known: dict[tuple[Batch, str], _Published] = {}
+        self._known: dict[tuple[Batch, str], Published] = {}
         self._stage = 0
         self._batch: Batch = (0, False)
         self._published: set[str] = set()
@@ -228,12 +227,16 @@ class RouteStore:
         finally:
             _CURRENT.store = before
 
+    def __getitem__(self, key: tuple[Batch, str]) -> Published:
+        """Return the tensor of a micro-batch on a route."""
+        return self._known[key]
+
     def publish(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """See `megatron_ext.routes.publish`."""
         self._check_declared(name, "publishes")
         key = self._batch, name
         found = self._known.get(key)
-        look = None if tensor is None else (tensor.shape, tensor.dtype)
+        look = _look(tensor)
         if found is not None and _recomputes():
             if look != found.look:
                 raise ScheduleError(
@@ -251,7 +254,7 @@ class RouteStore:
             )
         if found is not None:
             self._check_gradient_taken(name, found)
-        made = self._known[key] = _Published(None, look, self._stage)
+        made = self._known[key] = Published(None, look, self._stage)
         self._published.add(name)
         if tensor is None:
             return None
@@ -285,48 +288,7 @@ class RouteStore:
     def receive(self, batch: Batch, tensors: dict[str, torch.Tensor | None]) -> None:
         """Store tensors received from another rank, by route."""
         for name, value in tensors.items():
-            look = None if value is None else (value.shape, value.dtype)
-            self._known[batch, name] = _Published(value, look, None)
-
-    def values(self, batch: Batch, names: Sequence[str]) -> dict[str, torch.Tensor | None]:
-        """Return published tensors by route, to send to another rank."""
-        return {name: self._known[batch, name].value for name in names}
-
-    def origins(self, batch: Batch, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return published tensors with their graph; the stage's backward also starts from them."""
-        found = (self._known[batch, name].origin for name in names)
-        return [origin for origin in found if origin is not None]
-
-    def with_gradient(self, batch: Batch, names: Sequence[str]) -> list[str]:
-        """Return the names for whose tensors gradients travel."""
-        found = ((name, self._known[batch, name].value) for name in names)
-        return [name for name, value in found if value is not None and value.requires_grad]
-
-    def put_gradients(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> None:
-        """Add gradients received from takers in later stages on other ranks, where one is needed.
-
-        What has no graph here, such as frozen features, needs none.
-        """
-        for name, gradient in gradients.items():
-            known = self._known[batch, name]
-            if known.value is not None and known.value.requires_grad:
-                known.takers.add(gradient)
-
-    def look(self, batch: Batch, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Return the shape and dtype of a published tensor, which its gradient shares."""
-        look = self._known[batch, name].look
-        assert look is not None
-        return look
-
-    def pop_gradients(self, batch: Batch, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return and reset the gradient sums so far, to send to the next rank; zeros if empty."""
-        found = []
-        for name in names:
-            known = self._known[batch, name]
-            gradient = known.takers.pop()
-            assert known.value is not None
-            found.append(torch.zeros_like(known.value) if gradient is None else gradient)
-        return found
+            self._known[batch, name] = Published(value, _look(value), None)
 
     def check_forward(self, stage: int) -> None:
         """Check that a forward published and took every route that its stage declares.
@@ -368,7 +330,7 @@ class RouteStore:
                 wants = found.value.requires_grad
                 found.value = found.value.new_empty(0).requires_grad_(wants)
 
-    def _check_gradient_taken(self, name: str, found: _Published) -> None:
+    def _check_gradient_taken(self, name: str, found: Published) -> None:
         if found.takers.value is None:
             return
         if found.origin is None and not found.repeated:
@@ -424,5 +386,9 @@ def _recomputes() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _text(look: tuple[torch.Size, torch.dtype] | None) -> str:
-    return "None" if look is None else f"{tuple(look[0])} of {look[1]}"
+def _look(tensor: torch.Tensor | None) -> tuple[tuple[int, ...], torch.dtype] | None:
+    return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+
+
+def _text(look: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    return "None" if look is None else f"{look[0]} of {look[1]}"

@@ -35,33 +35,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action
 
 
-@dataclass
-class _Running:
-    """The slice whose forward or backward runs."""
-
-    kept: _Microbatch
-    number: int
-    """Position of the slice in its micro-batch."""
-    begin: int
-    """First of its tokens."""
-    end: int
-    """The token after its last one."""
-    share: float
-    """Tokens of the slice, as a share of the micro-batch's."""
-    is_backward: bool
-    """Whether layers that run are recomputed."""
-    mask: torch.Tensor | None = None
-    """True where a token must not attend, `[1, 1, s, tokens up to its end]`; for all layers."""
-    router: Any = None
-    """The router that runs."""
-    num_losses: int = 0
-    """Balancing losses of this router so far."""
-    counts_only: bool = False
-    """Whether the router runs only for the counts of its balancing losses."""
-    rolled: dict[int, tuple[str, int, torch.Tensor]] = field(default_factory=dict)
-    """By id of a tensor of the slice: its name, and by how many tokens it is shifted."""
-
-
 class _Kept:
     """The keys of one layer for one micro-batch, `[s, b, heads, width]` by slice, or its values."""
 
@@ -161,58 +134,42 @@ class _Microbatch:
     sum of its entries."""
 
 
-class KeptState:
-    """State of micro-batches in slices, kept by layers from first forward to last backward.
+@dataclass
+class RunningSlice:
+    """The slice whose forward or backward runs, and what Megatron's layers compute in it.
 
-    The running slice is a plain attribute: autograd may run a backward, and with it recomputation,
-    in another thread.
+    `patches/sliced_layers.py` calls its methods in place of Megatron's functions.
     """
 
-    def __init__(self) -> None:
-        self.running: _Running | None = None
-        self.microbatches: defaultdict[tuple[int, int], _Microbatch] = defaultdict(_Microbatch)
-        """By stage and number."""
-
-    @contextmanager
-    def of(
-        self,
-        stage: int,
-        microbatch: int,
-        number: int,
-        bounds: Sequence[int],
-        *,
-        backward: bool = False,
-    ) -> Iterator[None]:
-        """Let the layers that run in the block compute a slice.
-
-        Args:
-            stage: Global index of the stage.
-            microbatch: 0 to m-1.
-            number: Position of the slice in it.
-            bounds: The first token of each slice, and the number of all tokens.
-            backward: Whether it is the backward of the slice, in which layers are recomputed.
-        """
-        begin, end = bounds[number : number + 2]
-        kept = self.microbatches[stage, microbatch]
-        share = (end - begin) / bounds[-1]
-        self.running = _Running(kept, number, begin, end, share, backward)
-        try:
-            yield
-        finally:
-            self.running = None
-
-    def _runs(self) -> _Running:
-        assert self.running is not None
-        return self.running
+    kept: _Microbatch
+    number: int
+    """Position of the slice in its micro-batch."""
+    begin: int
+    """First of its tokens."""
+    end: int
+    """The token after its last one."""
+    share: float
+    """Tokens of the slice, as a share of the micro-batch's."""
+    is_backward: bool
+    """Whether layers that run are recomputed."""
+    _mask: torch.Tensor | None = None
+    """True where a token must not attend, `[1, 1, s, tokens up to its end]`; for all layers."""
+    _router: Any = None
+    """The router that runs."""
+    _num_losses: int = 0
+    """Balancing losses of this router so far."""
+    _counts_only: bool = False
+    """Whether the router runs only for the counts of its balancing losses."""
+    _rolled: dict[int, tuple[str, int, torch.Tensor]] = field(default_factory=dict)
+    """By id of a tensor of the slice: its name, and by how many tokens it is shifted."""
 
     def with_earlier(
         self, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of all tokens up to the end of the slice, `[s, ...]` each."""
-        running = self._runs()
-        keys, values = running.kept.attention.setdefault(id(layer), (_Kept(), _Kept()))
-        key = _Joined.apply(key, keys, running.number)
-        return key, _Joined.apply(value, values, running.number)
+        keys, values = self.kept.attention.setdefault(id(layer), (_Kept(), _Kept()))
+        key = _Joined.apply(key, keys, self.number)
+        return key, _Joined.apply(value, values, self.number)
 
     def attend(
         self,
@@ -227,52 +184,61 @@ class KeptState:
     ) -> torch.Tensor:
         """Return the attention of a slice, `[s, b, h]`, over all tokens up to its end.
 
-        Args:
-            call: `forward` of Megatron's `DotProductAttention` or `TEDotProductAttention`.
-            layer: The layer.
-            query: Of the slice, `[s, b, heads, width]`, or `[s, heads, width]` if packed.
-            key: Of the slice, `[s, b, groups, width]`, or `[s, groups, width]`.
-            value: Of the slice, `[s, b, groups, width]`, or `[s, groups, width]`.
-            attention_mask: True where a token must not attend, `[b, 1, s, tokens up to its end]`;
-                None: to those after it.
-            attn_mask_type: Megatron's; causal for all layers that run in slices.
-            others: Further arguments of `call`.
+        Runs `forward` of Megatron's `DotProductAttention` or `TEDotProductAttention`. Queries are
+        `[s, b, heads, width]`, or `[s, heads, width]` if packed, keys and values have groups in
+        place of heads. The mask is `[b, 1, s, tokens up to its end]`, True where a token must not
+        attend; None: to those after it. Its type is causal for all layers that run in slices.
         """
-        running = self._runs()
         key, value = self.with_earlier(layer, key, value)
         has_own_masks = not isinstance(layer, DotProductAttention)  # Transformer Engine
         packed = others.get("packed_seq_params")
         if packed is not None:
-            first, packed = _part_attended(running, packed)
+            spans = self._spans()
+            first = spans[0][0]
             key, value = key[first:], value[first:]
-            others["packed_seq_params"] = packed
+            keys = [end - start for start, _, end in spans]
+            others["packed_seq_params"] = replace(
+                packed,
+                cu_seqlens_kv=_sums(keys, packed.cu_seqlens_kv),
+                max_seqlen_q=max(end - begin for _, begin, end in spans),
+                max_seqlen_kv=max(keys),
+            )
             if has_own_masks:
                 attn_mask_type = _PACKED_BOTTOM_RIGHT
         elif has_own_masks:  # it reads none for causal attention
             attn_mask_type = AttnMaskType.causal_bottom_right
         elif attention_mask is None:
-            if running.mask is None:  # the same for all layers
+            if self._mask is None:  # the same for all layers
                 rows = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
-                running.mask = rows.triu_(len(key) - len(query) + 1)[None, None]
-            attention_mask = running.mask
+                self._mask = rows.triu_(len(key) - len(query) + 1)[None, None]
+            attention_mask = self._mask
         others["attn_mask_type"] = attn_mask_type
         result: torch.Tensor = call(query, key, value, attention_mask, **others)
         return result
 
-    def begin_forward(self, given: dict[str, Any]) -> None:
-        """Adapt the arguments of `GPTModel.forward` to a slice.
+    def _spans(self) -> list[tuple[int, int, int]]:
+        """Return for each packed sequence here its first token, and its first and end in the slice.
 
-        Args:
-            given: The arguments by name. Packed sequences become those of the slice; the loss mask
-                becomes that of the micro-batch where the stage predicts later tokens.
+        An empty one ends where it begins, and has no tokens in any slice.
+        """
+        return [
+            (first, max(first, self.begin), min(end, self.end))
+            for first, end in pairwise(self.kept.documents)
+            if first < self.end and self.begin < end
+        ]
+
+    def begin_forward(self, given: dict[str, Any]) -> None:
+        """Adapt the arguments of `GPTModel.forward`, by name, to a slice.
+
+        Packed sequences become those of the slice; the loss mask becomes that of the micro-batch
+        where the stage predicts later tokens.
 
         Raises:
             ScheduleError: There is padding between packed sequences.
         """
-        running, packed = self._runs(), given.get("packed_seq_params")
-        kept = running.kept
+        kept, packed = self.kept, given.get("packed_seq_params")
         if packed is not None:
-            if running.number == 0:
+            if self.number == 0:
                 # A wait for the device, so once for each micro-batch.
                 sums = packed.cu_seqlens_q.tolist()
                 padded = packed.cu_seqlens_q_padded
@@ -281,9 +247,15 @@ class KeptState:
                         f"packed sequences of format {packed.qkv_format} with padding between them "
                         "cannot run in slices; pack without padding, or leave the slices out"
                     )
-                # An empty sequence ends where it begins, and has no tokens in any slice.
                 kept.packed, kept.documents = packed, tuple(dict.fromkeys(sums))
-            given["packed_seq_params"] = _part_packed(running)
+            whole = kept.packed
+            sums = _sums([end - begin for _, begin, end in self._spans()], whole.cu_seqlens_q)
+            # Lengths of samples only matter where several are packed into one: slices take one.
+            alone = {"tokens_per_sample": None} if hasattr(whole, "tokens_per_sample") else {}
+            unpadded = {"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}
+            given["packed_seq_params"] = replace(
+                whole, cu_seqlens_q=sums, cu_seqlens_kv=sums, **unpadded, **alone
+            )
         if kept.ahead:
             # Megatron only shifts it, which `roll` does, and from 0.17 on weighs the losses of
             # later tokens by its sum, which has to be that of the micro-batch.
@@ -292,56 +264,47 @@ class KeptState:
     def positions(self, call: Any, given: Mapping[str, Any]) -> Any:
         """Return the rotary positions of a slice, `[s, 1, 1, width]`, as Megatron's layers do.
 
-        Args:
-            call: Megatron's `forward` of a table of positions.
-            given: Its arguments by name.
+        `call` is Megatron's `forward` of a table of positions, and `given` has its arguments by
+        name.
         """
-        running = self._runs()
         if not given.get("packed_seq"):
-            return call(**{**given, "offset": running.begin})
+            return call(**{**given, "offset": self.begin})
         found = call(**given)
         table = found[0] if isinstance(found, tuple) else found
-        documents = running.kept.documents
+        documents = self.kept.documents
         places = torch.arange(documents[-1], device=table.device)
         if len(table) != documents[-1]:  # else positions count through all sequences
             starts = torch.tensor(documents, device=table.device)
             places = places - starts[torch.bucketize(places, starts, right=True) - 1]
-        table = table[places[running.begin : running.end]]
+        table = table[places[self.begin : self.end]]
         return (table, *found[1:]) if isinstance(found, tuple) else table
 
     def look_ahead(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Learn which tensors of the slice a layer of multi-token prediction shifts, `[b, s]`."""
         for name, tensor in (("tokens", input_ids), ("position_ids", position_ids)):
-            self._runs().rolled.setdefault(id(tensor), (name, 0, tensor))
+            self._rolled.setdefault(id(tensor), (name, 0, tensor))
 
     def roll(
         self, call: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a tensor of the slice shifted by one token, into which the next slice's moves.
-
-        Args:
-            call: Megatron's `roll_tensor`.
-            tensor: `[b, s]`.
-            args: Further arguments of `call`.
-            kwargs: Further arguments of `call`.
+        """Run Megatron's `roll_tensor`: shift a tensor of the slice by a token of the next slice.
 
         Returns:
             The tensor `[b, s]`, and the sum of all entries of the whole micro-batch's: of a mask,
             the tokens by which Megatron divides the loss.
         """
-        running = self._runs()
         # Megatron copies the labels before it shifts them.
         default = "loss_mask" if tensor.is_floating_point() else "labels"
-        name, shift, _ = running.rolled.get(id(tensor), (default, 0, tensor))
-        shifted = running.kept.ahead[name]
+        name, shift, _ = self._rolled.get(id(tensor), (default, 0, tensor))
+        shifted = self.kept.ahead[name]
         if "packed_seq_params" in kwargs:
-            kwargs["packed_seq_params"] = running.kept.packed
+            kwargs["packed_seq_params"] = self.kept.packed
         while len(shifted) < shift + 2:  # in the first slice only: others find it
             shifted.append(call(shifted[-1][0], *args, **kwargs))
         whole, total = shifted[shift + 1]
-        part = whole[:, running.begin : running.end]
+        part = whole[:, self.begin : self.end]
         # With the tensor: the id of one that is gone may become another's.
-        running.rolled[id(part)] = name, shift + 1, part
+        self._rolled[id(part)] = name, shift + 1, part
         return part, total
 
     def route(
@@ -351,24 +314,16 @@ class KeptState:
 
         Megatron leaves these losses to the recomputation of a layer, which is too late: its slice
         then needs the counts of all.
-
-        Args:
-            call: Megatron's.
-            router: The router.
-            logits: `[s, b, experts]`.
-            args: Further arguments of `call`.
-            kwargs: Further arguments of `call`.
         """
-        running = self._runs()
-        running.router, running.num_losses = router, 0
-        if not torch.is_grad_enabled() and router.training and not running.is_backward:
+        self._router, self._num_losses = router, 0
+        if not torch.is_grad_enabled() and router.training and not self.is_backward:
             # The recomputation counts tokens for the bias of experts, and this forward must not.
             bias_counts = getattr(router, "local_tokens_per_expert", None)
             before = None if bias_counts is None else bias_counts.clone()
-            running.counts_only = True
+            self._counts_only = True
             with torch.enable_grad():  # without, Megatron computes no losses
                 call(logits, *args, **kwargs)
-            running.counts_only, running.num_losses = False, 0
+            self._counts_only, self._num_losses = False, 0
             if bias_counts is not None:
                 bias_counts.copy_(before)
         return call(logits, *args, **kwargs)
@@ -385,46 +340,70 @@ class KeptState:
     ) -> torch.Tensor:
         """Return the share of a slice in the balancing loss of its micro-batch, a scalar.
 
-        Takes the arguments of Megatron's `switch_load_balancing_loss_func`.
-
-        Args:
-            probs: Of the tokens of the slice on this rank, `[tokens, experts]`.
-            tokens_per_expert: Tokens of the slice that each expert gets, `[experts]`.
-            total_num_tokens: Tokens of the slice.
-            topk: Experts of a token.
-            num_experts: All of them.
-            moe_aux_loss_coeff: Factor of the loss.
-            fused: Ignored; Megatron's kernel computes the same.
+        Takes the arguments of Megatron's `switch_load_balancing_loss_func`, for the tokens of the
+        slice. `fused` is ignored; Megatron's kernel computes the same.
         """
-        running = self._runs()
-        sums = running.kept.balanced[id(running.router), running.num_losses]
-        running.num_losses += 1
+        sums = self.kept.balanced[id(self._router), self._num_losses]
+        self._num_losses += 1
         # Counts and probabilities of slices add up, so only this factor needs the whole.
-        all_tokens = total_num_tokens / running.share
+        all_tokens = total_num_tokens / self.share
         factor = num_experts * moe_aux_loss_coeff / (topk * all_tokens * all_tokens)
         loss: torch.Tensor = _Balance.apply(
-            probs.sum(dim=0), tokens_per_expert, sums, factor, self._weight(), running.is_backward
+            probs.sum(dim=0), tokens_per_expert, sums, factor, self._weight(), self.is_backward
         )
         return loss
 
     def z_loss(self, average: torch.Tensor) -> torch.Tensor:
         """Return the share of a slice in the z-loss of its micro-batch, a scalar.
 
-        Args:
-            average: The z-loss of the slice's tokens.
+        `average` is the z-loss of the slice's tokens.
         """
-        running = self._runs()
-        if running.counts_only:
+        if self._counts_only:
             return average * 0  # the recomputation adds it
-        loss, weight = average * running.share, self._weight()
+        loss, weight = average * self.share, self._weight()
         if loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * weight)
         return loss
 
     def _weight(self) -> float:
         """Return the weight of a router's gradients, which Megatron may multiply by tokens."""
-        running = self._runs()
-        return 1 / running.share if running.router.calculate_per_token_loss else 1.0
+        return 1 / self.share if self._router.calculate_per_token_loss else 1.0
+
+
+class KeptState:
+    """State of micro-batches in slices, kept by layers from first forward to last backward.
+
+    The running slice is a plain attribute: autograd may run a backward, and with it recomputation,
+    in another thread.
+    """
+
+    def __init__(self) -> None:
+        self.running: RunningSlice | None = None
+        self.microbatches: defaultdict[tuple[int, int], _Microbatch] = defaultdict(_Microbatch)
+        """By stage and number."""
+
+    @contextmanager
+    def of(
+        self,
+        stage: int,
+        microbatch: int,
+        number: int,
+        bounds: Sequence[int],
+        *,
+        backward: bool = False,
+    ) -> Iterator[None]:
+        """Let the layers that run in the block compute slice `number` of a micro-batch.
+
+        `bounds` has the first token of each slice, and the number of all tokens.
+        """
+        begin, end = bounds[number : number + 2]
+        kept = self.microbatches[stage, microbatch]
+        share = (end - begin) / bounds[-1]
+        self.running = RunningSlice(kept, number, begin, end, share, backward)
+        try:
+            yield
+        finally:
+            self.running = None
 
     def clear(self) -> None:
         """Forget all after a failed step."""
@@ -436,40 +415,8 @@ class KeptState:
 _PACKED_BOTTOM_RIGHT: Any = SimpleNamespace(name="padding_causal_bottom_right")
 
 
-def _spans(running: _Running) -> list[tuple[int, int, int]]:
-    """Return for each packed sequence in a slice its first token, and its first and end here."""
-    return [
-        (first, max(first, running.begin), min(end, running.end))
-        for first, end in pairwise(running.kept.documents)
-        if first < running.end and running.begin < end
-    ]
-
-
 def _sums(lengths: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=like.dtype, device=like.device)
-
-
-def _part_packed(running: _Running) -> Any:
-    """Return the sequences of a slice as Megatron's `PackedSeqParams`, for all but attention."""
-    packed = running.kept.packed
-    sums = _sums([end - begin for _, begin, end in _spans(running)], packed.cu_seqlens_q)
-    # Lengths of samples only matter where several are packed into one, and slices take one.
-    alone = {"tokens_per_sample": None} if hasattr(packed, "tokens_per_sample") else {}
-    unpadded = {"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}
-    return replace(packed, cu_seqlens_q=sums, cu_seqlens_kv=sums, **unpadded, **alone)
-
-
-def _part_attended(running: _Running, packed: Any) -> tuple[int, Any]:
-    """Return the first token that a slice attends to, and its sequences with the keys of each."""
-    spans = _spans(running)
-    queries = [end - begin for _, begin, end in spans]
-    keys = [end - first for first, _, end in spans]
-    return spans[0][0], replace(
-        packed,
-        cu_seqlens_kv=_sums(keys, packed.cu_seqlens_kv),
-        max_seqlen_q=max(queries),
-        max_seqlen_kv=max(keys),
-    )
 
 
 def with_earlier_slices(
@@ -478,12 +425,8 @@ def with_earlier_slices(
     """Join keys and values with those of the earlier slices of the micro-batch that runs.
 
     For causal attention of a model of one's own, which declares `runs_in_slices = True`: call it
-    once in each forward of the layer. Outside slices it returns what it gets.
-
-    Args:
-        layer: The layer; it keeps them.
-        key: Of the tokens that the layer got, `[s, ...]`.
-        value: The same of values.
+    once in each forward of the layer, with those of the tokens that it got, `[s, ...]` each.
+    Outside slices it returns what it gets.
 
     Returns:
         Keys and values of all tokens of the micro-batch up to the last one of `key`, and the
@@ -491,9 +434,9 @@ def with_earlier_slices(
     """
     runtimes = active.required().runtimes
     running = None if runtimes is None else runtimes.kept.running
-    if runtimes is None or running is None:
+    if running is None:
         return key, value, 0
-    return *runtimes.kept.with_earlier(layer, key, value), running.begin
+    return *running.with_earlier(layer, key, value), running.begin
 
 
 _ALONG_SEQUENCE = ("tokens", "input_ids", "labels", "loss_mask", "position_ids")
@@ -504,14 +447,13 @@ _LOOKS_AHEAD = ("tokens", "position_ids", "labels", "loss_mask")
 class SlicedData(MicrobatchData):
     """Cuts the items of another `MicrobatchData`, each read once, into slices.
 
-    Args:
-        whole: The micro-batches.
-        bounds: The first token of each slice, and the number of all tokens.
+    `bounds` has the first token of each slice, and the number of all tokens.
     """
 
     def __init__(self, whole: MicrobatchData, bounds: Sequence[int]) -> None:
         super().__init__(None)
         self._whole, self._bounds = whole, bounds
+        # Slices that come later find theirs here: an iterator gives each item once.
         self._parts: dict[int, dict[str, Any]] = {}
 
     def view(self, number: int) -> Iterator[Any] | None:
@@ -528,7 +470,6 @@ class SlicedData(MicrobatchData):
     def _fetch(self, items: Iterator[Any], microbatch: int) -> Mapping[str, Any]:
         item: Mapping[str, Any] = next(items)
         first = microbatch * (len(self._bounds) - 1)
-        # Slices that come later find theirs here: an iterator gives each item once.
         self._parts |= dict(enumerate(_cut(item, self._bounds), first))
         return item
 
@@ -541,14 +482,12 @@ class SlicedData(MicrobatchData):
 def _cut(item: Any, bounds: Sequence[int]) -> list[dict[str, Any]]:
     """Return the slices of a micro-batch.
 
-    Args:
-        item: What the data iterator gives: tensors `[b, s]` by name, the attention mask
-            `[b, 1, s, s]`, True where a token must not attend, and what each slice gets whole:
-            bounds of packed sequences, `[1, sequences + 1]`, and figures of samples, `[b]`.
-        bounds: As `SlicedData` takes them.
+    The data iterator gives tensors `[b, s]` by name, the attention mask `[b, 1, s, s]`, True where
+    a token must not attend, and what each slice gets whole: bounds of packed sequences,
+    `[1, sequences + 1]`, and figures of samples, `[b]`.
 
     Raises:
-        ScheduleError: It is something else.
+        ScheduleError: It gives something else.
     """
     if not isinstance(item, Mapping):
         raise ScheduleError(
@@ -560,7 +499,7 @@ def _cut(item: Any, bounds: Sequence[int]) -> list[dict[str, Any]]:
         if tensor is None or (name in _OF_PACKED and len(tensor) == 1):
             cut = [tensor for _ in parts]
         elif name not in (*_ALONG_SEQUENCE, *_OF_PACKED) and getattr(tensor, "ndim", 0) < 2:
-            cut = [tensor for _ in parts]  # of samples, such as the data set that each is from
+            cut = [tensor for _ in parts]  # of samples: the data set that each is from, for one
         elif name in _ALONG_SEQUENCE and tensor.shape[1:] == (bounds[-1],):
             cut = [tensor[:, begin:end].contiguous() for begin, end in pairwise(bounds)]
         elif name == "attention_mask" and tensor.shape[2:] == (bounds[-1], bounds[-1]):
@@ -591,15 +530,16 @@ class SlicedCompute(StageCompute):
 
     def __post_init__(self) -> None:
         """Cut the data of the step, and keep apart what the loss of a slice is divided by."""
-        call = self.call
+        call, schedule = self.call, self.table.schedule
         multiple = call.config.tensor_model_parallel_size if call.config.sequence_parallel else 1
-        self._bounds = token_bounds(self.table.schedule.slices, call.seq_length, multiple)
+        self._num_slices = schedule.num_slices
+        self._bounds = token_bounds(schedule.slices, call.seq_length, multiple)
+        self._user_step = call.forward_step_func
         self.call = replace(
             call,
             data=[SlicedData(data, self._bounds) for data in call.data],
             forward_step_func=self._forward_step,
         )
-        self._whole_call = call
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run one action for the executor (`executor.Compute`).
@@ -622,8 +562,7 @@ class SlicedCompute(StageCompute):
         if kind == "F":
             if part == 0:
                 self._check_kept(stage, microbatch)
-            is_last_slice = part == self.table.schedule.num_slices - 1
-            if is_last_slice and self._stage(stage).is_last:
+            if part == self._num_slices - 1 and self._stage(stage).is_last:
                 self._complete_loss(stage, microbatch)
         elif part == 0:  # the last of its backwards
             del self.kept.microbatches[stage, microbatch]
@@ -634,12 +573,12 @@ class SlicedCompute(StageCompute):
         return super().saved_tensors(action._replace(microbatch=self._numbered(action)))
 
     def _numbered(self, action: Action) -> int:
-        return action.microbatch * self.table.schedule.num_slices + action.slice
+        return action.microbatch * self._num_slices + action.slice
 
     def _forward_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Run the user's forward step, whose loss is divided by the tokens of the micro-batch."""
         number = self._number
-        output, loss_of = self._whole_call.forward_step_func(*args, **kwargs)
+        output, loss_of = self._user_step(*args, **kwargs)
 
         def loss(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             found = loss_of(tensor, *args, **kwargs)
@@ -688,8 +627,8 @@ class SlicedCompute(StageCompute):
 
         No backward of it has run: the first waits for the forward of its last slice.
         """
-        first = microbatch * self.table.schedule.num_slices
-        numbers = range(first, first + self.table.schedule.num_slices)
+        first = microbatch * self._num_slices
+        numbers = range(first, first + self._num_slices)
         counts = [self._num_tokens_of.pop(number) for number in numbers]
         # Per token, Megatron divides gradients by the tokens of the step.
         if not self.call.config.calculate_per_token_loss:

@@ -23,13 +23,12 @@ Contract with the executor:
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +46,10 @@ from megatron_ext.upstream.signatures import linear_parameters
 _Key = tuple[int, int]
 Progress = Callable[[AbstractSet[int]], None]
 """Callback with the ids of the weights whose gradients remain to be computed."""
+
+# Megatron's memory for gathered inputs, and a second one, which a gather writes while a GEMM reads
+# the first.
+_BUFFERS = ("mpu", "megatron_ext.mpu")
 
 
 class SplitBackward:
@@ -80,33 +83,29 @@ class SplitBackward:
         if known is None or known.module is not module:
             self._modules[stage] = DelayedModules(module)
 
-    def defer(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+    def defer(self, stage: int, microbatch: int) -> _Deferral:
         """Return a context in which layers defer their weight gradients to `run`.
 
         Enter it for the forward, where layers record the key, and again for the backward, which
         may rerun forwards (recomputation).
         """
         modules = self._modules.get(stage)
-        if modules is None or modules.is_empty:
-            return _Deferral(self, (stage, microbatch))
-        return self._delaying(modules, (stage, microbatch))
+        postpones = modules is not None and bool(modules.weights)
+        return _Deferral(self, (stage, microbatch), modules if postpones else None)
 
-    @contextmanager
-    def _delaying(self, modules: DelayedModules, key: _Key) -> Iterator[None]:
-        self.has_deferred = True
-        with _Deferral(self, key):
-            with modules.delaying():
-                yield
-            modules.note(key[1])
-
-    def begin(self, key: _Key) -> None:
+    def begin(self, key: _Key, modules: DelayedModules | None) -> None:
         """Enter the context of `defer`."""
         assert self._key is None, f"{key} inside {self._key}"
         self._key = key
+        if modules is not None:
+            self.has_deferred = True
+            modules.begin(key[1])
 
-    def end(self) -> None:
+    def end(self, modules: DelayedModules | None) -> None:
         """Leave the context of `defer`, also on error."""
         self._key = None
+        if modules is not None:
+            modules.end()
         if self._marked:
             self._unmark()
 
@@ -125,10 +124,6 @@ class SplitBackward:
         They go into `main_grad`, or into `grad` without DDP. Operands are freed weight by weight. A
         stage without deferred weights does nothing.
 
-        Args:
-            stage: Global stage index.
-            microbatch: 0 to m-1.
-
         Raises:
             ScheduleError: Transformer Engine's store is FIFO, and an older micro-batch comes first.
         """
@@ -146,20 +141,28 @@ class SplitBackward:
             if self._progress is not None:
                 self._progress(remaining)
 
+        # With sequence parallelism this all-gathers the inputs again, one gradient ahead of the
+        # GEMMs, so that they overlap: a collective, so all tensor-parallel ranks of a stage compute
+        # the same gradients in the same order.
+        ahead = deque(zip(chain.from_iterable(by_weight.values()), cycle(_BUFFERS), strict=False))
+
+        def fetch() -> None:
+            if ahead:
+                gradient, buffer = ahead.popleft()
+                gradient.fetch(buffer)
+
         finished()
-        # With sequence parallelism this all-gathers the inputs again, one layer ahead of the GEMMs:
-        # a collective, so tensor-parallel ranks run their Ws in one order.
-        fetching = Fetching(chain.from_iterable(by_weight.values()))
+        fetch()
         for weight, gradients in by_weight.items():
             with in_stream(self._streams[weight]):
-                accumulate(gradients, fetching)
+                accumulate(gradients, fetch)
             finished(weight)
         if modules is not None:
             modules.run(microbatch, finished)
 
     def pending(self) -> list[_Key]:
         """Return the (stage, micro-batch) keys whose W has not run, sorted."""
-        of_modules = {(s, m) for s, modules in self._modules.items() for m in modules.waiting()}
+        of_modules = {(s, m) for s, modules in self._modules.items() for m in modules.waiting}
         return sorted(of_modules.union(self._waiting))
 
     def clear(self) -> None:
@@ -191,48 +194,40 @@ class SplitBackward:
 class _Deferral:
     """The context of `defer`."""
 
-    __slots__ = ("_key", "_split")
+    __slots__ = ("_key", "_modules", "_split")
 
-    def __init__(self, split: SplitBackward, key: _Key) -> None:
-        self._split, self._key = split, key
+    def __init__(self, split: SplitBackward, key: _Key, modules: DelayedModules | None) -> None:
+        self._split, self._key, self._modules = split, key, modules
 
     def __enter__(self) -> None:
-        self._split.begin(self._key)
+        self._split.begin(self._key, self._modules)
 
     def __exit__(self, *_: object) -> None:
-        self._split.end()
+        self._split.end(self._modules)
 
 
 # -- weight gradients that wait --------------------------------------------------------------------
-
-
-_EMBEDDING = "megatron_ext_is_embedding"
-
-# Megatron's memory for gathered inputs, and a second one, which a gather writes while a GEMM reads
-# the first.
-_BUFFERS = ("mpu", "megatron_ext.mpu")
 
 
 class WeightGradient(Protocol):
     """A deferred weight-gradient GEMM."""
 
     weight: torch.nn.Parameter
-    fused: bool
-    """Whether the GEMM kernel itself accumulates into `main_grad`."""
 
     def fetch(self, buffer: str) -> None:
         """Start to gather an operand that other ranks have a part of, if there is one.
 
-        Args:
-            buffer: The name of Megatron's global memory that the operand may take.
+        It may take Megatron's global memory of the name `buffer`.
         """
 
     def compute(self) -> torch.Tensor | None:
-        """Return the gradient; if `fused`, accumulate it into `main_grad` and return None."""
+        """Return the gradient; None: the GEMM kernel has accumulated it into `main_grad`."""
 
 
 Record = Callable[[WeightGradient], None]
 """Stores a deferred gradient; called in the layer's backward."""
+
+_EMBEDDING = "megatron_ext_is_embedding"
 
 
 def mark_embedding(weight: torch.nn.Parameter) -> None:
@@ -251,28 +246,6 @@ def is_splittable(weight: torch.Tensor) -> bool:
     return weight.is_leaf and not (hasattr(weight, _EMBEDDING) or hasattr(weight, "__fsdp_param__"))
 
 
-class Fetching:
-    """Starts gathers of operands one gradient ahead of the GEMMs, so that they overlap.
-
-    All tensor-parallel ranks of a stage compute the same gradients in the same order, which is also
-    the order of the gathers.
-
-    Args:
-        gradients: All gradients of a W, in the order in which they will be computed.
-    """
-
-    def __init__(self, gradients: Iterable[WeightGradient]) -> None:
-        self._ahead = deque(gradients)
-        self._num_started = 0
-        self.advance()
-
-    def advance(self) -> None:
-        """Start the next gather, just before a gradient is computed."""
-        if self._ahead:
-            self._ahead.popleft().fetch(_BUFFERS[self._num_started % 2])
-            self._num_started += 1
-
-
 def stream_of_backward(weight: torch.Tensor) -> Any:
     """Return the stream in which the backward of a weight's layer runs now; None on a CPU."""
     if weight.device.type == "cpu":
@@ -286,11 +259,8 @@ def in_stream(stream: Any) -> Iterator[None]:
     # Megatron's shared experts run in a stream of their own (--moe-shared-expert-overlap), which
     # their operands belong to. Freed by another stream's W, that memory would be given to the next
     # kernel of their own while W still reads it.
-    if stream is None:
-        yield
-        return
-    runtime = torch.get_device_module(stream.device)
-    current = runtime.current_stream(stream.device)
+    runtime: Any = None if stream is None else torch.get_device_module(stream.device)
+    current: Any = None if runtime is None else runtime.current_stream(stream.device)
     if current == stream:
         yield
         return
@@ -301,14 +271,11 @@ def in_stream(stream: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def accumulate(products: list[WeightGradient], fetching: Fetching) -> None:
+def accumulate(products: list[WeightGradient], fetch: Callable[[], None]) -> None:
     """Compute one weight's deferred gradients, accumulate them and drop their operands.
 
-    They go to `main_grad`, or to `grad` without DDP.
-
-    Args:
-        products: The gradients of one weight; empty afterwards.
-        fetching: Fetches the operands of these and of later gradients.
+    They go to `main_grad`, or to `grad` without DDP. `fetch` starts the gather of the operands of a
+    later gradient, just before one is computed. `products` is empty afterwards.
     """
     weight = products[0].weight
     total: torch.Tensor | None = None
@@ -316,7 +283,7 @@ def accumulate(products: list[WeightGradient], fetching: Fetching) -> None:
     # as autograd does for several uses of a weight in one backward: the same bits.
     products.reverse()
     while products:
-        fetching.advance()
+        fetch()
         product = products.pop().compute()
         total = product if total is None or product is None else total.add_(product)
     if total is None:
@@ -347,34 +314,54 @@ class _Unchanged:
 # -- Column- and RowParallelLinear -----------------------------------------------------------------
 
 
-@dataclass
+# Given a list `grad_output_buffer`, upstream's backward appends the output gradient and skips the
+# weight gradient: upstream postpones that of the output layer to the end of the step this way.
 class _LinearGradient:
-    """`grad_output.t() @ input`, computed as upstream does: `[out, in]`."""
+    """`grad_output.t() @ input`, computed as upstream does: `[out, in]`.
 
-    weight: Any  # a parameter, with the attributes that DDP gives it
-    input: torch.Tensor
+    Stands in for upstream's `grad_output_buffer` until the backward of the layer appends the output
+    gradient. If `fused`, the GEMM kernel itself accumulates into `main_grad`.
+    """
+
     grad_output: torch.Tensor
-    gather_group: torch.distributed.ProcessGroup | None
-    """The group over which sequence parallelism splits `input`; None if it is whole."""
-    fused: bool
-    _unchanged: _Unchanged = field(init=False)
-    _gathered: tuple[torch.Tensor, torch.distributed.Work] | None = field(default=None, init=False)
-    """The whole input `[s, b, h]`, and when it is there."""
 
-    def __post_init__(self) -> None:
-        self._unchanged = _Unchanged(self.input, self.grad_output)
+    def __init__(
+        self,
+        record: Record,
+        weight: Any,
+        input_: torch.Tensor,
+        gather_group: torch.distributed.ProcessGroup | None,
+        fused: bool,
+    ) -> None:
+        self._record, self._fused = record, fused
+        self.weight = weight
+        self.input = input_.detach()  # without its graph
+        # Over which sequence parallelism splits the input; None if it is whole.
+        self._gather_group = gather_group
+        # The whole input `[s, b, h]`, and when it is there.
+        self._gathered: tuple[torch.Tensor, torch.distributed.Work] | None = None
+
+    def append(self, grad_output: torch.Tensor) -> None:
+        """Record the deferred gradient; called by upstream's backward."""
+        if getattr(self.weight, "main_grad", self) is None:
+            del self.weight.main_grad  # upstream's backward set it: no DDP, no such attribute
+        self.grad_output = grad_output.detach()  # without its graph, which holds this object
+        self._unchanged = _Unchanged(self.input, grad_output)
+        self._record(self)
 
     def fetch(self, buffer: str) -> None:
-        if self.gather_group is None:
+        """Start to gather the input, if it is split."""
+        if self._gather_group is None:
             return
-        size = [self.input.size(0) * self.gather_group.size(), *self.input.shape[1:]]
+        size = [self.input.size(0) * self._gather_group.size(), *self.input.shape[1:]]
         whole = get_global_memory_buffer().get_tensor(size, self.input.dtype, buffer)
         arrival = layers.dist_all_gather_func(
-            whole, self.input, group=self.gather_group, async_op=True
+            whole, self.input, group=self._gather_group, async_op=True
         )
         self._gathered = whole, arrival
 
     def compute(self) -> torch.Tensor | None:
+        """Return the gradient, or accumulate it if fused."""
         self._unchanged.check(self.input, self.grad_output)
         total_input = self.input
         if self._gathered is not None:
@@ -383,7 +370,7 @@ class _LinearGradient:
         grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
             self.grad_output, total_input
         )
-        if not self.fused:
+        if not self._fused:
             return torch.matmul(grad_output.t(), total_input)
         main_grad = self.weight.main_grad
         kernels = layers.fused_weight_gradient_mlp_cuda
@@ -394,47 +381,19 @@ class _LinearGradient:
         return None
 
 
-# Given such a list, upstream's backward appends the output gradient and skips the weight gradient.
-# Upstream postpones the output layer's weight gradient to the end of the step that way.
-class _GradOutputBuffer:
-    """Stands in for upstream's `grad_output_buffer` list."""
-
-    def __init__(
-        self,
-        record: Record,
-        weight: Any,
-        input_: torch.Tensor,
-        gather_group: torch.distributed.ProcessGroup | None,
-        fused: bool,
-    ) -> None:
-        self._record = record
-        self._weight = weight
-        self.input = input_.detach()  # without its graph
-        self._gather_group = gather_group
-        self._fused = fused
-
-    def append(self, grad_output: torch.Tensor) -> None:
-        """Record the deferred gradient; called by upstream's backward."""
-        if getattr(self._weight, "main_grad", self) is None:
-            del self._weight.main_grad  # upstream's backward set it: no DDP, no such attribute
-        self._record(
-            _LinearGradient(self._weight, self.input, grad_output, self._gather_group, self._fused)
-        )
-
-
 class _Returning(torch.autograd.Function):
     """Passes an output on; its backward, the first of the layer, brings back the layer's input."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, buffer: _GradOutputBuffer) -> torch.Tensor:
-        ctx.save_for_backward(buffer.input)  # Megatron offloads what autograd saves
-        ctx.buffer = buffer
-        del buffer.input  # Megatron frees its memory after the forward
+    def forward(ctx: Any, output: torch.Tensor, gradient: _LinearGradient) -> torch.Tensor:
+        ctx.save_for_backward(gradient.input)  # Megatron offloads what autograd saves
+        ctx.gradient = gradient
+        del gradient.input  # Megatron frees its memory after the forward
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (ctx.buffer.input,) = ctx.saved_tensors
+        (ctx.gradient.input,) = ctx.saved_tensors
         return grad_output, None
 
 
@@ -458,16 +417,8 @@ def linear(
 ) -> torch.Tensor:
     """Run upstream's linear layer; its backward passes the weight gradient to `record`.
 
+    `call` is upstream's `linear_with_grad_accumulation_and_async_allreduce`, with its arguments.
     Weights that cannot be split (`is_splittable`) take upstream's path unchanged.
-
-    Args:
-        call: Upstream's `linear_with_grad_accumulation_and_async_allreduce`.
-        record: Stores the deferred gradient.
-        *args: Arguments of `call`.
-        **kwargs: Arguments of `call`.
-
-    Returns:
-        The output of `call`.
     """
     given = {**dict(zip(linear_parameters(), args, strict=False)), **kwargs}
     weight, bias = given["weight"], given["bias"]
@@ -479,44 +430,47 @@ def linear(
     # Upstream's backward skips the weight GEMM only with fusion on. If the user did not ask for
     # fusion, no fused kernel runs.
     fused = given["gradient_accumulation_fusion"]
-    buffer = _GradOutputBuffer(record, weight, given["input"], group, fused)
+    gradient = _LinearGradient(record, weight, given["input"], group, fused)
     given.update(
         bias=None,
         gradient_accumulation_fusion=True,
-        grad_output_buffer=buffer,
+        grad_output_buffer=gradient,
         wgrad_deferral_limit=0,
     )
     output = call(**given)
     if is_offloading():
-        output = _Returning.apply(output, buffer)
+        output = _Returning.apply(output, gradient)
     return output if bias is None else _AddBias.apply(output, bias)
 
 
 # -- grouped experts -------------------------------------------------------------------------------
 
 
-@dataclass
 class _GroupedGradient:
-    """The weight gradients of all experts, computed by the backward of the library's `gmm`."""
+    """The weight gradients of all experts, computed by the backward of the library's `gmm`.
 
-    weight: torch.nn.Parameter
-    experts: torch.Tensor
-    """A separate leaf that shares the weight's memory."""
-    product: torch.autograd.graph.GradientEdge
-    """The output of `gmm`; only `experts` requires grad in its graph."""
-    grad_output: torch.Tensor
-    fused: bool = False
-    _unchanged: _Unchanged = field(init=False)
+    `experts` is a separate leaf that shares the weight's memory, and the only one that requires
+    grad in the graph of `product`, the output of `gmm`.
+    """
 
-    def __post_init__(self) -> None:
-        self._unchanged = _Unchanged(self.grad_output)
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        experts: torch.Tensor,
+        product: torch.autograd.graph.GradientEdge,
+        grad_output: torch.Tensor,
+    ) -> None:
+        self.weight, self.grad_output = weight, grad_output
+        self._experts, self._product = experts, product
+        self._unchanged = _Unchanged(grad_output)
 
     def fetch(self, buffer: str) -> None:
         """Do nothing: this rank has all operands."""
 
     def compute(self) -> torch.Tensor:
+        """Return the gradient."""
         self._unchanged.check(self.grad_output)
-        (gradient,) = torch.autograd.grad(self.product, self.experts, self.grad_output)
+        (gradient,) = torch.autograd.grad(self._product, self._experts, self.grad_output)
         return gradient
 
 
@@ -570,16 +524,9 @@ def grouped_product(
 ) -> torch.Tensor:
     """Multiply each expert's tokens by its weights; the backward records the weight gradient.
 
-    Builds of grouped_gemm differ, so nothing of the library but `gmm` is called. The weight
-    gradient comes from `gmm`'s own backward, on a graph that contains the weights alone.
-
-    Args:
-        gmm: `ops.gmm` of the grouped_gemm library.
-        record: Stores the deferred gradient.
-        tokens: Argument of `gmm`, `[tokens, in]`, sorted by expert.
-        experts: Argument of `gmm`: the experts' weights, a view of the parameter.
-        batch_sizes: Argument of `gmm`: tokens per expert.
-        trans_b: Argument of `gmm`: whether `experts` is transposed.
+    Builds of grouped_gemm differ, so nothing of the library but its `ops.gmm` is called. The weight
+    gradient comes from `gmm`'s own backward, on a graph that contains the weights alone. `tokens`
+    are `[tokens, in]`, sorted by expert, and `experts` is a view of the parameter.
     """
     weight = experts._base
     if weight is None or not is_splittable(weight) or not torch.is_grad_enabled():
@@ -612,10 +559,7 @@ def overwrites_first(module: torch.nn.Module) -> bool:
 class DelayedModules:
     """The layers of one stage that postpone their weight gradients themselves.
 
-    Once registered here, they postpone inside `delaying` only.
-
-    Args:
-        module: The stage's model chunk.
+    Once registered here, the layers of its model chunk postpone between `begin` and `end` only.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -629,8 +573,9 @@ class DelayedModules:
         self._layers = [layer for layer in reversed(built) if _can_postpone(layer)]
         self.weights = frozenset(weight for layer in self._layers for weight in _weights(layer))
         """Ids of the parameters of the layers that postpone."""
-        self._counted = [0] * len(self._layers)
-        self._notes: deque[tuple[int, list[int]]] = deque()
+        self.waiting: dict[int, Counter[int]] = {}
+        """By micro-batch whose W has not run, oldest first: queued entries by id of the layer."""
+        self._microbatch = 0
         # By id of a layer: the stream in which it runs backward.
         self._streams: dict[int, Any] = {}
         for layer in self._layers:
@@ -643,25 +588,20 @@ class DelayedModules:
             if hasattr(weight, "main_grad")
         ]
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no layer of the stage postpones anything."""
-        return not self._layers
-
-    @contextmanager
-    def delaying(self) -> Iterator[None]:
-        """Return a context in which the layers postpone their weight gradients."""
+    def begin(self, microbatch: int) -> None:
+        """Let the layers postpone the weight gradients of a micro-batch."""
+        self._microbatch = microbatch
         self._switch(on=True)
         for weight in self._unfused:
             # DDP's hooks fire in I, want a gradient and add it, unless it is added already.
             gradient = weight.main_grad.new_zeros((), dtype=weight.dtype)
             weight.grad, weight.grad_added_to_main_grad = gradient.expand(weight.shape), True
-        try:
-            yield
-        finally:
-            self._switch(on=False)
-            for weight in self._unfused:
-                weight.grad, weight.grad_added_to_main_grad = None, False
+
+    def end(self) -> None:
+        """Let the layers compute their weight gradients in the backward again."""
+        self._switch(on=False)
+        for weight in self._unfused:
+            weight.grad, weight.grad_added_to_main_grad = None, False
 
     def _put(self, layer: Any, operands: list[Any], product: Callable[..., Any]) -> None:
         """Queue the operands of a weight gradient in place of `WeightGradStore.put`."""
@@ -669,70 +609,51 @@ class DelayedModules:
             operands = [_copied(operand) for operand in operands]
         self._streams[id(layer)] = stream_of_backward(next(layer.parameters()))
         type(layer.wgrad_store).put(layer.wgrad_store, operands, product)
+        # The queues do not know micro-batches.
+        self.waiting.setdefault(self._microbatch, Counter())[id(layer)] += 1
 
     def _switch(self, *, on: bool) -> None:
         for layer in self._layers:
             store = layer.wgrad_store
             (store.enable_delay_wgrad_compute if on else store.disable_delay_wgrad_compute)()
 
-    def note(self, microbatch: int) -> None:
-        """Attribute the entries queued since the last call to this micro-batch."""
-        # The queues do not know micro-batches, but each `defer` ends with this call. With pairs
-        # there is a `defer` for each part of a layer.
-        sizes = [_queued(layer) for layer in self._layers]
-        added = [size - counted for size, counted in zip(sizes, self._counted, strict=True)]
-        if not any(added):
-            return
-        self._counted = sizes
-        if self._notes and self._notes[-1][0] == microbatch:
-            added = [sum(both) for both in zip(self._notes.pop()[1], added, strict=True)]
-        self._notes.append((microbatch, added))
-
     def run(self, microbatch: int, finished: Callable[..., None]) -> None:
         """Compute a micro-batch's postponed weight gradients, last layer first.
 
-        Args:
-            microbatch: 0 to m-1.
-            finished: Called after each layer with the ids of its parameters.
+        `finished` is called after each layer with the ids of its parameters.
 
         Raises:
             ScheduleError: TE's store is FIFO, and this is not the oldest micro-batch in it.
         """
-        if not any(noted == microbatch for noted, _ in self._notes):
+        if microbatch not in self.waiting:
             return
-        oldest, counts = self._notes[0]
+        oldest = next(iter(self.waiting))
         if oldest != microbatch:
             raise ScheduleError(
                 f"W of micro-batch {microbatch} comes before W of {oldest}, but Transformer Engine "
                 f"computes weight gradients in the order of the backwards; use a schedule that "
                 f"keeps this order, or --transformer-impl local"
             )
-        self._notes.popleft()
-        self._counted = [all_ - now for all_, now in zip(self._counted, counts, strict=True)]
+        queued = self.waiting.pop(microbatch)
         self._switch(on=True)
         try:
-            for layer, remaining in zip(self._layers, self._counted, strict=True):
+            for layer in self._layers:
                 with in_stream(self._streams.get(id(layer))), _biases_are_done(layer):
-                    _compute(layer, remaining)
+                    _compute(layer, queued[id(layer)])
                 finished(*_weights(layer))
         finally:
             self._switch(on=False)
 
-    def waiting(self) -> list[int]:
-        """Return the micro-batches whose W has not run, oldest first."""
-        return [microbatch for microbatch, _ in self._notes]
-
     def clear(self) -> None:
         """Drop all queued operands."""
-        self._notes.clear()
-        self._counted = [0] * len(self._layers)
+        self.waiting.clear()
         for layer in self._layers:
             with layer.wgrad_store.context.mutex:
                 layer.wgrad_store.context.queue.clear()
 
 
-def _compute(layer: Any, remaining: int) -> None:
-    """Run a layer's `backward_dw` until so many entries are left in its queue.
+def _compute(layer: Any, number: int) -> None:
+    """Run a layer's `backward_dw` for so many entries of its queue.
 
     Without gradient accumulation fusion `backward_dw` leaves a gradient in `grad`, over what is
     there, and W adds it to `main_grad`: DDP's hook has fired in I.
@@ -741,7 +662,9 @@ def _compute(layer: Any, remaining: int) -> None:
     older = [weight.grad for weight in weights]
     # Summed first and added once, as autograd does for several uses of a weight: the same bits.
     totals: list[Any] = [None] * len(weights)
-    while _queued(layer) > remaining:
+    queue = layer.wgrad_store.context
+    remaining = queue.qsize() - number
+    while queue.qsize() > remaining:
         for weight in weights:
             weight.grad = None
         layer.backward_dw()  # one entry, or two in a layer with two weights
@@ -812,7 +735,3 @@ def _biases_are_done(layer: Any) -> Iterator[None]:
     finally:
         for bias in biases:
             bias.grad = None
-
-
-def _queued(layer: Any) -> int:
-    return int(layer.wgrad_store.context.qsize())

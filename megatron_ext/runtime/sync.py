@@ -43,7 +43,7 @@ class GradientSync:
         self._chunks = chunks
         self._splits = splits
         self._placement = table.schedule.placement
-        self._by_hooks = not table.split_stages
+        self._by_hooks = not table.split_backwards
         # Stages of this rank; the first `_started` of them have been started. In the table's order,
         # whatever this rank runs: peers must start the same collectives in the same order, and
         # under a dynamic order each runs its actions in another one.

@@ -8,9 +8,10 @@ micro-batches share it; otherwise it travels as a header before each tree.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,20 +20,17 @@ import torch.distributed as dist
 from megatron_ext.devices import device_of
 from megatron_ext.errors import MessageMismatch, ScheduleError
 from megatron_ext.runtime.compute import StageCompute
-from megatron_ext.runtime.program import Form, PeerEnds
+from megatron_ext.runtime.program import Form
 from megatron_ext.runtime.routes import Declared, RouteStore, declared
 from megatron_ext.schedules.table.route_plan import connect, plan_routes
 from megatron_ext.transport.dtypes import plain
 from megatron_ext.transport.torch_dist import Channel
 
 if TYPE_CHECKING:
-    from megatron_ext.message import Message, MessageKind
     from megatron_ext.runtime.compute import Call, Tensors
-    from megatron_ext.runtime.program import Peers, Shapes, Table
-    from megatron_ext.runtime.routes import Batch
-    from megatron_ext.runtime.split import SplitBackward
+    from megatron_ext.runtime.program import Peers, Shapes
+    from megatron_ext.runtime.routes import Batch, Published
     from megatron_ext.schedules.table.actions import Action
-    from megatron_ext.schedules.table.communication import Transfer
     from megatron_ext.schedules.table.placement import Placement
     from megatron_ext.schedules.table.route_plan import Route
 
@@ -48,12 +46,7 @@ class Leaf(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    requires_grad: bool
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of its data in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    requires_grad: bool = True
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
@@ -113,23 +106,17 @@ def _parsed(text: bytes) -> TreeForm:
         ) from error
 
 
-def flatten(
-    tree: Tree, what: str, needs_gradient: Callable[[torch.Tensor], bool]
-) -> tuple[list[torch.Tensor], TreeForm]:
-    """Return a tree's tensors, in order, and its form.
-
-    Args:
-        tree: The output of a stage.
-        what: Names the tree in error messages.
-        needs_gradient: Whether a gradient comes back for a tensor: its leaf requires grad.
+def flatten(tree: Tree, what: str, *, trains: bool) -> tuple[list[torch.Tensor], TreeForm]:
+    """Return a tree's tensors, in order, and its form; in an evaluation no leaf requires grad.
 
     Raises:
-        ScheduleError: The tree contains an object of an unsupported type.
+        ScheduleError: The tree, which `what` names, contains an object of an unsupported type.
     """
     tensors: list[torch.Tensor] = []
     skeleton = _cut(tree, tensors, what)
     leaves = [
-        (list(x.shape), str(x.dtype).removeprefix("torch."), needs_gradient(x)) for x in tensors
+        (list(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad and trains)
+        for x in tensors
     ]
     return tensors, _parsed(json.dumps([skeleton, leaves], separators=(",", ":")).encode())
 
@@ -165,66 +152,57 @@ def _grown(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Tree:
 
 
 def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Concatenate the bytes of tensors, each aligned to 64 bytes. A single tensor is not copied.
+    """Concatenate the bytes of tensors of any dtype and shape: uint8, `[number of bytes]`.
 
-    Args:
-        tensors: Of any dtype and shape.
-        device: Where to allocate the result.
-
-    Returns:
-        uint8, `[number of bytes]`.
+    Each is aligned to 64 bytes. A single tensor is not copied.
     """
     parts = [plain(tensor.detach()).reshape(-1).view(torch.uint8) for tensor in tensors]
     if len(parts) == 1:
         return parts[0]
-    # Aligned, so that the receiver can view the bytes as any dtype, in place.
-    packed = torch.empty(_end([part.numel() for part in parts]), dtype=torch.uint8, device=device)
-    begin = 0
-    for part in parts:
-        packed[begin : begin + part.numel()].copy_(part)
-        begin += _padded(part.numel())
+    ranges, end = _placed([part.numel() for part in parts])
+    packed = torch.empty(end, dtype=torch.uint8, device=device)
+    for place, part in zip(ranges, parts, strict=True):
+        packed[place].copy_(part)
     return packed
 
 
 def unpack(packed: torch.Tensor, leaves: Sequence[Leaf], what: str) -> list[torch.Tensor]:
-    """Return the packed tensors as views into `packed`.
-
-    Args:
-        packed: The result of `pack`: uint8, `[number of bytes]`.
-        leaves: Shapes and dtypes of the tensors.
-        what: Names the tensors in error messages.
+    """Return the tensors that `pack` has packed, with these shapes and dtypes, as views.
 
     Raises:
-        MessageMismatch: The number of bytes does not match the leaves.
+        MessageMismatch: The number of bytes does not match the leaves of `what`.
     """
-    sizes = [leaf.num_bytes for leaf in leaves]
-    if packed.dtype != torch.uint8 or packed.numel() != _end(sizes):
+    sizes = [torch.Size(leaf.shape).numel() * leaf.dtype.itemsize for leaf in leaves]
+    ranges, end = _placed(sizes)
+    if packed.dtype != torch.uint8 or packed.numel() != end:
         raise MessageMismatch(
-            f"{what} has {packed.nbytes} bytes, but its tensors need {_end(sizes)}; declare "
+            f"{what} has {packed.nbytes} bytes, but its tensors need {end}; declare "
             f'boundary="varies" where shapes change from micro-batch to micro-batch'
         )
-    tensors, begin = [], 0
-    for leaf, size in zip(leaves, sizes, strict=True):
-        tensors.append(packed[begin : begin + size].view(leaf.dtype).view(leaf.shape))
-        begin += _padded(size)
-    return tensors
+    found = zip(ranges, leaves, strict=True)
+    return [packed[place].view(leaf.dtype).view(leaf.shape) for place, leaf in found]
 
 
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _end(sizes: Sequence[int]) -> int:
-    """Return the offset in bytes at which the last part ends."""
-    return sum(map(_padded, sizes[:-1])) + sizes[-1] if sizes else 0
+def _placed(sizes: Sequence[int]) -> tuple[list[slice], int]:
+    """Return where each part lies, and the offset in bytes at which the last one ends."""
+    # Aligned, so that the receiver can view the bytes as any dtype, in place.
+    begins = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
+    ranges = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=False)]
+    return ranges, ranges[-1].stop if ranges else 0
 
 
 # Upstream's `backward_step` starts from one tensor only.
 class _Join(torch.autograd.Function):
-    """Joins several tensors into one root; their gradients are supplied when the backward runs."""
+    """Joins tensors into one root, a float32 scalar; their data may be freed.
+
+    `gradients` has one for each tensor when the backward runs. None adds no gradient, but the
+    tensor's autograd node still runs.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gradients: list[Any], *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, gradients: list[torch.Tensor | None], *tensors: torch.Tensor
+    ) -> torch.Tensor:
         ctx.gradients = gradients
         return tensors[0].new_zeros((), dtype=torch.float32)
 
@@ -234,30 +212,7 @@ class _Join(torch.autograd.Function):
         return (None, *gradients)
 
 
-def joined(tensors: Sequence[torch.Tensor], gradients: list[Any]) -> torch.Tensor:
-    """Return a float32 scalar whose backward runs that of several tensors, whose data may be freed.
-
-    Args:
-        tensors: At least one tensor; each requires grad.
-        gradients: The caller fills it before the backward, one gradient per tensor. None adds no
-            gradient, but the tensor's autograd node still runs.
-    """
-    root: torch.Tensor = _Join.apply(gradients, *tensors)
-    return root
-
-
 # -- actions ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Trees:
-    """The declarations of all stages of a model."""
-
-    routes: tuple[Route, ...]
-    declared: Mapping[int, Declared]
-    """By stage."""
-    varies: bool
-    """Whether a tree's form may change between micro-batches."""
 
 
 @dataclass
@@ -265,6 +220,7 @@ class Forms:
     """The forms of the trees that this rank sends and receives, once they are known."""
 
     varies: bool
+    """Whether they may change between micro-batches."""
     agreed: bool = False
     _sent: dict[tuple[str, int, int], TreeForm] = field(default_factory=dict)
     """By (message kind, sending stage, receiving stage)."""
@@ -272,10 +228,12 @@ class Forms:
     """By message kind and the message's stage."""
 
     @property
-    def num_parts(self) -> dict[str, int]:
-        """Tensors per message, by kind of message: bytes, and a header until forms are agreed."""
-        with_header = 1 if self.agreed else 2
-        return {"F": with_header, "P": with_header, "B": 1, "G": 1}
+    def of_messages(self) -> dict[str, list[Form]]:
+        """The tensors of one message, by kind: bytes, after a header until forms are agreed."""
+        tree = Form(None, torch.uint8)
+        with_header = [tree] if self.agreed else [tree._replace(header=True), tree]
+        # Gradients need no header: they have the form of what they belong to.
+        return {"F": with_header, "P": with_header, "B": [tree], "G": [tree]}
 
     def step_done(self) -> None:
         """Record that this rank completed a step, so it has sent and received every form."""
@@ -284,11 +242,6 @@ class Forms:
 
     def headers(self, key: tuple[str, int, int], form: TreeForm, what: str) -> list[torch.Tensor]:
         """Return the header to send with a tree of this form; empty once forms are agreed.
-
-        Args:
-            key: (message kind, sending stage, receiving stage).
-            form: The tree's form.
-            what: Names the tree in error messages.
 
         Raises:
             ScheduleError: A fixed form has changed.
@@ -312,37 +265,21 @@ class Forms:
         return form
 
 
-@dataclass(frozen=True)
-class TreeEnds(PeerEnds):
-    """The ends of a model with trees or routes (`program.Ends`)."""
+@dataclass
+class Trees:
+    """The declarations of all stages of a model, and the forms of what they exchange."""
 
-    forms_agreed: bool
-    peers: Peers
-    rank: int
-    """Pipeline rank of this process."""
+    routes: tuple[Route, ...]
+    declared: Mapping[int, Declared]
+    """By stage."""
+    varies: bool
+    """Whether a tree's form may change between micro-batches."""
+    _forms: dict[tuple[bool, str], Forms] = field(default_factory=dict)
+    """By (forward only, shapes): training and evaluation differ, and so do micro-batch sizes."""
 
-    def forms(self, kind: MessageKind) -> Sequence[Form]:
-        """Return the tensors of one message: uint8 bytes, after a header until forms are agreed."""
-        tree = Form(None, torch.uint8)
-        # Gradients need no header: they have the form of what they belong to.
-        if kind in ("F", "P") and not self.forms_agreed:
-            return [tree._replace(header=True), tree]
-        return [tree]
-
-    def tensors(self, transfer: Transfer) -> Sequence[Message]:
-        """Return the names of the same tensors where they are sent."""
-        return [form.named(transfer.message) for form in self.forms(transfer.message.kind)]
-
-
-class _End(NamedTuple):
-    """State that a forward leaves for its backward."""
-
-    leaves: tuple[Leaf, ...]
-    """The sent tensors for which a gradient comes back."""
-    gradients: list[torch.Tensor | None]
-    """Filled before the backward: gradients of the leaves, then None for each published tensor."""
-    num_published: int
-    """Published tensors from which the backward starts."""
+    def forms(self, call: Call, shapes: Shapes) -> Forms:
+        """Return the tree forms for steps of this kind."""
+        return self._forms.setdefault((call.forward_only, str(shapes)), Forms(self.varies))
 
 
 @dataclass
@@ -350,14 +287,18 @@ class TreeCompute(StageCompute):
     """Runs the actions of one step on this rank's chunks, with trees and routes."""
 
     forms: Forms = field(kw_only=True)
-    store: RouteStore = field(kw_only=True)
     trees: Trees = field(kw_only=True)
-    _ends: dict[tuple[int, int], _End] = field(default_factory=dict, init=False)
+    _ends: dict[tuple[int, int], tuple[list[Leaf], Tensors]] = field(
+        default_factory=dict, init=False
+    )
+    """What a forward leaves for its backward: the sent tensors for which a gradient comes back, and
+    the gradients of its root, which are None for published tensors."""
 
     def __post_init__(self) -> None:
         """Precompute what is constant during the step."""
         schedule = self.table.schedule
         self._plan = plan_routes(schedule.routes, schedule.placement)
+        self._store = RouteStore(self.trees.declared)
         self._device = device_of(self.call.chunks)
         self._last_stage = schedule.num_stages - 1
 
@@ -370,98 +311,96 @@ class TreeCompute(StageCompute):
         if kind == "W":
             self.splits.run(stage, microbatch)
             return []
-        if kind == "F":
-            return self._run_forward(action, iter(inputs))
-        return self._run_backward(action, iter(inputs))
+        # The twin's micro-batches have the same indices.
+        batch = microbatch, self.table.schedule.placement.is_crossed(stage)
+        run = self._run_forward if kind == "F" else self._run_backward
+        return run(action, batch, iter(inputs))
 
     def release(self, outputs: Tensors) -> None:
         """Do nothing: the outputs were packed bytes; the tree itself is freed with its graph."""
 
-    def _run_forward(self, action: Action, inputs: Iterator[torch.Tensor | None]) -> Tensors:
+    def _run_forward(
+        self, action: Action, batch: Batch, inputs: Iterator[torch.Tensor | None]
+    ) -> Tensors:
         stage, _, microbatch, _ = action
-        batch = self._batch(stage, microbatch)
         tree = None
-        leaves: list[torch.Tensor] = []
+        leaves: Tensors = []
         if stage > 0:
-            form, tensors = self._received("F", stage, microbatch, inputs)
-            leaves = [t for t, leaf in zip(tensors, form.leaves, strict=True) if leaf.requires_grad]
-            tree = form.tree(tensors)
+            tree, tensors = self._received("F", stage, microbatch, inputs)
+            leaves = [tensor for tensor in tensors if tensor.requires_grad]
         for hop in self._plan.hops_in(action):
-            form, tensors = self._received("P", hop.stage, microbatch, inputs)
-            self.store.receive(batch, form.tree(tensors))
-        with self.store.running(stage, batch):
+            values, _ = self._received("P", hop.stage, microbatch, inputs)
+            self._store.receive(batch, values)
+        with self._store.running(stage, batch):
             [made] = self.forward(stage, microbatch, [tree])
-        self.store.check_forward(stage)
-        if not self.call.forward_only:
-            self._keep(stage, microbatch, leaves, made)
+        self._store.check_forward(stage)
         outputs: Tensors = []
+        sent: list[torch.Tensor] = []
         if stage < self._last_stage:
-            outputs = self._bytes_of(made, ("F", stage, stage + 1), microbatch)
+            outputs, sent = self._bytes_of(made, ("F", stage, stage + 1), microbatch)
+        names = self.trees.declared[stage].publishes
+        if not self.call.forward_only:
+            # With one root of all that the stage's backward starts from, and inputs that are
+            # leaves, Megatron's own `forward_step` and `backward_step` run as for a single tensor.
+            # What requires no grad gets none, and nothing of it travels back. The gradients of what
+            # the stage published come through the sums of their takers (`routes._Publish`).
+            found = (self._store[batch, name].origin for name in names)
+            origins = [origin for origin in found if origin is not None]
+            gradients: Tensors = [None] * len(origins)
+            _, root = self._live[stage, microbatch]
+            if stage < self._last_stage:
+                ends = [*sent, *origins]
+                root = [_Join.apply(gradients, *ends) if ends else torch.zeros(())]
+            self._live[stage, microbatch] = (leaves, root)
+            looks = [Leaf(tuple(tensor.shape), tensor.dtype) for tensor in sent]
+            self._ends[stage, microbatch] = looks, gradients
         for hop in self._plan.hops_out(action):
-            values = self.store.values(batch, hop.names)
-            outputs += self._bytes_of(values, ("P", stage, hop.taker), microbatch)
+            named = {name: self._store[batch, name].value for name in hop.names}
+            outputs += self._bytes_of(named, ("P", stage, hop.taker), microbatch)[0]
+        # Other stages of this rank may take what their last taker drops.
+        published = set(names).difference(self._plan.dropped.get(("B", stage), ()))
         if self.call.forward_only:
-            self._forget(stage, microbatch, "F")
+            dropped = published.union(self._plan.dropped.get(("F", stage), ()))
+            self._store.forget(batch, sorted(dropped))
         else:
-            kept = self._plan.dropped.get(("B", stage), ())
-            names = [name for name in self._published(stage) if name not in kept]
-            self.store.release(batch, names)
+            self._store.release(batch, published)
         return outputs
 
-    def _keep(self, stage: int, microbatch: int, leaves: list[torch.Tensor], made: object) -> None:
-        """Replace the stage's saved output with one root of all that its backward starts from."""
-        # With one root, and inputs that are leaves, Megatron's own `forward_step` and
-        # `backward_step` run as for a single tensor. What requires no grad gets none, and nothing
-        # of it travels back.
-        origins = self.store.origins(self._batch(stage, microbatch), self._published(stage))
-        _, outputs = self._live[stage, microbatch]
-        gradients: list[torch.Tensor | None] = []
-        sent: tuple[Leaf, ...] = ()
-        if stage < self._last_stage:
-            flat, form = flatten(made, self._what(stage, microbatch), self._needs_gradient)
-            sent = tuple(leaf for leaf in form.leaves if leaf.requires_grad)
-            tensors = [t for t, leaf in zip(flat, form.leaves, strict=True) if leaf.requires_grad]
-            roots = [*tensors, *origins]
-            outputs = [joined(roots, gradients) if roots else torch.zeros(())]
-        self._live[stage, microbatch] = (list(leaves), outputs)
-        self._ends[stage, microbatch] = _End(sent, gradients, len(origins))
-
-    def _needs_gradient(self, tensor: torch.Tensor) -> bool:
-        """Return whether a gradient comes back for a tensor of a sent tree."""
-        return tensor.requires_grad and not self.call.forward_only
-
-    def _run_backward(self, action: Action, inputs: Iterator[torch.Tensor | None]) -> Tensors:
+    def _run_backward(
+        self, action: Action, batch: Batch, inputs: Iterator[torch.Tensor | None]
+    ) -> Tensors:
         stage, kind, microbatch, _ = action
-        batch = self._batch(stage, microbatch)
-        end = self._ends.pop((stage, microbatch))
+        sent, gradients = self._ends.pop((stage, microbatch))
         of_root: Tensors = [None]
         if stage < self._last_stage:
-            what = self._what(stage, microbatch)
-            end.gradients.extend(self._gradients(inputs, end.leaves, what))
-            # Their gradients come through the sums of their takers (`routes._Publish`).
-            end.gradients.extend([None] * end.num_published)
+            gradients[:0] = self._gradients(inputs, sent, self._what(stage, microbatch))
             of_root = [torch.zeros((), device=self._device)]
         for hop in self._plan.hops_in(action):
-            names = self.store.with_gradient(batch, hop.names)
-            looks = [self.store.look(batch, name) for name in names]
-            routed = [Leaf(tuple(shape), dtype, requires_grad=True) for shape, dtype in looks]
-            what = f"routes {', '.join(names)} from stage {hop.stage}"
-            arrived = self._gradients(inputs, routed, what)
-            self.store.put_gradients(batch, dict(zip(names, arrived, strict=True)))
-        with self.store.running(stage, batch):
+            routed = self._with_gradient(batch, hop.names)
+            looks = [Leaf(*known.look) for known in routed if known.look is not None]
+            what = f"routes {', '.join(hop.names)} from stage {hop.stage}"
+            for known, gradient in zip(routed, self._gradients(inputs, looks, what), strict=True):
+                known.takers.add(gradient)
+        with self._store.running(stage, batch):
             found = self.backward(stage, microbatch, of_root, split=kind == "I")
         outputs: Tensors = []
         if stage > 0:
             outputs.append(pack([grad for grad in found if grad is not None], self._device))
         for hop in self._plan.hops_out(action):
-            names = self.store.with_gradient(batch, hop.names)
-            outputs.append(pack(self.store.pop_gradients(batch, names), self._device))
-        self._forget(stage, microbatch, "B")
+            sums = [known.pop_gradient() for known in self._with_gradient(batch, hop.names)]
+            outputs.append(pack(sums, self._device))
+        dropped = {*self.trees.declared[stage].publishes}
+        dropped.update(self._plan.dropped.get(("B", stage), ()))
+        self._store.forget(batch, sorted(dropped))
         return outputs
+
+    def _with_gradient(self, batch: Batch, names: Sequence[str]) -> list[Published]:
+        """Return the published tensors of these routes whose gradients travel."""
+        return [known for name in names if (known := self._store[batch, name]).has_gradient]
 
     def _received(
         self, kind: str, stage: int, microbatch: int, inputs: Iterator[torch.Tensor | None]
-    ) -> tuple[TreeForm, list[torch.Tensor]]:
+    ) -> tuple[Tree, list[torch.Tensor]]:
         form = self.forms.read((kind, stage), inputs)
         what = f"what stage {stage} gets" if kind == "F" else f"what stage {stage} published"
         packed = next(inputs)
@@ -469,7 +408,7 @@ class TreeCompute(StageCompute):
         tensors = unpack(packed, form.leaves, f"{what} for micro-batch {microbatch}")
         for tensor, leaf in zip(tensors, form.leaves, strict=True):
             tensor.requires_grad_(leaf.requires_grad)
-        return form, tensors
+        return form.tree(tensors), tensors
 
     @staticmethod
     def _gradients(
@@ -481,50 +420,21 @@ class TreeCompute(StageCompute):
 
     def _bytes_of(
         self, tree: object, key: tuple[str, int, int], microbatch: int
-    ) -> list[torch.Tensor | None]:
-        """Return a tree's tensors to send: a header until its form is agreed, then the bytes."""
+    ) -> tuple[Tensors, list[torch.Tensor]]:
+        """Return what to send for a tree, and its tensors for which a gradient comes back.
+
+        To be sent: a header until its form is agreed, then the bytes.
+        """
         what = self._what(key[1], microbatch)
-        tensors, form = flatten(tree, what, self._needs_gradient)
-        return [*self.forms.headers(key, form, what), pack(tensors, self._device)]
-
-    def _forget(self, stage: int, microbatch: int, kind: str) -> None:
-        """Drop route tensors that this rank no longer needs after an evaluation's F, or after B."""
-        names = set(self._published(stage))
-        if kind == "F":  # other stages of this rank may take some
-            names.difference_update(self._plan.dropped.get(("B", stage), ()))
-        names.update(self._plan.dropped.get((kind, stage), ()))
-        self.store.forget(self._batch(stage, microbatch), sorted(names))
-
-    def _batch(self, stage: int, microbatch: int) -> Batch:
-        """Return the key of a micro-batch; the twin's micro-batches have the same indices."""
-        return microbatch, self.table.schedule.placement.is_crossed(stage)
-
-    def _published(self, stage: int) -> tuple[str, ...]:
-        return self.trees.declared[stage].publishes
+        tensors, form = flatten(tree, what, trains=not self.call.forward_only)
+        leaves = zip(tensors, form.leaves, strict=True)
+        packed = pack(tensors, self._device)
+        returning = [tensor for tensor, leaf in leaves if leaf.requires_grad]
+        return [*self.forms.headers(key, form, what), packed], returning
 
     @staticmethod
     def _what(stage: int, microbatch: int) -> str:
         return f"what stage {stage} hands on for micro-batch {microbatch}"
-
-
-@dataclass
-class TreeSteps:
-    """Builds the steps of a model whose stages exchange trees."""
-
-    declared: Trees
-    _forms: dict[tuple[bool, str], Forms] = field(default_factory=dict)
-    """By (forward only, shapes): training and evaluation differ, and so do micro-batch sizes."""
-
-    def forms(self, call: Call, shapes: Shapes) -> Forms:
-        """Return the tree forms for steps of this kind."""
-        return self._forms.setdefault((call.forward_only, str(shapes)), Forms(self.declared.varies))
-
-    def compute(self, call: Call, table: Table, forms: Forms, splits: SplitBackward) -> TreeCompute:
-        """Return the `TreeCompute` of one step."""
-        store = RouteStore(dict(self.declared.declared))
-        return TreeCompute(
-            call, table, splits=splits, forms=forms, store=store, trees=self.declared
-        )
 
 
 def agree_trees(
@@ -533,14 +443,10 @@ def agree_trees(
     group: dist.ProcessGroup,
     *,
     shapes_travel: bool,
-) -> TreeSteps | None:
-    """Gather the declarations of all stages; None without any. Collective over a pipeline.
+) -> Trees | None:
+    """Gather the declarations of all stages; None without any. Collective over a pipeline's group.
 
-    Args:
-        chunks: The model chunks of this rank.
-        placement: The placement of all stages.
-        group: The pipeline-parallel group.
-        shapes_travel: Whether sequence lengths vary (`--variable-seq-lengths`).
+    `shapes_travel` if sequence lengths vary (`--variable-seq-lengths`).
 
     Raises:
         ScheduleError: The routes contradict each other. Every rank raises it.
@@ -555,7 +461,7 @@ def agree_trees(
     ordered = [by_stage[stage] for stage in range(placement.num_stages)]
     routes = connect([each.publishes for each in ordered], [each.takes for each in ordered])
     varies = shapes_travel or any(each.boundary == "varies" for each in ordered)
-    return TreeSteps(Trees(routes, by_stage, varies))
+    return Trees(routes, by_stage, varies)
 
 
 def channels_of_routes(

@@ -89,7 +89,6 @@ class _Product:
 
     weight: torch.nn.Parameter
     operands: list[torch.Tensor]
-    fused = False
 
     def fetch(self, buffer: str) -> None:
         """Do nothing."""

@@ -172,7 +172,7 @@ DEVICE_MUTANTS = (
     Mutant(
         "an action ends before the device has computed it",
         "megatron_ext.runtime.ordering",
-        "        end.synchronize()\n",
+        "                end.synchronize()\n",
         "",
         (f"{_RUN_AHEAD}::test_memory_is_that_of_the_table_and_of_two_actions",),
     ),

@@ -186,9 +186,9 @@ def program_of(table: Table, peers: Peers | None = None, num_parts: int = 1) -> 
     """Return the program of a rank; by default a global rank is that in the pipeline."""
     if peers is None:
         num_ranks = len(table.schedule.rows)
-        peers = Peers(range(num_ranks), num_ranks + table.rank)
+        peers = Peers(range(num_ranks), range(num_ranks, 2 * num_ranks))
     shapes = {kind: [(1,)] * num_parts for kind in ("F", "B")}
-    return make_program(table, PipelineEnds(peers, shapes, DTYPE, table.rank))
+    return make_program(table, PipelineEnds.of_shapes(peers, table.rank, shapes, DTYPE))
 
 
 def executor(

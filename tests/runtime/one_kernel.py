@@ -88,9 +88,10 @@ def run_step(
     sync = fake.Sync([])
     shapes = {kind: [SHAPE] for kind in "FB"}
     peers = Peers(range(len(table.schedule.rows)))
+    ends = PipelineEnds.of_shapes(peers, table.rank, shapes, torch.float32)
     Executor(
         table=table,
-        program=make_program(table, PipelineEnds(peers, shapes, torch.float32, table.rank)),
+        program=make_program(table, ends),
         order=order,
         compute=OneKernel(device),
         gradients=sync,

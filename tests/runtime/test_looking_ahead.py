@@ -98,7 +98,7 @@ def _a_step(is_patient: bool) -> tuple[list[_Choice], dict[int, bool], float, fl
         if table.exchanges[table.positions[policy.progress.row[choice.index]]].inputs
     ]
     was_there = dict(zip(receives, there, strict=True))
-    return policy.choices, was_there, order.pace.ran_s, order.pace.ran_units
+    return policy.choices, was_there, order._ran_s, order._ran_units
 
 
 @pytest.mark.parametrize("connections", [1, 8])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.message import Message
 from megatron_ext.runtime.executor import Executed, Observer, num_out_of_order
-from megatron_ext.runtime.runtime import Measured, StepMeasure
+from megatron_ext.runtime.runtime import Measured
 from megatron_ext.schedules import Action, generate
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.observed import ObservedTransport, TransportObserver
@@ -42,7 +42,7 @@ def test_observers_hear_of_each_action_before_its_results_leave() -> None:
     log: list[str] = []
     table = fake.table_of(generate("1f1b", 2, 1), 1)
     listening, measured = Listening(log), Measured()
-    observers = [listening, StepMeasure(table, measured)]
+    observers = [listening, measured]
     fake.executor(table, fake.Compute(log), fake.Wire(1, log), observers=observers).run()
     place = log.index("begin 1B0")
     assert log[place : place + 4] == ["begin 1B0", "1B0", "end 1B0 at 1", "send B0.0.0 to 0"]

@@ -8,6 +8,7 @@ docs/devices.md says how to build the library on such a machine; without it thes
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -116,6 +117,13 @@ def _queue(name: str, layer: Any, done: list[str], microbatch: int) -> None:
         layer.wgrad_store.put([torch.ones(1)] * 3, product)
 
 
+@contextmanager
+def _postponing(delayed: DelayedModules, microbatch: int = 0) -> Iterator[None]:
+    delayed.begin(microbatch)
+    yield
+    delayed.end()
+
+
 def test_they_postpone_only_where_told() -> None:
     layers = _layers()
     model = torch.nn.ModuleDict(layers)
@@ -123,7 +131,7 @@ def test_they_postpone_only_where_told() -> None:
     assert delayed.weights >= {id(p) for n, p in model.named_parameters() if "weight" in n}
     stores = [layer.wgrad_store for layer in layers.values()]
     assert not any(store.delay_wgrad_compute() for store in stores)
-    with delayed.delaying():
+    with _postponing(delayed):
         assert all(store.delay_wgrad_compute() for store in stores)
     assert not any(store.delay_wgrad_compute() for store in stores)
 
@@ -132,11 +140,10 @@ def test_their_backward_dw_computes_a_micro_batch_last_layer_first() -> None:
     layers, done = _layers(), []
     delayed = DelayedModules(torch.nn.ModuleDict(layers))
     for microbatch in range(2):
-        with delayed.delaying():
+        with _postponing(delayed, microbatch):
             for name, layer in layers.items():
                 _queue(name, layer, done, microbatch)
-        delayed.note(microbatch)
-    assert delayed.waiting() == [0, 1]
+    assert [*delayed.waiting] == [0, 1]
     with pytest.raises(ScheduleError, match="W of micro-batch 1 comes before W of 0"):
         delayed.run(1, lambda *_: None)
     finished: list[int] = []
@@ -146,18 +153,17 @@ def test_their_backward_dw_computes_a_micro_batch_last_layer_first() -> None:
         assert list(dict.fromkeys(done)) == [f"{name} {microbatch}" for name in reversed(layers)]
         assert len(done) == 5, "the network has two weights"
     assert set(finished) == delayed.weights
-    assert delayed.waiting() == []
+    assert not delayed.waiting
 
 
 def test_what_is_queued_can_be_dropped() -> None:
     layers, done = _layers(), []
     delayed = DelayedModules(torch.nn.ModuleDict(layers))
-    with delayed.delaying():
+    with _postponing(delayed):
         for name, layer in layers.items():
             _queue(name, layer, done, 0)
-    delayed.note(0)
     delayed.clear()
-    assert delayed.waiting() == []
+    assert not delayed.waiting
     assert all(layer.wgrad_store.context.empty() for layer in layers.values())
 
 
@@ -175,7 +181,7 @@ def test_layers_that_add_their_bias_stay_whole(
 ) -> None:
     layers = _layers(**settings)
     delayed = DelayedModules(torch.nn.ModuleDict(layers))
-    with delayed.delaying():
+    with _postponing(delayed):
         found = {n for n, layer in layers.items() if layer.wgrad_store.delay_wgrad_compute()}
     assert found == postpone
 
@@ -183,9 +189,8 @@ def test_layers_that_add_their_bias_stay_whole(
 def test_a_bias_that_megatron_adds_keeps_its_gradient() -> None:
     layer = te.Linear(8, 8, **_BUILT, bias=True, return_bias=True)
     delayed = DelayedModules(torch.nn.ModuleDict({"one": layer}))
-    with delayed.delaying():
+    with _postponing(delayed):
         layer.wgrad_store.put([torch.ones(1)], lambda _: (None, torch.ones(8)))
-    delayed.note(0)
     delayed.run(0, lambda *_: None)
     assert layer.bias.grad is None
 

@@ -577,14 +577,14 @@ def cut_batches() -> None:
 
 def test_a_slice_counts_its_share_of_activations() -> None:
     from megatron_ext.runtime.program import make_table
-    from megatron_ext.runtime.runtime import Measured, StepMeasure
+    from megatron_ext.runtime.runtime import Measured
     from tests.pipelines import make_pipeline
 
     pipeline = make_pipeline("1f1b", 2, 4, slices=4).with_attention(0.5)
     table = make_table(pipeline, 4, 0, backward=True)
-    measured = Measured()
+    measured = Measured(shares=table.schedule.slices)
     row = table.schedule.rows[0]
-    StepMeasure(table, measured).end_step([(i, action, 0.1) for i, action in enumerate(row)], 1.0)
+    measured.end_step([(i, action, 0.1) for i, action in enumerate(row)], 1.0)
     assert measured.peak_live == pytest.approx(measure(table.schedule).activations[0])
     assert 1 < measured.peak_live < 1.5
 

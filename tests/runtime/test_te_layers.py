@@ -384,7 +384,7 @@ def test_a_layer_of_two_weights_with_biases_is_left_whole() -> None:
     layer = _TwoWeights(delay=True)
     layer.use_bias, layer.fc1_bias = True, torch.nn.Parameter(torch.zeros(4))
     delayed = split.DelayedModules(layer)
-    assert delayed.is_empty
+    assert not delayed.weights
     assert not layer.wgrad_store.enabled
 
 

@@ -107,8 +107,9 @@ def run_all(schedule: Schedule, num_parts: int = 1, make: Make | None = None) ->
     def run(number: int) -> None:
         twin, rank = divmod(number, num_ranks)
         pipeline = range(twin * num_ranks, (twin + 1) * num_ranks)
-        other = (1 - twin) * num_ranks + rank if twins == 2 else None
-        peers, table = Peers(pipeline, other), fake.table_of(schedule, rank)
+        other = (1 - twin) * num_ranks
+        mirrored = range(other, other + num_ranks) if twins == 2 else ()
+        peers, table = Peers(pipeline, mirrored), fake.table_of(schedule, rank)
         wire = network.wires[number]
         network.run(
             number,

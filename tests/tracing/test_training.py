@@ -255,7 +255,7 @@ def not_observed() -> list[str]:
 
 
 def test_without_the_flags_nothing_of_ours_takes_part() -> None:
-    assert run_ranks(2, not_observed) == [["TorchTransport", "StepMeasure"]] * 2
+    assert run_ranks(2, not_observed) == [["TorchTransport", "Measured"]] * 2
 
 
 @pytest.mark.parametrize(

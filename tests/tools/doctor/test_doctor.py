@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.tools.doctor import checks
@@ -249,16 +248,15 @@ def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "bitpipe"])
 @pytest.mark.parametrize("extra_activations", [None, 3])
 def test_arenas_are_as_large_as_a_run_opens(schedule: str, extra_activations: int | None) -> None:
-    from megatron_ext.runtime.connect import _Opening
+    from megatron_ext.runtime.connect import slots_of
 
     dynamic = (
         None if extra_activations is None else DynamicOrder(extra_activations=extra_activations)
     )
     pipeline = make_pipeline(schedule, 4, 16, dynamic=dynamic)
-    opening = _Opening(pipeline, 0, torch.device("cpu"), set(), (), torch.float32, routes=())
     message = 128 * 2 * 64 * 2
     num_peers = 1 if schedule == "bitpipe" else 2  # hosted by half of the ranks
-    assert arena_bytes(pipeline, message) == num_peers * opening.slots * message
+    assert arena_bytes(pipeline, message) == num_peers * slots_of(pipeline) * message
 
 
 @pytest.mark.parametrize(("samples", "level"), [(2, "OK"), (10**6, "FAIL")])
