@@ -29,7 +29,7 @@ from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.ordering import TableOrder
 from megatron_ext.runtime.program import Table, make_program, shape_between_stages
-from megatron_ext.runtime.sync import GradientSync, NoSync, ParameterSync
+from megatron_ext.runtime.sync import Sync, TrainingSync
 from megatron_ext.runtime.trees import agree_trees
 from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.validation import validate
@@ -121,12 +121,10 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
     shape = _shape(config, default_groups(), call)
     compute = StageCompute(step, table, handed_on=[shape])
     num_layers = None if layers is None else len(layers)
-    sync: GradientSync | NoSync = NoSync()
-    parameters: ParameterSync | NoSync = NoSync()
+    sync = Sync()
     if not is_forward:
         force = bool(call.get("force_all_reduce"))
-        sync = GradientSync(config, chunks, table, compute.splits, force_all_reduce=force)
-        parameters = ParameterSync(config, chunks, table)
+        sync = TrainingSync(config, chunks, table, compute.splits, force_all_reduce=force)
     observers = required().observers
     for observer in observers:
         observer.begin_step(compute)
@@ -138,8 +136,7 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
             compute=ForwardCompute(job, compute, layers)
             if is_forward
             else BackwardCompute(compute, layers),
-            gradients=sync,
-            parameters=parameters,
+            sync=sync,
             transport=link.wire,
             timeout_s=link.timeout_s,
             name_of=link.name_of,

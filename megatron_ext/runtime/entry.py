@@ -7,8 +7,7 @@ is active (`config/pipeline_config.py`). It keeps the contract of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
 from inspect import signature
 from itertools import repeat, tee
@@ -118,15 +117,14 @@ def forward_backward(
     # Megatron logs this timer by its name, whichever schedule runs.
     if timer:
         timer.start(barrier=config.barrier_with_L1_time)
-    with grad_and_param_sync_disabled(config, forward_only):
-        compute = runtime.run(table, call, shapes, force_all_reduce=bool(force_all_reduce))
-        if config.finalize_model_grads_func is not None and not forward_only:
-            config.finalize_model_grads_func(
-                chunks,
-                compute.total_tokens() if config.calculate_per_token_loss else None,
-                pg_collection=groups,
-                force_all_reduce=force_all_reduce,
-            )
+    compute = runtime.run(table, call, shapes, force_all_reduce=bool(force_all_reduce))
+    if config.finalize_model_grads_func is not None and not forward_only:
+        config.finalize_model_grads_func(
+            chunks,
+            compute.total_tokens() if config.calculate_per_token_loss else None,
+            pg_collection=groups,
+            force_all_reduce=force_all_reduce,
+        )
     if offloading is not None:
         offloading.end_step()
     if timer:
@@ -211,18 +209,3 @@ def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) ->
             "the forward step cannot run in pairs, because it takes no return_schedule_plan; let "
             f"it return model.build_schedule_plan(...) then, as in pretrain_gpt.py, or {remedy}"
         )
-
-
-@contextmanager
-def grad_and_param_sync_disabled(config: Any, forward_only: bool) -> Iterator[None]:
-    """In evaluation, start neither gradient reductions nor parameter gathers."""
-    if not forward_only:
-        yield
-        return
-    # Megatron's loop sets them for training, and evaluates with the same configuration.
-    kept = config.grad_sync_func, config.param_sync_func
-    config.grad_sync_func = config.param_sync_func = None
-    try:
-        yield
-    finally:
-        config.grad_sync_func, config.param_sync_func = kept

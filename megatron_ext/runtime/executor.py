@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.compute import StageCompute, Tensors
     from megatron_ext.runtime.ordering import Order, RunAhead
     from megatron_ext.runtime.program import Program, Table
+    from megatron_ext.runtime.sync import Sync
     from megatron_ext.schedules.table.actions import Action, Kind
     from megatron_ext.schedules.table.communication import Exchange, Transfer
     from megatron_ext.transport.base import Transport
@@ -156,23 +157,6 @@ class Compute(Protocol):
         """Return the actions that a complete step would have run."""
 
 
-class Gradients(Protocol):
-    """Starts gradient reductions over the data-parallel ranks."""
-
-    def around_last(self, action: Action) -> AbstractContextManager[None]:
-        """Return the context that a stage's last action runs in, which completes the gradients."""
-
-    def after(self, stage: int) -> None:
-        """Record that all actions of a stage have run."""
-
-
-class Parameters(Protocol):
-    """Starts all-gathers of updated parameters."""
-
-    def before(self, stage: int) -> None:
-        """Called just before a stage's first action runs."""
-
-
 @dataclass
 class Executor:
     """One step of one rank."""
@@ -182,8 +166,7 @@ class Executor:
     """The program of `table`."""
     order: Order
     compute: Compute
-    gradients: Gradients
-    parameters: Parameters
+    sync: Sync
     transport: Transport
     timeout_s: float
     name_of: Callable[[int | None], str]
@@ -246,7 +229,7 @@ class Executor:
         for stage, *_ in actions:
             # Also before: the gather of parameters then overlaps the wait for the inputs.
             if self._remaining[stage] == self.table.actions_by_stage[stage]:
-                self.parameters.before(stage)
+                self.sync.before(stage)
             self._remaining[stage] -= 1
         inputs = self._inputs(exchange)
         gradients = [] if partner is None else self._inputs(partner)
@@ -263,7 +246,7 @@ class Executor:
             run_ahead.begin()
         begin_s = time.perf_counter()
         # An empty context would take as long as the bookkeeping.
-        with self.gradients.around_last(action) if is_last else _NOTHING:
+        with self.sync.around_last(action) if is_last else _NOTHING:
             if partner is None:
                 outputs = self.compute.run(action, inputs)
             else:
@@ -284,7 +267,7 @@ class Executor:
         for position, ended in zip(positions, actions, strict=True):
             self._executed.append((position, ended, took_s))
         if is_last:
-            self.gradients.after(stage)
+            self.sync.after(stage)
 
     def _inputs(self, exchange: Exchange) -> Tensors:
         """Receive the credits and tensors that an action awaits, then grant its own credits."""

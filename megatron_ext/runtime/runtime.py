@@ -54,7 +54,7 @@ from megatron_ext.runtime.program import (
 )
 from megatron_ext.runtime.sliced_compute import KeptState, SlicedCompute
 from megatron_ext.runtime.split import SplitBackward, overwrites_first
-from megatron_ext.runtime.sync import GradientSync, ParameterSync
+from megatron_ext.runtime.sync import Sync, TrainingSync
 from megatron_ext.runtime.trees import TreeCompute, agree_trees, channels_of_routes
 from megatron_ext.schedules.table.validation import check_first_gradients
 from megatron_ext.transport.observed import observed
@@ -306,9 +306,11 @@ class Runtime:
             program = make_program(table, ends)
             # It keeps the table, whose id could otherwise become another object's.
             self._programs[id(table)] = table, ends, program
-        gradients = GradientSync(
-            call.config, call.chunks, table, self.splits, force_all_reduce=force_all_reduce
-        )
+        sync = Sync()
+        if trains:
+            sync = TrainingSync(
+                call.config, call.chunks, table, self.splits, force_all_reduce=force_all_reduce
+            )
         # Statistics, too, cover training only.
         observers = [self.measured, *self.observers] if trains else []
         for observer in observers:
@@ -321,8 +323,7 @@ class Runtime:
             program=program,
             order=self._order(table, call, num_parts),
             compute=compute,
-            gradients=gradients,
-            parameters=ParameterSync(call.config, call.chunks, table),
+            sync=sync,
             transport=self.transport,
             timeout_s=self.pipeline.timeout_s,
             name_of=lambda rank: (
@@ -340,7 +341,7 @@ class Runtime:
                 if id(table) not in checked and overwrites_first(chunk):
                     check_first_gradients(table.schedule, self.rank)
                 checked.add(id(table))
-            with gradients:
+            with sync:
                 executor.run()
         except BaseException as error:
             # Peers end their waits with this error now, if the wire can, not with their time-outs.

@@ -25,10 +25,30 @@ _UNCHANGED = nullcontext()
 _Enter = Callable[[], AbstractContextManager[Any]]
 
 
-class GradientSync:
-    """Starts the reductions of one step.
+class Sync:
+    """Starts neither reductions nor gathers: for evaluations, and for ranks without gradients."""
 
-    Also a context manager that disables DDP's hooks except where `around` enables them.
+    def __enter__(self) -> Sync:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
+    def before(self, stage: int) -> None:
+        """Called just before a stage's first action runs."""
+
+    def around_last(self, action: Action) -> AbstractContextManager[None]:
+        """Return the context that a stage's last action runs in, which completes the gradients."""
+        return _UNCHANGED
+
+    def after(self, stage: int) -> None:
+        """Called when all actions of a stage have run."""
+
+
+class TrainingSync(Sync):
+    """Starts the reductions of one step, and gathers one chunk ahead of the first use of one.
+
+    Also a context manager that disables DDP's hooks except where `around_last` enables them.
     """
 
     def __init__(
@@ -50,6 +70,10 @@ class GradientSync:
         self._order = table.reduction_order
         self._started = 0
         self._complete: set[int] = set()
+        # The chunks in the order of first use under any schedule, so it is the same on all peers.
+        self._uses = [self._placement.chunk_of(stage) for stage in sorted(table.actions_by_stage)]
+        self._gathered = 0
+        self._gathers = _by_chunk(config.param_sync_func, len(chunks))
         # By chunk: the bucket groups still to reduce, the next one last.
         self._buckets: dict[int, list[_BucketGroup]] = {}
         self._force_all_reduce = force_all_reduce
@@ -61,13 +85,25 @@ class GradientSync:
             self._silent = list(silent) if isinstance(silent, (list, tuple)) else [silent]
         self._entered: list[ExitStack] = []
 
-    def __enter__(self) -> GradientSync:
+    def __enter__(self) -> TrainingSync:
+        """Disable DDP's hooks."""
         self._entered = [_entered(context) for context in self._silent]
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Enable DDP's hooks."""
         for stack in self._entered:
             stack.close()
+
+    def before(self, stage: int) -> None:
+        """At a stage's first use, start the gather of the next chunk; at the first, of two."""
+        if self._gathers is None:
+            return
+        # One chunk ahead: its gather then overlaps the forward of the one before it.
+        ahead = 2 if self._gathered == 0 else 1
+        for number in self._uses[self._gathered : self._gathered + ahead]:
+            self._gathers[number](self._chunks[number].parameters())
+        self._gathered += ahead
 
     def around_last(self, action: Action) -> AbstractContextManager[None]:
         """Enable DDP's hooks during a chunk's last whole backward, or reduce during its last W."""
@@ -147,54 +183,12 @@ class GradientSync:
             waiting.pop().group.start_grad_sync(force_all_reduce=self._force_all_reduce)
 
 
-class NoSync:
-    """Starts no reductions and no gathers. For ranks without gradients."""
-
-    def __enter__(self) -> NoSync:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
-
-    def around_last(self, action: Action) -> AbstractContextManager[None]:
-        """Return a null context."""
-        return _UNCHANGED
-
-    def after(self, stage: int) -> None:
-        """Start nothing."""
-
-    def before(self, stage: int) -> None:
-        """Start nothing."""
-
-
 class _BucketGroup(NamedTuple):
     """A DDP bucket group, which one call reduces."""
 
     group: Any
     weights: frozenset[int]
     """Ids of its parameters."""
-
-
-class ParameterSync:
-    """Starts parameter gathers one chunk ahead of the first forward that needs them."""
-
-    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], table: Table) -> None:
-        self._functions = _by_chunk(config.param_sync_func, len(chunks))
-        self._chunks = chunks
-        placement = table.schedule.placement
-        # The order of first use under any schedule, so it is the same on all peers.
-        self._order = [placement.chunk_of(stage) for stage in sorted(table.actions_by_stage)]
-        self._started = 0
-
-    def before(self, stage: int) -> None:
-        """At a stage's first use, start the gather of the next chunk; at the first, of two."""
-        if self._functions is None:
-            return
-        # One chunk ahead: its gather then overlaps the forward of the one before it.
-        ahead = 2 if self._started == 0 else 1
-        for number in self._order[self._started : self._started + ahead]:
-            self._functions[number](self._chunks[number].parameters())
-        self._started += ahead
 
 
 def _by_chunk(function: Any, num_chunks: int) -> list[Callable[..., Any]] | None:

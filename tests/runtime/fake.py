@@ -195,22 +195,19 @@ def executor(
     table: Table,
     compute: Any,
     wire: Any,
-    gradients: Any = None,
-    parameters: Any = None,
+    sync: Any = None,
     order: Order | None = None,
     observers: Sequence[Observer] = (),
     peers: Peers | None = None,
     num_parts: int = 1,
 ) -> Executor:
     """Return the executor of one rank, by default with a global rank as in the pipeline."""
-    sync = Sync([])
     return Executor(
         table=table,
         program=program_of(table, peers, num_parts),
         order=TableOrder(table) if order is None else order,
         compute=compute,
-        gradients=sync if gradients is None else gradients,
-        parameters=sync if parameters is None else parameters,
+        sync=Sync([]) if sync is None else sync,
         transport=wire,
         timeout_s=1.0,
         name_of=lambda rank: f"rank {table.rank if rank is None else rank}",

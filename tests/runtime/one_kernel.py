@@ -85,7 +85,6 @@ def run_step(
     device: torch.device,
 ) -> None:
     """Run one step of a chain of stages."""
-    sync = fake.Sync([])
     shapes = {kind: [SHAPE] for kind in "FB"}
     peers = Peers(range(len(table.schedule.rows)))
     ends = PipelineEnds.of_shapes(peers, table.rank, shapes, torch.float32)
@@ -94,8 +93,7 @@ def run_step(
         program=make_program(table, ends),
         order=order,
         compute=OneKernel(device),
-        gradients=sync,
-        parameters=sync,
+        sync=fake.Sync([]),
         transport=transport,
         timeout_s=LONG_S,
         name_of=str,

@@ -59,7 +59,7 @@ def test_gathers_precede_and_reductions_follow_all_of_a_stage(schedule: Schedule
         log: list[str] = []
         compute, sync = fake.Compute(log), fake.Sync(log)
         table = fake.table_of(schedule, rank)
-        fake.executor(table, compute, fake.Wire(rank), sync, sync).run()
+        fake.executor(table, compute, fake.Wire(rank), sync).run()
         for stage in schedule.placement.stages_of[rank]:
             places = [log.index(str(action)) for action in row if action.stage == stage]
             assert log.index(f"gather {stage}") < min(places)
@@ -81,21 +81,21 @@ def test_results_leave_before_bookkeeping() -> None:
     """A backward's graph is freed after its gradient was sent, reductions start after that."""
     _, log = lone("1f1b", 1, 2, 1)
     assert log == [
-        "begin", "receive F1.0.0 from 0", "1F0", "last 1B0", "1B0", "send B0.0.0 to 0",
-        "free 1.0", "reduce 1", "flush",
+        "begin", "gather 1", "receive F1.0.0 from 0", "1F0", "last 1B0", "1B0",
+        "send B0.0.0 to 0", "free 1.0", "reduce 1", "flush",
     ]  # fmt: skip
 
 
 def test_outputs_are_released_once_they_have_left() -> None:
     _, log = lone("1f1b", 0, 2, 1)
-    assert log[:4] == ["begin", "0F0", "send F1.0.0 to 1", "release"]
+    assert log[:5] == ["begin", "gather 0", "0F0", "send F1.0.0 to 1", "release"]
 
 
 def test_a_tensor_stays_on_its_rank_between_two_of_its_stages() -> None:
     """The inner turn of a V: no message, and an activation that is a leaf of its own."""
     _, log = lone("zb-v", 1, 2, 1)
     turn = log.index("1F0")
-    assert log[turn : turn + 3] == ["1F0", "release", "2F0"]
+    assert log[turn : turn + 4] == ["1F0", "release", "gather 2", "2F0"]
     assert not any("F2.0" in entry or "B1.0" in entry for entry in log)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron_ext.runtime.program import Table, make_table
 from megatron_ext.runtime.split import SplitBackward
-from megatron_ext.runtime.sync import GradientSync, ParameterSync
+from megatron_ext.runtime.sync import TrainingSync
 from megatron_ext.schedules.table.actions import Action
 from megatron_ext.schedules.table.communication import reduction_order
 from tests.pipelines import make_pipeline
@@ -69,10 +69,9 @@ def replay(
             log.extend(f"window {c.number}" for c in chunks if not c.silent)
             return super().run(action, *args, **kwargs)
 
-    sync = GradientSync(config, chunks, table, SplitBackward(), force_all_reduce=force_all_reduce)
-    parameters = ParameterSync(config, chunks, table)
+    sync = TrainingSync(config, chunks, table, SplitBackward(), force_all_reduce=force_all_reduce)
     with sync:
-        fake.executor(table, Computed(), fake.Wire(0), sync, parameters).run()
+        fake.executor(table, Computed(), fake.Wire(0), sync).run()
     assert not any(chunk.silent for chunk in chunks)
     return log, table, chunks
 
@@ -175,7 +174,7 @@ def test_parameters_are_gathered_one_chunk_ahead() -> None:
     assert gathers[1] < firsts[0] < gathers[2] < firsts[1]
 
 
-Reductions = tuple[GradientSync, list[int], list[Chunk], list[str]]
+Reductions = tuple[TrainingSync, list[int], list[Chunk], list[str]]
 """Of rank 0: its stages and chunks in the order in which they are reduced, and the log."""
 
 
@@ -188,7 +187,7 @@ def zb_v() -> Reductions:
     config = SimpleNamespace(
         grad_sync_func=None, param_sync_func=None, no_sync_func=[c.no_sync for c in chunks]
     )
-    sync = GradientSync(config, chunks, table, SplitBackward(), force_all_reduce=False)
+    sync = TrainingSync(config, chunks, table, SplitBackward(), force_all_reduce=False)
     stages = list(reduction_order(table.schedule.rows[0]))
     return sync, stages, [chunks[table.schedule.placement.chunk_of(s)] for s in stages], log
 
