@@ -1,11 +1,11 @@
-"""Opens the transport of a configuration on the channels that a placement needs."""
+"""Opens the transport of a configuration between the ranks whose messages a table has."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,35 +20,28 @@ from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport, Reach, fi
 from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.paired import PairedTransport
 from megatron_ext.transport.staging import staged
-from megatron_ext.transport.torch_dist import Channel, TorchTransport
+from megatron_ext.transport.torch_dist import Pair, TorchTransport
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.config.pipeline_config import TransportName
     from megatron_ext.devices.backend import Sharing
-    from megatron_ext.runtime.program import Peers, Shapes
-    from megatron_ext.schedules.table.placement import Placement
+    from megatron_ext.runtime.program import Peers, Shapes, Table
     from megatron_ext.schedules.table.route_plan import Route
     from megatron_ext.transport.address import Wire
     from megatron_ext.transport.base import Transport
     from megatron_ext.transport.rendezvous import Store
 
 
-def channels_of(placement: Placement, rank: int, peers: Peers) -> list[Channel]:
-    """Return every channel on which this rank sends or receives under a placement."""
-    me, channels = peers.pipeline[rank], []
-    for stage, hop in enumerate(placement.hops):
-        here, there = placement.rank_of[stage], placement.rank_of[stage + 1]
-        if hop == "twin" and here == rank:
-            twin = peers.mirrored[rank]
-            ends = [(me, twin), (twin, me)]
-        elif hop == "rank" and rank in (here, there):
-            ends = [(peers.pipeline[here], peers.pipeline[there])]
-        else:
-            continue
-        for source, target in ends:
-            channels += [Channel(source, target, "F"), Channel(target, source, "B")]
-    return channels
+def pairs_of(table: Table, peers: Peers) -> set[Pair]:
+    """Return the global ranks (source, target) between which this rank's messages travel."""
+    me, pairs = peers.pipeline[table.rank], set()
+    for exchange in table.exchanges:
+        for transfer in (*exchange.all_inputs, *exchange.all_outputs):
+            if transfer.verb != "LOCAL":
+                there = peers.of(transfer)
+                pairs.add((me, there) if transfer.verb == "SEND" else (there, me))
+    return pairs
 
 
 _LOG = logging.getLogger(__name__)
@@ -60,31 +53,31 @@ _SLOT_BYTES = 1 << 20
 def open_transport(
     pipeline: Pipeline,
     device: torch.device,
-    channels: Sequence[Channel],
+    pairs: Set[Pair],
     shapes: Shapes,
     dtype: torch.dtype,
     routes: tuple[Route, ...] = (),
 ) -> Transport:
     """Connect this rank to its peers. Collective over all ranks of the job.
 
-    `device` is where received tensors are allocated, and `channels` has all on which this rank
-    sends or receives. Stages exchange tensors of `shapes`, `[s, b, h]` each, and `dtype`.
+    `device` is where received tensors are allocated, and `pairs` has all (source, target) with
+    this rank. Stages exchange tensors of `shapes`, `[s, b, h]` each, and `dtype`.
 
     Raises:
         TransportError: The transport is not available here; says why.
         DeviceError: The direct path between devices is not available.
     """
     me, backend, timeout_s = dist.get_rank(), devices.current(), pipeline.timeout_s
-    peers = {rank for channel in channels for rank in channel[:2]} - {me}
+    peers = {rank for pair in pairs for rank in pair} - {me}
     known = [shape for tensors in shapes.values() for shape in tensors]
 
-    def over_torch(channels: Sequence[Channel]) -> TorchTransport:
+    def over_torch(pairs: Set[Pair]) -> TorchTransport:
         """Open torch.distributed. Collective over all ranks of the job."""
         assert dist.group.WORLD is not None
         return TorchTransport(
             dist.group.WORLD,
             device,
-            channels,
+            pairs,
             timeout_s=timeout_s,
             shapes_travel=None in known,
         )
@@ -132,7 +125,7 @@ def open_transport(
         # Only a dynamic order asks what has arrived, which torch.distributed cannot answer; under a
         # table it serves the other pairs, and the native core stays out of their way.
         if pipeline.transport == "torch":
-            left = [channel for channel in channels if not reach.direct & {*channel[:2]}]
+            left = {pair for pair in pairs if reach.direct.isdisjoint(pair)}
             others = over_torch(left)  # collective, even if this rank has no such pair
             if not reach.direct:
                 return others
@@ -158,7 +151,7 @@ def open_transport(
                 _LOG.info("rank %d and rank %d: %s, not ipc: %s", me, peer, wires[peer], reason)
         return transport
     if pipeline.transport == "torch":
-        return over_torch(channels)
+        return over_torch(pairs)
     if pipeline.config.device_path == "ipc":
         sharing = backend.sharing(device)
         return direct(native(peers, NOTE_BYTES, pipeline.transport), sharing)

@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from megatron_ext.config import active
 from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime.connect import channels_of, open_transport
+from megatron_ext.runtime.connect import open_transport, pairs_of
 from megatron_ext.runtime.program import Peers, Table, make_table, shape_between_stages
 from megatron_ext.runtime.runtime import in_force
 from megatron_ext.transport.base import Expected
@@ -53,9 +53,8 @@ def stepwise(schedule: Callable[..., Any]) -> Callable[..., Any]:
         if key not in runtimes.stock_transports:
             length = keywords.get("decoder_seq_length") or keywords["seq_length"]
             shape = shape_between_stages(config, groups, length, keywords["micro_batch_size"])
-            channels = channels_of(pipeline.placement, rank, peers)
             known = {"F": [shape], "B": [shape]}
-            made = open_transport(pipeline, device, channels, known, dtype)
+            made = open_transport(pipeline, device, pairs_of(table, peers), known, dtype)
             transport = observed(made, active.required().observers)
             runtimes.stock_transports[key] = groups.pp, transport
         _, transport = runtimes.stock_transports[key]

@@ -25,7 +25,6 @@ from megatron_ext.errors import MegatronExtError, TransportTimeout
 from megatron_ext.message import Message
 from megatron_ext.schedules.table.costs import AHEAD
 from megatron_ext.transport.base import Expected
-from megatron_ext.transport.torch_dist import Channel
 
 if TYPE_CHECKING:
     from megatron_ext.devices.backend import Device, TimingEvent
@@ -38,17 +37,9 @@ if TYPE_CHECKING:
 class Agreement:
     """The leader and the followers of this rank, as global ranks."""
 
-    rank: int
-    """Global rank of this process."""
     leader: int
     followers: tuple[int, ...] = ()
     """Ranks that follow this one; empty unless it leads."""
-
-    @property
-    def channels(self) -> list[Channel]:
-        """The channels on which this rank sends or receives decisions."""
-        sent = [Channel(self.rank, follower, "D") for follower in self.followers]
-        return sent if self.leader == self.rank else [Channel(self.leader, self.rank, "D")]
 
 
 # Why following a leader cannot deadlock: ranks with one leader run one order, so they count as one
@@ -79,7 +70,7 @@ def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> Agreement:
     leader_of = leaders(everybody)
     me = dist.get_rank()
     mine = (rank for rank, leader in enumerate(leader_of) if leader == me != rank)
-    return Agreement(me, leader_of[me], tuple(mine))
+    return Agreement(leader_of[me], tuple(mine))
 
 
 def leaders(peers: Sequence[Iterable[int]]) -> list[int]:

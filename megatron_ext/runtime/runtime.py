@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from megatron_ext import devices
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute, swapped
-from megatron_ext.runtime.connect import channels_of, open_transport
+from megatron_ext.runtime.connect import open_transport, pairs_of
 from megatron_ext.runtime.executor import (
     Executed,
     Executor,
@@ -55,7 +55,7 @@ from megatron_ext.runtime.program import (
 from megatron_ext.runtime.sliced_compute import KeptState, SlicedCompute
 from megatron_ext.runtime.split import SplitBackward, overwrites_first
 from megatron_ext.runtime.sync import Sync, TrainingSync
-from megatron_ext.runtime.trees import TreeCompute, agree_trees, channels_of_routes
+from megatron_ext.runtime.trees import TreeCompute, agree_trees
 from megatron_ext.schedules.table.validation import check_first_gradients
 from megatron_ext.transport.observed import observed
 from megatron_ext.transport.torch_dist import groups_of_ranks
@@ -165,15 +165,14 @@ class Runtime:
             mirrored = [0] * groups.pp.size()
             dist.all_gather_object(mirrored, replicas[replicas.index(me) ^ 1], group=groups.pp)
         peers = Peers(dist.get_process_group_ranks(groups.pp), mirrored)
-        channels = channels_of(placement, rank, peers)
         routes: tuple[Route, ...] = ()
         if self.trees is not None:
             routes = self.trees.routes
-            channels += channels_of_routes(routes, placement, rank, peers)
             # Trees are bytes, and how many is known when they are made: the transport's slots fit
             # any.
             shapes = {"F": [None], "B": [None]}
         self.peers, self.routes = peers, routes
+        pairs = pairs_of(Table(replace(pipeline.full, routes=routes), rank, slots=0), peers)
         crossed = [placement.is_crossed(stage) for stage in placement.stages_of[rank]]
         # Leader and followers of a dynamic order; None: every rank runs the table's order.
         self.agreement: Agreement | None = None
@@ -183,22 +182,25 @@ class Runtime:
             swaps = any(map(all, zip(crossed, reads, strict=True)))
             others = mirrored[rank : rank + 1] if swaps else []
             self.agreement = agree(groups.tp, groups.cp, others=others)
-            channels += self.agreement.channels
+            leader, followers = self.agreement.leader, self.agreement.followers
+            pairs |= {(me, follower) for follower in followers}
+            if leader != me:
+                pairs.add((leader, me))
         self.observers = active.required().observers
         dtype = config.pipeline_dtype
-        transport = open_transport(pipeline, device, channels, shapes, dtype, routes)
+        transport = open_transport(pipeline, device, pairs, shapes, dtype, routes)
         self.transport = observed(transport, self.observers)
         self.splits, self.kept = in_force().splits, in_force().kept
         # Swaps data with the twin on stages that run its micro-batches.
         self.exchange: Callable[[Any], Any] | None = None
         if placement.twin_hops:
             # Ranks without such stages take part too: making groups is collective over the job.
-            pairs = []
+            twins = []
             if any(crossed):
                 low, high = sorted((me, mirrored[rank]))
-                pairs = [(low, high)]
-            made = groups_of_ranks(pairs, pipeline.timeout_s)
-            self.exchange = partial(swapped, made[pairs[0]]) if pairs else None
+                twins = [(low, high)]
+            made = groups_of_ranks(twins, pipeline.timeout_s)
+            self.exchange = partial(swapped, made[twins[0]]) if twins else None
         # Data-parallel replicas that share out their micro-batches; None: each runs what it reads.
         self.replicas: ReplicaExchange | None = None
         if pipeline.config.balance == "pack":

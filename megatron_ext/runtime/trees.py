@@ -24,11 +24,10 @@ from megatron_ext.runtime.program import Form
 from megatron_ext.runtime.routes import Declared, RouteStore, declared
 from megatron_ext.schedules.table.route_plan import connect, plan_routes
 from megatron_ext.transport.dtypes import plain
-from megatron_ext.transport.torch_dist import Channel
 
 if TYPE_CHECKING:
     from megatron_ext.runtime.compute import Call, Tensors
-    from megatron_ext.runtime.program import Peers, Shapes
+    from megatron_ext.runtime.program import Shapes
     from megatron_ext.runtime.routes import Batch, Published
     from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.placement import Placement
@@ -462,19 +461,3 @@ def agree_trees(
     routes = connect([each.publishes for each in ordered], [each.takes for each in ordered])
     varies = shapes_travel or any(each.boundary == "varies" for each in ordered)
     return Trees(routes, by_stage, varies)
-
-
-def channels_of_routes(
-    routes: tuple[Route, ...], placement: Placement, rank: int, peers: Peers
-) -> list[Channel]:
-    """Return the channels on which this rank sends or receives route tensors."""
-    me, channels = peers.pipeline[rank], set()
-    for hops in plan_routes(routes, placement).sent.values():
-        for hop in hops:
-            source, target = placement.rank_of[hop.stage], placement.rank_of[hop.taker]
-            there = peers.mirrored if hop.to_twin else peers.pipeline
-            if source == rank:
-                channels.add(Channel(me, there[target], hop.kind))
-            if target == rank:
-                channels.add(Channel(there[source], me, hop.kind))
-    return sorted(channels)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,14 +39,6 @@ Pair = tuple[int, int]
 _Members = TypeVar("_Members", bound=tuple[int, ...])
 
 
-class Channel(NamedTuple):
-    """One direction and kind of traffic between two global ranks."""
-
-    source: int
-    target: int
-    kind: str
-
-
 @dataclass
 class _Posted:
     """A receive in progress."""
@@ -66,7 +58,7 @@ class TorchTransport:
     Args:
         group: Group of all ranks that exchange messages.
         device: Device of received tensors.
-        channels: All channels with this rank as source or target.
+        pairs: All pairs with this rank as source or target.
         timeout_s: Time-out of an operation. With gloo each `recv` has its own.
         shapes_travel: Whether a header with the shape precedes each message. The same on both
             ends.
@@ -76,7 +68,7 @@ class TorchTransport:
         self,
         group: dist.ProcessGroup,
         device: torch.device,
-        channels: Iterable[Channel],
+        pairs: Iterable[Pair],
         *,
         timeout_s: float,
         shapes_travel: bool = False,
@@ -90,7 +82,7 @@ class TorchTransport:
         # then the computation in between has been launched.
         self._one_by_one = shapes_travel and not self._matches_tags
         self._me = dist.get_rank()
-        pairs = {(channel.source, channel.target) for channel in channels}
+        pairs = set(pairs)
         self._groups = dict.fromkeys(pairs, group)
         # gloo matches messages by tag. NCCL and MCCL ignore tags and run the operations of a
         # communicator one after the other, so each direction of each pair has one of its own.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
-from megatron_ext.transport.torch_dist import Channel, TorchTransport
+from megatron_ext.transport.torch_dist import TorchTransport
 from tests.ranks import run_ranks
 from tests.runtime.capture import PP2, PP4, train
 from tests.runtime.test_equality import UNCLIPPED, assert_equal
@@ -27,10 +27,10 @@ def _shapes_of_both() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     me, peer = dist.get_rank(), 1 - dist.get_rank()
-    channels = [Channel(one, 1 - one, kind) for one in range(2) for kind in "FB"]
+    pairs = [(0, 1), (1, 0)]
     assert dist.group.WORLD is not None
     device = torch.device("cuda", me)
-    transport = TorchTransport(dist.group.WORLD, device, channels, timeout_s=30, shapes_travel=True)
+    transport = TorchTransport(dist.group.WORLD, device, pairs, timeout_s=30, shapes_travel=True)
     keys = [Message("FB"[i % 2], me, i) for i in range(6)]
     # Rank 0 sends all, then takes all; rank 1 the other way round.
     expected = [

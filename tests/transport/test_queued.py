@@ -21,7 +21,7 @@ from megatron_ext.transport.base import Expected, Transport
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.staging import staged
-from megatron_ext.transport.torch_dist import Channel, TorchTransport
+from megatron_ext.transport.torch_dist import TorchTransport
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
 from tests.transport.native_ranks import store
@@ -49,7 +49,7 @@ def _open(way: str, me: int) -> Transport:
     if way == "torch":
         dist.init_process_group("nccl")
         assert dist.group.WORLD is not None
-        pair = [Channel(one, 1 - one, kind) for one in range(2) for kind in "FB"]
+        pair = [(0, 1), (1, 0)]
         return TorchTransport(dist.group.WORLD, here, pair, timeout_s=_LONG_S)
     host = NativeTransport(
         store(), me, [1 - me], run_id="queued", slots=4,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_ext.errors import TransportError
 from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
-from megatron_ext.transport.torch_dist import Channel, TorchTransport
+from megatron_ext.transport.torch_dist import TorchTransport
 from tests.ranks import run_ranks, start_ranks
 from tests.transport.native_ranks import store
 
@@ -21,12 +21,11 @@ _SHAPE = (2, 3)
 def _open(*, shapes_travel: bool = False) -> TorchTransport:
     dist.init_process_group("gloo")
     pairs = [(0, 1), (1, 0)]
-    channels = [Channel(source, target, kind) for source, target in pairs for kind in "FB"]
     assert dist.group.WORLD is not None
     return TorchTransport(
         dist.group.WORLD,
         torch.device("cpu"),
-        channels,
+        pairs,
         timeout_s=30,
         shapes_travel=shapes_travel,
     )
@@ -164,7 +163,7 @@ def _misuse() -> None:
         TorchTransport(
             dist.group.WORLD,  # type: ignore[arg-type]
             torch.device("cpu"),
-            [Channel(peer, me, "F")],
+            [(peer, me)],
             timeout_s=30,
         ).begin([Expected(peer, Message("F", 0, 0), None, torch.float32)], slots=1)
     transport.isend(_value(key), peer, key)
