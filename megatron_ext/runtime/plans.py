@@ -79,9 +79,13 @@ class PlannedCompute(StageCompute):
         given: dict[str, Any] = dict.fromkeys(
             ("forward_step_func", "data_iterator", "f_model", "b_model")
         )
+        drawing: AbstractContextManager[None] = nullcontext()
         if forward is not None:
             is_first = forward[0] not in self._stages  # in this step
             place = self._stage(forward[0])
+            if self._draws_by_microbatch:
+                # A backward draws nothing: what recomputes has the numbers of its forward.
+                drawing = rng_of_this_step(*forward)
             given |= {
                 "forward_step_func": self._planning(forward),
                 "data_iterator": place.data.view(forward[1]),
@@ -95,10 +99,6 @@ class PlannedCompute(StageCompute):
         if backward is not None:
             saved = self._live.pop(backward)
             given["b_model"] = self._stage(backward[0]).model
-        drawing: AbstractContextManager[None] = nullcontext()
-        if forward is not None and self._draws_by_microbatch:
-            # A backward draws nothing: what recomputes has the numbers of its forward.
-            drawing = rng_of_this_step(*forward)
         with drawing:
             outputs, num_tokens, found = combined_1f1b.combined_forward_backward_step(
                 **given,
@@ -138,9 +138,13 @@ class PlannedCompute(StageCompute):
                         node.forward_func = self._observed("F", key, node.forward_func)
                         kind: Kind = "I" if splits else "B"
                         node.backward_func = self._observed(kind, key, node.backward_func)
-            for layer in layers[: self._num_recomputed(len(layers))]:
-                if not isinstance(layer.mtp_post_process, utils.ScheduleNode):
-                    self._recompute(layer)
+            config = self.call.config
+            if config.recompute_granularity == "full":
+                is_partial = config.recompute_method == "block"
+                for layer in layers[: config.recompute_num_layers] if is_partial else layers:
+                    # Those of MTP keep more than their input.
+                    if not isinstance(layer.mtp_post_process, utils.ScheduleNode):
+                        self._recompute(layer)
             for part in (plan, *layers) if splits else ():
                 for node in vars(part).values():
                     if isinstance(node, utils.ScheduleNode):
@@ -208,13 +212,6 @@ class PlannedCompute(StageCompute):
                     state.model = model
 
             node.forward_func = embed
-
-    def _num_recomputed(self, num_layers: int) -> int:
-        """Return how many of a chunk's layers keep their input only; those of MTP never do."""
-        config = self.call.config
-        if config.recompute_granularity != "full":
-            return 0
-        return config.recompute_num_layers if config.recompute_method == "block" else num_layers
 
     @staticmethod
     def _recompute(layer: Any) -> None:

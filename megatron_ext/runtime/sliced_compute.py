@@ -560,8 +560,15 @@ class SlicedCompute(StageCompute):
         with self.kept.of(stage, microbatch, part, self._bounds, backward=kind != "F"):
             outputs = super().run(numbered, inputs)
         if kind == "F":
-            if part == 0:
-                self._check_kept(stage, microbatch)
+            model = unwrap_model(self._stage(stage).model)
+            if part == 0 and not getattr(model, "runs_in_slices", False):
+                layers = len(_layers(model))
+                kept = len(self.kept.microbatches[stage, microbatch].attention)
+                if kept != layers:  # the patches had no effect
+                    raise ScheduleError(
+                        f"{kept} of {layers} layers of stage {stage} kept keys and values for "
+                        "later slices (patch slices.attention); leave the slices out"
+                    )
             if part == self._num_slices - 1 and self._stage(stage).is_last:
                 self._complete_loss(stage, microbatch)
         elif part == 0:  # the last of its backwards
@@ -639,19 +646,6 @@ class SlicedCompute(StageCompute):
                 outputs[0] /= whole  # in place, as Megatron divides it
         reports = [self.reports.pop(number) for number in numbers]
         self.reports[first] = {name: _sum(name, reports) for name in reports[0]}
-
-    def _check_kept(self, stage: int, microbatch: int) -> None:
-        """Check the effect of the patches: each layer has kept keys and values."""
-        model = unwrap_model(self._stage(stage).model)
-        if getattr(model, "runs_in_slices", False):
-            return
-        layers = len(_layers(model))
-        kept = len(self.kept.microbatches[stage, microbatch].attention)
-        if kept != layers:
-            raise ScheduleError(
-                f"{kept} of {layers} layers of stage {stage} kept keys and values for later slices "
-                "(patch slices.attention); leave the slices out"
-            )
 
 
 def _sum(name: str, reports: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:

@@ -69,15 +69,6 @@ class TreeForm:
         """Return the header to send: uint8 on the CPU, `[number of bytes]`."""
         return torch.frombuffer(bytearray(self.text.encode()), dtype=torch.uint8)
 
-    @staticmethod
-    def of_header(header: torch.Tensor) -> TreeForm:
-        """Parse a header.
-
-        Raises:
-            MessageMismatch: The header is corrupt, or another version of this package sent it.
-        """
-        return _parsed(bytes(header.cpu().numpy()))
-
     def tree(self, tensors: Sequence[torch.Tensor]) -> Tree:
         """Rebuild the tree from its tensors, given in order."""
         return _grown(self.skeleton, iter(tensors))
@@ -87,7 +78,12 @@ class TreeForm:
 
 
 @lru_cache(maxsize=1024)  # most micro-batches have the same form
-def _parsed(text: bytes) -> TreeForm:
+def parsed(text: bytes) -> TreeForm:
+    """Return the form that a header describes.
+
+    Raises:
+        MessageMismatch: The header is corrupt, or another version of this package sent it.
+    """
     try:
         skeleton, described = json.loads(text)
         leaves = []
@@ -117,7 +113,7 @@ def flatten(tree: Tree, what: str, *, trains: bool) -> tuple[list[torch.Tensor],
         (list(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad and trains)
         for x in tensors
     ]
-    return tensors, _parsed(json.dumps([skeleton, leaves], separators=(",", ":")).encode())
+    return tensors, parsed(json.dumps([skeleton, leaves], separators=(",", ":")).encode())
 
 
 def _cut(tree: Tree, tensors: list[torch.Tensor], what: str) -> Any:
@@ -260,7 +256,7 @@ class Forms:
             return self._received[key]
         header = next(inputs)
         assert header is not None
-        form = self._received[key] = TreeForm.of_header(header)
+        form = self._received[key] = parsed(bytes(header.cpu().numpy()))
         return form
 
 
