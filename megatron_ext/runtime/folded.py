@@ -202,7 +202,5 @@ class PlacedLayout(PipelineParallelLayerLayout):
         return sum(earlier.count(layer_type) for earlier in self.stages[:stage])
 
 
-@lru_cache(maxsize=16)  # upstream builds a new configuration for every micro-batch
-def placed_layout(layout: str, placement: Placement) -> PlacedLayout:
-    """Return the cached layout of a placement."""
-    return PlacedLayout(layout, placement)
+# Upstream builds a new configuration for every micro-batch.
+placed_layout = lru_cache(maxsize=16)(PlacedLayout)

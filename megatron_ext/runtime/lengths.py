@@ -207,7 +207,8 @@ class BalancedStep:
         """Fetch the micro-batches of the step, by number in the file."""
         held: dict[int, Any] = {}
         wanted = self.schedule.num_microbatches
-        first, step = (0, 1) if self.replicas is None else (self.replicas.rank, self.replicas.size)
+        group = None if self.replicas is None else self.replicas.group
+        first, step = (0, 1) if group is None else (group.rank(), group.size())
         try:
             for place in range(wanted):
                 held[first + step * place] = next(items)  # RerunDataIterator has no __iter__
@@ -245,24 +246,14 @@ class BalancedStep:
 class ReplicaExchange:
     """The data-parallel replicas of this rank's stages, which share out their micro-batches.
 
-    Micro-batches have the numbers that Megatron's samplers give them: of `size` replicas, replica r
-    reads r, r + size, r + 2 * size and so on.
+    Micro-batches have the numbers that Megatron's samplers give them: of n replicas, replica r
+    reads r, r + n, r + 2 * n and so on.
     """
 
     group: dist.ProcessGroup
     """Of the ranks with the same stages in all replicas, over gloo."""
     device: torch.device
     """Where tensors go that were on a device of the sender."""
-
-    @property
-    def rank(self) -> int:
-        """Rank of this replica among all."""
-        return self.group.rank()
-
-    @property
-    def size(self) -> int:
-        """How many replicas there are."""
-        return self.group.size()
 
     def costs(self, mine: Sequence[float]) -> list[float]:
         """Return the costs of all replicas' micro-batches, by number. Collective.
@@ -274,11 +265,12 @@ class ReplicaExchange:
             TransportError: Another replica does not answer.
         """
         own = torch.tensor(mine, dtype=torch.float64)
-        rows = [torch.empty_like(own) for _ in range(self.size)]
+        rows = [torch.empty_like(own) for _ in range(self.group.size())]
         with self._waiting("what their micro-batches cost"):
             dist.all_gather(rows, own, group=self.group)
         found: list[float] = torch.stack(rows, dim=1).flatten().tolist()
-        failed = [r for r, row in enumerate(rows) if r != self.rank and bool(row.isnan().any())]
+        me = self.group.rank()
+        failed = [r for r, row in enumerate(rows) if r != me and bool(row.isnan().any())]
         if failed and not math.isnan(mine[0]):
             raise ScheduleError(
                 f"--pipeline-balance pack: data-parallel rank {failed[0]} could not read its "
@@ -300,12 +292,12 @@ class ReplicaExchange:
         """
         # Each replica has read its own micro-batches as ever, so data loaders, checkpoints and the
         # global batch stay as they are; all compute these shares, and send what another one runs.
-        shares = deal_out(costs, self.size, fills)
-        if all(number % self.size == r for r, share in enumerate(shares) for number in share):
+        me, size = self.group.rank(), self.group.size()
+        shares = deal_out(costs, size, fills)
+        if all(number % size == r for r, share in enumerate(shares) for number in share):
             return dict(held)
-        kept = {number: held[number] for number in shares[self.rank] if number in held}
         sent = [{number: held[number] for number in share if number in held} for share in shares]
-        sent[self.rank] = {}
+        kept, sent[me] = sent[me], {}
         placed = partial(_placed, self.device)
         for received in self._swapped([_packed(items) for items in sent]):
             if received:
@@ -322,7 +314,7 @@ class ReplicaExchange:
             outgoing = torch.frombuffer(together, dtype=torch.uint8)
         with self._waiting("their micro-batches"):
             dist.all_gather(by_sender, sizes, group=self.group)
-            coming = [int(row[self.rank]) for row in by_sender]
+            coming = [int(row[self.group.rank()]) for row in by_sender]
             incoming = torch.empty(sum(coming), dtype=torch.uint8)
             dist.all_to_all_single(incoming, outgoing, coming, sizes.tolist(), group=self.group)
         return [part.numpy().tobytes() for part in incoming.split(coming)]

@@ -230,11 +230,7 @@ class PolicyOrder(Order):
                 self._wait()
 
     def _wait(self) -> None:
-        """Sleep until a message arrives or an action ends.
-
-        Raises:
-            TransportTimeout: Nothing happened in time.
-        """
+        """Sleep until a message arrives or an action ends."""
         deadline_s = time.perf_counter() + self.timeout_s
         while not self._sleep(deadline_s - time.perf_counter()):
             # On a device it wakes early for an end that was known already.

@@ -480,15 +480,10 @@ class SlicedData(MicrobatchData):
 
 
 def _cut(item: Any, bounds: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the slices of a micro-batch.
-
-    The data iterator gives tensors `[b, s]` by name, the attention mask `[b, 1, s, s]`, True where
-    a token must not attend, and what each slice gets whole: bounds of packed sequences,
-    `[1, sequences + 1]`, and figures of samples, `[b]`.
-
-    Raises:
-        ScheduleError: It gives something else.
-    """
+    """Return the slices of a micro-batch."""
+    # The data iterator gives tensors `[b, s]` by name, the attention mask `[b, 1, s, s]`, True
+    # where a token must not attend, and what each slice gets whole: bounds of packed sequences,
+    # `[1, sequences + 1]`, and figures of samples, `[b]`.
     if not isinstance(item, Mapping):
         raise ScheduleError(
             f"slices are cut from a dict with tokens, labels, loss_mask and position_ids, but the "
@@ -660,11 +655,7 @@ def _sum(name: str, reports: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tens
 
 
 def _check_model(model: torch.nn.Module) -> None:
-    """Check that all that connects tokens of a sequence is attention that keeps its state.
-
-    Raises:
-        ScheduleError: Something else might.
-    """
+    """Check that all that connects tokens of a sequence is attention that keeps its state."""
     from megatron.core.models.gpt import GPTModel  # other models need not import it
 
     reader = unwrap_model(model)
