@@ -121,8 +121,9 @@ def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured
 
 
 def _telling(base: Any, captured: Captured, mean_delay_s: float) -> Any:
+    from megatron_ext.config import active
     from megatron_ext.runtime.ordering import PolicyOrder
-    from megatron_ext.schedules.search.policies import POLICIES
+    from megatron_ext.schedules.search.policies import Hint
 
     draw = random.Random(os.environ["RANK"])
 
@@ -130,9 +131,11 @@ def _telling(base: Any, captured: Captured, mean_delay_s: float) -> Any:
         def run(self) -> None:
             order = "table"
             if isinstance(self.order, PolicyOrder):
-                made = self.order.policy
-                greedy = getattr(made, "depth_first", None)
-                order = list(POLICIES)[0 if greedy is None else 1 + greedy]
+                pipeline = active.pipeline()
+                assert pipeline is not None
+                assert pipeline.dynamic is not None
+                order = pipeline.dynamic.policy
+                assert isinstance(self.order.policy, Hint) == (order == "hint")
             if order not in captured.orders:
                 captured.orders.append(order)
             run_action = self.compute.run
