@@ -56,7 +56,7 @@ from megatron_ext.schedules.search.length_balance import (
     best_order,
     deal_out,
     fills_of,
-    pack_in_file_order,
+    packs_in_file_order,
     shortest,
 )
 
@@ -161,11 +161,11 @@ class Batch:
     ) -> None:
         self.pp, self.num_replicas = pp, num_replicas
         self.lengths = workload.batch(num_microbatches * num_replicas, seed)
-        settings = self.lengths, num_replicas, workload.max_tokens
-        in_file = _COST.of_packing(pack_in_file_order(*settings), self.lengths)
-        self._unit = sum(map(sum, in_file)) / (num_microbatches * num_replicas)
         # As replicas read them: one micro-batch each, in turn.
-        costs = [each for turn in zip(*in_file, strict=True) for each in turn]
+        costs = list(map(_COST.of_pack, packs_in_file_order(self.lengths, workload.max_tokens)))
+        assert len(costs) == num_microbatches * num_replicas
+        in_file = [costs[first::num_replicas] for first in range(num_replicas)]
+        self._unit = sum(map(sum, in_file)) / (num_microbatches * num_replicas)
         begin_s = time.thread_time()
         shares = deal_out(costs, num_replicas, fills_of(_STATIC.placement(pp)))
         self.deal_s = time.thread_time() - begin_s

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.lengths import UPSTREAM, WORKLOADS, Batch, ways
 from benchmarks.schedule_harness.ops import ScaledTimes
-from megatron_ext.schedules.search.length_balance import pack_in_file_order
+from megatron_ext.schedules.search.length_balance import packs_in_file_order
 from tests.commands import run_python
 
 ROOT = Path(__file__).parents[1]
@@ -22,9 +22,9 @@ def test_a_batch_fills_its_packs_in_file_order(name: str) -> None:
     workload = WORKLOADS[name]
     lengths = workload.batch(16, seed=3)
     assert lengths == workload.batch(16, seed=3) != workload.batch(16, seed=4)
-    packing = pack_in_file_order(lengths, 4, workload.max_tokens)
-    assert [len(replica) for replica in packing] == [4] * 4
-    assert all(pack for replica in packing for pack in replica)
+    packs = list(packs_in_file_order(lengths, workload.max_tokens))
+    assert len(packs) == 16
+    assert all(packs)
 
 
 def test_general_data_are_as_long_as_published() -> None:

@@ -15,9 +15,10 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.files import cannot_write, write_text
@@ -37,7 +38,7 @@ from megatron_ext.schedules.search.length_balance import (
     deal_out,
     fills_of,
     makespan_of,
-    pack_in_file_order,
+    packs_in_file_order,
     shortest,
 )
 from megatron_ext.schedules.search.patience import gains, while_late
@@ -161,34 +162,25 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         help="cut each micro-batch along its sequence into K slices of equal cost (default: 1)",
     )
     parser.add_argument(
-        "--attention",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="share of a forward that is core attention, which grows with the square of the "
-        "length, for --slices (default: 0)",
-    )
-    parser.add_argument(
         "--pairs",
         action="store_true",
         help="run forwards and backwards of different micro-batches as pairs, each with its expert "
         "communication behind the computation of the other",
     )
-    parser.add_argument(
-        "--all-to-all",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="share of a forward and of an input gradient that is expert communication, for "
-        "--pairs (default: 0)",
-    )
-    parser.add_argument(
-        "--hides",
-        type=float,
-        default=1.0,
-        metavar="SHARE",
-        help="share of what could run behind computation in a pair that does (default: 1)",
-    )
+    of_forward = "a forward that is core attention, which grows with the square of the length"
+    of_both = "a forward and of an input gradient that is expert communication"
+    for flag, default, share in (
+        ("--attention", 0.0, f"{of_forward}, for --slices"),
+        ("--all-to-all", 0.0, f"{of_both}, for --pairs"),
+        ("--hides", 1.0, "what could run behind computation in a pair that does"),
+    ):
+        parser.add_argument(
+            flag,
+            type=float,
+            default=default,
+            metavar="SHARE",
+            help=f"share of {share} (default: {default:g})",
+        )
     parser.add_argument(
         "--comm",
         type=float,
@@ -235,11 +227,12 @@ def _check_sizes(args: argparse.Namespace) -> None:
     sizes = (("--pp", args.pp), ("--microbatches", args.microbatches))
     missing = [flag for flag, value in sizes if value is None]
     if missing:
-        named = " and ".join(missing)
         verb, them = ("are", "them") if len(missing) > 1 else ("is", "it")
-        raise ScheduleError(f"{named} {verb} missing; give {them} (only csv:FILE has its own size)")
+        raise ScheduleError(
+            f"{' and '.join(missing)} {verb} missing; give {them} (only csv:FILE has its own size)"
+        )
     for flag, value in sizes:
-        most = MAX_RANKS if flag == "--pp" else MAX_PASSES // min(max(args.pp, 1), MAX_RANKS)
+        most = MAX_RANKS if flag == "--pp" else MAX_PASSES // max(args.pp, 1)
         beside = "" if flag == "--pp" else f" for {args.pp} ranks"
         if value > most:
             raise ScheduleError(
@@ -279,16 +272,19 @@ def _run_lengths(args: argparse.Namespace) -> int:
     else:
         cost = LengthCost.of_model(args.hidden_size)
     replicas = 1 if args.replicas is None else args.replicas
+    for flag, value in (("--replicas", replicas), ("--max-tokens", args.max_tokens)):
+        if value < 1:
+            raise ScheduleError(f"{flag} {value} must be 1 or more")
     sizes = Sizes(args.pp, args.microbatches, replicas, args.max_tokens)
     lengths = read_lengths(args.lengths)
     found, left_out = predict_lengths(lengths, args.schedule[0], sizes, cost, _costs(args))
     if args.json:
-        print(json.dumps([asdict(gains) for gains in found], indent=1))
+        print(json.dumps([gains._asdict() for gains in found], indent=1))
     else:
-        rows = [("schedule", "file order", "order", "pack", "bound", "gain of pack")]
-        for gains in found:
-            name, *steps = asdict(gains).values()
-            gained = gains.in_file_order / gains.pack
+        heads = ("schedule", "file order", "order", "pack", "bound", "gain of pack")
+        rows: list[tuple[str, ...]] = [heads]
+        for name, *steps in found:
+            gained = steps[0] / steps[2]
             rows.append((name, *(f"{step:.4g}" for step in steps), f"{gained:.3f}"))
         print(aligned(rows))
         print(
@@ -448,33 +444,38 @@ def compare(
         ScheduleError: The schedule, or with `all` every schedule, is impossible for these sizes.
     """
     options = options or {}
-    wanted: list[tuple[str, Mapping[str, Any]]] = [
-        (name, {"chunks": chunks, **options.get(name, {})})
+    kind: dict[str, Any] = {"costs": costs, "pairs": pairs, "slices": slices}
+    if name != "all":
+        kind |= options.get(name, {})
+        schedule = generate(name, pp, num_microbatches, chunks, **kind)
+        return [evaluate(schedule, costs)], []
+    wanted = [
+        (generator.name, variant)
+        for generator in registered().values()
+        for variant in variants(generator, chunks, options.get(generator.name, {}))
     ]
-    if name == "all":
-        wanted = [
-            (generator.name, variant)
-            for generator in registered().values()
-            for variant in variants(generator, chunks, options.get(generator.name, {}))
-        ]
-    found: list[Timeline] = []
-    left_out: list[str] = []
-    for each, variant in wanted:
-        try:
-            schedule = generate(
-                each, pp, num_microbatches, costs=costs, pairs=pairs, slices=slices, **variant
-            )
-        except ScheduleError as error:
-            if name != "all":
-                raise
-            left_out.append(str(error))
-            continue
-        found.append(evaluate(schedule, costs))
-    reasons = list(dict.fromkeys(left_out))  # variants share reasons
-    if not found:
-        raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(reasons))
+    schedules, left_out = _possible(wanted, pp, num_microbatches, **kind)
+    if not schedules:
+        raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(left_out))
+    found = [evaluate(schedule, costs) for schedule in schedules]
     found.sort(key=lambda timeline: (timeline.makespan, timeline.peak_activations))
-    return found, reasons
+    return found, left_out
+
+
+def _possible(
+    wanted: Sequence[tuple[str, Mapping[str, Any]]],
+    pp: int | None,
+    num_microbatches: int | None,
+    **kind: Any,
+) -> tuple[list[Schedule], list[str]]:
+    """Return the tables of the names and options that the sizes allow, and why not the others."""
+    schedules, reasons = [], []
+    for name, options in wanted:
+        try:
+            schedules.append(generate(name, pp, num_microbatches, **kind, **options))
+        except ScheduleError as error:  # noqa: PERF203 - sizes are refused by an exception
+            reasons.append(str(error))
+    return schedules, list(dict.fromkeys(reasons))  # variants share reasons
 
 
 def variants(
@@ -606,13 +607,8 @@ def read_lengths(path: Path) -> list[int]:
     return found
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How much one step takes.
-
-    Raises:
-        ScheduleError: A number is not positive.
-    """
+class Sizes(NamedTuple):
+    """How much one step takes."""
 
     pp: int
     num_microbatches: int
@@ -621,15 +617,8 @@ class Sizes:
     max_tokens: int
     """Of a micro-batch."""
 
-    def __post_init__(self) -> None:
-        """Check the numbers that no schedule checks."""
-        for flag, value in (("--replicas", self.num_replicas), ("--max-tokens", self.max_tokens)):
-            if value < 1:
-                raise ScheduleError(f"{flag} {value} must be 1 or more")
 
-
-@dataclass(frozen=True)
-class LengthGains:
+class LengthGains(NamedTuple):
     """Steps of one schedule, in forwards of the mean micro-batch on 1/pp of the model.
 
     All are means over the global batches.
@@ -665,98 +654,68 @@ def predict_lengths(
         ScheduleError: The lengths do not fill one global batch, a sample is longer than a
             micro-batch, or no schedule can run these sizes.
     """
-    # One global batch: costs of the micro-batches of each replica, and of its samples, over that of
-    # the mean micro-batch in file order.
+    wanted = sizes.num_microbatches * sizes.num_replicas
+    packs = list(islice(packs_in_file_order(lengths, sizes.max_tokens), wanted * _MAX_BATCHES))
+    if len(packs) < wanted:
+        raise ScheduleError(
+            f"the lengths fill {len(packs)} micro-batches of {sizes.max_tokens} tokens, one step "
+            f"takes {sizes.num_microbatches} on each of {sizes.num_replicas} replicas; give more "
+            "lengths, or lower --microbatches, --replicas or --max-tokens"
+        )
+    # Of each global batch the costs of its micro-batches as replicas take turns to read them, and
+    # of its samples, over that of its mean micro-batch.
     batches = []
-    for batch in _global_batches(lengths, sizes):
-        unit = cost.of_pack(batch) / (sizes.num_microbatches * sizes.num_replicas)
-        packing = pack_in_file_order(batch, sizes.num_replicas, sizes.max_tokens)
-        rows = [[each / unit for each in row] for row in cost.of_packing(packing, batch)]
-        batches.append((rows, [cost.of_length(length) / unit for length in batch]))
-    found, refused = [], []
+    for first in range(0, len(packs) - wanted + 1, wanted):
+        read = [cost.of_pack(pack) for pack in packs[first : first + wanted]]
+        samples = [length for pack in packs[first : first + wanted] for length in pack]
+        unit = cost.of_pack(samples) / wanted
+        of_samples = [cost.of_length(length) / unit for length in samples]
+        batches.append(([each / unit for each in read], of_samples))
+    single: list[tuple[str, Mapping[str, Option]]] = []
+    refused = []
     for generator in registered().values():
-        if name not in ("all", generator.name):
-            continue
-        if generator.twins > 1:
+        if name in ("all", generator.name) and generator.twins > 1:
             refused.append(
                 f"{generator.name} mirrors two pipelines, whose lengths are not simulated; take "
                 "another schedule"
             )
-            continue
-        for options in generator.variants:
-            try:
-                schedule = generate(
-                    generator.name,
-                    sizes.pp,
-                    sizes.num_microbatches,
-                    costs=costs,
-                    **options,  # type: ignore[arg-type]
-                )
-            except ScheduleError as error:  # noqa: PERF203 - sizes are refused by an exception
-                refused.append(str(error))
-            else:
-                found.append(_length_gains(schedule, batches, costs))
-    if not found:
+        elif name in ("all", generator.name):
+            single += ((generator.name, options) for options in generator.variants)
+    schedules, others = _possible(single, sizes.pp, sizes.num_microbatches, costs=costs)
+    refused += others
+    if not schedules:
         refused = refused or [f"--lengths simulates registered schedules, not {name}; name one"]
         raise ScheduleError("; ".join(refused))
+    found = [_length_gains(schedule, batches, sizes.num_replicas, costs) for schedule in schedules]
     found.sort(key=lambda gains: gains.pack)
-    return found, list(dict.fromkeys(refused))  # variants share reasons
+    return found, refused
 
 
 def _length_gains(
-    schedule: Schedule, batches: Sequence[tuple[list[list[float]], list[float]]], costs: Costs
+    schedule: Schedule,
+    batches: Sequence[tuple[list[float], list[float]]],
+    num_replicas: int,
+    costs: Costs,
 ) -> LengthGains:
     def step(rows: Sequence[Sequence[float]], *, ordered: bool) -> float:
-        return max(
-            makespan_of(
-                schedule,
-                row,
-                best_order(schedule, row, costs) if ordered else range(len(row)),
-                costs,
-            )
-            for row in rows
-        )
+        orders = [best_order(schedule, r, costs) if ordered else range(len(r)) for r in rows]
+        each = zip(rows, orders, strict=True)
+        return max(makespan_of(schedule, row, order, costs) for row, order in each)
 
-    steps = [0.0] * 4
-    for rows, samples in batches:
-        read = [each for turn in zip(*rows, strict=True) for each in turn]  # as replicas take turns
-        shares = deal_out(read, len(rows), fills_of(schedule.placement))
+    steps = []
+    for read, samples in batches:
+        rows = [read[first::num_replicas] for first in range(num_replicas)]
+        shares = deal_out(read, num_replicas, fills_of(schedule.placement))
         dealt = [[read[number] for number in share] for share in shares]
-        for index, time in enumerate(
+        steps.append(
             (
                 step(rows, ordered=False),
                 step(rows, ordered=True),
                 step(dealt, ordered=True),
-                shortest(samples, len(rows), schedule.placement, costs),
+                shortest(samples, num_replicas, schedule.placement, costs),
             )
-        ):
-            steps[index] += time / len(batches)
-    return LengthGains(schedule.label, *steps)
-
-
-def _global_batches(lengths: Sequence[int], sizes: Sizes) -> Iterator[Sequence[int]]:
-    """Yield the samples of each global batch, as a sampler packs them in file order."""
-    wanted = sizes.num_microbatches * sizes.num_replicas
-    first = room = packs = made = 0
-    for number, length in enumerate(lengths):
-        if length > room:
-            if packs == wanted:
-                yield lengths[first:number]
-                made += 1
-                if made == _MAX_BATCHES:
-                    return
-                first, packs = number, 0
-            packs += 1
-            room = sizes.max_tokens
-        room -= length
-    if packs == wanted:
-        yield lengths[first:]
-    elif not made:
-        raise ScheduleError(
-            f"the lengths fill {packs} micro-batches of {sizes.max_tokens} tokens, one step takes "
-            f"{sizes.num_microbatches} on each of {sizes.num_replicas} replicas; give more "
-            "lengths, or lower --microbatches, --replicas or --max-tokens"
         )
+    return LengthGains(schedule.label, *map(fmean, zip(*steps, strict=True)))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

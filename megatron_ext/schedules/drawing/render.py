@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, ansi
-from megatron_ext.schedules.table.transforms import chunk_on_screen, literal_rows, table_rank
+from megatron_ext.schedules.table.transforms import chunk_on_screen, table_rank
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
@@ -26,19 +26,15 @@ _CELL = re.compile(r"\b\d*([FBIWRfbiwr])\d+\S*")
 
 def picture(timeline: Timeline, width: int = 100, *, coloured: bool = False) -> str:
     """Return caption, grid and legend for a terminal of `width` columns."""
-    body = f"{grid(timeline, width)}\n{_legend(timeline)}"
+    body, legend = grid(timeline, width), _legend(timeline)
     if coloured:
-        body = (
-            _CELL.sub(_painted, grid(timeline, width))
-            + "\n"
-            + re.sub(r"\b([FBIWR])(?= [a-z])", _painted, _legend(timeline))
-        )
-    return f"{caption(timeline)}\n{body}"
 
+        def painted(cell: re.Match[str]) -> str:
+            return ansi(cell[0], KINDS[cell[1].upper()][cell[1].islower()])
 
-def _painted(cell: re.Match[str]) -> str:
-    kind = cell[1]
-    return ansi(cell[0], KINDS[kind.upper()][kind.islower()])
+        body = _CELL.sub(painted, body)
+        legend = re.sub(r"\b([FBIWR])(?= [a-z])", painted, legend)
+    return f"{caption(timeline)}\n{body}\n{legend}"
 
 
 def caption(timeline: Timeline) -> str:
@@ -96,12 +92,7 @@ def unit_of_time(timeline: Timeline) -> str:
 
 def slot_time(timeline: Timeline) -> float:
     """Return the duration of one column: that of the shortest action."""
-    return min(
-        end - start
-        for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
-        for start, end in zip(starts, ends, strict=True)
-        if end > start
-    )
+    return min(end - start for row in timeline.bars for _, start, end in row if end > start)
 
 
 def _num_chunks(schedule: Schedule) -> int:
@@ -137,31 +128,29 @@ def grid(timeline: Timeline, width: int = 100) -> str:
 
 def _cells(timeline: Timeline) -> list[list[str]]:
     """Return the text of each cell, by rank and column, padded to equal width."""
-    schedule = timeline.schedule
-    slot = slot_time(timeline)
+    schedule, slot = timeline.schedule, slot_time(timeline)
     check_drawable(timeline)
-    labels = [[cell_label(schedule, a) for a in row] for row in literal_rows(schedule)]
-    cell = 1 + max(len(label) for row in labels for label in row)
-    for rank, row in enumerate(labels):
+    # By rank (text, first column, column behind the last); a pair is in the cell of its forward.
+    bars: list[list[tuple[str, int, int]]] = []
+    cell = 0
+    for rank, row in enumerate(timeline.bars):
+        labels = [cell_label(schedule, action) for action, _, _ in row]
+        cell = max([cell, *(1 + len(label) for label in labels)])
         for index in schedule.pairs_of(table_rank(schedule, rank)):
-            source = table_rank(schedule, rank)
-            time = timeline.ends[source][index] - timeline.starts[source][index]
-            row[index] += f"+{row[index + 1]}"
-            row[index + 1] = ""
-            cell = max(cell, -(-(len(row[index]) + 1) // max(1, _column(time, slot))))
-    idle = ".".ljust(cell)
+            _, start, end = row[index]
+            labels[index] += f"+{labels[index + 1]}"
+            labels[index + 1] = ""
+            cell = max(cell, -(-(len(labels[index]) + 1) // max(1, _column(end - start, slot))))
+        columns = [(_column(start, slot), _column(end, slot)) for _, start, end in row]
+        bars.append([(text, *each) for text, each in zip(labels, columns, strict=True) if text])
     rows = []
-    for rank, names in enumerate(labels):
-        row = [idle] * _column(timeline.makespan, slot)
-        source = table_rank(schedule, rank)
-        times = zip(timeline.starts[source], timeline.ends[source], strict=True)
-        for name, (start, end) in zip(names, times, strict=True):
-            if not name:
-                continue  # it is in the cell of its pair
-            first, count = _column(start, slot), _column(end, slot) - _column(start, slot)
-            text = name[: count * cell - 1].ljust(count * cell - 1, "-") + " "
-            row[first : first + count] = [text[i * cell : (i + 1) * cell] for i in range(count)]
-        rows.append(row)
+    for bar in bars:
+        cells = [".".ljust(cell)] * _column(timeline.makespan, slot)
+        for text, first, last in bar:
+            count = last - first
+            padded = text[: count * cell - 1].ljust(count * cell - 1, "-") + " "
+            cells[first:last] = [padded[i * cell : (i + 1) * cell] for i in range(count)]
+        rows.append(cells)
     return rows
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, ink, variables
 from megatron_ext.schedules.drawing.render import caption, check_drawable, unit_of_time
-from megatron_ext.schedules.table.transforms import chunk_on_screen, literal_rows, table_rank
+from megatron_ext.schedules.table.transforms import chunk_on_screen, table_rank
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
@@ -97,18 +97,16 @@ def draw(
 
 
 def _label(schedule: Schedule, action: Action) -> str:
-    return (
-        f"{action.microbatch}.{action.slice}" if schedule.num_slices > 1 else f"{action.microbatch}"
-    )
+    part = f".{action.slice}" if schedule.num_slices > 1 else ""
+    return f"{action.microbatch}{part}"
 
 
 def _durations(timeline: Timeline) -> Iterator[tuple[str, float]]:
     """Yield (label, duration) of every action that takes time."""
-    schedule = timeline.schedule
-    for rank, row in enumerate(literal_rows(schedule)):
-        source = table_rank(schedule, rank)
-        times = zip(row, timeline.starts[source], timeline.ends[source], strict=True)
-        yield from ((_label(schedule, a), end - start) for a, start, end in times if end > start)
+    for row in timeline.bars:
+        for action, start, end in row:
+            if end > start:
+                yield _label(timeline.schedule, action), end - start
 
 
 def _legible(timeline: Timeline) -> float:
@@ -121,12 +119,8 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
     yield f'<text class="rank" x="{_LEFT - 6}" y="{y + 14}">rank {rank}</text>'
     length = timeline.makespan * scale
     yield f'<rect class="lane" x="{_LEFT}" y="{y}" width="{_n(length)}" height="{_BAR}"/>'
-    source = table_rank(schedule, rank)
-    times = zip(timeline.starts[source], timeline.ends[source], strict=True)
-    pairs = schedule.pairs_of(source)
-    for index, (action, (start, end)) in enumerate(
-        zip(literal_rows(schedule)[rank], times, strict=True)
-    ):
+    pairs = schedule.pairs_of(table_rank(schedule, rank))
+    for index, (action, start, end) in enumerate(timeline.bars[rank]):
         if start == end:
             continue
         x, width = _LEFT + start * scale, (end - start) * scale

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 from typing import TYPE_CHECKING
@@ -26,10 +26,6 @@ from megatron_ext.schedules.table.costs import UNIT, Costs
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.placement import Placement
-
-Packing = tuple[tuple[tuple[int, ...], ...], ...]
-"""Indexes of samples by replica, then by micro-batch. All replicas have equally many micro-batches;
-one that is left over is empty."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +115,6 @@ class LengthCost:
         # Exact: micro-batches of the same lengths cost the same, in whatever order they hold them.
         return fsum(map(self.of_length, lengths))
 
-    def of_packing(self, packing: Packing, lengths: Sequence[int]) -> list[list[float]]:
-        """Return the cost of each micro-batch of each replica."""
-        return [
-            [self.of_pack([lengths[i] for i in pack]) for pack in replica] for replica in packing
-        ]
-
 
 def fills_of(placement: Placement) -> float:
     """Return how many whole micro-batches a pipeline takes to fill and drain: (pp - 1) / v."""
@@ -172,55 +162,52 @@ def deal_out(costs: Sequence[float], num_replicas: int, fills: float = 0.0) -> l
         if len(dealt[share]) < each:
             heapq.heappush(cheapest, (cost + costs[number], share))
     shares = min(in_file_order, dealt, key=costliest)
-    return _near(shares, num_replicas)
-
-
-def _near(shares: list[list[int]], num_replicas: int) -> list[list[int]]:
-    """Return the shares by replica, so that few micro-batches move."""
+    # The replica that has read most of a share takes it, so that few micro-batches move.
     has_read = Counter(
         (number % num_replicas, index) for index, share in enumerate(shares) for number in share
     )
     taken: dict[int, int] = {}
-    left = set(range(num_replicas))
+    left = dict.fromkeys(range(num_replicas))
     for replica, index in sorted(has_read, key=lambda pair: (-has_read[pair], pair)):
         if replica not in taken and index in left:
             taken[replica] = index
-            left.remove(index)
-    others = iter(sorted(left))
+            del left[index]
+    others = iter(left)
     return [
         sorted(shares[taken[replica] if replica in taken else next(others)])
         for replica in range(num_replicas)
     ]
 
 
-def pack_in_file_order(lengths: Sequence[int], num_replicas: int, max_tokens: int) -> Packing:
-    """Return the packing of a sampler that reads its file: the next sample goes into the open pack.
+def packs_in_file_order(lengths: Iterable[int], max_tokens: int) -> Iterator[list[int]]:
+    """Yield the lengths in each micro-batch of a sampler that reads its file.
 
-    A pack is closed by the first sample that does not fit. Replicas take turns, as in Megatron.
+    The next sample goes into the open pack; the first that does not fit closes it.
 
     Args:
-        lengths: Tokens of each sample of the global batch.
-        num_replicas: Data-parallel replicas.
+        lengths: Tokens of each sample.
         max_tokens: What a micro-batch holds at most.
 
     Raises:
-        ScheduleError: A sample does not fit into a micro-batch, or there is none.
+        ScheduleError: A sample does not fit into a micro-batch, or has no tokens.
     """
-    _check(lengths, num_replicas, max_tokens)
-    packs: list[list[int]] = []
-    room = 0
-    for index, length in enumerate(lengths):
+    pack: list[int] = []
+    room = max_tokens
+    for length in lengths:
+        if length < 1:
+            raise ScheduleError(f"a sample has {length} tokens; leave out samples without any")
+        if length > max_tokens:
+            raise ScheduleError(
+                f"a sample has {length} tokens, a micro-batch holds at most {max_tokens}; cut the "
+                "sample, or raise the limit"
+            )
         if length > room:
-            packs.append([])
-            room = max_tokens
-        packs[-1].append(index)
+            yield pack
+            pack, room = [], max_tokens
+        pack.append(length)
         room -= length
-    # Replicas run the same number of micro-batches, because each takes part in the same
-    # collectives.
-    packs += [[] for _ in range(-len(packs) % num_replicas)]
-    return tuple(
-        tuple(tuple(pack) for pack in packs[first::num_replicas]) for first in range(num_replicas)
-    )
+    if pack:
+        yield pack
 
 
 def shortest(
@@ -248,20 +235,6 @@ def shortest(
     hops = sum(hop != "local" for hop in placement.hops)
     through = placement.num_ranks * (costs.forward + costs.input) * max(sample_costs)
     return max(mean + fill, through + 2 * hops * costs.latency)
-
-
-def _check(lengths: Sequence[int], num_replicas: int, max_tokens: int) -> None:
-    if not lengths:
-        raise ScheduleError("there are no lengths; give at least one sample")
-    if num_replicas < 1:
-        raise ScheduleError(f"{num_replicas} replicas cannot share a batch; use 1 or more")
-    if min(lengths) < 1:
-        raise ScheduleError(f"a sample has {min(lengths)} tokens; leave out samples without any")
-    if max(lengths) > max_tokens:
-        raise ScheduleError(
-            f"a sample has {max(lengths)} tokens, a micro-batch holds at most {max_tokens}; "
-            "cut the sample, or raise the limit"
-        )
 
 
 # Small micro-batches that fill the pipeline before the largest come.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.schedules.table.costs import AHEAD, UNIT, Costs
 from megatron_ext.schedules.table.memory import activation_peaks, measure, slots_needed
+from megatron_ext.schedules.table.transforms import literal_rows, table_rank
 from megatron_ext.schedules.table.walk import check_ends, walk
 
 if TYPE_CHECKING:
@@ -70,6 +71,16 @@ class Timeline:
     def hidden_in_pairs(self) -> tuple[float, ...]:
         """By rank the same of its pairs alone, which a long step comes close to."""
         return tuple(saved / total if total else 0.0 for total, saved in self._of_pairs)
+
+    @cached_property
+    def bars(self) -> list[list[tuple[Action, float, float]]]:
+        """By rank of the world, both twins: each action as it is drawn, with its start and end."""
+        rows, schedule = literal_rows(self.schedule), self.schedule
+        sources = [table_rank(schedule, rank) for rank in range(schedule.pp)]
+        return [
+            list(zip(row, self.starts[source], self.ends[source], strict=True))
+            for row, source in zip(rows, sources, strict=True)
+        ]
 
     @property
     def bubble(self) -> float:
@@ -166,7 +177,8 @@ class Clock:
         self._num_slices, self._in_step = schedule.num_slices, schedule.slices_in_step
         self._slices = schedule.slices
         self._durations = costs.durations(schedule)
-        self._factors = costs.action_factors(schedule) if costs.has_factors(schedule) else None
+        differ = costs.jitter or costs.microbatch_scale or schedule.num_slices > 1
+        self._factors = costs.action_factors(schedule) if differ else None
         self._all_to_all, self._hides = costs.all_to_all, costs.hides
         self._latency = costs.latency
         self._wire_time = 0.0 if costs.bandwidth is None else 1.0 / costs.bandwidth

@@ -69,30 +69,24 @@ class Costs:
                 f"times of actions must be positive, from {_SHORTEST:g} to {_LONGEST:g} in any "
                 f"consistent unit, got {', '.join(f'{time:g}' for time in times)}"
             )
-        if not 0 <= self.latency <= _LONGEST:
+        for what, value in (
+            ("the latency of a link", self.latency),
+            ("the time of a launch", self.launch),
+            *(("factors of micro-batches", scale) for scale in self.microbatch_scale),
+        ):
+            if not 0 <= value <= _LONGEST:
+                raise ScheduleError(f"{what} must be 0 or more, up to {_LONGEST:g}, got {value:g}")
+        for what, share in (("attention", self.attention), ("all-to-all", self.all_to_all)):
+            if not 0 <= share < 1:
+                raise ScheduleError(
+                    f"the share of {what} must be from 0 to less than 1, got {share:g}"
+                )
+        if not 0 <= self.hides <= 1:
             raise ScheduleError(
-                f"the latency of a link must be 0 or more, up to {_LONGEST:g}, got {self.latency:g}"
-            )
-        if not 0 <= self.launch <= _LONGEST:
-            raise ScheduleError(
-                f"the time of a launch must be 0 or more, up to {_LONGEST:g}, got {self.launch:g}"
+                f"how much of its all-to-all a pair hides must be from 0 to 1, got {self.hides:g}"
             )
         if self.bandwidth is not None and not self.bandwidth > 0:
             raise ScheduleError(f"the bandwidth must be positive, got {self.bandwidth:g}")
-        if not all(0 <= scale <= _LONGEST for scale in self.microbatch_scale):
-            raise ScheduleError(
-                f"factors of micro-batches must be 0 or more, up to {_LONGEST:g}, got "
-                f"{', '.join(f'{scale:g}' for scale in self.microbatch_scale)}"
-            )
-        if not 0 <= self.all_to_all < 1 or not 0 <= self.hides <= 1:
-            raise ScheduleError(
-                f"the share of all-to-all must be from 0 to less than 1, and how much of it a pair "
-                f"hides from 0 to 1, got {self.all_to_all:g} and {self.hides:g}"
-            )
-        if not 0 <= self.attention < 1:
-            raise ScheduleError(
-                f"the share of attention must be from 0 to less than 1, got {self.attention:g}"
-            )
         if self.jitter < 0 or self.link_jitter < 0:
             raise ScheduleError(
                 f"jitter must be 0 or more, got {min(self.jitter, self.link_jitter):g}; it is the "
@@ -120,10 +114,8 @@ class Costs:
     def __str__(self) -> str:
         """Return the text form that `parse` accepts."""
         numbers = [self.forward, self.input, self.weight]
-        if self.latency or self.launch:
-            numbers.append(self.latency)
-        if self.launch:
-            numbers.append(self.launch)
+        numbers += [self.latency] if self.latency or self.launch else []
+        numbers += [self.launch] if self.launch else []
         return ",".join(f"{number:.15g}" for number in numbers)
 
     @property
@@ -183,10 +175,6 @@ class Costs:
             for kind, share in attention.items()
         }
 
-    def has_factors(self, schedule: Schedule) -> bool:
-        """Return whether micro-batches or their slices differ, so that factors are needed."""
-        return bool(self.jitter or self.microbatch_scale or schedule.num_slices > 1)
-
     def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """Return the factor on each action, by kind and stage, and in it micro-batch and slice.
 
@@ -212,8 +200,10 @@ class Costs:
     def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """Return the jitter of each message by the action that sends it; B covers I as well."""
         count = schedule.num_stages * schedule.slices_in_step
-        kinds: tuple[Kind, Kind] = ("F", "B")
-        return {kind: self._factors(self.link_jitter, f"link {kind}", count) for kind in kinds}
+        return {
+            "F": self._factors(self.link_jitter, "link F", count),
+            "B": self._factors(self.link_jitter, "link B", count),
+        }
 
     def _factors(self, sigma: float, what: str, count: int) -> list[float]:
         if not sigma:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import chain, permutations
+from itertools import chain, pairwise, permutations
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ from megatron_ext.schedules.search.length_balance import (
     deal_out,
     fills_of,
     makespan_of,
-    pack_in_file_order,
+    packs_in_file_order,
     shortest,
 )
 
@@ -30,16 +30,12 @@ LENGTH_COSTS = st.builds(
 FILLS = st.sampled_from([0.0, 1.5, 7.0])
 
 
-@given(LENGTHS, REPLICAS)
-def test_a_packing_holds_each_sample_once_and_within_its_limit(
-    lengths: list[int], replicas: int
-) -> None:
-    packing = pack_in_file_order(lengths, replicas, MAX_TOKENS)
-    assert len(packing) == replicas
-    assert len({len(replica) for replica in packing}) == 1
-    all_packs = list(chain.from_iterable(packing))
-    assert sorted(chain.from_iterable(all_packs)) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in pack) <= MAX_TOKENS for pack in all_packs)
+@given(LENGTHS)
+def test_packs_hold_the_samples_in_their_order_and_within_the_limit(lengths: list[int]) -> None:
+    packs = list(packs_in_file_order(lengths, MAX_TOKENS))
+    assert list(chain.from_iterable(packs)) == lengths
+    assert all(sum(pack) <= MAX_TOKENS for pack in packs)
+    assert all(sum(pack) + after[0] > MAX_TOKENS for pack, after in pairwise(packs))
 
 
 MICROBATCH_COSTS = st.sampled_from([0.0, 0.1, 1.0, 2.0, 7.0, 30.0])
@@ -156,17 +152,15 @@ def test_the_bound_is_reached() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "replicas", "said"),
+    ("lengths", "said"),
     [
-        ([], 1, "there are no lengths; give at least one sample"),
-        ([0, 5], 1, "a sample has 0 tokens; leave out samples without any"),
-        ([101], 1, "a sample has 101 tokens, a micro-batch holds at most 100; cut the sample"),
-        ([1], 0, "0 replicas cannot share a batch; use 1 or more"),
+        ([0, 5], "a sample has 0 tokens; leave out samples without any"),
+        ([101], "a sample has 101 tokens, a micro-batch holds at most 100; cut the sample"),
     ],
 )
-def test_impossible_batches_are_refused(lengths: list[int], replicas: int, said: str) -> None:
+def test_impossible_batches_are_refused(lengths: list[int], said: str) -> None:
     with pytest.raises(ScheduleError, match=said):
-        pack_in_file_order(lengths, replicas, MAX_TOKENS)
+        list(packs_in_file_order(lengths, MAX_TOKENS))
 
 
 @pytest.mark.parametrize("text", ["1", "1,2,3", "a,b", "-1,2", "0,0"])
