@@ -17,52 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_ext.errors import (
-    ArgumentsError,
-    MegatronExtError,
-    UserError,
-    line_of,
-    parser_line,
-)
+from megatron_ext.errors import MegatronExtError, UserError, line_of, parser_line
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
 from megatron_ext.version import __version__
-
-_OWN_LOOP = (
-    "leave it out: Megatron's own loop trains (on 0.16 with a tree: `megatron-ext upstream fetch`)"
-)
-
-REMOVED = {
-    "--embedded": _OWN_LOOP,
-    "launch --embedded": _OWN_LOOP,
-    "launch --kubernetes": "start from examples/kubernetes/trainjob.yaml",
-    "launch --image": "start from examples/kubernetes/trainjob.yaml",
-    "launch --nodes": "start from examples/kubernetes/trainjob.yaml",
-    "launch --gpu-resource": "start from examples/kubernetes/trainjob.yaml",
-    "launch --rdma-resource": "start from examples/kubernetes/trainjob.yaml",
-    **{
-        f"doctor {flag}": "give the flags of the training: `megatron-ext doctor -- pretrain_gpt.py "
-        "FLAGS`"
-        for flag in (
-            "--schedule",
-            "--pp",
-            "--microbatches",
-            "--seq-length",
-            "--micro-batch-size",
-            "--hidden-size",
-            "--use-dpp",
-            "--dpp-extra-activations",
-            "--fp32",
-        )
-    },
-    "preprocess": "run examples/data/tokenize_text.py, or upstream's tools/preprocess_data.py",
-    "aggregate --slow-rank": "leave it out: a rank is slow from 1.2 times the median",
-    "aggregate --slow-link": "leave it out: a link is slow from 2 times the median",
-    "patches fingerprint": "use python tests/versions/compare.py TREE_OR_WHEEL --record COMMIT",
-    "launch --push": "copy the code first: rsync -a --exclude .git ./ HOST:$PWD/",
-    "collect": "`megatron-ext status RUN_ID` names the folders: rsync -a HOST:FOLDER/ logs-HOST/",
-}
-"""Command or `command flag` that a release removed -> remedy; each is kept for one release."""
 
 _REQUIRED = ("megatron", "numpy", "packaging", "psutil", "rich", "torch", "wrapt")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -167,19 +125,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse_removed(arguments: Sequence[str]) -> None:
-    """Raise `ArgumentsError` if the arguments use something that a release removed."""
-    own: list[str] = []
-    for word in arguments:
-        if word == "--" or word.endswith(".py"):
-            break  # flags of a training script follow
-        own.append(word.partition("=")[0])
-    for name, remedy in REMOVED.items():
-        command, _, flag = name.partition(" ")
-        if own[:1] == [command] and (not flag or flag in own):
-            raise ArgumentsError(f"`{name}` was removed; {remedy}")
-
-
 def _add_patches(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser(
         "patches",
@@ -258,18 +203,13 @@ def _run_upstream(args: argparse.Namespace) -> int:
         return 0
     core = releases.core_version() or "(none)"
     print(f"megatron-core {core} is installed, {releases.SUPPORTED} is supported")
-    tree = upstream.find_tree()
-    if tree is None:
-        upstream.require_tree()
-    else:
-        status = upstream.tree_status(tree)
-        commit = status.commit[:12] if status.commit else "not a git checkout"
-        print(f"{tree}: version {status.version}, commit {commit}")
-        for problem in status.problems:
-            print(f"{tree}: {problem}")
-        if status.problems:
-            return 1
-    return 0
+    tree = upstream.find_tree() or upstream.require_tree()  # the latter says how to get one
+    status = upstream.tree_status(tree)
+    commit = status.commit[:12] if status.commit else "not a git checkout"
+    print(f"{tree}: version {status.version}, commit {commit}")
+    for problem in status.problems:
+        print(f"{tree}: {problem}")
+    return int(bool(status.problems))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -281,17 +221,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0; 1 for a check with findings; 2 for a mistake of the user.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        # Before it is parsed: to argparse the flag is unknown, and what to do instead would be
-        # lost.
-        _refuse_removed(arguments)
         parser = build_parser()
         with suppress(ImportError):  # optional: pip install argcomplete
             import argcomplete
 
             argcomplete.autocomplete(parser)
-        args = parser.parse_args(arguments)
+        args = parser.parse_args(argv)
         if args.command is None:
             parser.print_help()
             return 0

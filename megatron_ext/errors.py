@@ -54,28 +54,7 @@ class PatchConflict(MegatronExtError):
 
 
 class EffectMissing(MegatronExtError):
-    """A requested feature has no effect, because Megatron takes another code path.
-
-    Args:
-        feature: The requested feature.
-        effect: Its intended effect.
-        found: The observed effect.
-        patch: Id of the patch that should have acted.
-        installed: Version of Megatron.
-        tested: The version that the feature was tested with.
-    """
-
-    def __init__(
-        self, feature: str, effect: str, found: str, patch: str, *, installed: str, tested: str
-    ) -> None:
-        self.feature = feature
-        self.effect = effect
-        self.patch = patch
-        super().__init__(
-            f"{feature}: {effect}, but {found}; the patch {patch} should ensure this (see "
-            f"`megatron-ext patches list`). Megatron {installed} is installed; leave {feature} "
-            f"out, or use the version that it was tested with: pip install megatron-core=={tested}"
-        )
+    """A requested feature has no effect, because Megatron takes another code path."""
 
 
 class TransportError(MegatronExtError):
@@ -207,15 +186,11 @@ class UpstreamMismatch(MegatronExtError):
         remedy: str | None = None,
     ) -> None:
         self.target = target
-        self.expected = expected
         self.found = found
-        self.installed = installed
-        self.supported = supported
-        if remedy is None:
-            remedy = (
-                f"Install the supported version (pip install 'megatron-core{supported}') or, at "
-                f"your own risk, set MEGATRON_EXT_DRIFT=warn"
-            )
+        remedy = remedy or (
+            f"Install the supported version (pip install 'megatron-core{supported}') or, at "
+            f"your own risk, set MEGATRON_EXT_DRIFT=warn"
+        )
         super().__init__(
             f"{target}: expected {expected}, found {found}; Megatron {installed} is installed, "
             f"{supported} is supported. {remedy}."

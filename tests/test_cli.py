@@ -26,28 +26,6 @@ def test_the_subcommands_are_these() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "remedy"),
-    [
-        (["launch", "--kubernetes", "--", "a.py"], "examples/kubernetes/trainjob.yaml"),
-        (["launch", "--image=i", "--", "a.py"], "examples/kubernetes/trainjob.yaml"),
-        (["launch", "--hostfile", "h", "--push", "--", "a.py"], "rsync -a"),
-    ],
-)
-def test_what_was_removed_answers_with_its_remedy(
-    words: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(words) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "was removed; " in line
-    assert remedy in line
-
-
-def test_a_flag_of_the_script_is_not_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["launch", "--hostfile", "/nowhere", "--", "a.py", "--push"]) == 2
-    assert "was removed" not in capsys.readouterr().err
-
-
 def test_our_training_flags_are_these() -> None:
     parser = add_arguments(argparse.ArgumentParser())
     add_arguments(parser)  # a second time changes nothing

@@ -47,13 +47,11 @@ def _acted(*patches: str) -> bool:
 
 
 def _missing(feature: str, effect: str, found: str, patch: str) -> EffectMissing:
+    installed, tested = releases.core_version() or "(none)", releases.reference().version
     return EffectMissing(
-        feature,
-        effect,
-        found,
-        patch,
-        installed=releases.core_version() or "(none)",
-        tested=releases.reference().version,
+        f"{feature}: {effect}, but {found}; the patch {patch} should ensure this (see "
+        f"`megatron-ext patches list`). Megatron {installed} is installed; leave {feature} out, or "
+        f"use the version that it was tested with: pip install megatron-core=={tested}"
     )
 
 

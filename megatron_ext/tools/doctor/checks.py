@@ -21,7 +21,7 @@ from megatron_ext.devices.backend import Accelerator
 from megatron_ext.errors import MegatronExtError, TransportError
 from megatron_ext.planning.hardware import DeviceKind, kind_of
 from megatron_ext.tools.doctor.flight import Diagnosis
-from megatron_ext.tools.launch.fitness import MIN_SHARED_BYTES, SHARED_MEMORY
+from megatron_ext.tools.launch.agent import MIN_SHARED_BYTES, SHARED_MEMORY
 from megatron_ext.tools.launch.supervise import Agents
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
@@ -29,7 +29,6 @@ from megatron_ext.version import __version__, code_hash, installed
 
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.plan import JobPlan
-    from megatron_ext.tools.launch.ssh import Ssh
 
 _MIN_LOCKED_BYTES = 1 << 30
 _GIB = 1 << 30
@@ -272,23 +271,20 @@ def check_rdma() -> Iterator[Diagnosis]:
         yield Diagnosis("WARN", "RDMA", f"{last.step}: {last.text}", remedy)
 
 
-def check_hosts(plan: JobPlan, ssh: Ssh, timeout_s: float) -> Iterator[Diagnosis]:
+def check_hosts(plan: JobPlan, timeout_s: float) -> Iterator[Diagnosis]:
     """Run the preflight checks of a launch on every host, without starting anything."""
     # The agents of a launch, with its requests: doctor and launch cannot disagree about a host.
-    with Agents(plan, ssh) as agents:
-        found, problems, warnings = agents.look(timeout_s)
-    noted = dict.fromkeys(problems, "FAIL") | dict.fromkeys(warnings, "WARN")
-    for line, level in noted.items():
-        name, _, text = line.partition(": ")
-        yield Diagnosis.of(level, f"host {name}", text)  # type: ignore[arg-type]
-    bad = {line.partition(": ")[0] for line in problems}
-    for name, each in found.items():
-        if name not in bad:
-            same = each["same"]
-            yield Diagnosis(
-                "OK",
-                f"host {name}",
-                f"torch {same['torch']}, megatron-core {same['megatron-core']}, {each['devices']} "
-                f"devices, clock {each['ahead_s']:+.1f} s, {each['free_bytes'] >> 30} GiB free for "
-                f"logs",
-            )
+    with Agents(plan) as agents:
+        answers = agents.look(timeout_s)
+    for host, found in zip(plan.hosts, answers, strict=True):
+        name = f"host {host.name}"
+        for problem in found["problems"]:
+            yield Diagnosis.of("FAIL", name, problem)
+        for warning in found["warnings"]:
+            yield Diagnosis.of("WARN", name, warning)
+        if not found["problems"]:
+            same = found["same"]
+            shown = f"torch {same['torch']}, megatron-core {same['megatron-core']}, "
+            shown += f"{found['devices']} devices, clock {found['ahead_s']:+.1f} s, "
+            shown += f"{found['free_bytes'] >> 30} GiB free for logs"
+            yield Diagnosis("OK", name, shown)

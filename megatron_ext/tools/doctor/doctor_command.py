@@ -17,7 +17,6 @@ from megatron_ext.tools.launch.launch_commands import add_hosts
 if TYPE_CHECKING:
     from megatron_ext.tools.doctor.flight import Diagnosis
     from megatron_ext.tools.launch.plan import JobPlan
-    from megatron_ext.tools.launch.ssh import Ssh
 
 
 def add_subcommand(subparsers: Any) -> None:
@@ -59,9 +58,10 @@ def _run(args: argparse.Namespace) -> int:
         from megatron_ext.tools.launch.jobs import hosts_of
         from megatron_ext.tools.launch.plan import JobPlan
 
-        known, ssh = hosts_of(args)
-        hosts = tuple(replace(host, slots=None) for host in known)  # each counts its devices
-        plan = JobPlan(runs.new_run_id(), hosts, ("true",), "/", args.python, per_node=True), ssh
+        hosts = tuple(replace(host, slots=None) for host in hosts_of(args)[0])  # to be counted
+        plan = JobPlan(
+            runs.new_run_id(), hosts, ("true",), "/", args.python, per_node=True, ssh=args.ssh_cmd
+        )
     elif args.include is not None or args.exclude is not None:
         flag = "--exclude" if args.include is None else "--include"
         raise LaunchError(f"{flag} chooses among the hosts of a hostfile; add --hostfile FILE")
@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
     return int(any(finding.level == "FAIL" for finding in found))
 
 
-def _findings(args: argparse.Namespace, plan: tuple[JobPlan, Ssh] | None) -> Iterator[Diagnosis]:
+def _findings(args: argparse.Namespace, plan: JobPlan | None) -> Iterator[Diagnosis]:
     """Run all checks that the flags select, in sequence."""
     from megatron_ext.tools.doctor.flight import check_training
 
@@ -98,4 +98,4 @@ def _findings(args: argparse.Namespace, plan: tuple[JobPlan, Ssh] | None) -> Ite
     if args.command_words:
         yield from check_training(args.command_words, None, checks.device_here())
     if plan is not None:
-        yield from checks.check_hosts(*plan, args.preflight_timeout)
+        yield from checks.check_hosts(plan, args.preflight_timeout)

@@ -12,6 +12,7 @@ import resource
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -145,28 +146,20 @@ def check_training(
     for kind in ("tensor_model", "pipeline_model", "context", "expert_model"):
         name = f"{kind}_parallel_size"
         setattr(args, name, getattr(args, name, None) or 1)
-    if found.pipeline is None:
-        yield from _hangs(args, KNOWN_HANGS)
-    else:
-        # Our messages have names, so that the order in which ranks send cannot swap them.
-        yield from _hangs(args, KNOWN_HANGS[-1:])
+    # Our messages have names, so that the order in which ranks send cannot swap them.
+    for rule in KNOWN_HANGS if found.pipeline is None else KNOWN_HANGS[-1:]:
+        if rule.refuses(args):
+            yield Diagnosis("WARN", "known hang", f"{rule.flag}: {rule.reason}", rule.remedy)
     if not found.accepted:
         return
-    own = "Megatron's own schedule"
-    yield Diagnosis("OK", "training", f"{found.pipeline.name if found.pipeline else own} takes "
-                  "these flags")  # fmt: skip
+    name = found.pipeline.name if found.pipeline else "Megatron's own schedule"
+    yield Diagnosis("OK", "training", f"{name} takes these flags")
     yield from _arenas(found, args, is_here=count is None)
     if device is None:
         line = "memory and time are not forecast: say for which devices, as --devices 64xh100"
         yield Diagnosis("OK", "layout", line)
     else:
         yield from _forecast(found, args, flags, device)
-
-
-def _hangs(args: Namespace, known: Sequence[Rule]) -> Iterator[Diagnosis]:
-    for rule in known:
-        if rule.refuses(args):
-            yield Diagnosis("WARN", "known hang", f"{rule.flag}: {rule.reason}", rule.remedy)
 
 
 def _arenas(found: Preflight, args: Namespace, *, is_here: bool) -> Iterator[Diagnosis]:
@@ -184,17 +177,15 @@ def _arenas(found: Preflight, args: Namespace, *, is_here: bool) -> Iterator[Dia
     whole = each * pipeline.pp
     shown = f"{each / _MIB:.0f} MiB for each rank at most, {whole / _MIB:.0f} MiB for a pipeline "
     shown += "on one machine"
-    if not is_here:
-        yield Diagnosis("OK", "transport arenas", shown)
-        return
-    import psutil
+    level: Literal["OK", "FAIL", "WARN"] = "OK"
+    if is_here:
+        import psutil
 
-    available = psutil.virtual_memory().available
-    shown += f", {available / _MIB:.0f} MiB available here"
+        available = psutil.virtual_memory().available
+        shown += f", {available / _MIB:.0f} MiB available here"
+        level = "FAIL" if whole > available else "WARN" if whole > available // 2 else "OK"
     remedy = "lower the micro-batch size, or use --pipeline-transport torch, which has no arenas"
-    level: Literal["FAIL", "WARN"] = "FAIL" if whole > available else "WARN"
-    is_much = whole > available // 2
-    yield Diagnosis(level if is_much else "OK", "transport arenas", shown, remedy * is_much)
+    yield Diagnosis(level, "transport arenas", shown, remedy if level != "OK" else "")
 
 
 def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
@@ -226,29 +217,29 @@ def _forecast(
         reason = "the planner has no forecast for this schedule or cut"
         yield Diagnosis("OK", "layout", f"memory and time are not checked: {reason}")
         return
-    most = max(plan.memory_gib)
+    most, limit = max(plan.memory_gib), device.memory_gib - device.reserve_gib
     rank = plan.memory_gib.index(most)
-    limit = device.memory_gib - device.reserve_gib
     name = plan.schedule if plan.sizes.pp > 1 else "no pipeline"
     shown = f"rank {rank} needs {most:.1f} GiB of {device.memory_gib:g} ({device.name}, {name})"
-    is_full, idle = most > limit, plan.idle
-    better = nearest(job, plan)
-    remedy = "" if better is None else better.remedy(plan)
-    if most > device.memory_gib:
+    words, better = nearest(job, plan)
+    remedy = ""
+    if better is not None:
+        remedy = f"try {words} ({max(better.memory_gib):.1f} GiB, {better.step_s:.3g} s a step "
+        remedy += f"against {plan.step_s:.3g}): {better.flags}"
+    if most <= limit:
+        yield Diagnosis("OK", "memory", shown)
+    elif most > device.memory_gib:
         yield Diagnosis("FAIL", "memory", shown, remedy or "use more devices")
-    elif is_full:
+    else:
         shown += f", of which {device.reserve_gib:g} are for workspaces and fragments"
         yield Diagnosis("WARN", "memory", shown, remedy or "use more devices")
-    else:
-        yield Diagnosis("OK", "memory", shown)
-    shown = f"devices wait {100 * idle:.0f} % of the pipeline's time, {plan.step_s:.3g} s a step "
-    shown += "by forecast"
-    if idle >= _MOSTLY_IDLE:
+    shown = f"devices wait {100 * plan.idle:.0f} % of the pipeline's time, {plan.step_s:.3g} s a "
+    shown += "step by forecast"
+    if plan.idle >= _MOSTLY_IDLE:
         yield Diagnosis("WARN", "idle devices", shown, remedy or "give more micro-batches")
-    elif better is not None and not is_full and plan.step_s > _WORTH * better.plan.step_s:
-        yield Diagnosis("OK", "idle devices", shown, remedy)
     else:
-        yield Diagnosis("OK", "idle devices", shown)
+        gains = better is not None and most <= limit and plan.step_s > _WORTH * better.step_s
+        yield Diagnosis("OK", "idle devices", shown, remedy if gains else "")
 
 
 def planned(
@@ -336,42 +327,22 @@ def _counts(found: Preflight, args: Namespace, name: str) -> list[int]:
     else:
         count = pp * stages.chunks_of_megatron(args)
     ends = [getattr(args, f"decoder_{end}_pipeline_num_layers", None) for end in ("first", "last")]
-    if any(ends) and count == pp:
-        given = sum(end for end in ends if end)
-        between = count - sum(map(bool, ends))
-        each, rest = divmod(layers - given, between) if between else (0, layers - given)
-        if not rest:
-            middle = [each] * between
-            return [*([ends[0]] if ends[0] else []), *middle, *([ends[1]] if ends[1] else [])]
+    if count != pp:
+        ends = [None, None]
     # Embedding and loss may count as a layer each.
     spare = [bool(getattr(args, f"account_for_{end}_in_pipeline_split", False))
              for end in ("embedding", "loss")]  # fmt: skip
-    each, rest = divmod(layers + sum(spare), count)
-    if rest:
+    others = count - sum(map(bool, ends))
+    each = (layers + sum(spare) - sum(filter(None, ends))) // max(1, others)
+    counts = [each] * count
+    counts[0] = ends[0] or each - spare[0]
+    counts[-1] = ends[1] or counts[-1] - spare[1]
+    if sum(counts) != layers:
         raise ScheduleError(
             f"{layers} layers do not divide into {count} stages of {name}, which Megatron refuses; "
             f"add {_OURS} {name} --pipeline-layout auto, which cuts them unevenly"
         )
-    counts = [each] * count
-    counts[0] -= spare[0]
-    counts[-1] -= spare[1]
     return counts
-
-
-@dataclass(frozen=True)
-class Better:
-    """Other flags, with their forecast."""
-
-    changed: str
-    plan: Layout
-
-    def remedy(self, own: Layout) -> str:
-        """Return the change in words, its forecast, and the flags."""
-        plan = self.plan
-        return (
-            f"try {self.changed} ({max(plan.memory_gib):.1f} GiB, {plan.step_s:.3g} s a step "
-            f"against {own.step_s:.3g}): {plan.flags}"
-        )
 
 
 _CHANGES = {
@@ -386,10 +357,13 @@ _CHANGES = {
 }
 
 
-def nearest(job: Question, own: Layout) -> Better | None:
+def nearest(job: Question, own: Layout) -> tuple[str, Layout | None]:
     """Return the fastest layout that fits, is faster than a fitting one, and differs in one thing.
 
     If there is none, or it gains little where devices mostly wait, several things may differ.
+
+    Returns:
+        The difference in words, and the layout, None if nothing is better.
     """
     sizes, limit = own.sizes, job.device.memory_gib - job.device.reserve_gib
     fixed: dict[str, Any] = {
@@ -399,24 +373,21 @@ def nearest(job: Question, own: Layout) -> Better | None:
     if sizes.pp > 1:
         fixed |= {"schedule": own.schedule, "vp": own.chunks}
     sharded = replace(job, shards_optimizer=True)
+    found = list[tuple[str, Layout]]()
 
-    def best(words: str, other: Question, kept: dict[str, Any]) -> list[Better]:
-        try:
+    def try_out(words: str, other: Question, kept: dict[str, Any]) -> None:
+        with suppress(ArgumentsError):  # nothing divides
             # The best alone: each change is a search of its own, and the user waits for eight.
             plans = search(replace(other, fixed=kept), keep=1).plans
-        except ArgumentsError:  # nothing divides
-            return []
-        faster = max(own.memory_gib) > limit or (plans and plans[0].step_s < own.step_s)
-        return [Better(words, plan) for plan in plans if faster]
+            if plans and (max(own.memory_gib) > limit or plans[0].step_s < own.step_s):
+                found.append((words, plans[0]))
 
-    found = []
     for name, words in _CHANGES.items():
         free = ("schedule", "vp") if name in ("schedule", "pp") else ()
-        kept = {key: fixed[key] for key in fixed if key not in (name, *free)}
-        found += best(words, job, kept)
+        try_out(words, job, {key: fixed[key] for key in fixed if key not in (name, *free)})
     if not job.shards_optimizer:
-        found += best("a sharded optimizer", sharded, fixed)
-    gain = own.step_s / min((each.plan.step_s for each in found), default=math.inf)
+        try_out("a sharded optimizer", sharded, fixed)
+    gain = own.step_s / min((plan.step_s for _, plan in found), default=math.inf)
     if not found or (own.idle >= _MOSTLY_IDLE and gain < _WORTH):
-        found += best("another layout", sharded, {})
-    return min(found, key=lambda each: each.plan.step_s, default=None)
+        try_out("another layout", sharded, {})
+    return min(found, key=lambda each: each[1].step_s, default=("", None))

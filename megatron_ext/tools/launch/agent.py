@@ -2,36 +2,52 @@
 
     python -m megatron_ext.tools.launch.agent
 
-A request comes as one line of JSON on standard input. `run` answers with the fitness of this host
-(`fitness.py`), waits for the start, runs torchrun in a session of its own and forwards its output.
-Standard input stays open while the job runs: its end means that the launcher is gone. Then, or on a
-signal, a stop message, or if the launcher falls silent, the job gets SIGTERM, and after the grace
-period every remaining process is killed. `stop`, `status` and `logs` are about a job that another
-agent runs or ran here: they find it through the file that this agent wrote.
+A request comes as one line of JSON on standard input. `run` answers with the fitness of this host,
+waits for the start, runs torchrun in a session of its own and forwards its output. Standard input
+stays open while the job runs: its end means that the launcher is gone. Then, or on a signal, a stop
+message, or if the launcher falls silent, the job gets SIGTERM, and after the grace period every
+remaining process is killed. `stop`, `status` and `logs` are about a job that another agent runs or
+ran here: they find it through the file that this agent wrote.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import io
 import json
 import os
+import random
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import IO
 
 import psutil
 
-from megatron_ext.tools.launch import fitness, process, runs
-from megatron_ext.tools.launch.logs import MARK, last_lines, rank_logs
+from megatron_ext.devices import count_devices
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.tools.launch import process, runs
+from megatron_ext.tools.launch.logs import MARK
 from megatron_ext.tools.launch.runs import Json
+from megatron_ext.transport.address import source_address
 from megatron_ext.upstream import parent
+from megatron_ext.version import code_hash, installed
 
+MIN_FREE_BYTES = 64 << 20
+"""Less free space than this for the logs of a host is a problem."""
+MIN_SHARED_BYTES = 1 << 30
+"""Less free shared memory than this is a warning; a container has 64 MiB by default."""
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
 _TAIL_LINES = 50
 _CHUNK_BYTES = 1 << 18
 _ALIVE_S = 2.0
@@ -42,23 +58,125 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 Send = Callable[[Json], None]
 
 
+def look(request: Json, log_dir: Path) -> Json:
+    """Return the fitness of this host for a request, whose environment is already set.
+
+    Problems, warnings, and what must be equal on every host. The request's directory becomes the
+    current one; that of the logs must not be there yet.
+    """
+    problems: list[str] = []
+    found: Json = {
+        "kind": "hello",
+        "pid": os.getpid(),
+        "clock": time.time(),
+        "log_dir": str(log_dir),
+        # Without torch, whose import would take most of the time of an answer.
+        "devices": 0 if request["per_node"] and request["nproc"] else count_devices(),
+        "problems": problems,
+        "warnings": [],
+        "same": {
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "megatron_ext": f"files {code_hash()}",
+            "torch": installed("torch") or "not installed",
+            "megatron-core": installed("megatron-core") or "not installed",
+        },
+    }
+    try:
+        os.chdir(request["workdir"])
+    except OSError as error:
+        problems.append(
+            f"the work directory {request['workdir']} cannot be entered: {error.strerror}; copy it "
+            f"there with rsync"
+        )
+    # The folder itself is made at the start only, so that a job that is refused leaves none.
+    there = next(folder for folder in log_dir.parents if folder.exists())
+    found["free_bytes"] = free_bytes = shutil.disk_usage(there).free
+    if log_dir.exists() or not os.access(there, os.W_OK | os.X_OK):
+        why = "it belongs to another run" if log_dir.exists() else f"{there} is not writable"
+        problems.append(
+            f"logs cannot be written to {log_dir}: {why}; use another --run-id or --log-dir"
+        )
+    elif free_bytes < MIN_FREE_BYTES:
+        problems.append(
+            f"only {free_bytes >> 20} MiB are free for logs in {there}; make room "
+            f"({MIN_FREE_BYTES >> 20} MiB at least), or use another --log-dir"
+        )
+    if Path(SHARED_MEMORY).is_dir():
+        shared_bytes = shutil.disk_usage(SHARED_MEMORY).free
+        if shared_bytes < MIN_SHARED_BYTES:
+            found["warnings"].append(
+                f"{shared_bytes >> 20} MiB are free in {SHARED_MEMORY}, and data loaders and NCCL "
+                f"take more; start its container with more (docker run --shm-size=16g)"
+            )
+    script = request["command"][0]
+    if request["per_node"]:
+        if shutil.which(script) is None:
+            problems.append(f"there is no command {script}; copy it there with rsync")
+    elif not problems:
+        from megatron_ext.upstream import runner
+
+        try:
+            start = runner.choose(script)
+            content = start.script.read_bytes() if start.script else b"the wheel"
+            found["same"][f"{script}, content"] = hashlib.sha256(content).hexdigest()[:8]
+        except MegatronExtError as error:
+            problems.append(f"{error}; copy it there with rsync")
+    if 0 < found["devices"] < request["nproc"]:
+        problems.append(
+            f"{request['nproc']} processes are planned, but it has {found['devices']} devices; "
+            f"lower its slots=N, or --nproc"
+        )
+    if request["node"] == 0:
+        # Another program may take a free port before rank 0 listens, seconds later. Below 32768,
+        # where systems begin to number the ports of outgoing connections, nothing takes it.
+        wanted = request["master_port"]
+        ports = [wanted] if wanted else random.sample(range(20000, 32768), 5)
+        taken = {port: _why_taken(port) for port in ports}
+        found["port"] = next((port for port, why in taken.items() if why is None), None)
+        if found["port"] is None:
+            problems.append(
+                f"port {wanted} cannot be used for the ranks to meet: {taken[ports[-1]]}; leave "
+                f"out --master-port to get a free one"
+            )
+    if request["peer"] is not None:
+        try:
+            found["address"] = source_address(request["peer"])
+            found["interface"] = _interface_of(found["address"])
+        except OSError as error:
+            problems.append(
+                f"it cannot reach {request['peer']}: {error.strerror or error}; give that host an "
+                f"address that all others can reach, with addr=IP in the hostfile"
+            )
+    return found
+
+
+def _why_taken(port: int) -> str | None:
+    try:
+        with socket.create_server(("", port)):
+            return None
+    except OSError as error:
+        return "it is in use" if error.errno == errno.EADDRINUSE else str(error)
+
+
+def _interface_of(address: str) -> str | None:
+    """Return the network interface that has an address, for gloo, or None."""
+    wanted, families = ip_address(address.partition("%")[0]), {socket.AF_INET, socket.AF_INET6}
+    for name, found in psutil.net_if_addrs().items():
+        mine = (each.address.partition("%")[0] for each in found if each.family in families)
+        if wanted in map(ip_address, mine):
+            return str(name)
+    return None
+
+
 class _Job:
     """A job that runs here: its process, and why it is stopped, if it is."""
 
-    def __init__(self, request: Json) -> None:
+    def __init__(self, request: Json, argv: list[str], environment: dict[str, str]) -> None:
         self._request, self._since = request, time.time()
-        self._child: subprocess.Popen[bytes] | None = None
         self.stopped: str | None = None
-        whys = {number: f"the agent got {number.name}" for number in _STOPPING}
-        whys[signal.SIGALRM] = f"the launcher was silent for {request['silence_s']:g} s"
-        for number, why in whys.items():
-            signal.signal(number, lambda *_, why=why: self.stop(why, request["grace_s"]))
-
-    def start(self, argv: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Start the process, and return it."""
         agent_pid = os.getpid()
         parent.adopt_orphans()
-        self._child = subprocess.Popen(
+        self.child = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,  # else the job would hold the launcher's end open
             stdout=subprocess.PIPE,
@@ -67,13 +185,16 @@ class _Job:
             start_new_session=True,
             preexec_fn=lambda: parent.die_with_parent(agent_pid),  # noqa: PLW1509 - needs no lock of ours
         )
-        return self._child
+        whys = {number: f"the agent got {number.name}" for number in _STOPPING}
+        whys[signal.SIGALRM] = f"the launcher was silent for {request['silence_s']:g} s"
+        for number, why in whys.items():
+            signal.signal(number, lambda *_, why=why: self.stop(why, request["grace_s"]))
 
     def stop(self, why: str, grace_s: float) -> None:
         """Send SIGTERM, and kill what is left after the grace."""
         self.stopped = self.stopped or why
-        if grace_s > 0 and self._child is not None:
-            self._child.send_signal(signal.SIGTERM)
+        if grace_s > 0:
+            self.child.send_signal(signal.SIGTERM)
         killer = threading.Timer(grace_s, self.end)
         killer.daemon = True  # a job that ends in time leaves the agent nothing to wait for
         killer.start()
@@ -101,19 +222,17 @@ class _Job:
 
 
 def _run(request: Json, directory: Path, send: Send) -> None:
-    for number in _STOPPING:
-        signal.signal(number, lambda *_: sys.exit(0))  # before the start there is nothing to stop
     os.environ.update(request["env"])
     # The script's own modules may be on the job's path only.
     sys.path += [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
-    hello = fitness.look(request, directory)
+    hello = look(request, directory)
     send(hello)
     # The launcher compares all hosts first, so that a job starts everywhere or nowhere.
     messages = (message for message in map(runs.decode, sys.stdin.buffer) if message is not None)
     start = next((message for message in messages if message["op"] == "start"), None)
     if start is None:
         return
-    per_node, job = request["per_node"], _Job(request)
+    per_node = request["per_node"]
     environment = {
         **os.environ,
         "PYTHONUNBUFFERED": "1",  # lines of a rank are shown when they are written
@@ -132,26 +251,26 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         directory.mkdir(parents=True)
         runs.write_json(directory / "agent.json", process.record())
         log = own_log.open("wb", buffering=0)
-        child = job.start(start["argv"], environment)
+        job = _Job(request, start["argv"], environment)
     except OSError as error:
         reason = f"{error.filename or start['argv'][0]}: {error.strerror}"
         send({**ended, "time": time.time(), "tail": [reason]})
         return
-    forwarder = threading.Thread(target=_forward, args=(child.stdout, log, send, per_node))
-    for thread in (forwarder, threading.Thread(target=job.follow_launcher)):
-        thread.daemon = True
-        thread.start()
-    code = child.wait()
+    output = job.child.stdout
+    forwarder = threading.Thread(target=_forward, args=(output, log, send, per_node), daemon=True)
+    forwarder.start()
+    threading.Thread(target=job.follow_launcher, daemon=True).start()
+    code = job.child.wait()
     job.end()  # torchrun's end is not that of all it has started
     ended.update(code=code, stopped=job.stopped, time=time.time())
     forwarder.join(_CLOSE_S)
-    if ended["code"] != 0 and ended["stopped"] is None:
+    if code != 0 and job.stopped is None:
         # torchrun's own code says which rank failed first only in its log: `elastic` reports it.
         ended["tail"] = last_lines(own_log, _TAIL_LINES)
         with suppress(OSError, ValueError):  # it failed before it had ranks, or was killed
             failure = json.loads((directory / "failure.json").read_text())
             ended.update(what=f"rank {failure['rank']}", code=failure["exit_code"])
-            for path in rank_logs(directory, failure["rank"] - start["first_rank"]):
+            for path in _rank_logs(directory, failure["rank"] - start["first_rank"]):
                 lines = last_lines(path, _TAIL_LINES)
                 ended["tail"] = lines if any(map(str.strip, lines)) else ended["tail"]
     with suppress(OSError):  # a full disk: the launcher hears of the end all the same
@@ -161,7 +280,7 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     last.join(_CLOSE_S)  # the launcher may have stopped reading
 
 
-def _forward(output: IO[bytes] | None, log: IO[bytes], send: Send, every_line: bool) -> None:
+def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) -> None:
     """Send lines of ranks, or every line, to the launcher; write those of no rank to the log."""
     assert isinstance(output, io.BufferedReader)
     rest = b""
@@ -179,6 +298,24 @@ def _forward(output: IO[bytes] | None, log: IO[bytes], send: Send, every_line: b
             text = (b"\n".join(shown) + b"\n").decode(errors="surrogateescape")  # any bytes
             with suppress(OSError):
                 send({"kind": "log", "text": text})
+
+
+def _rank_logs(directory: Path, local_rank: int) -> list[Path]:
+    """Return torchrun's output files of a rank, below the job's directory on its host."""
+    folders = directory.glob(f"ranks/*/attempt_0/{local_rank}")
+    return [each / f"{stream}.log" for each in folders for stream in ("stdout", "stderr")]
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Return the last lines of a file that may be large; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - (1 << 16)))  # logs of weeks have gigabytes
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return text.splitlines()[-count:]
 
 
 def _stop(request: Json, directory: Path) -> Json:
@@ -199,15 +336,13 @@ def _stop(request: Json, directory: Path) -> Json:
 
 
 def _status(request: Json, directory: Path) -> Json:
-    state = ""
-    if process.recorded(directory / "agent.json") is not None:
-        state = "running, "
+    if not directory.is_dir():
+        return {"text": "has no record of this run"}
+    state = "running, " if process.recorded(directory / "agent.json") else ""
     with suppress(OSError, ValueError):
         ended = json.loads((directory / "ended.json").read_text(encoding="utf-8"))
         why = f" ({ended['stopped']})" if ended["stopped"] else ""
         state = f"ended with {ended['code']}{why}, "
-    if not directory.is_dir():
-        return {"text": "has no record of this run"}
     count = len(process.marked(request["run_id"], request["node"]))
     return {"text": f"{state}{count or 'no'} processes, logs in {directory}"}
 
@@ -215,7 +350,7 @@ def _status(request: Json, directory: Path) -> Json:
 def _logs(request: Json, directory: Path) -> Json:
     paths = [directory / "output.log", directory / "torchrun.log"]
     if request["local_rank"] is not None:
-        paths = rank_logs(directory, request["local_rank"])
+        paths = _rank_logs(directory, request["local_rank"])
     there = filter(Path.exists, paths)
     lines = [line for path in there for line in (path, *last_lines(path, request["lines"]))]
     return {"text": "\n".join(map(str, lines))}
@@ -241,14 +376,18 @@ def main() -> int:
                 send({"kind": "alive"})
 
     request = runs.decode(sys.stdin.buffer.readline())
-    if request is not None:
-        threading.Thread(target=live, daemon=True).start()
-        directory = runs.log_dir(request)
-        if request["op"] == "run":
-            _run(request, directory, send)
-        else:
-            answer = {"stop": _stop, "status": _status, "logs": _logs}[request["op"]]
-            send({"kind": "answer", "failed": False, **answer(request, directory)})
+    if request is None:
+        return 0
+    threading.Thread(target=live, daemon=True).start()
+    # Hosts may share a file system, and have names of any characters.
+    host = re.sub(r"[^A-Za-z0-9._-]", "_", request["host"])
+    root = Path(request["log_root"] or runs.runs_root())
+    directory = root / request["run_id"] / f"{request['node']:03d}-{host}"
+    if request["op"] == "run":
+        _run(request, directory, send)
+    else:
+        answer = {"stop": _stop, "status": _status, "logs": _logs}[request["op"]]
+        send({"kind": "answer", "failed": False, **answer(request, directory)})
     return 0
 
 

@@ -87,8 +87,7 @@ _KEY_LIST = "slots, addr, port, user, rdma, type and env.NAME"
 def read(path: Path) -> tuple[Host, ...]:
     """Parse a hostfile from disk."""
     try:
-        text = read_text(path, _MAX_BYTES).removeprefix("\ufeff")
-        return parse(text, str(path))
+        return parse(read_text(path, _MAX_BYTES).removeprefix("\ufeff"), str(path))
     except OSError as error:
         why = f"cannot be read: {error.strerror}; give one host on a line"
     except UnicodeDecodeError:
@@ -107,16 +106,15 @@ def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
             continue
         try:
             host = _host(words)
+            # Names are case-insensitive; two ssh ports of one address may be two containers.
+            for known in (host.name.lower(), (host.address.lower(), host.port)):
+                if (first := lines.setdefault(known, number)) != number:
+                    raise ValueError(
+                        f"host {host.name} is already in line {first}; name each host once and "
+                        f"give it more processes with slots=N"
+                    )
         except ValueError as error:
             raise LaunchError(f"{source}:{number}: {error}") from None
-        # Host names are case-insensitive; two ssh ports of one address may be two containers.
-        for known in (host.name.lower(), (host.address.lower(), host.port)):
-            first = lines.setdefault(known, number)
-            if first != number:
-                raise LaunchError(
-                    f"{source}:{number}: host {host.name} is already in line {first}; name "
-                    f"each host once and give it more processes with slots=N"
-                )
         hosts.append(host)
     if not hosts:
         raise LaunchError(f"{source} names no host; write one host on a line")
@@ -136,7 +134,6 @@ def _host(words: list[str]) -> Host:
         allowed = "letters, digits, dots, dashes and underscores"
         raise ValueError(f"{name!r} is not a host name; use {allowed}")
     given: dict[str, Any] = {}
-    env: dict[str, str] = {}
     slots = [] if match["slots"] is None else [f"slots={match['slots']}"]
     for word in (*slots, *words[1:]):
         key, equals, value = word.partition("=")
@@ -144,19 +141,19 @@ def _host(words: list[str]) -> Host:
             raise ValueError(
                 f"expected key=value after the host, found {word!r}; keys are {_KEY_LIST}"
             )
-        if key in given or key in env:
+        if key in given:
             raise ValueError(f"{key} is given twice for {name}; give it once")
-        if key.startswith("env."):
-            if not re.fullmatch(r"env\.[A-Za-z_][A-Za-z0-9_]*", key) or "\0" in value:
-                raise ValueError(f"{word!r} names no environment variable; write env.NAME=VALUE")
-            env[key] = value
-        elif key in _KEYS:
+        if key in _KEYS:
             given[key] = _value(key, value, key)
-        else:
+        elif not key.startswith("env."):
             raise ValueError(f"unknown key {key!r}; keys are {_KEY_LIST}")
+        elif not re.fullmatch(r"env\.[A-Za-z_][A-Za-z0-9_]*", key) or "\0" in value:
+            raise ValueError(f"{word!r} names no environment variable; write env.NAME=VALUE")
+        else:
+            given[key] = value
+    env = tuple((key[4:], given.pop(key)) for key in list(given) if key.startswith("env."))
     given.pop("max_slots", None)
-    variables = tuple((key.removeprefix("env."), value) for key, value in env.items())
-    return Host(name, env=variables, **given)
+    return Host(name, env=env, **given)
 
 
 def _value(shown: str, text: str, key: str) -> Any:

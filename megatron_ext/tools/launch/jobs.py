@@ -22,10 +22,10 @@ import psutil
 from megatron_ext.config.hosting import preflight
 from megatron_ext.devices import count_devices
 from megatron_ext.errors import LaunchError, line_of
+from megatron_ext.files import cannot_write
 from megatron_ext.tools.launch import hostfile, process, runs, slurm
 from megatron_ext.tools.launch.logs import Display
 from megatron_ext.tools.launch.plan import JobPlan, Parallel, flag_value
-from megatron_ext.tools.launch.ssh import Ssh
 from megatron_ext.tools.launch.supervise import Agents, Outcome, supervise
 from megatron_ext.upstream import failure, parent
 from megatron_ext.upstream.person_view import PersonView
@@ -48,19 +48,19 @@ _LONGEST_PAUSE_S = 60.0
 
 def hosts_of(
     args: argparse.Namespace, nproc: int | None = None, alone: int | None = None
-) -> tuple[tuple[hostfile.Host, ...], Ssh]:
-    """Return the hosts that the flags name, this machine if they name none, and how to reach them.
+) -> tuple[tuple[hostfile.Host, ...], str | None]:
+    """Return the hosts that the flags name, this machine if they name none, and Slurm's job.
 
     Args:
         args: The flags.
         nproc: Processes on each host; None: its slots.
         alone: Slots of this machine without a hostfile.
     """
-    job = (os.environ.get("SLURM_JOB_ID") or None) if args.hostfile is None else None
-    if job is not None:
-        known = slurm.hosts()
-    elif args.hostfile is not None:
+    job = None
+    if args.hostfile is not None:
         known = hostfile.read(args.hostfile)
+    elif job := os.environ.get("SLURM_JOB_ID") or None:
+        known = slurm.hosts()
     else:
         known = (hostfile.Host("localhost", slots=alone),)
     hosts = (
@@ -71,8 +71,7 @@ def hosts_of(
         )
         for host in hostfile.select(known, args.include, args.exclude)
     )
-    # ssh has to give up first: its own words say more than our time-out.
-    return tuple(hosts), Ssh(args.ssh_cmd, max(1, min(10, int(args.preflight_timeout))), job)
+    return tuple(hosts), job
 
 
 def _is_this_machine(name: str) -> bool:
@@ -144,81 +143,75 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
             _say(f"job {job} is submitted; `megatron-ext status {job}` shows it, `stop {job}` "
                  f"ends it")  # fmt: skip
         return 0
-    plan, ssh = _plan(args, command, workdir)
-    used, hosts = len(plan.hosts) - args.spares, plan.hosts
-    if used < 1:
-        raise LaunchError(
-            f"--spares is {args.spares} of {len(hosts)} hosts; at least one has to be in use"
-        )
-    plan = replace(plan, hosts=hosts[:used])
-    open_hosts = [host.name for host in plan.hosts if not host.slots]
-    if args.dry_run and open_hosts:
-        raise LaunchError(
-            f"--dry-run contacts no host, so it cannot count devices of {', '.join(open_hosts)}; "
-            f"give slots=N in the hostfile, or --nproc N"
-        )
-    if not open_hosts:  # what is wrong here is reported before any host is contacted
-        complete = plan.completed(args.num_microbatches, allow_uneven=args.allow_uneven)
-        _shown_ranks(args.show, complete.world_size)
-    if args.dry_run:
-        print(complete.dry_run(), end="")
-        words, ranks = complete.command, complete.world_size
-        scripts = [place for place, word in enumerate(words) if word.endswith(".py")] or [
-            len(words)
-        ]
-        if plan.per_node:  # any command; flags of a training follow its script
-            each = flag_value(words[: scripts[0]], "--nproc-per-node") or ""
-            ranks = len(plan.hosts) * int(each) if each.isdigit() else 0
-        found = preflight(words[scripts[0] + 1 :], world_size=ranks or None)
-        for line in (*found.changes, *found.notices):
-            _say(line)
-        for refusal in found.refusals:
-            _say(f"error: {refusal}")
-        return 0 if found.accepted else 2
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("megatron-ext: %(message)s"))
-    logger = logging.getLogger("megatron_ext")
-    logger.handlers, logger.propagate = [handler], False
-    return _with_restarts(plan, hosts, ssh, args)
-
-
-def _plan(args: argparse.Namespace, command: list[str], workdir: str) -> tuple[JobPlan, Ssh]:
-    """Return the plan of the flags for all hosts, and how to reach them."""
     backend = flag_value(command, "--device-backend") or os.environ.get("MEGATRON_EXT_DEVICE")
     devices = 0 if backend == "cpu" else count_devices()
-    hosts, ssh = hosts_of(args, args.nproc, alone=devices or Parallel.of(command).replica_size)
-    if args.per_node:
-        hosts = tuple(replace(host, slots=1) for host in hosts)
+    # Without torchrun each host has one process.
+    nproc = 1 if args.per_node else args.nproc
+    hosts, slurm_job = hosts_of(args, nproc, alone=devices or Parallel.of(command).replica_size)
     run_id = runs.check_run_id(args.run_id) if args.run_id else runs.new_run_id()
-    if (job := ssh.slurm_job) is not None and not args.run_id:
+    if slurm_job is not None and not args.run_id:
         # `status`, `logs` and `stop` take the job's id, for the first run in it.
-        run_id = f"{job}-{run_id}" if runs.load(job, "plan") else job
+        run_id = f"{slurm_job}-{run_id}" if runs.load(slurm_job, "plan") else slurm_job
     shown = {} if args.raw else {"MEGATRON_EXT_STEP_BUBBLE": "1"}  # of `tracing/scalars.py`
     # Logins on the hosts know nothing of what was exported here.
-    own = {
+    exported = {
         name: value
         for name, value in os.environ.items()
         if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
     }
     plan = JobPlan(
         run_id=run_id,
-        slurm_job=job,
         hosts=hosts,
         command=tuple(command),
         workdir=workdir,
         python=args.python,
-        env={**_DEFAULTS, **shown, **own, **dict(args.env)},
+        env={**_DEFAULTS, **shown, **exported, **dict(args.env)},
         master_port=args.master_port,
+        num_microbatches=args.num_microbatches,
+        allow_uneven=args.allow_uneven,
         per_node=args.per_node,
         log_root=args.log_dir,
         grace_s=args.grace,
+        ssh=args.ssh_cmd,
+        slurm_job=slurm_job,
     )
-    plan.check(allow_uneven=args.allow_uneven)
-    return plan, ssh
+    plan.check()
+    used = len(hosts) - args.spares
+    if used < 1:
+        raise LaunchError(
+            f"--spares is {args.spares} of {len(hosts)} hosts; at least one has to be in use"
+        )
+    plan = replace(plan, hosts=hosts[:used])
+    open_hosts = [host.name for host in plan.hosts if not host.slots]
+    if not open_hosts:  # what is wrong here is reported before any host is contacted
+        complete = plan.completed()
+        _shown_ranks(args.show, complete.world_size)
+    if not args.dry_run:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("megatron-ext: %(message)s"))
+        logger = logging.getLogger("megatron_ext")
+        logger.handlers, logger.propagate = [handler], False
+        return _with_restarts(plan, hosts, args)
+    if open_hosts:
+        raise LaunchError(
+            f"--dry-run contacts no host, so it cannot count devices of {', '.join(open_hosts)}; "
+            f"give slots=N in the hostfile, or --nproc N"
+        )
+    print(complete.dry_run(), end="")
+    flags, ranks = complete.command, complete.world_size
+    # Without torchrun of ours any command may stand before the script.
+    begin = next((at for at, word in enumerate(flags) if word.endswith(".py")), len(flags))
+    if plan.per_node:
+        each = flag_value(flags[:begin], "--nproc-per-node") or ""
+        ranks = len(plan.hosts) * int(each) if each.isdigit() else 0
+    found = preflight(flags[begin + 1 :], world_size=ranks or None)
+    for line in (*found.changes, *found.notices, *(f"error: {one}" for one in found.refusals)):
+        _say(line)
+    return 0 if found.accepted else 2
 
 
 def _with_restarts(
-    plan: JobPlan, hosts: tuple[hostfile.Host, ...], ssh: Ssh, args: argparse.Namespace
+    plan: JobPlan, hosts: tuple[hostfile.Host, ...], args: argparse.Namespace
 ) -> int:
     """Run a job until it succeeds, is stopped, or has used up its restarts; return its exit code.
 
@@ -231,7 +224,7 @@ def _with_restarts(
     failed_at: list[float] = []
     number, current = 0, plan
     while True:
-        outcome = _attempt(current, args, ssh)
+        outcome = _attempt(current, args)
         now = time.monotonic()
         failed_at = [at for at in failed_at if now - at < args.restart_window]
         if outcome.failure is None or len(failed_at) >= args.max_restarts:
@@ -246,12 +239,14 @@ def _with_restarts(
         )
         time.sleep(pause_s)
         # Of all hosts, also of those lost before: one that was rebooted may be back.
-        with Agents(replace(plan, hosts=hosts), ssh) as agents:
+        with Agents(replace(plan, hosts=hosts)) as agents:
             answers = agents.ask("status", args.preflight_timeout)
+        there = []
         for index, host in enumerate(hosts):
             if isinstance(answer := answers[index], str):
                 _say(f"{host.name}: {answer}")
-        there = [host for index, host in enumerate(hosts) if not isinstance(answers[index], str)]
+            else:
+                there.append(host)
         count = len(plan.hosts)
         if len(there) < count:
             raise LaunchError(
@@ -262,15 +257,18 @@ def _with_restarts(
         current = replace(plan, run_id=f"{plan.run_id}-r{number}", hosts=tuple(there[:count]))
 
 
-def _attempt(plan: JobPlan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
-    directory = runs.run_dir(plan.run_id)
-    with Agents(plan, ssh) as agents:
-        found, problems, warnings = agents.look(args.preflight_timeout)
-        if problems:
+def _attempt(plan: JobPlan, args: argparse.Namespace) -> Outcome:
+    directory = runs.runs_root() / plan.run_id
+    with Agents(plan) as agents:
+        found = agents.look(args.preflight_timeout)
+
+        def lines_of(level: str) -> list[str]:
+            pairs = zip(plan.hosts, found, strict=True)
+            return [f"{host.name}: {text}" for host, each in pairs for text in each[level]]
+
+        if problems := lines_of("problems"):
             raise LaunchError("\n".join(problems))
-        findings = list(found.values())
-        plan = plan.with_devices([each["devices"] for each in findings])
-        plan = plan.completed(args.num_microbatches, allow_uneven=args.allow_uneven)
+        plan = plan.completed([each["devices"] for each in found])
         show = _shown_ranks(args.show, plan.world_size)
         # Before the start: `stop` finds even a job whose launcher dies now.
         if (directory / "plan.json").exists():
@@ -281,11 +279,9 @@ def _attempt(plan: JobPlan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
             runs.write_json(directory / "launcher.json", process.record())
             log = (directory / "output.log").open("wb")
         except OSError as error:
-            raise LaunchError(
-                f"{directory} cannot be written: {error.strerror}; make room, or set "
-                f"MEGATRON_EXT_RUNS to another directory"
-            ) from None
-        for warning in warnings:
+            remedy = "make room, or set MEGATRON_EXT_RUNS to another directory"
+            raise LaunchError(cannot_write(directory, error, remedy)) from None
+        for warning in lines_of("warnings"):
             _say(f"warning: {warning}")
         _say(f"run {plan.run_id}: {plan.summary()}")
         is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
@@ -297,7 +293,7 @@ def _attempt(plan: JobPlan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
             view = None if raw else PersonView()
             display = Display(sys.stdout.buffer, log, view)
             try:
-                outcome = supervise(agents, plan, findings, display, show)
+                outcome = supervise(agents, plan, found, display, show)
             finally:
                 display.close()
     if display.left_out:
@@ -349,8 +345,8 @@ def manage(args: argparse.Namespace) -> int:
     """
     run_id, command = runs.check_run_id(args.run_id), args.command
     # A job that waits in Slurm's queue has no plan yet, only the script of `launch --slurm`.
-    is_submitted = (runs.runs_root() / f"slurm-{run_id}.sh").exists()
-    found = runs.load(run_id, "plan")
+    root, found = runs.runs_root(), runs.load(run_id, "plan")
+    is_submitted = (root / f"slurm-{run_id}.sh").exists()
     waits = found is None and is_submitted and command != "logs"
     if waits and (state := slurm.state(run_id)) is not None:
         text = f"Slurm's job {run_id}: {state}, nothing runs yet"
@@ -359,21 +355,20 @@ def manage(args: argparse.Namespace) -> int:
             text = "Slurm's job is cancelled, before it started"
         print(text)
         return 0
-    plan = _plan_of(found, run_id)
-    launcher = process.recorded(runs.run_dir(run_id) / "launcher.json")
-    wanted: dict[int, runs.Json] = {index: {} for index in range(len(plan.hosts))}
+    plan = replace(_plan_of(found, run_id), ssh=args.ssh_cmd)
+    launcher = process.recorded(root / run_id / "launcher.json")
+    only, more = range(len(plan.hosts)), runs.Json()
     if command == "stop":
-        grace_s = plan.grace_s if args.grace is None else args.grace
+        plan = replace(plan, grace_s=plan.grace_s if args.grace is None else args.grace)
         if is_submitted:
-            slurm.end(run_id, 2 * grace_s + args.timeout)
+            slurm.end(run_id, 2 * plan.grace_s + args.timeout)
             print(f"Slurm's job {run_id} has ended")
             return 0
         if launcher is not None:
             process.send(launcher, signal.SIGTERM)
             with suppress(psutil.TimeoutExpired):
-                launcher.wait(grace_s + 5)
-        # Also after an orderly end, to show that no process is left.
-        wanted = {index: {"grace_s": grace_s} for index in wanted}
+                launcher.wait(plan.grace_s + 5)
+        # The agents are asked also after an orderly end, to show that no process is left.
     elif command == "status":
         result = runs.load(run_id, "result")
         if launcher is not None:
@@ -386,20 +381,18 @@ def manage(args: argparse.Namespace) -> int:
             why = result.get("failure") or f"stopped by {result.get('stopped_by')}"
             print(f"failed (exit code {result.get('exit_code')}): {why}")
     else:
-        rank, lines = args.rank, {"lines": args.lines}
-        if rank is not None and not 0 <= rank < plan.world_size:
-            raise LaunchError(f"--rank is {rank}; the job has ranks 0 to {plan.world_size - 1}")
-        wanted = {
-            index: {"local_rank": None if rank is None else rank - plan.first_rank(index), **lines}
-            for index in wanted
-            if rank is None or plan.first_rank(index) <= rank < plan.first_rank(index + 1)
-        }
+        more = {"lines": args.lines, "local_rank": None}
+        if (rank := args.rank) is not None:
+            if not 0 <= rank < plan.world_size:
+                raise LaunchError(f"--rank is {rank}; the job has ranks 0 to {plan.world_size - 1}")
+            index = next(i for i in only if rank < plan.first_rank(i + 1))
+            only, more["local_rank"] = range(index, index + 1), rank - plan.first_rank(index)
     if plan.slurm_job is not None:
         # What is left after a job are files, which its hosts share with this machine.
         here = slurm.state(plan.slurm_job) != "RUNNING"
         plan = replace(plan, hosts=tuple(replace(host, local=here) for host in plan.hosts))
-    with Agents(plan, Ssh(args.ssh_cmd, slurm_job=plan.slurm_job)) as agents:
-        answers = agents.ask(command, args.timeout, wanted)
+    with Agents(plan) as agents:
+        answers = agents.ask(command, args.timeout, only, **more)
     failed = False
     for index, answer in answers.items():
         host = plan.hosts[index].name

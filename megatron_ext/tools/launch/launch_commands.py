@@ -14,27 +14,24 @@ from pathlib import Path
 from typing import Any
 
 
-def _whole(first: int, last: int) -> Callable[[str], int]:
-    """Return a converter of whole numbers in a range, for argparse."""
+def _number(convert: Callable[[str], Any], first: int, last: float, rule: str) -> Any:
+    """Return a converter of numbers in a range, for argparse."""
 
-    def convert(text: str) -> int:
+    def checked(text: str) -> Any:
         with suppress(ValueError):
-            if first <= int(text) <= last:
-                return int(text)
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number from {first} to {last}")
+            if first <= convert(text) <= last:
+                return convert(text)
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number {rule}")
 
-    return convert
-
-
-count = _whole(1, 10**9 - 1)
-"""Parse a positive whole number, for argparse."""
+    return checked
 
 
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= float(text) < 1e9:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more")
+def _whole(first: int, last: int) -> Any:
+    return _number(int, first, last, f"from {first} to {last}")
+
+
+_count = _whole(1, 10**9 - 1)
+_seconds = _number(float, 0, 1e9, "of seconds, 0 or more")
 
 
 def _assignment(text: str) -> tuple[str, str]:
@@ -78,7 +75,7 @@ def add_subcommands(subparsers: Any) -> None:
     add("--nproc", type=_whole(1, 1024), metavar="N",
         help="processes on each host (default: slots, or devices; on one CPU what the flags need)")
     add("--allow-uneven", action="store_true", help="different numbers of processes on the hosts")
-    add("--num-microbatches", type=count, metavar="M",
+    add("--num-microbatches", type=_count, metavar="M",
         help="adds --global-batch-size = M x micro-batch x data-parallel size")
     add("--master-port", type=_whole(1, 65535), metavar="P",
         help="where the ranks meet (default: a free port)")
@@ -123,7 +120,7 @@ def add_subcommands(subparsers: Any) -> None:
             add("--grace", type=_seconds, metavar="S", help="seconds until it is killed")
         if name == "logs":
             add("--rank", type=int, metavar="R", help="a rank (default: torchrun's own log)")
-            add("--lines", type=count, default=20, metavar="N", help="lines (default: 20)")
+            add("--lines", type=_count, default=20, metavar="N", help="lines (default: 20)")
         parser.set_defaults(run=_run)
 
 

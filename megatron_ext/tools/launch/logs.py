@@ -1,4 +1,4 @@
-"""Log lines on the launcher's terminal, and the ends of log files.
+"""Log lines on the launcher's terminal.
 
 Ranks write to files on their own host, which stay complete whatever happens to the launcher.
 torchrun follows the files of the ranks to show, and puts `MARK` and the rank before each line.
@@ -6,12 +6,10 @@ torchrun follows the files of the ranks to show, and puts `MARK` and the rank be
 
 from __future__ import annotations
 
-import os
 import queue
 import re
 import threading
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
@@ -25,34 +23,12 @@ _PATIENCE_S = 1.0
 _CLOSE_S = 5.0
 
 
-def rank_logs(directory: Path, local_rank: int) -> list[Path]:
-    """Return torchrun's output files of a rank, below the job's directory on its host."""
-    folders = directory.glob(f"ranks/*/attempt_0/{local_rank}")
-    return [each / f"{stream}.log" for each in folders for stream in ("stdout", "stderr")]
-
-
-def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a file that may be large; none if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - (1 << 16)))  # logs of weeks have gigabytes
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return text.splitlines()[-count:]
-
-
 class Display:
     """Shows the lines of all hosts in bounded memory.
 
     A thread writes, because a terminal or a pipe may block for any time. If it blocks for long,
-    output is dropped and counted; the files on the hosts still have it.
-
-    Args:
-        output: A binary stream; the caller closes it.
-        log: A file that gets every line; the caller closes it.
-        view: Shortens what `output` gets; None: every line, with its source.
+    output is dropped and counted; the files on the hosts still have it. The log gets every line,
+    and so does the output, unless a view shortens it. Neither is closed.
     """
 
     def __init__(

@@ -93,6 +93,9 @@ class JobPlan:
     env: Mapping[str, str] = field(default_factory=dict)
     master_port: int | None = None
     """None: one that is free, chosen on the first host."""
+    num_microbatches: int | None = None
+    """None: the flags say the batch."""
+    allow_uneven: bool = False
     per_node: bool = False
     """Run the command once on each host, without torchrun."""
     log_root: str | None = None
@@ -100,8 +103,10 @@ class JobPlan:
     """Grace period. After a failure a job ends within about twice this time: first the peers on the
     same host, then the other hosts."""
     silence_s: float = 60.0
+    ssh: tuple[str, ...] = ("ssh",)
+    """The ssh program, with the user's options (`--ssh-cmd`)."""
     slurm_job: str | None = None
-    """The Slurm job whose allocation it runs in."""
+    """The job in whose allocation it runs, so that srun takes the place of ssh."""
 
     @property
     def world_size(self) -> int:
@@ -112,22 +117,11 @@ class JobPlan:
         """Return the global rank of a host's first process."""
         return sum(host.slots or 0 for host in self.hosts[:index])
 
-    def with_devices(self, counts: Sequence[int]) -> JobPlan:
-        """Return the plan with the numbers of devices that the hosts found filled in."""
-        for host, count in zip(self.hosts, counts, strict=True):
-            if not host.slots and not count:
-                raise LaunchError(
-                    f"{host.name}: no devices were found there; say how many processes to "
-                    f"start, with slots=N in the hostfile or --nproc N"
-                )
-        hosts = [replace(h, slots=h.slots or n) for h, n in zip(self.hosts, counts, strict=True)]
-        return replace(self, hosts=tuple(hosts))
-
-    def check(self, *, allow_uneven: bool) -> None:
+    def check(self) -> None:
         """Refuse hosts with different numbers of processes, or that cannot reach each other."""
         if self.per_node or len(self.hosts) == 1:
             return
-        if not allow_uneven and len({host.slots for host in self.hosts if host.slots}) > 1:
+        if not self.allow_uneven and len({host.slots for host in self.hosts if host.slots}) > 1:
             shown = ", ".join(f"{host.name} {host.slots or 0}" for host in self.hosts)
             raise LaunchError(
                 f"the hosts have different numbers of processes ({shown}); give them equal slots, "
@@ -140,33 +134,43 @@ class JobPlan:
                     f"address with addr=IP in the hostfile"
                 )
 
-    def completed(self, num_microbatches: int | None, *, allow_uneven: bool) -> JobPlan:
-        """Return the plan with the training flags added that follow from its hosts.
+    def completed(self, devices: Sequence[int] | None = None) -> JobPlan:
+        """Return the plan with all numbers of processes, and the flags that follow from its hosts.
 
         `--global-batch-size` if the number of micro-batches was given; `--node-ips` if the script
-        requests a transport that needs addresses. All numbers of processes are known.
+        requests a transport that needs addresses. `devices` are those that each host has found;
+        None: every host has its slots.
         """
-        self.check(allow_uneven=allow_uneven)
-        if self.per_node:
-            return self
-        flags, added = self.command[1:], list[str]()
-        data = Parallel.of(flags).data_parallel(self.world_size)
-        if num_microbatches is not None:
+        hosts = []
+        for host, count in zip(self.hosts, devices or [0] * len(self.hosts), strict=True):
+            if not host.slots and not count:
+                raise LaunchError(
+                    f"{host.name}: no devices were found there; say how many processes to "
+                    f"start, with slots=N in the hostfile or --nproc N"
+                )
+            hosts.append(replace(host, slots=host.slots or count))
+        plan = replace(self, hosts=tuple(hosts))
+        plan.check()
+        if plan.per_node:
+            return plan
+        flags, added = plan.command[1:], list[str]()
+        data = Parallel.of(flags).data_parallel(plan.world_size)
+        if plan.num_microbatches is not None:
             if flag_value(flags, "--global-batch-size") is not None:
                 raise LaunchError(
                     "--num-microbatches and --global-batch-size are both given; one follows from "
                     "the other, so leave one out"
                 )
-            samples = num_microbatches * _size(flags, "--micro-batch-size") * data
+            samples = plan.num_microbatches * _size(flags, "--micro-batch-size") * data
             added += ["--global-batch-size", str(samples)]
         needs_addresses = flag_value(flags, "--pipeline-transport") in _BETWEEN_HOSTS
-        if needs_addresses and len(self.hosts) > 1 and flag_value(flags, "--node-ips") is None:
+        if needs_addresses and len(hosts) > 1 and flag_value(flags, "--node-ips") is None:
             # One for each host, or for each rank where hosts have different numbers of them.
-            is_even = len({host.slots for host in self.hosts}) == 1
+            is_even = len({host.slots for host in hosts}) == 1
             added.append("--node-ips")
-            for host in self.hosts:
+            for host in hosts:
                 added += [*host.rdma, host.address][:1] * (1 if is_even else host.slots or 0)
-        return replace(self, command=(*self.command, *added))
+        return replace(plan, command=(*plan.command, *added))
 
     def environment(self, index: int) -> dict[str, str]:
         """Return the variables that the job gets on a host, in addition to those of the login."""

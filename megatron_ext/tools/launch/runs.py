@@ -60,19 +60,6 @@ def check_run_id(run_id: str) -> str:
     return run_id
 
 
-def run_dir(run_id: str) -> Path:
-    """Return the directory of a run on the launcher's host."""
-    return runs_root() / check_run_id(run_id)
-
-
-def log_dir(request: Json) -> Path:
-    """Return the directory of a run on the host that a request is for."""
-    root = Path(request["log_root"]) if request["log_root"] else runs_root()
-    # Hosts may share a file system, and have names of any characters.
-    host = re.sub(r"[^A-Za-z0-9._-]", "_", request["host"])
-    return root / str(request["run_id"]) / f"{request['node']:03d}-{host}"
-
-
 def write_json(path: Path, value: object) -> None:
     """Replace a file by a JSON document."""
     files.write_text(path, json.dumps(value, indent=1) + "\n")
@@ -80,7 +67,7 @@ def write_json(path: Path, value: object) -> None:
 
 def load(run_id: str, name: str) -> Json | None:
     """Return the `plan` or the `result` of a run on this machine; None if there is no such file."""
-    path = run_dir(run_id) / f"{name}.json"
+    path = runs_root() / check_run_id(run_id) / f"{name}.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     except (OSError, ValueError, RecursionError) as error:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_ext.errors import LaunchError
+from megatron_ext.files import cannot_write
 from megatron_ext.tools.launch import runs
 from megatron_ext.tools.launch.hostfile import Host
 
@@ -51,16 +52,14 @@ def hosts() -> tuple[Host, ...]:
 
 def _tasks(text: str, num_hosts: int) -> list[int]:
     """Return the number of tasks of each host, of Slurm's notation `2(x3),1`; one each without."""
-    if not text:
-        return [1] * num_hosts
-    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
+    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",") if text]
     counts = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
-    if None in parts or len(counts) != num_hosts:
+    if None in parts or len(counts) not in (num_hosts, 0):
         raise LaunchError(
             f"SLURM_TASKS_PER_NODE={text} does not say the tasks of the {num_hosts} hosts in "
             "SLURM_JOB_NODELIST; unset it to start one task on each"
         )
-    return counts
+    return counts or [1] * num_hosts
 
 
 def state(job: str) -> str | None:
@@ -125,10 +124,8 @@ def submit(script: str) -> str:
         job = _slurm("sbatch", "--parsable", text=script).strip().partition(";")[0]
         (root / f"slurm-{job}.sh").write_text(script, encoding="utf-8")
     except OSError as error:
-        raise LaunchError(
-            f"{root} cannot be written: {error.strerror}; set MEGATRON_EXT_RUNS to another "
-            f"directory"
-        ) from None
+        remedy = "set MEGATRON_EXT_RUNS to another directory"
+        raise LaunchError(cannot_write(root, error, remedy)) from None
     return job
 
 

@@ -1,39 +1,65 @@
 """Runs a planned job: checks its hosts, starts it, watches it, and ends it everywhere as one.
 
-`Outcome.code` is the exit code of the command: that of the first failure, 128 + n after signal n,
-255 for a lost host.
+Each host has an agent, reached by ssh, by Slurm's srun, or as a process of this machine. The user's
+own ssh configuration, keys and jump hosts apply; ssh never prompts.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
+import re
+import shlex
 import signal
 import subprocess
 import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from megatron_ext.tools.launch import slurm
 from megatron_ext.tools.launch.runs import Json, decode, encode
-from megatron_ext.tools.launch.ssh import CONNECTION_FAILED, Ssh, explain
 
 if TYPE_CHECKING:
+    from megatron_ext.tools.launch.hostfile import Host
     from megatron_ext.tools.launch.logs import Display
     from megatron_ext.tools.launch.plan import JobPlan
 
 MAX_SKEW_S = 5.0
 """Difference of clocks that triggers a warning, because log lines cannot be compared then."""
+CONNECTION_FAILED = 255
+"""Exit code of ssh for its own failures, and for a remote command that a signal ended."""
 _ALIVE_S = 2.0
 _CLOSE_S = 5.0
 _REPORT_S = 15.0
 _SETTLE_S = 1.5
+
+_MEANINGS = {
+    r"Invalid job id|Unable to confirm allocation|Access/permission denied": "Slurm starts nothing "
+    "for you in this job; it has ended or is somebody else's (squeue --me)",
+    r"Permission denied": "ssh needs a password or a key that it does not have, and cannot ask; "
+    "set one up (ssh-copy-id {host}) or load it (ssh-add)",
+    r"Host key verification failed|authenticity of host": "ssh does not know its host key; log in "
+    "once by hand to check and accept it (ssh {host})",
+    r"Could not resolve hostname": "its name cannot be resolved; correct the hostfile, or give it "
+    "an entry in ~/.ssh/config",
+    r"Connection refused": "no ssh server answers there; start sshd, or give its port with port=N "
+    "in the hostfile",
+    r"timed out|No route to host|Network is unreachable": "it cannot be reached; check that it is "
+    "up, or leave it out with --exclude {host}",
+    r"No module named .?megatron_ext": "megatron_ext is not installed there; install it, or copy "
+    "this tree to the same path with rsync",
+    r"No such file or directory|not found": "the Python of this machine is not there; install it, "
+    "or name another with --python PATH",
+}
+"""Pattern in the output of ssh or the login shell -> explanation and remedy."""
 
 _logger = logging.getLogger(__name__)
 
@@ -41,12 +67,41 @@ Event = tuple[int, Json | Literal["signal"] | None]
 """Rank of a host and its message, None if its connection has ended; or the number of a signal."""
 
 
+def reach(plan: JobPlan, host: Host, remote: Sequence[str], timeout_s: float) -> list[str]:
+    """Return the command that runs `remote` on a host, its words quoted for the login shell."""
+    if host.local:
+        return list(remote)
+    if plan.slurm_job is not None:
+        return slurm.argv(plan.slurm_job, host, remote)
+    options = [
+        # ssh has to give up before us: its own words say more than our time-out.
+        "BatchMode=yes", f"ConnectTimeout={max(1, min(10, int(timeout_s)))}",
+        "ServerAliveInterval=5", "ServerAliveCountMax=3",  # a dead host is noticed in 15 s
+    ]  # fmt: skip
+    words = [*plan.ssh, "-T", *(word for each in options for word in ("-o", each))]
+    words += [] if host.port is None else ["-p", str(host.port)]
+    words += [] if host.user is None else ["-l", host.user]
+    return [*words, host.name, shlex.join(remote)]
+
+
+def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
+    """Explain in one line why an agent did not start on a host, with a remedy.
+
+    `code` is the exit code of the connection, `printed` the lines of ssh or the login shell.
+    """
+    last = next((line.strip() for line in reversed(printed) if line.strip()), "no output")
+    for pattern, meaning in _MEANINGS.items():
+        if re.search(pattern, "\n".join(printed), re.IGNORECASE):
+            return f"{meaning.format(host=host)} ({last})"
+    return f"the agent did not start there (exit code {code}): {last}"
+
+
 class _Connection:
     """An agent on a host: its process or that of ssh, and whatever else that prints."""
 
-    def __init__(self, argv: Sequence[str], put: Callable[[Json | None], None]) -> None:
-        self._put = put
-        self.show: Callable[[bytes], None] | None = None  # gets lines of logs
+    def __init__(self, host: str, argv: Sequence[str], put: Callable[[Json | None], None]) -> None:
+        self.host, self._put = host, put
+        self.display: Display | None = None  # gets the lines of ranks
         self.heard_at = time.monotonic()
         self._noise: deque[str] = deque(maxlen=20)
         # A file, which never blocks the process; a pipe that nobody reads would.
@@ -74,8 +129,8 @@ class _Connection:
             message = decode(line)
             if message is None:
                 self._noise.append(line.decode(errors="replace").rstrip())
-            elif message["kind"] == "log" and self.show is not None:
-                self.show(message["text"].encode(errors="surrogateescape"))
+            elif message["kind"] == "log" and self.display is not None:
+                self.display.show(self.host, message["text"].encode(errors="surrogateescape"))
             elif message["kind"] not in ("alive", "log"):
                 self._put(message)
         with suppress(subprocess.TimeoutExpired):  # for the exit code
@@ -103,9 +158,8 @@ class _Connection:
 class Agents:
     """An agent on each host of a plan, as a context that ends them all."""
 
-    def __init__(self, plan: JobPlan, ssh: Ssh) -> None:
-        self.plan, self.ssh = plan, ssh
-        self.names = [host.name for host in plan.hosts]
+    def __init__(self, plan: JobPlan) -> None:
+        self.plan = plan
         self.connections: dict[int, _Connection] = {}
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
@@ -128,74 +182,69 @@ class Agents:
             return -1, None
 
     def ask(
-        self, op: str, timeout_s: float, more: Mapping[int, Json] | None = None
+        self, op: str, timeout_s: float, only: Iterable[int] | None = None, **more: object
     ) -> dict[int, Json | str]:
-        """Send a request to every host, or to those with `more` to say, by their index.
+        """Send a request to every host, or only to those, and return their answers.
 
-        Returns:
-            The answers, or why there is none, with the remedy.
+        In place of an answer stands why there is none, with the remedy.
         """
-        hosts = range(len(self.names)) if more is None else sorted(more)
-        requests = {i: self.plan.request(i, op) | (more[i] if more else {}) for i in hosts}
+        asked = list(range(len(self.plan.hosts)) if only is None else only)
         root = Path(__file__).resolve().parents[3]
         variables = ["MEGATRON_EXT_DISABLE=1"]  # an agent trains nothing, and starts faster so
         if not {"site-packages", "dist-packages"} & set(root.parts):
             variables.append(f"PYTHONPATH={root}")  # the agent has to have the same files
         argv = ["env", *variables, self.plan.python, "-m", "megatron_ext.tools.launch.agent"]
         answers: dict[int, Json | str] = {}
-        for index, request in requests.items():
-            command = self.ssh.argv(self.plan.hosts[index], argv)
+        for index in asked:
+            host = self.plan.hosts[index]
             # Bound now: the loop goes on before the connection puts anything.
             put = partial(lambda index, message: self.events.put((index, message)), index)
             try:
-                self.connections[index] = _Connection(command, put)
-                self.connections[index].send(request)
+                command = reach(self.plan, host, argv, timeout_s)
+                self.connections[index] = _Connection(host.name, command, put)
+                self.connections[index].send(self.plan.request(index, op) | more)
             except (OSError, ValueError, TypeError) as error:
                 answers[index] = f"its agent cannot be started: {error}"
         deadline = time.monotonic() + timeout_s
-        while len(answers) < len(requests) and time.monotonic() < deadline:
+        while len(answers) < len(asked) and time.monotonic() < deadline:
             index, message = self.next_event(deadline)
             if isinstance(message, dict):
                 answers[index] = {**message, "ahead_s": message.get("clock", 0.0) - time.time()}
-            elif index in requests and index not in answers:
+            elif index in asked and index not in answers:
                 one = self.connections[index]
-                answers[index] = explain(self.names[index], one.process.returncode, one.noise())
+                answers[index] = explain(one.host, one.process.returncode, one.noise())
         late = (
             f"no answer within {timeout_s:g} s; check that it is up and that ssh reaches it, or "
             f"wait longer (--preflight-timeout, --timeout)"
         )
-        return {index: answers.get(index, late) for index in requests}
+        return {index: answers.get(index, late) for index in asked}
 
-    def look(self, timeout_s: float) -> tuple[dict[str, Json], list[str], list[str]]:
-        """Return how fit each host is, what keeps hosts from the job, and warnings, a line each."""
-        answers = self.ask("run", timeout_s)
-        by_name = {self.names[index]: answer for index, answer in answers.items()}
-        found = {name: each for name, each in by_name.items() if not isinstance(each, str)}
-        warnings = []
-        for name, each in found.items():
-            if abs(each["ahead_s"]) > MAX_SKEW_S:
+    def look(self, timeout_s: float) -> list[Json]:
+        """Return the answer of each host, with all problems that keep it from the job."""
+        answers = list(self.ask("run", timeout_s).values())
+        found: list[Json] = [
+            {"problems": [a], "warnings": []} if isinstance(a, str) else a for a in answers
+        ]
+        for each in found:
+            if abs(each.get("ahead_s", 0.0)) > MAX_SKEW_S:
                 clock = f"its clock is {each['ahead_s']:+.0f} s off this machine's"
-                warnings.append(f"{name}: {clock}; let NTP or chrony set it")
-            warnings += [f"{name}: {warning}" for warning in each["warnings"]]
-        problems = [f"{name}: {text}" for name, text in by_name.items() if isinstance(text, str)]
-        if problems:  # those who answer are compared when all of them do
-            return found, problems, warnings
-        problems = [f"{name}: {text}" for name in found for text in found[name]["problems"]]
-        for what in {what: None for each in found.values() for what in each["same"]}:
-            values = {name: each["same"].get(what) for name, each in found.items()}
-            usual = Counter(filter(None, values.values())).most_common(1)[0][0]
-            like = next(name for name, value in values.items() if value == usual)
+                each["warnings"].append(f"{clock}; let NTP or chrony set it")
+        if any(isinstance(answer, str) for answer in answers):
+            # Hosts are compared when all of them answer; one may miss just the one that does not.
+            return [{**a, "problems": []} if a in answers else a for a in found]
+        for what in {what: None for each in found for what in each["same"]}:
+            values = [each["same"].get(what) for each in found]
+            usual = Counter(filter(None, values)).most_common(1)[0][0]
+            like = self.plan.hosts[values.index(usual)].name
             remedy = "install the same version on all hosts"
             if what == "python":
                 remedy = "use the same Python on all hosts (--python PATH)"
             elif what.endswith(", content"):
                 remedy = "copy it from here with rsync, or name the same file everywhere"
-            problems += [
-                f"{name}: {what} {value}, but {like} has {usual}; {remedy}"
-                for name, value in values.items()
-                if value not in (usual, None)
-            ]
-        return found, problems, warnings
+            for each, value in zip(found, values, strict=True):
+                if value not in (usual, None):
+                    each["problems"].append(f"{what} {value}, but {like} has {usual}; {remedy}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -224,6 +273,8 @@ class Outcome:
     """How a job ended."""
 
     code: int = 0
+    """Exit code of the command: that of the first failure, 128 + n after signal n, 255 for a lost
+    host."""
     failure: Failure | None = None
     stopped_by: str | None = None
 
@@ -255,22 +306,12 @@ def supervise(
             first, end = plan.first_rank(index), plan.first_rank(index + 1)
             local = [rank - first for rank in show if first <= rank < end]
             argv = plan.agent_argv(index, found[index], found[0]["port"], local)
-            connection.show = partial(display.show, agents.names[index])
-            connection.heard_at = time.monotonic()
+            connection.display = display
             connection.send({"op": "start", "argv": argv, "first_rank": first})
         stopped_by, failures, lost = _watch(agents, plan, found, display)
         # A lost connection does not tell whether the agent died or only ssh: a second look does.
-        with Agents(plan, agents.ssh) as others:
-            answers = others.ask("stop", _REPORT_S + plan.grace_s, {index: {} for index in lost})
-        for index, left in answers.items():
-            if isinstance(left, str):
-                note = ", and it cannot be reached to see what is left; its agent stops the job"
-            elif left["agent"]:
-                note = "; its agent was still there and has been stopped"
-            else:
-                note = f"; the agent (pid {found[index]['pid']}) died; {left['killed']} processes "
-                note += "of the job were left and have been killed"
-            failures[index] = replace(failures[index], note=failures[index].note + note)
+        with Agents(plan) as others:
+            answers = others.ask("stop", _REPORT_S + plan.grace_s, lost)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -278,6 +319,15 @@ def supervise(
         return Outcome(128 + stopped_by, stopped_by=signal.Signals(stopped_by).name)
     if not failures:
         return Outcome()
+    for index, left in answers.items():
+        if isinstance(left, str):
+            note = ", and it cannot be reached to see what is left; its agent stops the job"
+        elif left["agent"]:
+            note = "; its agent was still there and has been stopped"
+        else:
+            note = f"; the agent (pid {found[index]['pid']}) died; {left['killed']} processes "
+            note += "of the job were left and have been killed"
+        failures[index] = replace(failures[index], note=failures[index].note + note)
     failure = first_failure(list(failures.values()))
     return Outcome(failure.code if failure.code >= 0 else 128 - failure.code, failure)
 
@@ -286,36 +336,35 @@ def _watch(
     agents: Agents, plan: JobPlan, found: Sequence[Json], display: Display
 ) -> tuple[int | None, dict[int, Failure], set[int]]:
     """Return the signal that stopped a job, its failures by host, and the hosts that were lost."""
-    names, connections = agents.names, agents.connections
-    running, lost = set(connections), set[int]()
+    running, lost = dict(agents.connections), set[int]()
     failures: dict[int, Failure] = {}
     stopped_by: int | None = None
     is_stopping = False
-    stop_at: float | None = None  # when the hosts that still run are stopped, after a failure
+    stop_at = math.inf  # when the hosts that still run are stopped, after a failure
     alive_at = time.monotonic() + _ALIVE_S
 
-    def send_all(message: Json) -> None:
-        for each in running:
-            connections[each].send(message)
+    def send_all(**message: object) -> None:
+        for each in running.values():
+            each.send(message)
 
     while running:
-        index, message = agents.next_event(min(alive_at, stop_at or alive_at))
+        index, message = agents.next_event(min(alive_at, stop_at))
         now = time.monotonic()
         if now >= alive_at:
-            send_all({"op": "alive"})
+            send_all(op="alive")
             alive_at = now + _ALIVE_S
         if message == "signal":
             if not failures:
                 stopped_by = stopped_by or index
                 display.is_stopping = True
             # Before the log line: a terminal that is gone must not keep the job alive.
-            send_all({"op": "stop", "grace_s": 0 if is_stopping else plan.grace_s})
+            send_all(op="stop", grace_s=0 if is_stopping else plan.grace_s)
             # It may be stopping already, after a signal or a failure.
             what = "kills the job" if is_stopping else "stops the job; once more kills it"
             _logger.warning("%s: %s", signal.Signals(index).name, what)
             is_stopping = True
         elif isinstance(message, dict) and index in running:
-            running.discard(index)
+            del running[index]
             # What ends because it was stopped is no failure of its own.
             is_effect = message["stopped"] and (is_stopping or failures)
             if message["code"] != 0 and not is_effect:
@@ -323,18 +372,18 @@ def _watch(
                 # Hosts' clocks differ: what came first is decided on the launcher's.
                 at = message["time"] - found[index]["ahead_s"]
                 what, code, tail = message["what"], message["code"], message["tail"]
-                failures[index] = Failure(names[index], what, code, at, tail, note)
-        silent = {each for each in running if now - connections[each].heard_at > plan.silence_s}
-        for each in silent | (running & {index} if message is None else set()):
-            running.discard(each)
+                failures[index] = Failure(plan.hosts[index].name, what, code, at, tail, note)
+        silent = {i for i, one in running.items() if now - one.heard_at > plan.silence_s}
+        for each in silent | (running.keys() & {index} if message is None else set()):
+            one = running.pop(each)
             lost.add(each)
-            what, tail = "the connection to the agent", connections[each].noise()[-5:]
+            what, tail = "the connection to the agent", one.noise()[-5:]
             note = f" was silent for {plan.silence_s:g} s" if each in silent else ""
-            failures[each] = Failure(names[each], what, CONNECTION_FAILED, time.time(), tail, note)
+            failures[each] = Failure(one.host, what, CONNECTION_FAILED, time.time(), tail, note)
         if failures and not is_stopping:
             # Another host's failure may have caused the one that arrived first.
-            stop_at = stop_at or now + _SETTLE_S
+            stop_at = min(stop_at, now + _SETTLE_S)
             if now >= stop_at:
-                is_stopping, stop_at = True, None
-                send_all({"op": "stop", "grace_s": plan.grace_s})
+                is_stopping, stop_at = True, math.inf
+                send_all(op="stop", grace_s=plan.grace_s)
     return stopped_by, failures, lost

@@ -18,7 +18,6 @@ from megatron_ext.tools.doctor.checks import check_hosts
 from megatron_ext.tools.doctor.flight import Diagnosis, arena_bytes, check_training
 from megatron_ext.tools.launch.hostfile import Host
 from megatron_ext.tools.launch.plan import JobPlan
-from megatron_ext.tools.launch.ssh import Ssh
 from megatron_ext.upstream import releases
 from tests.commands import run_package, run_python
 from tests.pipelines import make_pipeline
@@ -180,9 +179,11 @@ def test_a_cuda_build_of_torch_without_a_driver() -> None:
 
 def hosts_found(*names: str) -> dict[str, Diagnosis]:
     hosts = tuple(map(Host, names))
-    plan = JobPlan("check", hosts, ("true",), str(Path.cwd()), sys.executable, per_node=True)
-    ssh = Ssh(("sh", str(FAKE_SSH)))
-    return {finding.check: finding for finding in check_hosts(plan, ssh, 30)}
+    plan = JobPlan(
+        "check", hosts, ("true",), str(Path.cwd()), sys.executable, per_node=True,
+        ssh=("sh", str(FAKE_SSH)),
+    )  # fmt: skip
+    return {finding.check: finding for finding in check_hosts(plan, 30)}
 
 
 def test_hosts_are_asked_as_a_launch_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +209,7 @@ def test_each_warning_of_a_host_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatc
     }  # fmt: skip
     monkeypatch.setattr(checks.Agents, "ask", lambda *_: {0: hello})
     plan = JobPlan("check", (Host("a"),), ("true",), "/", sys.executable)
-    found = [f for f in check_hosts(plan, Ssh(), 30) if f.level == "WARN"]
+    found = [f for f in check_hosts(plan, 30) if f.level == "WARN"]
     assert {f.found.split(",")[0]: f.remedy for f in found} == {
         "64 MiB are free in /dev/shm": "give it more",
         "its clock is +60 s off this machine's": "let NTP or chrony set it",
@@ -219,9 +220,6 @@ def test_mistakes_are_told_before_anything_is_looked_at(tmp_path: Path) -> None:
     done = run_package("doctor", "--hostfile", str(tmp_path / "gone"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "cannot be read" in done.stderr
-    done = run_package("doctor", "--pp", "4")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "removed; give the flags of the training: `megatron-ext doctor -- pre" in done.stderr
 
 
 def only(findings: object) -> Diagnosis:

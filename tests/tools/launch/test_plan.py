@@ -27,6 +27,7 @@ def test_the_commands_of_two_hosts_are_these() -> None:
         "a:2 addr=10.0.0.1\nb:2 addr=10.0.0.2 env.X=1",
         "pretrain_gpt.py --pipeline-model-parallel-size 2 --moe-layer-freq ([0]*1+[1]*3)",
         env={"OMP_NUM_THREADS": "1"},
+        num_microbatches=4,
     )
     common = "--nproc-per-node 2 --master-addr 10.0.0.1 --master-port 29500 --max-restarts 0"
     script = (
@@ -34,7 +35,7 @@ def test_the_commands_of_two_hosts_are_these() -> None:
         "'([0]*1+[1]*3)' --global-batch-size 8"
     )
     start = "/bin/python -m torch.distributed.run --nnodes 2 --node-rank"
-    assert plan.completed(4, allow_uneven=True).dry_run() == (
+    assert plan.completed().dry_run() == (
         f"# a\ncd '/work dir' && OMP_NUM_THREADS=1 {start} 0 {common} {script}\n\n"
         f"# b\ncd '/work dir' && OMP_NUM_THREADS=1 X=1 {start} 1 {common} {script}\n"
     )
@@ -75,11 +76,11 @@ def test_the_ranks_of_a_replica(flags: str, replica: int) -> None:
 
 def test_the_batch_follows_from_the_plan() -> None:
     flags = "train.py --micro-batch-size 2 --tensor-model-parallel-size 2"
-    plan = plan_of("a:4\nb:4", flags).completed(8, allow_uneven=True)
+    plan = plan_of("a:4\nb:4", flags, num_microbatches=8).completed()
     assert flag_value(plan.command, "--global-batch-size") == str(8 * 2 * 4)
     assert "DP 4; 64 samples in a step" in plan.summary()
     with pytest.raises(LaunchError, match="both given"):
-        plan.completed(8, allow_uneven=True)
+        plan.completed()
 
 
 @pytest.mark.parametrize("wrong", ["0", "two", "-1", "\u0662"])
@@ -92,13 +93,13 @@ def test_sizes_that_are_no_numbers(wrong: str) -> None:
 def test_a_transport_between_hosts_gets_their_addresses(transport: str) -> None:
     text = "a:1 addr=10.0.0.1 rdma=10.1.0.1\nb:1 addr=10.0.0.2"
     plan = plan_of(text, f"train.py --pipeline-transport {transport}")
-    assert plan.completed(None, allow_uneven=True).command[-3:] == (
+    assert plan.completed().command[-3:] == (
         "--node-ips",
         "10.1.0.1",
         "10.0.0.2",
     )
     uneven = plan_of(text.replace("a:1", "a:2"), f"train.py --pipeline-transport {transport}")
-    assert uneven.completed(None, allow_uneven=True).command[-4:] == (
+    assert replace(uneven, allow_uneven=True).completed().command[-4:] == (
         "--node-ips", "10.1.0.1", "10.1.0.1", "10.0.0.2",
     )  # fmt: skip
 
@@ -115,15 +116,15 @@ def test_a_transport_between_hosts_gets_their_addresses(transport: str) -> None:
 )
 def test_no_addresses_are_added_where_nobody_asked(text: str, flags: str) -> None:
     plan = plan_of(text, f"train.py {flags}")
-    assert plan.completed(None, allow_uneven=True).command == plan.command
+    assert plan.completed().command == plan.command
 
 
 def test_uneven_hosts_have_to_be_allowed() -> None:
     hosts = read(HOSTFILES / "mixed-slots.example")
     plan = replace(plan_of("a"), hosts=hosts)
     with pytest.raises(LaunchError, match=r"different numbers .*node1 8, node2 4.*--allow-uneven"):
-        plan.check(allow_uneven=False)
-    plan.check(allow_uneven=True)
+        plan.check()
+    replace(plan, allow_uneven=True).check()
     assert (plan.world_size, plan.first_rank(1)) == (12, 8)
     assert plan.environment(1) == {"NCCL_DEBUG": "WARN"}
     assert "--master-addr 10.0.0.1" in plan.dry_run()
@@ -132,16 +133,16 @@ def test_uneven_hosts_have_to_be_allowed() -> None:
 def test_numbers_of_devices_are_filled_in() -> None:
     hosts = read(HOSTFILES / "two-nodes.example")
     plan = replace(plan_of("a"), hosts=tuple(replace(host, slots=None) for host in hosts))
-    assert [host.slots for host in plan.with_devices([8, 8]).hosts] == [8, 8]
+    assert [host.slots for host in plan.completed([8, 8]).hosts] == [8, 8]
     with pytest.raises(LaunchError, match=r"10\.0\.0\.2: no devices were found there"):
-        plan.with_devices([8, 0])
+        plan.completed([8, 0])
 
 
 def test_localhost_among_others_needs_an_address() -> None:
     with pytest.raises(LaunchError, match="localhost: the other hosts cannot reach it"):
-        plan_of("localhost:1\nb:1").check(allow_uneven=False)
-    plan_of("localhost:1 addr=10.0.0.1\nb:1").check(allow_uneven=False)
-    plan_of("localhost:1").check(allow_uneven=False)
+        plan_of("localhost:1\nb:1").check()
+    plan_of("localhost:1 addr=10.0.0.1\nb:1").check()
+    plan_of("localhost:1").check()
 
 
 def test_chosen_devices_are_the_visible_ones() -> None:

@@ -15,8 +15,7 @@ import pytest
 from megatron_ext.tools.launch import process, runs
 from megatron_ext.tools.launch.hostfile import Host
 from megatron_ext.tools.launch.plan import JobPlan
-from megatron_ext.tools.launch.ssh import Ssh, explain
-from megatron_ext.tools.launch.supervise import Failure, first_failure
+from megatron_ext.tools.launch.supervise import Failure, explain, first_failure, reach
 from megatron_ext.upstream import parent
 
 
@@ -51,7 +50,8 @@ def test_what_ssh_says_is_told_with_the_remedy(said: str, message: str) -> None:
 
 def test_ssh_gets_a_list_of_arguments_and_the_remote_shell_gets_quoted_words() -> None:
     host = Host("a", port=22, user="me")
-    argv = Ssh(("ssh", "-F", "x"), 3).argv(host, ["echo", "$HOME; rm"])
+    plan = JobPlan("r1", (host,), ("true",), "/", sys.executable, ssh=("ssh", "-F", "x"))
+    argv = reach(plan, host, ["echo", "$HOME; rm"], 3.5)
     assert argv[:3] == ["ssh", "-F", "x"]
     assert argv[-2:] == ["a", "echo '$HOME; rm'"]
     assert {"BatchMode=yes", "ConnectTimeout=3", "-p", "22", "-l", "me"} <= set(argv)

@@ -128,9 +128,6 @@ def test_slow_ranks_and_links_are_named(tmp_path: Path) -> None:
     done = run_package("aggregate", "--trace-dir", str(even), "--detect")
     assert done.returncode == 0
     assert "no rank is 1.2 x and no link 2 x slower" in done.stdout
-    done = run_package("aggregate", "--trace-dir", str(even), "--slow-rank", "1.6")
-    assert done.returncode == 2
-    assert "`aggregate --slow-rank` was removed; leave it out" in done.stderr
 
 
 def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
