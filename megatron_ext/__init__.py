@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.version import __version__
 
 if TYPE_CHECKING:
+    from megatron_ext.config.active import begin_iteration
     from megatron_ext.config.entrances import configure
     from megatron_ext.config.hosting import preflight
     from megatron_ext.config.pipeline_config import (
@@ -62,6 +63,7 @@ _MODULE_OF = {
     "ModelBuild": "megatron_ext.config.stages",
     "PipelineConfig": "megatron_ext.config.pipeline_config",
     "Tracing": "megatron_ext.config.pipeline_config",
+    "begin_iteration": "megatron_ext.config.active",
     "configure": "megatron_ext.config.entrances",
     "preflight": "megatron_ext.config.hosting",
     "routes": "megatron_ext.runtime.routes",
@@ -95,9 +97,8 @@ def deactivate() -> None:
     This also ends the active configuration.
     """
     from megatron_ext import patches
-    from megatron_ext.config.active import clear_configuration
 
-    clear_configuration()
+    deconfigure()
     patches.disarm()
 
 
@@ -106,17 +107,6 @@ def deconfigure() -> None:
     from megatron_ext.config.active import clear_configuration
 
     clear_configuration()
-
-
-def begin_iteration(number: int) -> None:
-    """Set the number of the training step that begins, for random numbers by micro-batch.
-
-    Args:
-        number: The step, counted over all resumed runs.
-    """
-    from megatron_ext.config import active
-
-    active.begin_iteration(number)
 
 
 def report() -> list[Row]:

@@ -1,4 +1,4 @@
-"""Writes the files that a user names: atomically, following links, or into devices."""
+"""Files that a user names: read if they end, written atomically, following links, or in place."""
 
 from __future__ import annotations
 
@@ -84,3 +84,26 @@ def write_text(path: Path, text: str) -> None:
 def cannot_write(path: Path, error: OSError, remedy: str) -> str:
     """Return an error line for a file that cannot be written, with reason and remedy."""
     return f"{path} cannot be written: {error.strerror or error}; {remedy}"
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """Return the text of a regular file.
+
+    Reading a pipe without a writer would block forever, and a device never ends.
+
+    Raises:
+        OSError: It cannot be read; `strerror` says why.
+        UnicodeDecodeError: It is not text.
+    """
+    # Without O_NONBLOCK, opening a pipe blocks until it has a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - of a descriptor
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(0, "it is a directory", str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(0, "it is not a regular file, but a pipe or a device", str(path))
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(0, f"it has more than {max_bytes >> 20} MiB", str(path))
+    return content.decode("utf-8")

@@ -350,7 +350,11 @@ def draws_by_microbatch() -> bool:
 
 
 def begin_iteration(number: int) -> None:
-    """Set the number of the training step that begins, counted over all resumed runs."""
+    """Set the number of the training step that begins, for random numbers by micro-batch.
+
+    Args:
+        number: The step, counted over all resumed runs.
+    """
     found = active()
     if found is not None:
         found.iteration = number

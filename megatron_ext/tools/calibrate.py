@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,6 @@ from megatron_ext.schedules.commands import aligned
 
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
-    from megatron_ext.planning.layer_costs import Part
     from megatron_ext.planning.model_sizes import ModelSizes
 
 _MOST_EXPERTS = 8
@@ -85,7 +85,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         experts = min(model.num_experts, _MOST_EXPERTS)
         model = replace(model, mtp_layers=0, num_experts=experts, top_k=top_k)
     by = Sharding(micro_batch=int(number), sequence=sequence)
-    name, memory_gib = _device_here()
+    name, memory_gib = device_here()
     base = kind_of(name) if args.devices is None else parse_devices(args.devices)[1]
     if base is None or base.name not in DEVICES:
         raise ArgumentsError(
@@ -119,7 +119,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _device_here() -> tuple[str, float | None]:
+def device_here() -> tuple[str, float | None]:
     """Return name and memory of this machine's device; None: it has no memory of its own."""
     from megatron_ext import devices
     from megatron_ext.devices.backend import Accelerator
@@ -352,43 +352,35 @@ def of_trace(
         raise DataError(f"{directory} does not say how many layers its {stages} stages have")
     costs = measured_costs(run, schedule)
     times = list(zip(costs.forward_s, costs.input_s, costs.weight_s, strict=True))
-    names: list[str] = list(model.kinds)
-
-    def formula(name: str) -> Part:
-        return computation(model, name, by, device, frozenset())
-
-    def passes(parts: list[str]) -> Passes:
-        found = [formula(name) for name in parts]
-        return Passes(
-            sum(part.forward for part in found),
-            sum(part.input for part in found),
-            sum(part.weight for part in found),
-        )
-
-    held, start = list[list[str]](), 0
-    for count in counts:
-        held.append(names[start : start + count])
-        start += count
+    ends = {"embedding": 0, "loss": stages - 1}
+    formula = {
+        name: computation(model, name, by, device, frozenset())
+        for name in (*dict.fromkeys(model.kinds), *ends)
+    }
+    usual = {name: (part.forward, part.input, part.weight) for name, part in formula.items()}
+    held = [model.kinds[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
     middle = range(1, stages - 1) if stages > 2 else range(stages)
-    layers = passes([name for stage in middle for name in held[stage]])
-    if stages <= 2:
-        layers = Passes(*map(sum, zip(layers, passes(["embedding", "loss"]), strict=True)))
-    total = Passes(*map(sum, zip(*(times[stage] for stage in middle), strict=True)))
+    names = [name for stage in middle for name in held[stage]]
+    layers = _sum([usual[name] for name in (*names, *(ends if stages <= 2 else ()))])
+    total = _sum([times[stage] for stage in middle])
     if not schedule.splits_backward:
         share = (total.input + total.weight) / (layers.input + layers.weight)
         total = total._replace(input=share * layers.input, weight=share * layers.weight)
-    ratio = Passes(*(own / by_formula for own, by_formula in zip(total, layers, strict=True)))
-    measured = {name: Passes(*(f * r for f, r in zip(passes([name]), ratio, strict=True)))
-                for name in dict.fromkeys(names)}  # fmt: skip
-    for name, stage in (("embedding", 0), ("loss", stages - 1)):
-        mine = passes([name])
-        if stages <= 2:
-            measured[name] = Passes(*(f * r for f, r in zip(mine, ratio, strict=True)))
-            continue
-        inside = passes(held[stage])
-        rest = [t - f * r for t, f, r in zip(times[stage], inside, ratio, strict=True)]
+    ratio = [time / by_formula for time, by_formula in zip(total, layers, strict=True)]
+    measured = {
+        name: Passes(*(f * r for f, r in zip(part, ratio, strict=True)))
+        for name, part in usual.items()
+    }
+    for name, stage in ends.items() if stages > 2 else ():
+        inside = _sum([measured[kind] for kind in held[stage]])
+        rest = [time - layer for time, layer in zip(times[stage], inside, strict=True)]
         if not schedule.splits_backward:
-            backward = rest[1] + rest[2]
-            rest[1:] = [backward * each / (mine.input + mine.weight) for each in mine[1:]]
+            backward, mine = rest[1] + rest[2], usual[name][1:]
+            rest[1:] = [backward * each / sum(mine) for each in mine]
         measured[name] = Passes(*(max(0.0, each) for each in rest))
-    return factors(measured, {name: formula(name) for name in measured})
+    return factors(measured, formula)
+
+
+def _sum(parts: Sequence[tuple[float, float, float]]) -> Passes:
+    # An end stage may have no layers.
+    return Passes(*(sum(part[which] for part in parts) for which in range(3)))

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.files import read_text
 from megatron_ext.schedules.table.actions import Row, Schedule, parse_row
 from megatron_ext.schedules.table.placement import Placement, recognised
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.validation import validate
-from megatron_ext.text_file import read_text
 
 # Beyond any table that can be planned; a wrong path, to a checkpoint say, must not fill memory.
 _MAX_BYTES = 64 << 20

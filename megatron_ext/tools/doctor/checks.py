@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext import devices
-from megatron_ext.devices.backend import Accelerator
 from megatron_ext.errors import MegatronExtError, TransportError
 from megatron_ext.planning.hardware import DeviceKind, kind_of
+from megatron_ext.tools import calibrate
 from megatron_ext.tools.doctor.flight import Diagnosis
 from megatron_ext.tools.launch.agent import MIN_SHARED_BYTES, SHARED_MEMORY
 from megatron_ext.tools.launch.supervise import Agents
@@ -174,14 +174,11 @@ def device_here() -> DeviceKind | None:
     None: there is no accelerator, or the planner has no description of it.
     """
     try:
-        device = devices.current()
+        name, memory_gib = calibrate.device_here()
     except MegatronExtError:
         return None  # `check_device` reports it
-    if not isinstance(device, Accelerator):
-        return None
-    here = device.runtime.get_device_properties(0)
-    kind = kind_of(here.name)
-    return None if kind is None else replace(kind, memory_gib=here.total_memory / _GIB)
+    kind = kind_of(name)
+    return None if kind is None or memory_gib is None else replace(kind, memory_gib=memory_gib)
 
 
 def check_native() -> Iterator[Diagnosis]:
@@ -269,6 +266,13 @@ def check_rdma() -> Iterator[Diagnosis]:
     else:
         remedy = last.remedy or "--pipeline-transport tcp needs none of this"
         yield Diagnosis("WARN", "RDMA", f"{last.step}: {last.text}", remedy)
+
+
+MACHINE = (
+    check_versions, check_requirements, check_bridge, check_tree, check_device, check_native,
+    check_patches, check_shared_memory, check_memlock, check_rdma,
+)  # fmt: skip
+"""The checks of this machine, in the order of the report."""
 
 
 def check_hosts(plan: JobPlan, timeout_s: float) -> Iterator[Diagnosis]:

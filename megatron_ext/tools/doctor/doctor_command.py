@@ -16,7 +16,6 @@ from megatron_ext.tools.launch.launch_commands import add_hosts
 
 if TYPE_CHECKING:
     from megatron_ext.tools.doctor.flight import Diagnosis
-    from megatron_ext.tools.launch.plan import JobPlan
 
 
 def add_subcommand(subparsers: Any) -> None:
@@ -44,7 +43,8 @@ def add_subcommand(subparsers: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     """Print the findings of all checks; return 1 if one of them failed."""
-    plan = None
+    from megatron_ext.tools.doctor.flight import check_training
+
     if args.devices is not None:
         for name in ("hostfile", "include", "exclude"):
             if getattr(args, name) is not None:
@@ -53,20 +53,14 @@ def _run(args: argparse.Namespace) -> int:
             raise ArgumentsError(
                 "--devices checks the flags of a training; add them: -- pretrain_gpt.py FLAGS"
             )
-    if args.hostfile is not None:
-        from megatron_ext.tools.launch import runs
-        from megatron_ext.tools.launch.jobs import hosts_of
-        from megatron_ext.tools.launch.plan import JobPlan
-
-        hosts = tuple(replace(host, slots=None) for host in hosts_of(args)[0])  # to be counted
-        plan = JobPlan(
-            runs.new_run_id(), hosts, ("true",), "/", args.python, per_node=True, ssh=args.ssh_cmd
-        )
-    elif args.include is not None or args.exclude is not None:
+        findings = check_training(args.command_words, *parse_devices(args.devices))
+    elif args.hostfile is None and not (args.include is None and args.exclude is None):
         flag = "--exclude" if args.include is None else "--include"
         raise LaunchError(f"{flag} chooses among the hosts of a hostfile; add --hostfile FILE")
+    else:
+        findings = _of_machines(args)
     found = []
-    for finding in _findings(args, plan):
+    for finding in findings:
         found.append(finding)
         if not args.json:
             print(finding, flush=True)
@@ -75,27 +69,24 @@ def _run(args: argparse.Namespace) -> int:
     return int(any(finding.level == "FAIL" for finding in found))
 
 
-def _findings(args: argparse.Namespace, plan: JobPlan | None) -> Iterator[Diagnosis]:
-    """Run all checks that the flags select, in sequence."""
-    from megatron_ext.tools.doctor.flight import check_training
+def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
+    """Check this machine, the flags of a training on it, and the hosts of a hostfile."""
+    plan = None
+    if args.hostfile is not None:  # its mistakes come first
+        from megatron_ext.tools.launch import runs
+        from megatron_ext.tools.launch.jobs import hosts_of
+        from megatron_ext.tools.launch.plan import JobPlan
 
-    if args.devices is not None:
-        yield from check_training(args.command_words, *parse_devices(args.devices))
-        return
+        hosts = tuple(replace(host, slots=None) for host in hosts_of(args)[0])  # to be counted
+        plan = JobPlan(
+            runs.new_run_id(), hosts, ("true",), "/", args.python, per_node=True, ssh=args.ssh_cmd
+        )
     # Imports torch, which --devices neither needs nor waits for.
-    from megatron_ext.tools.doctor import checks
+    from megatron_ext.tools.doctor import checks, flight
 
-    yield from checks.check_versions()
-    yield from checks.check_requirements()
-    yield from checks.check_bridge()
-    yield from checks.check_tree()
-    yield from checks.check_device()
-    yield from checks.check_native()
-    yield from checks.check_patches()
-    yield from checks.check_shared_memory()
-    yield from checks.check_memlock()
-    yield from checks.check_rdma()
+    for check in checks.MACHINE:
+        yield from check()
     if args.command_words:
-        yield from check_training(args.command_words, None, checks.device_here())
+        yield from flight.check_training(args.command_words, None, checks.device_here())
     if plan is not None:
         yield from checks.check_hosts(plan, args.preflight_timeout)

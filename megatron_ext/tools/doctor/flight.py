@@ -252,11 +252,8 @@ def planned(
         ScheduleError: The layers do not divide into the stages.
     """
     model = sizes_of_flags(flags, "the model")
-    pp, tp, cp = (
-        args.pipeline_model_parallel_size,
-        args.tensor_model_parallel_size,
-        args.context_parallel_size,
-    )
+    pp, tp = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    cp = args.context_parallel_size
     name = found.pipeline.name if found.pipeline else base_table(stages.chunks_of_megatron(args))
     if name.startswith(CSV_PREFIX) or found.config is None or found.config.disaggregation:
         name = ""  # the planner knows neither tables of the user's own nor roles
@@ -266,16 +263,17 @@ def planned(
     sequence = model.sequence
     if sequence is None:
         raise ArgumentsError("--seq-length is missing; give the tokens, say 4096")
+    given = vars(args).get
     mode = frozenset[str]()
-    if getattr(args, "recompute_granularity", None) == "full":
+    if given("recompute_granularity") == "full":
         mode = frozenset({"full"})
-    elif getattr(args, "recompute_granularity", None) == "selective":
-        mode = frozenset(getattr(args, "recompute_modules", None) or ("core_attn",))
+    elif given("recompute_granularity") == "selective":
+        mode = frozenset(given("recompute_modules") or ("core_attn",))
     precision: Precision = "bf16"
-    if getattr(args, "fp4", None):
+    if given("fp4"):
         precision = "nvfp4"
-    elif getattr(args, "fp8", None):
-        precision = "mxfp8" if getattr(args, "fp8_recipe", None) == "mxfp8" else "fp8"
+    elif given("fp8"):
+        precision = "mxfp8" if given("fp8_recipe") == "mxfp8" else "fp8"
     sizes = ParallelSizes(
         tp=tp,
         pp=pp,
@@ -293,9 +291,9 @@ def planned(
         global_batch=list(batches.counts)[-1],
         sequence=sequence,
         techniques=techniques_of_flags(flags, precision),
-        fused_loss=bool(getattr(args, "cross_entropy_loss_fusion", False)),
-        overlaps=bool(getattr(args, "overlap_grad_reduce", False)),
-        shards_optimizer=bool(getattr(args, "use_distributed_optimizer", False)),
+        fused_loss=bool(given("cross_entropy_loss_fusion")),
+        overlaps=bool(given("overlap_grad_reduce")),
+        shards_optimizer=bool(given("use_distributed_optimizer")),
     )
     if not name:
         return job, None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import LaunchError
-from megatron_ext.text_file import read_text
+from megatron_ext.files import read_text
 
 MAX_SLOTS = 1024
 """Upper bound on the processes of a host; larger numbers are typing mistakes."""

@@ -49,12 +49,9 @@ _LONGEST_PAUSE_S = 60.0
 def hosts_of(
     args: argparse.Namespace, nproc: int | None = None, alone: int | None = None
 ) -> tuple[tuple[hostfile.Host, ...], str | None]:
-    """Return the hosts that the flags name, this machine if they name none, and Slurm's job.
+    """Return the hosts that the flags name, and the Slurm job that they are of, if any.
 
-    Args:
-        args: The flags.
-        nproc: Processes on each host; None: its slots.
-        alone: Slots of this machine without a hostfile.
+    They start `nproc` processes each, or their slots; this machine alone has `alone` slots.
     """
     job = None
     if args.hostfile is not None:
@@ -107,12 +104,7 @@ def _say(text: str) -> None:
 
 
 def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run `launch`.
-
-    Args:
-        args: The flags.
-        words: The command line as typed, for a batch job that runs it later.
-    """
+    """Run `launch`; `words` are the command line as typed, for a batch job that runs it later."""
     command: list[str] = args.command_words
     command = command[1:] if command[:1] == ["--"] else command
     if not command:

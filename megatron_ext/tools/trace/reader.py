@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.errors import DataError, ScheduleError
+from megatron_ext.files import read_text
 from megatron_ext.schedules import commands
 from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.costs import Costs
-from megatron_ext.text_file import read_text
 from megatron_ext.tracing.records import FILE_NAME, FORMAT, SCHEDULE_FILE, Header
 
 if TYPE_CHECKING:
