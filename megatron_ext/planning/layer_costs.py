@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -107,6 +108,21 @@ class Part(NamedTuple):
     def work(self) -> float:
         """Seconds of all three."""
         return self.forward + self.input + self.weight
+
+
+def total(parts: Sequence[Part]) -> Part:
+    """Return what parts cost together."""
+    if not parts:
+        return Part(*[0.0] * len(Part._fields))
+    *sums, transients, dummies = zip(*parts, strict=True)
+    # Layers of one kind have the same shapes.
+    return Part._make([*map(sum, sums), max(transients), sum(set(dummies))])
+
+
+def beside(part: Part, overlap: float) -> Part:
+    """Return a part whose exchange of tokens runs behind computation as far as the device can."""
+    left = 1 - overlap * part.exchange / (part.forward + part.input or 1.0)
+    return part._replace(forward=left * part.forward, input=left * part.input)
 
 
 def gather_s(device: DeviceKind, size: float, ranks: int, stride: int = 1) -> float:

@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.planning.bounds import CutBound, uses_of
 from megatron_ext.planning.calibration import part_of
 from megatron_ext.planning.cuts import cut, layout_of
 from megatron_ext.planning.layer_costs import (
     FULL,
     Part,
     Sharding,
+    beside,
     gather_s,
     model_flops,
     recompute_flags,
     recompute_modes,
+    total,
 )
 from megatron_ext.planning.techniques import Techniques
 from megatron_ext.schedules.generators.catalog import generate, get, registered
@@ -92,8 +95,6 @@ class Layout:
     shares: tuple[float, ...]
     """Share of the work on each rank."""
     step_s: float
-    bound_s: float
-    """No order and no cut makes these sizes faster."""
     pipeline_s: float
     """Of the step: the table."""
     memory_gib: tuple[float, ...]
@@ -110,6 +111,11 @@ class Layout:
         """For each device."""
         job = self.job
         return job.global_batch * job.sequence / self.step_s / job.num_devices
+
+    @cached_property
+    def bound_s(self) -> float:
+        """No cut makes this schedule faster with these sizes."""
+        return _table_bound(self.job, self.sizes, self.schedule, self.chunks)
 
     @property
     def tflops(self) -> float:
@@ -135,8 +141,10 @@ class Layout:
     def limit(self) -> str:
         """Largest part of the time beyond useful work."""
         sizes = self.sizes
-        bubble = self.pipeline_s - self.bound_s
-        others = {"bubble and uneven stages": bubble, "step": self.step_s - self.pipeline_s}
+        others = {
+            "bubble and uneven stages": self.idle * self.pipeline_s,
+            "step": self.step_s - self.pipeline_s,
+        }
         others |= _exposed(self.job, sizes)
         return max(others, key=others.__getitem__)
 
@@ -144,7 +152,7 @@ class Layout:
     def idle(self) -> float:
         """Share of the pipeline's time in which a device waits, the mean of all."""
         layers, first, last = _parts(_key(self.job), self.sizes)
-        whole = _total([*layers, first, last])
+        whole = total([*layers, first, last])
         work = (whole.work - self.hidden * whole.exchange) / self.sizes.pp
         return 1 - self.sizes.num_microbatches * work / self.pipeline_s
 
@@ -184,7 +192,7 @@ class Found:
     plans: list[Layout] = field(default_factory=list)
     """The best, shortest step first."""
     bound_s: float = math.inf
-    """No layout of the space is faster."""
+    """No sizes, schedule and cut of the space are faster."""
     num_sizes: int = 0
     num_evaluated: int = 0
     is_complete: bool = True
@@ -234,12 +242,15 @@ def search(
             for own, schedule, chunks in _orders(job, sizes):
                 if _least_step(own, sizes) >= worst:  # it takes long to find pairs
                     continue
+                least = _table_bound(own, sizes, schedule, chunks)
+                possible.append(least)
+                if least >= worst:
+                    continue
                 plan = forecast(own, sizes, schedule, chunks, job.fixed.get("layout"))
                 found.num_evaluated += 1
                 if plan is not None:
                     fitting.append(plan)
             if fitting:
-                possible.append(min(plan.bound_s for plan in fitting))
                 distinct: dict[Any, Layout] = {}
                 for plan in sorted([*found.plans, *fitting], key=lambda plan: plan.step_s):
                     distinct.setdefault((plan.sizes, plan.schedule), plan)
@@ -387,7 +398,7 @@ def _parts(job_key: tuple[Any, ...], sizes: ParallelSizes) -> tuple[list[Part], 
     last = part_of(model, "loss", by, device, holds_embedding=alone)
     if model.mtp_layers:
         mtp = part_of(model, "mtp", by, device, sizes.mode, holds_embedding=alone)
-        last = _total([last, mtp])
+        last = total([last, mtp])
     first = part_of(model, "embedding", by, device)
     return [kinds[kind] for kind in model.kinds], first, last
 
@@ -405,32 +416,22 @@ def _of_stages(job: Question, sizes: ParallelSizes, counts: Sequence[int]) -> li
 
 def stage_parts(plan: Layout) -> list[Part]:
     """Return what each stage of a layout costs."""
-    return [_total(own) for own in _of_stages(plan.job, plan.sizes, plan.counts)]
+    return [total(own) for own in _of_stages(plan.job, plan.sizes, plan.counts)]
 
 
 def _key(job: Question) -> tuple[Any, ...]:
     return (job.model, job.device, job.sequence, job.techniques, job.fused_loss)
 
 
-def _total(parts: list[Part]) -> Part:
-    if not parts:
-        return Part(*[0.0] * len(Part._fields))
-    *sums, transients, dummies = zip(*parts, strict=True)
-    # Layers of one kind have the same shapes.
-    return Part._make([*map(sum, sums), max(transients), sum(set(dummies))])
-
-
 def _least_step(job: Question, sizes: ParallelSizes) -> float:
     """Return a time that no order and no cut of these sizes beats; infinite if none fits."""
     layers, first, last = _parts(_key(job), sizes)
-    whole = _total([*layers, first, last])
+    whole = total([*layers, first, last])
     d, experts = sizes.replicas * sizes.cp, _expert_replicas(job, sizes)
-    static = whole.params * _per_parameter(job, 2 * d) + whole.expert_params * _per_parameter(
-        job, 2 * experts
-    )
+    static = _static(job, whole, 2 * d, 2 * experts)
     if sizes.pp > 1:  # the mean of 1F1B's ranks, which no schedule is below
         static += min(sizes.num_microbatches, (sizes.pp + 1) / 2) * whole.saved
-    if static / sizes.pp > (job.device.memory_gib - job.device.reserve_gib) * _GIB:
+    if static / sizes.pp > _limit(job):
         return math.inf
     return min(_bound(job, sizes, twins) for twins in ((1, 2) if sizes.pp > 1 else (1,)))
 
@@ -447,53 +448,95 @@ def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
     first_pass = sum(part.forward for part in (*layers, first, last))
     kinds = Counter(layers)
     # No more of the exchange is hidden than the device can.
-    *layers, last = (_beside(part, overlap) for part in (*layers, last))
-    whole, pp, m = _total([*layers, first, last]), sizes.pp, sizes.num_microbatches
+    *layers, last = (beside(part, overlap) for part in (*layers, last))
+    whole, pp, m = total([*layers, first, last]), sizes.pp, sizes.num_microbatches
     # Some rank has as many layers of one kind as if these were dealt out evenly, rounded up. Twins
     # deal them out to half of the ranks, which run half of the micro-batches.
     whole_layers = 0.0
     for layer, count in kinds.items():
-        of_rank = -(-twins * count // pp) * _beside(layer, overlap).work / twins
+        of_rank = -(-twins * count // pp) * beside(layer, overlap).work / twins
         # Before the first micro-batch has passed all stages there is no backward, and what runs
         # until then has no partner. Layers pair one to one, so as many backwards have none. A rank
         # that does anything else meanwhile, waiting included, loses that time.
         lost = min(1.0, overlap * layer.exchange / layer.forward) * first_pass
         whole_layers = max(whole_layers, of_rank + lost / m)
     busiest = max(whole.work / pp, whole_layers)
-    mean = whole._replace(
-        forward=whole.forward * twins / pp,
-        input=whole.input * twins / pp,
-        weight=whole.weight * twins / pp,
-        params=whole.params * twins / pp,
-        expert_params=whole.expert_params * twins / pp,
-    )
+    mean = _mean_rank(job, sizes, twins)
     d, experts = sizes.replicas * sizes.cp, _expert_replicas(job, sizes)
     around = _around_step(job, sizes, mean, d * twins, experts * twins)
-    # Before rank r starts, r stages have run forwards, of which all but the first have a layer.
-    # Twins start at both ends.
-    started = (pp - 1) * (pp - 2) / (2 * pp) * min(layer.forward for layer in layers) * (twins == 1)
-    filled = max(busiest, whole.work / pp + started / m)
-    return max(m * filled, whole.forward + whole.input) + around
+    return max(m * busiest, whole.forward + whole.input) + around
+
+
+def _mean_rank(job: Question, sizes: ParallelSizes, twins: int) -> Part:
+    layers, first, last = _parts(_key(job), sizes)
+    whole = total([*layers, first, last])
+    return Part._make(each * twins / sizes.pp for each in whole)
 
 
 def _expert_replicas(job: Question, sizes: ParallelSizes) -> int:
     return job.num_devices // (sizes.pp * sizes.ep)
 
 
-def _per_parameter(job: Question, replicas: int) -> float:
-    states = _STATE_BYTES / (replicas if job.shards_optimizer else 1)
-    return _WEIGHT_BYTES + job.techniques.gradient_bytes + states
+def _static(job: Question, part: Part, replicas: int, experts: int) -> float:
+    """Return the bytes of weights, gradients and optimizer, with so many replicas of each."""
+    sizes = 0.0
+    for params, count in ((part.params, replicas), (part.expert_params, experts)):
+        states = _STATE_BYTES / (count if job.shards_optimizer else 1)
+        sizes += params * (_WEIGHT_BYTES + job.techniques.gradient_bytes + states)
+    return sizes
 
 
-def _beside(part: Part, overlap: float) -> Part:
-    """Return a part whose exchange of tokens runs behind computation as far as the device can."""
-    left = 1 - overlap * part.exchange / (part.forward + part.input)
-    return part._replace(forward=left * part.forward, input=left * part.input)
+def _limit(job: Question) -> float:
+    return (job.device.memory_gib - job.device.reserve_gib) * _GIB
+
+
+def _message(job: Question, sizes: ParallelSizes) -> float:
+    return 2 * job.sequence * sizes.micro_batch * job.model.hidden / sizes.cp / sizes.tp
 
 
 @lru_cache(maxsize=4096)
 def _table(name: str, pp: int, num_microbatches: int, chunks: int | None, pairs: bool) -> Any:
     return generate(name, pp, num_microbatches, chunks, pairs=pairs)
+
+
+@lru_cache(maxsize=4096)
+def _uses(name: str, pp: int, num_microbatches: int, chunks: int | None, pairs: bool) -> Any:
+    return uses_of(_table(name, pp, num_microbatches, chunks, pairs))
+
+
+def _table_bound(job: Question, sizes: ParallelSizes, schedule: str, chunks: int) -> float:
+    """Return a time that no cut of a schedule beats; infinite if none fits into memory."""
+    pp, pairs, simulated = sizes.pp, _has_pairs(job, sizes), _simulated(sizes)
+    if pp == 1:
+        plan = forecast(job, sizes, schedule, chunks)
+        return plan.step_s if plan is not None else math.inf
+    try:
+        own = chunks if get(schedule).free_chunks else None
+        key = schedule, pp, simulated, own, pairs
+        table = _table(*key)
+    except ScheduleError:
+        return math.inf
+    layers, first, last = _parts(_key(job), sizes)
+    placement, least = table.placement, [0] * table.num_stages
+    twins = placement.twins
+    d, experts = sizes.replicas * sizes.cp * twins, _expert_replicas(job, sizes) * twins
+    if "layout" not in job.fixed:
+        ends = _least(job.model, table.num_stages)
+        least = [ends["least_first"], *[1] * (table.num_stages - 2), ends["least_last"]]
+    span = CutBound(
+        table=table,
+        uses=_uses(*key),
+        layers=layers,
+        first=first,
+        last=last,
+        least=least,
+        overlap=job.device.pair_overlap if pairs else 0.0,
+        later=(sizes.num_microbatches - simulated) / twins,
+        limit=_limit(job) - 2 * _message(job, sizes),
+        static=lambda part: _static(job, part, d, experts),
+    ).span_s()
+    around = _around_step(job, sizes, _mean_rank(job, sizes, twins), d, experts)
+    return max(_bound(job, sizes, twins), span + around)
 
 
 def forecast(
@@ -514,8 +557,7 @@ def forecast(
     """
     layers, first, last = _parts(_key(job), sizes)
     device, pp, m = job.device, sizes.pp, sizes.num_microbatches
-    limit = (device.memory_gib - device.reserve_gib) * _GIB
-    whole, pairs, hidden = _total([*layers, first, last]), _has_pairs(job, sizes), 0.0
+    whole, pairs, hidden = total([*layers, first, last]), _has_pairs(job, sizes), 0.0
     if pp == 1:
         table, twins, parts = None, 1, [[*layers, first, last]]
         counts, rank_of = [len(layers)], (0,)
@@ -534,12 +576,11 @@ def forecast(
             table = _table(schedule, pp, simulated, own, pairs)
             placement = table.placement
             if counts is None:
-                works, least = (
-                    [layer.work for layer in layers],
-                    _least(job.model, placement.num_stages),
-                )
+                overlap = device.pair_overlap if pairs else 0.0
+                *works, end = (beside(part, overlap).work for part in (*layers, last))
+                least = _least(job.model, placement.num_stages)
                 cuts = {
-                    tuple(cut(works, first.work, last.work, placement, by_stage=even, **least))
+                    tuple(cut(works, first.work, end, placement, by_stage=even, **least))
                     for even in ((False, True) if chunks > 1 else (False,))
                 }
                 plans = [forecast(job, sizes, schedule, chunks, counts) for counts in sorted(cuts)]
@@ -551,29 +592,26 @@ def forecast(
             return None
         twins, rank_of = placement.twins, placement.rank_of
         parts = _of_stages(job, sizes, counts)
-        stages = [_total(own) for own in parts]
+        stages = [total(own) for own in parts]
         in_flight = [_kept_at_most(row, stages) for row in table.rows]
         bare = [stage._replace(logits=0.0) for stage in stages]
         without_logits = [_kept_at_most(row, bare) for row in table.rows]
     num_ranks = len(in_flight)
     by_rank = [
-        _total([part for s, own in enumerate(parts) if rank_of[s] == rank for part in own])
+        total([part for s, own in enumerate(parts) if rank_of[s] == rank for part in own])
         for rank in range(num_ranks)
     ]
     d, experts = sizes.replicas * sizes.cp * twins, _expert_replicas(job, sizes) * twins
-    message = 2 * job.sequence * sizes.micro_batch * job.model.hidden / sizes.cp / sizes.tp
-    static = [
-        rank.params * _per_parameter(job, d) + rank.expert_params * _per_parameter(job, experts)
-        for rank in by_rank
-    ]
+    message = _message(job, sizes) if pp > 1 else 0.0
+    static = [_static(job, rank, d, experts) for rank in by_rank]
     # Logits are gone when the backwards of layers begin.
     memory = [
-        held + max(kept, bare_kept + rank.transient) + rank.dummies + (2 * message if pp > 1 else 0)
+        held + max(kept, bare_kept + rank.transient) + rank.dummies + 2 * message
         for rank, held, kept, bare_kept in zip(
             by_rank, static, in_flight, without_logits, strict=True
         )
     ]
-    if max(memory) > limit:
+    if max(memory) > _limit(job):
         return None
     if table is not None:
         costs = _costs(job, sizes, stages, twins)
@@ -593,7 +631,6 @@ def forecast(
         counts=tuple(counts),
         shares=tuple(rank.work / whole.work / twins for rank in by_rank),
         step_s=span + around,
-        bound_s=_bound(job, sizes, twins),
         pipeline_s=span,
         memory_gib=tuple(size / _GIB for size in memory),
         static_gib=tuple(size / _GIB for size in static),
@@ -619,16 +656,16 @@ def _simulated(sizes: ParallelSizes) -> int:
 
 def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: int) -> Costs:
     """Return what the simulator takes, in seconds."""
-    device, pp, whole = job.device, sizes.pp, _total(list(stages))
+    device, pp, whole = job.device, sizes.pp, total(list(stages))
     far = job.num_devices // pp * twins >= device.node_size
     rate = device.network_bytes * device.network if far else device.link_bytes * device.collective
-    message = 2 * job.sequence * sizes.micro_batch * job.model.hidden / sizes.cp / sizes.tp
     return Costs(
         whole.forward / pp,
         whole.input / pp,
         whole.weight / pp,
-        latency=device.message_s + message / rate,
+        latency=device.message_s + _message(job, sizes) / rate,
         all_to_all=whole.exchange / (whole.forward + whole.input),
+        exchanges=tuple(stage.exchange / (stage.forward + stage.input) for stage in stages),
         hides=device.pair_overlap,
         stages=tuple((stage.forward, stage.input, stage.weight) for stage in stages),
     )
@@ -683,6 +720,6 @@ def _exposed(job: Question, sizes: ParallelSizes) -> dict[str, float]:
         return {}
     layers, first, last = _parts(_key(job), sizes)
     plain = _parts(_key(job), replace(sizes, mode=frozenset()))
-    each = _total([*layers, first, last]).work - _total([*plain[0], *plain[1:]]).work
+    each = total([*layers, first, last]).work - total([*plain[0], *plain[1:]]).work
     name = "recomputation" + (" of whole layers" if sizes.mode == FULL else "")
     return {name: each * sizes.num_microbatches / sizes.pp}

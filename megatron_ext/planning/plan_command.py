@@ -335,7 +335,7 @@ def _print(found: Found, took_s: float, *, explain: bool) -> None:
     print(aligned(rows))
     state = "" if found.is_complete else "interrupted; "
     print(
-        f"\n{state}bound: no layout of these sizes, order or cut is below {found.bound_s:.3f} s; "
+        f"\n{state}bound: no choice of sizes, schedule and cut is below {found.bound_s:.3f} s; "
         f"the first is within {100 * found.gap:.1f} %\n{found.num_evaluated} layouts of "
         f"{found.num_sizes} sizes in {took_s:.1f} s; batch and number are of micro-batches"
     )
@@ -362,9 +362,9 @@ def _explain(found: Found) -> None:
         changed = [f"{name} {mine[name]}" for name in names if mine[name] != theirs[name]]
         print(
             f"the second, with {', '.join(changed)}, is {second.step_s - first.step_s:.3f} s "
-            f"slower: its work alone takes {second.bound_s:.3f} s against {first.bound_s:.3f}, its "
-            f"pipeline adds {second.pipeline_s - second.bound_s:.3f} against "
-            f"{first.pipeline_s - first.bound_s:.3f}, reductions and optimizer "
+            f"slower: no cut of its schedule is below {second.bound_s:.3f} s against "
+            f"{first.bound_s:.3f}, its pipeline takes {second.pipeline_s:.3f} against "
+            f"{first.pipeline_s:.3f}, reductions and optimizer "
             f"{second.step_s - second.pipeline_s:.3f} against {first.step_s - first.pipeline_s:.3f}"
             f"; it needs {max(second.memory_gib):.1f} GiB against {max(first.memory_gib):.1f}"
         )

@@ -179,7 +179,8 @@ class Clock:
         self._durations = costs.durations(schedule)
         differ = costs.jitter or costs.microbatch_scale or schedule.num_slices > 1
         self._factors = costs.action_factors(schedule) if differ else None
-        self._all_to_all, self._hides = costs.all_to_all, costs.hides
+        self._hides = costs.hides
+        self._exchanges = costs.exchanges or (costs.all_to_all,) * schedule.num_stages
         self._latency = costs.latency
         self._wire_time = 0.0 if costs.bandwidth is None else 1.0 / costs.bandwidth
         self._link_factors = costs.link_factors(schedule) if costs.link_jitter else None
@@ -205,11 +206,11 @@ class Clock:
 
     def all_to_all_of(self, action: Action) -> float:
         """Return how much of this time is all-to-all; weight gradients need none."""
-        if not self._all_to_all or action.kind == "W":
+        if not self._exchanges[action.stage] or action.kind == "W":
             return 0.0
         is_whole, kinds = action.kind == "B", self._durations
         share = kinds["I"][action.stage] / kinds["B"][action.stage] if is_whole else 1.0
-        return self._all_to_all * share * self.time_of(action)
+        return self._exchanges[action.stage] * share * self.time_of(action)
 
     def run(self, rank: int, now: float, action: Action, partner: Action | None = None) -> float:
         """Run an action, or a pair, from `now` on; return when it ends."""

@@ -56,6 +56,8 @@ class Costs:
     grows with the square of the length, so slices of equal length differ (`slices.py`)."""
     all_to_all: float = 0.0
     """Share of F and I that is communication between experts: at least 0, below 1."""
+    exchanges: tuple[float, ...] = ()
+    """The same share of each stage; empty: alike."""
     hides: float = 1.0
     """How much of what could run behind computation in a pair does: 1, it takes the larger of both;
     0, their sum."""
