@@ -292,7 +292,8 @@ def _run_lengths(args: argparse.Namespace) -> int:
             "micro-batch on 1/pp of the model\norder, pack: train with --pipeline-balance order or "
             "pack"
         )
-    _print_left_out(left_out)
+    for reason in left_out:
+        print(f"left out: {reason}", file=sys.stderr)
     return 0
 
 
@@ -311,13 +312,9 @@ def _run_plan(args: argparse.Namespace) -> int:
         print(json.dumps([figures(timeline) for timeline in timelines], indent=1))
     else:
         _print_plan(args, timelines)
-    _print_left_out(left_out)
-    return 0
-
-
-def _print_left_out(reasons: list[str]) -> None:
-    for reason in reasons:
+    for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
+    return 0
 
 
 # Schedules whose flags `plan` prints; `--schedule NAME` prints those of any.
@@ -640,12 +637,8 @@ def predict_lengths(
 ) -> tuple[list[LengthGains], list[str]]:
     """Simulate schedules with the lengths of a data set.
 
-    Args:
-        lengths: Tokens of each sample, in the order in which a sampler reads them.
-        name: A registered schedule, or `all`; those without mirrored pipelines.
-        sizes: How much one step takes.
-        cost: Cost of a sample by its length.
-        costs: Durations for the mean micro-batch, and latency.
+    The lengths are in the order in which a sampler reads them, the costs those of the mean
+    micro-batch. `all` leaves mirrored pipelines out.
 
     Returns:
         The predictions, shortest step with `pack` first, and why other schedules are left out.
@@ -719,11 +712,7 @@ def _length_gains(
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as lines with aligned columns: the first to the left, the others to the right.
-
-    Args:
-        rows: The heads and the rows, of one number of cells.
-    """
+    """Return rows as lines with aligned columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -42,6 +42,7 @@ twins in the other order; losses then agree to 1e-6 (`routing=local`: bit for bi
 from __future__ import annotations
 
 import math
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.generators.catalog import Size, register
@@ -143,18 +144,14 @@ def _weave(
     """Warm-up, then for each unit: pairs, drain, pairs with the next unit, refill."""
     warm_up = 2 * pp - pairs
     f, b = iter(forwards), iter(backwards)
-
-    def take(source: object, count: int) -> list[Action]:
-        return [next(source) for _ in range(count)]  # type: ignore[call-overload]
-
-    row = take(f, warm_up)
+    row = list(islice(f, warm_up))
     for unit in range(num_units):
         for _ in range(pairs):
             row += (next(f), next(b))
         if unit == num_units - 1:
             return row + list(b)
-        row += take(b, warm_up - pairs + 1)
+        row += islice(b, warm_up - pairs + 1)
         for _ in range(pairs - 1):
             row += (next(f), next(b))
-        row += take(f, warm_up - pairs + 1)
+        row += islice(f, warm_up - pairs + 1)
     return row

@@ -126,12 +126,7 @@ _GENERATORS: dict[str, Generator] = {}
 
 
 def register(name: str, **settings: Any) -> Callable[[Build], Build]:
-    """Return a decorator that registers a generator.
-
-    Args:
-        name: The name for users: lower case with dashes.
-        settings: The other fields of `Generator`.
-    """
+    """Return a decorator that registers a generator; `settings` are its other fields."""
 
     def enter(build: Build) -> Build:
         if name in _GENERATORS:
@@ -157,8 +152,7 @@ def _load_generators() -> None:
 def registered(*, unlisted: bool = False) -> dict[str, Generator]:
     """Return the generators by name, in alphabetical order.
 
-    Args:
-        unlisted: Whether to include those that `--pipeline-schedule` does not accept.
+    `unlisted` includes those that `--pipeline-schedule` does not accept.
     """
     _load_generators()
     # Plug-ins register in the order of their imports, which differs from program to program.

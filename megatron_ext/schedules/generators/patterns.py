@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, repeat
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 
-from megatron_ext.schedules.table.actions import Action, Kind, Row
+from megatron_ext.schedules.table.actions import Action, Row
 
 
 def alternate(
@@ -40,56 +39,24 @@ def expand(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> tuple[Ac
             the W of the oldest pending I, of either chunk.
         stages: The stage of each chunk.
     """
-    split = [([_parsed(step, stages) for step in steps.split()], n) for steps, n in phases]
-    leaves_weights = any(stage < 0 for steps, _ in split for _, stage, _ in steps)
     counts: Counter[str] = Counter()
-    weights: list[Action] = []  # the W of each I, in the order of the I
+    weights: deque[Action] = deque()  # the W of each I, in the order of the I
     row: list[Action] = []
-    for steps, repeats in split:
-        numbers = _numbers([counter for _, _, counter in steps], repeats, counts)
-        if leaves_weights:
-            inputs = [n for n, (kind, _, _) in enumerate(steps) if kind == "I"]
-            weights += _in_turn([_actions(steps[n][1], "W", numbers[n]) for n in inputs])
-        row += _in_turn(
-            [
-                map(weights.__getitem__, which) if stage < 0 else _actions(stage, kind, which)
-                for (kind, stage, _), which in zip(steps, numbers, strict=True)
-            ]
-        )
+    for steps, repeats in phases:
+        # A step of a phase: kind and stage of its action, and the counter of its micro-batch, which
+        # B and I share.
+        parsed = [
+            (step[0], stages[int(step[1:])], step.replace("I", "B")) if step != "W" else None
+            for step in steps.split()
+        ]
+        for _ in range(repeats):
+            for step in parsed:
+                if step is None:
+                    row.append(weights.popleft())
+                    continue
+                kind, stage, counter = step
+                row.append(Action(stage, kind, counts[counter]))  # type: ignore[arg-type]
+                counts[counter] += 1
+                if kind == "I":
+                    weights.append(Action(stage, "W", row[-1].microbatch))
     return tuple(row)
-
-
-def _numbers(counters: Sequence[str], repeats: int, counts: Counter[str]) -> list[range]:
-    """Return the micro-batches of each step of a phase, and advance the counters past it."""
-    # A phase that names a chunk twice, as `F0 I0 F0` does, takes every second micro-batch at each.
-    strides, seen = Counter(counters), Counter[str]()
-    numbers = []
-    for counter in counters:
-        first, stride = counts[counter] + seen[counter], strides[counter]
-        numbers.append(range(first, first + repeats * stride, stride))
-        seen[counter] += 1
-    for counter, stride in strides.items():
-        counts[counter] += repeats * stride
-    return numbers
-
-
-def _actions(stage: int, kind: Kind, microbatches: range) -> Iterator[Action]:
-    """Make one action for each micro-batch, fast enough for tables of millions of actions."""
-    fields = zip(repeat(stage), repeat(kind), microbatches, repeat(0))
-    return map(tuple.__new__, repeat(Action), fields)
-
-
-def _in_turn(columns: Sequence[Iterator[Action]]) -> Iterator[Action]:
-    """Take the first of each column, then the second of each, and so on."""
-    return chain.from_iterable(zip(*columns, strict=True))
-
-
-def _parsed(step: str, stages: Sequence[int]) -> tuple[Kind, int, str]:
-    """Return kind, stage and counter of a step; for `W` alone the stage is -1."""
-    if step == "W":
-        return "W", -1, step
-    kind, chunk = _KIND[step[0]], step[1:]
-    return kind, stages[int(chunk)], ("backward" if kind in ("B", "I") else kind) + chunk
-
-
-_KIND: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}

@@ -128,12 +128,7 @@ class Progress:
         self._missing[after] += 1
 
     def require(self, action: Action, message: Message) -> None:
-        """Let an action wait for one message more; before anything is chosen.
-
-        Args:
-            action: One that waits for its activation or its gradient anyway.
-            message: What it needs besides.
-        """
+        """Let an action wait for one message more; before anything is chosen."""
         index = self.row.index(action)
         assert self._missing[index], f"{action} may have been chosen already"
         self._takers[message] = index
@@ -226,11 +221,6 @@ def simulate_dynamic(
     schedule: Schedule, policies: Callable[[int], Policy], costs: Costs = UNIT
 ) -> Timeline:
     """Return the timeline of a step in which each rank's policy chooses the order.
-
-    Args:
-        schedule: The static table that the policies start from.
-        policies: Factory of a rank's policy.
-        costs: Durations of actions and latencies of links.
 
     Returns:
         A timeline; its schedule has the rows in the order in which they ran.

@@ -104,9 +104,7 @@ class Variant(NamedTuple):
 def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
     """Return the shortest table that the greedy scheduler finds.
 
-    Args:
-        problem: The scheduling problem.
-        variants: Variants to try; the first that reaches the lower bound ends the search.
+    The first variant that reaches the lower bound ends the search.
 
     Raises:
         ScheduleError: The cap is too low for any table.

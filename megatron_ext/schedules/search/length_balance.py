@@ -184,10 +184,6 @@ def packs_in_file_order(lengths: Iterable[int], max_tokens: int) -> Iterator[lis
 
     The next sample goes into the open pack; the first that does not fit closes it.
 
-    Args:
-        lengths: Tokens of each sample.
-        max_tokens: What a micro-batch holds at most.
-
     Raises:
         ScheduleError: A sample does not fit into a micro-batch, or has no tokens.
     """
@@ -222,11 +218,7 @@ def shortest(
     micro-batch, which holds at least the smallest sample, through the stages before its own. And
     the longest sample goes down all stages, and its gradient back.
 
-    Args:
-        sample_costs: Cost of each sample of the global batch.
-        num_replicas: Data-parallel replicas.
-        placement: Where the stages of a replica are.
-        costs: Durations for a sample of cost 1, and the latency of links.
+    `costs` are those of a sample of cost 1.
     """
     share = placement.num_ranks / placement.num_stages  # of a rank's work that one stage is
     heads = [min(stages) for stages in placement.stages_of]
@@ -246,10 +238,7 @@ def best_order(schedule: Schedule, scales: Sequence[float], costs: Costs = UNIT)
 
     Equal micro-batches stay in the order of the file.
 
-    Args:
-        schedule: The table.
-        scales: Cost of each micro-batch of the file, in any unit.
-        costs: Durations of a micro-batch of scale 1, and latencies.
+    `scales` are the costs of the file's micro-batches in any unit, `costs` those of scale 1.
 
     Raises:
         ScheduleError: There is not one scale for each micro-batch of the table.
@@ -281,11 +270,7 @@ def makespan_of(
 ) -> float:
     """Return the time of a step whose micro-batches enter in an order.
 
-    Args:
-        schedule: The table.
-        scales: Factor on the durations of each micro-batch of the file.
-        order: Which of them runs in each place of the table.
-        costs: Durations of a micro-batch of scale 1, and latencies.
+    `order` has the number of the micro-batch in each place; `costs` are those of scale 1.
     """
     placed = tuple(scales[number] for number in order)
     return simulate(schedule, replace(costs, microbatch_scale=placed)).makespan

@@ -82,9 +82,7 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     Gradients are added in the order of the table. Of the orders that are tried it is the one with
     the shortest step, and among equals the one with the least memory.
 
-    Args:
-        schedule: A table of any generator or file; one with pairs is returned as it is.
-        costs: Durations and the share of all-to-all, without jitter.
+    A table with pairs is returned as it is. Costs count without their jitter.
 
     Raises:
         ScheduleError: Forwards and backwards are on different ranks.
@@ -153,12 +151,9 @@ def _warm_up(row: Row) -> int:
 class _Placing:
     """The actions of a table, placed anew in simulated time.
 
-    Args:
-        schedule: The table.
-        costs: Durations of actions and latencies of links.
-        leads: By rank: by how many forwards it may be ahead of its backwards outside of pairs.
-        extra: By how many activations (of one stage each) a rank may exceed the table's peak.
-        waits: Whether a backward waits for a partner.
+    Outside of pairs, each rank may be ahead of its backwards by as many forwards as its lead, and
+    exceed the table's peak by `extra` activations of one stage each; a backward waits for a partner
+    if it `waits`.
     """
 
     def __init__(
@@ -179,11 +174,8 @@ class _Placing:
         self._weights: list[list[Action]] = [[] for _ in ranks]
         self._rows: list[list[Action]] = [[] for _ in ranks]
         self._pairs: list[set[int]] = [set() for _ in ranks]
-        self._ahead, self._live, self._free = (
-            [0 for _ in ranks],
-            [0 for _ in ranks],
-            [0.0] * len(ranks),
-        )
+        self._ahead, self._live = [0 for _ in ranks], [0 for _ in ranks]
+        self._free = [0.0 for _ in ranks]
         # (time, rank, what has one input more): the rank may choose.
         self._events: list[tuple[float, int, Action | tuple[()]]] = [(0.0, r, ()) for r in ranks]
 

@@ -76,13 +76,8 @@ def policies(
 ) -> Callable[[int], Policy]:
     """Return the factory of a rank's policy, for one step.
 
-    Args:
-        name: Name of the policy.
-        schedule: The table.
-        extra_activations: As for `activation_cap`.
-        weights_fill: Whether W has no fixed place in the table and runs when nothing else can.
-        costs: Durations that the table is simulated with.
-        stash_ratio: What a weight stash counts (`table/memory.py`).
+    W fills gaps, without a fixed place in the table, if `weights_fill`; `costs` are those that the
+    table is simulated with. The others are as for `activation_cap`.
 
     Raises:
         ScheduleError: The table sums gradients in another order than policies (`dynamic.py`).
@@ -129,12 +124,7 @@ def policies(
 
 
 def waits_of(static: Timeline, rank: int) -> Patience:
-    """Return the waits of a rank in the static order, each with a small margin.
-
-    Args:
-        static: Timeline of the table while nothing is late.
-        rank: Pipeline rank.
-    """
+    """Return the waits of a rank in the static order, each with a small margin."""
     starts, ends = static.starts[rank], static.ends[rank]
     margin = _MARGIN * static.costs.forward
     row, pairs = static.schedule.rows[rank], static.schedule.pairs_of(rank)
@@ -174,10 +164,7 @@ class Gains(NamedTuple):
 def gains(schedule: Schedule, costs: Costs = UNIT, extra_activations: int = 1) -> Gains:
     """Compare `--use-dpp` with the static order of a table, on quiet and on late links.
 
-    Args:
-        schedule: The table.
-        costs: Durations of actions; its latency, if any, applies to quiet links.
-        extra_activations: Micro-batches that the dynamic order may keep beyond the table's peak.
+    A latency in the costs applies to quiet links; `extra_activations` are as for `activation_cap`.
     """
     dynamic = _dynamic(schedule, costs, extra_activations)
 

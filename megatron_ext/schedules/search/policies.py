@@ -50,10 +50,7 @@ class Patience:
 class Policy:
     """Chooses the actions of one rank, for one step.
 
-    Args:
-        schedule: The table; the positions that it chooses are those of its rows.
-        rank: Pipeline rank.
-        pairs: Whether what it chooses may run as a pair.
+    The positions that it chooses are those of the rank's row in `schedule`.
     """
 
     patience: Patience | None = None
@@ -323,10 +320,8 @@ class Greedy(Policy):
 
     It may keep up to m activations.
 
-    Args:
-        schedule: A table; only its actions matter, not their order.
-        rank: Pipeline rank.
-        depth_first: Whether the deepest forward comes first, instead of the first chunk's.
+    Only the actions of the table matter, not their order. Depth-first: the deepest forward comes
+    first, instead of the first chunk's.
     """
 
     def __init__(self, schedule: Schedule, rank: int, *, depth_first: bool) -> None:
@@ -366,10 +361,8 @@ def activation_cap(
 ) -> float:
     """Return the cap of `hint`, in activations of one stage each, the same on all ranks.
 
-    Args:
-        schedule: The table.
-        extra_activations: Micro-batches beyond the table's peak, each on all stages of a rank.
-        stash_ratio: What a weight stash counts.
+    `extra_activations` are micro-batches beyond the table's peak, each on all stages of a rank; a
+    weight stash counts `stash_ratio`.
     """
     # A cap of each rank's own would save no memory that counts: every rank needs as much as the
     # worst one. And 1F1B and interleaved tables keep far less on the last ranks than on the first,
@@ -386,12 +379,9 @@ def arena_slots(
 
     The second half holds messages that have arrived and are not consumed yet.
 
-    Args:
-        table: The table, with the model's routes.
-        extra_activations: Those of a dynamic order; None: the order is the table's. Each edge gets
-            slots for what a policy keeps beyond the table's peak. A greedy policy may keep all
-            activations: a message without a slot waits in its sender's memory.
-        stash_ratio: What a weight stash counts.
+    `extra_activations` are those of a dynamic order, None in the table's. Each edge gets slots for
+    what a policy keeps beyond the table's peak. A greedy policy may keep all activations: a message
+    without a slot waits in its sender's memory.
     """
     more = 0
     if extra_activations is not None:

@@ -12,7 +12,10 @@ starts its receives between its sends in that order.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
@@ -73,9 +76,7 @@ class MessageOrder:
     def posts(self, rank: int, *, leads: bool = True) -> list[Post]:
         """Return the receives of a rank in their order.
 
-        Args:
-            rank: Pipeline rank.
-            leads: Whether this one of two twins sends before it receives.
+        Of two twins one `leads`: it sends before it receives.
         """
         starts = self._starts[rank]
         left = [
@@ -134,44 +135,28 @@ def programs(schedule: Schedule) -> dict[Place, list[Meeting]]:
         ScheduleError: An action needs a message before the rank starts its receive.
     """
     order = MessageOrder(schedule)
-    return {
-        (twin, rank): _program(order, (twin, rank))
-        for twin in range(schedule.placement.twins)
-        for rank in range(len(schedule.rows))
-    }
-
-
-def _program(order: MessageOrder, place: Place) -> list[Meeting]:
-    twin, rank = place
-    # The next one last, where `pop` takes it.
-    posts = order.posts(rank, leads=twin == 0)[::-1]
-    started: list[Meeting] = []
-    coming: set[Message] = set()
-
-    def start(index: int, *, taken: bool) -> None:
-        while posts and (posts[-1].before, posts[-1].taken) <= (index, taken):
-            transfer = posts.pop().transfer
-            coming.add(transfer.message)
-            started.append(_meeting(transfer, place))
-
-    for index, exchange in enumerate(order.exchanges[rank]):
-        start(index, taken=False)
-        for needed in exchange.all_inputs:
-            if needed.verb == "RECV" and needed.message not in coming:
-                raise ScheduleError(
-                    f"{exchange.action} of rank {rank} needs {needed.message}, but no receive "
-                    "brings it; use --pipeline-transport auto"
-                )
-        start(index, taken=True)
-        started += [_meeting(sent, place) for sent in _sent(exchange)]
-    return started
-
-
-def _meeting(transfer: Transfer, place: Place) -> Meeting:
-    twin, _ = place
-    other = (1 - twin if transfer.to_twin else twin, transfer.peer)
-    ends = (place, other) if transfer.verb == "SEND" else (other, place)
-    return Meeting(*ends, transfer.message)
+    found: dict[Place, list[Meeting]] = {}
+    for twin, rank in product(range(schedule.placement.twins), range(len(schedule.rows))):
+        place = twin, rank
+        started = found[place] = []
+        posts, coming = deque(order.posts(rank, leads=twin == 0)), set[Message]()
+        for index, exchange in enumerate(order.exchanges[rank]):
+            for taken in (False, True):
+                while posts and (posts[0].before, posts[0].taken) <= (index, taken):
+                    transfer = posts.popleft().transfer
+                    coming.add(transfer.message)
+                    source = 1 - twin if transfer.to_twin else twin, transfer.peer
+                    started.append(Meeting(source, place, transfer.message))
+                for needed in exchange.all_inputs:
+                    if needed.verb == "RECV" and needed.message not in coming:
+                        raise ScheduleError(
+                            f"{exchange.action} of rank {rank} needs {needed.message}, but no "
+                            "receive brings it; use --pipeline-transport auto"
+                        )
+            for sent in _sent(exchange):
+                target = 1 - twin if sent.to_twin else twin, sent.peer
+                started.append(Meeting(place, target, sent.message))
+    return found
 
 
 def check_queues(schedule: Schedule) -> None:
@@ -186,40 +171,26 @@ def check_queues(schedule: Schedule) -> None:
 def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> None:
     """Check that all ranks finish if both ends of every message wait for each other.
 
-    Args:
-        label: Name of the table, for the error.
-        programs: By rank: its messages in its order.
-
     Raises:
         ScheduleError: Some ranks wait forever; the message says for what.
     """
     # Each rank works strictly in sequence and a send lasts until it is received, the worst that a
-    # queue can do. Ranks in one order still end: both ends of the first remaining message are free.
-    # Collectives need no check: their members run the same row and meet at the same position, so
-    # all replicas together block no more than one.
-    done = dict.fromkeys(programs, 0)
-    todo = list(programs)
-    while todo:
-        place = todo.pop()
-        while (meeting := _next(programs, done, place)) is not None:
-            other = meeting.target if meeting.source == place else meeting.source
-            # The other end is not there yet; it will come back to this rank when it is.
-            if _next(programs, done, other) != meeting:
-                break
-            done[place] += 1
-            done[other] += 1
-            todo.append(other)
-    stuck = [meeting for place in programs if (meeting := _next(programs, done, place))]
+    # queue can do. Then ranks end if, and only if, their sequences agree with one order of all
+    # messages, which both ends run. Collectives need no check: their members run the same row and
+    # meet at the same position, so all replicas together block no more than one.
+    ends = Counter(meeting for program in programs.values() for meeting in program)
+    stuck = [meeting for meeting, count in ends.items() if count != 2]
+    order = TopologicalSorter[Meeting]()
+    for program in programs.values():
+        for before, after in pairwise(program):
+            order.add(after, before)
+    try:
+        order.prepare()
+    except CycleError as error:
+        stuck += error.args[1][1:]
     if stuck:
         raise ScheduleError(
             f"{label} blocks where messages are matched by their order: "
             + "; ".join(map(str, stuck[:4]))
             + "; use --pipeline-transport auto"
         )
-
-
-def _next(
-    programs: Mapping[Place, Sequence[Meeting]], done: Mapping[Place, int], place: Place
-) -> Meeting | None:
-    program, index = programs[place], done[place]
-    return program[index] if index < len(program) else None

@@ -126,9 +126,7 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     """Return the timeline of a table.
 
-    Args:
-        schedule: A table that holds each action once (`validation.check_actions`).
-        costs: Durations of actions and latencies of links.
+    The table must hold each action once (`validation.check_actions`).
 
     Raises:
         ScheduleError: The ranks deadlock.

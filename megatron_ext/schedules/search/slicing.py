@@ -36,11 +36,9 @@ if TYPE_CHECKING:
 def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule:
     """Return the table of micro-batches in slices of equal cost.
 
-    Args:
-        schedule: The table of as many micro-batches as there are slices in a step.
-        num_slices: Slices of each micro-batch, which divides their number.
-        costs: Durations and the share of attention, without jitter. Of the orders that are tried,
-            the result has the shortest step, and among equals the least memory.
+    `schedule` is the table of as many micro-batches as there are slices in a step. Of the orders
+    that are tried, the result has the shortest step for `costs` without jitter, and among equals
+    the least memory.
 
     Raises:
         ScheduleError: Forwards and backwards are on different ranks, or no order is found.

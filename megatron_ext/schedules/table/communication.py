@@ -74,12 +74,8 @@ class Exchange(NamedTuple):
 def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple[Exchange, ...]:
     """Return the exchanges of a rank, one for each action or pair of its row, in order.
 
-    Args:
-        schedule: The table.
-        rank: Pipeline rank.
-        window: In a disaggregated table: the number of micro-batches that a forward rank may run
-            ahead of the backward rank, which grants one more credit with each that it begins.
-            None: no limit and no credits.
+    In a disaggregated table a forward rank may run `window` micro-batches ahead of the backward
+    rank, which grants one more credit with each that it begins. None: no limit, no credits.
     """
     plan, rank_for = plan_routes(schedule.routes, schedule.placement), schedule.placement.rank_for
 

@@ -21,7 +21,7 @@ from itertools import accumulate
 from math import ceil
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedules.table.route_plan import plan_routes, routed_peaks
+from megatron_ext.schedules.table.route_plan import plan_routes
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Row, Schedule
@@ -35,8 +35,6 @@ class Memory:
     """Peak memory of each rank, in Ma unless another unit is named."""
 
     activations: tuple[float, ...]
-    routed: tuple[int, ...] = ()
-    """Tensors of routes that are kept for their takers, in tensors; empty without routes."""
     keys_and_values: tuple[float, ...] = ()
     """Keys and values of micro-batches in slices, and their gradients: 1 is those of one
     micro-batch on 1/pp of the model; empty without slices."""
@@ -120,10 +118,7 @@ def live_counts(
 ) -> Iterator[float]:
     """Yield for each action of a row the activations (one stage, one micro-batch) then alive.
 
-    Args:
-        row: The actions of a rank, in the order in which it runs them.
-        stash_ratio: What a weight stash counts; 1: it counts as the activations until W.
-        slices: What each slice counts (`Schedule.slices`).
+    A weight stash counts `stash_ratio` times the activations, each slice its share.
     """
     growth = stash_ratio - 1
     kinds = {action.kind for action in row}
@@ -185,7 +180,6 @@ def measure(schedule: Schedule) -> Memory:
     share, rows, count = schedule.pp / schedule.num_stages, schedule.rows, schedule.num_slices
     return Memory(
         activation_peaks(schedule),
-        routed_peaks(schedule) if schedule.routes else (),
         tuple(share * _keys_peak(row, count) for row in rows) if count > 1 else (),
     )
 

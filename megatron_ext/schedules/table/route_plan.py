@@ -22,7 +22,7 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.message import Message
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Action, Schedule
+    from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.placement import Placement
 
 
@@ -49,9 +49,7 @@ def connect(
 ) -> tuple[Route, ...]:
     """Return the routes of a model, sorted by name.
 
-    Args:
-        publishes: The names that each stage publishes, by stage.
-        takes: The names that each stage takes, by stage.
+    `publishes` and `takes` hold the names by stage.
 
     Raises:
         ScheduleError: A name has several publishers, no publisher or no taker, or a stage before
@@ -168,29 +166,6 @@ def most_hops(routes: tuple[Route, ...], placement: Placement) -> int:
     hops = (hop for sent in plan_routes(routes, placement).sent.values() for hop in sent)
     edges = Counter((rank_of[hop.stage], rank_of[hop.taker]) for hop in hops if hop.kind == "P")
     return max(edges.values(), default=0)
-
-
-def routed_peaks(schedule: Schedule) -> tuple[int, ...]:
-    """Return the peak number of route tensors that each pipeline rank keeps for its takers."""
-    keeps: dict[int, int] = defaultdict(int)
-    ends: dict[tuple[str, int], int] = defaultdict(int)
-    for _, users in _users(schedule.routes, schedule.placement):
-        keeps[min(users)] += 1
-        ends["F", max(users)] += 1
-        ends["B", min(users)] += 1
-    peaks = []
-    for row in schedule.rows:
-        # In an evaluation no backward comes that would end the life of a tensor: its last F does.
-        trains = any(action.kind != "F" for action in row)
-        live = peak = 0
-        for stage, kind, _, _ in row:
-            if kind == "F":
-                live += keeps[stage]
-                peak = max(peak, live)
-            if kind in ("B", "I") or (kind == "F" and not trains):
-                live -= ends["F" if kind == "F" else "B", stage]
-        peaks.append(peak)
-    return tuple(peaks)
 
 
 def _users(

@@ -23,9 +23,7 @@ _STEPS = 1 << 30
 def shares_of_equal_cost(num_slices: int, attention: float = 0.0) -> tuple[float, ...]:
     """Return the share of the tokens that each slice has.
 
-    Args:
-        num_slices: The number of slices.
-        attention: Share of core attention in the cost of the whole sequence, 0 to 1.
+    `attention` is the share of core attention in the cost of the whole sequence.
 
     Raises:
         ScheduleError: The number is not from 1 to 64.
@@ -52,10 +50,7 @@ def attention_of(shares: Sequence[float]) -> float:
 def token_bounds(shares: Sequence[float], length: int, multiple: int = 1) -> tuple[int, ...]:
     """Return the first token of each slice, and the number of all tokens.
 
-    Args:
-        shares: Share of the tokens in each slice (`shares_of_equal_cost`).
-        length: Tokens of the sequence.
-        multiple: What the length of each slice is a multiple of.
+    The length of each slice is a multiple of `multiple`.
 
     Raises:
         ScheduleError: The sequence is too short for as many slices.

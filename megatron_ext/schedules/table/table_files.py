@@ -40,10 +40,7 @@ def csv_text(schedule: Schedule) -> str:
 def load_csv(path: str, pp: int | None = None, num_microbatches: int | None = None) -> Schedule:
     """Return the validated schedule of a file, named `csv:PATH`.
 
-    Args:
-        path: The file.
-        pp: Number of ranks that it must have; None: any.
-        num_microbatches: Number of micro-batches that it must have; None: any.
+    None: it may have any number of ranks, or of micro-batches.
 
     Raises:
         ScheduleError: The file cannot be read, has other sizes, or is not a correct schedule.
@@ -52,10 +49,9 @@ def load_csv(path: str, pp: int | None = None, num_microbatches: int | None = No
         raise ScheduleError("csv: names no file; write csv:FILE")
     try:
         text = read_text(Path(path), _MAX_BYTES)
-    except OSError as error:
-        raise ScheduleError(f"{path} cannot be read as a schedule: {error.strerror}") from error
-    except ValueError as error:  # not text, or an impossible path
-        raise ScheduleError(f"{path} cannot be read as a schedule: {error}") from error
+    except (OSError, ValueError) as error:  # or it is no text, or an impossible path
+        reason = getattr(error, "strerror", None) or error
+        raise ScheduleError(f"{path} cannot be read as a schedule: {reason}") from error
     try:
         schedule = from_csv(text, f"csv:{path}")
         count = schedule.num_microbatches
@@ -133,9 +129,7 @@ def from_csv(text: str, name: str) -> Schedule:
 def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
     """Return a table as JSON.
 
-    Args:
-        schedule: The table.
-        times: Additional rows, such as the `starts` and `ends` of a simulation.
+    `times` are additional rows, such as the `starts` and `ends` of a simulation.
     """
     placement = schedule.placement
     content: dict[str, Any] = {

@@ -20,7 +20,6 @@ from megatron_ext.schedules.table.route_plan import (
     connect,
     plan_routes,
 )
-from megatron_ext.schedules.table.validation import validate
 
 from ..strategies import routed_schedules
 
@@ -113,13 +112,6 @@ def test_no_timing_needs_more_slots(table: Schedule, draw: random.Random) -> Non
 
 def _can_run(row: Any, position: list[int], rank: int, arrived: set[object]) -> bool:
     return all((rank, needed.message) in arrived for needed in row[position[rank]].inputs)
-
-
-def test_memory_of_routes_is_counted() -> None:
-    table = _with_routes("1f1b", 4, 8, Route("a", 0, (2, 3)), Route("b", 0, (3,)))
-    # 1F1B: stage 2 has two micro-batches under way, stage 3 one; the publisher keeps nothing.
-    assert validate(table).memory.routed == (0, 0, 2, 2)
-    assert validate(generate("1f1b", 4, 8)).memory.routed == ()
 
 
 def test_the_digest_tells_routes_apart() -> None:
