@@ -160,7 +160,7 @@ def _one_for_each(data: Any, num_chunks: int) -> list[Any]:
         )
     [shared] = iterators
     if shared is None:
-        return [None] * num_chunks
+        return iterators * num_chunks
     if not hasattr(shared, "__next__"):
         raise ScheduleError(
             f"data_iterator is a {type(shared).__name__}, which the {num_chunks} model chunks of "

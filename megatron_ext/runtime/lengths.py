@@ -64,11 +64,8 @@ def refusing_long_sequences(
                 "--max-position-embeddings"
             )
 
-    hook = reader.register_forward_pre_hook(check, with_kwargs=True)
-    try:
+    with reader.register_forward_pre_hook(check, with_kwargs=True):
         yield
-    finally:
-        hook.remove()
 
 
 class ItemSize(NamedTuple):

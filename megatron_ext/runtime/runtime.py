@@ -252,10 +252,7 @@ class Runtime:
         ]
 
     def balanced(self, table: Table, config: Any) -> BalancedStep | None:
-        """Return what orders the micro-batches of one step; None: they keep the file's order.
-
-        `config` is the model's `TransformerConfig`.
-        """
+        """Return what orders the micro-batches of one step; None: they keep the file's order."""
         if self.pipeline.config.balance == "off":
             return None
         cost = self.pipeline.config.length_costs or cost_of_model(config)
