@@ -555,16 +555,16 @@ class SlicedCompute(StageCompute):
         with self.kept.of(stage, microbatch, part, self._bounds, backward=kind != "F"):
             outputs = super().run(numbered, inputs)
         if kind == "F":
-            model = unwrap_model(self._stage(stage).model)
-            if part == 0 and not getattr(model, "runs_in_slices", False):
-                layers = len(_layers(model))
+            place = self._stage(stage)
+            if part == 0 and not getattr(unwrap_model(place.model), "runs_in_slices", False):
+                layers = len(_layers(unwrap_model(place.model)))
                 kept = len(self.kept.microbatches[stage, microbatch].attention)
                 if kept != layers:  # the patches had no effect
                     raise ScheduleError(
                         f"{kept} of {layers} layers of stage {stage} kept keys and values for "
                         "later slices (patch slices.attention); leave the slices out"
                     )
-            if part == self._num_slices - 1 and self._stage(stage).is_last:
+            if part == self._num_slices - 1 and place.is_last:
                 self._complete_loss(stage, microbatch)
         elif part == 0:  # the last of its backwards
             del self.kept.microbatches[stage, microbatch]
