@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -53,7 +52,7 @@ from megatron_ext.runtime.program import (
     make_table,
 )
 from megatron_ext.runtime.sliced_compute import KeptState, SlicedCompute
-from megatron_ext.runtime.split import SplitBackward, overwrites_first
+from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.sync import Sync, TrainingSync
 from megatron_ext.runtime.trees import TreeCompute, agree_trees
 from megatron_ext.schedules.table.validation import check_first_gradients
@@ -215,8 +214,8 @@ class Runtime:
         self._tables: dict[tuple[int, bool], Table] = {}
         # By id of the table: the table, and the latest program with the ends it was made for.
         self._programs: dict[int, tuple[Table, PipelineEnds, Program]] = {}
-        # By chunk: ids of the tables that its layers can run.
-        self._checked = WeakKeyDictionary[torch.nn.Module, set[int]]()
+        # Ids of the tables that layers can run which overwrite their first gradients.
+        self._checked: set[int] = set()
         # Whether a training step of this rank has split a backward.
         self._has_split = False
 
@@ -335,11 +334,9 @@ class Runtime:
             observers=observers,
         )
         try:
-            for chunk in call.chunks if trains else ():
-                checked = self._checked.setdefault(chunk, set())  # it walks over all layers
-                if id(table) not in checked and overwrites_first(chunk):
-                    check_first_gradients(table.schedule, self.rank)
-                checked.add(id(table))
+            if trains and self.splits.overwrites_first and id(table) not in self._checked:
+                check_first_gradients(table.schedule, self.rank)
+                self._checked.add(id(table))
             with sync:
                 executor.run()
         except BaseException as error:

@@ -73,6 +73,11 @@ class SplitBackward:
         """The sink for weight gradients of layers that run now; None: layers compute their own."""
         return None if self._key is None else partial(self._record, self._key)
 
+    @property
+    def overwrites_first(self) -> bool:
+        """Whether layers overwrite their weight gradients at a step's first micro-batch."""
+        return any(modules.overwrites_first for modules in self._modules.values())
+
     def register_modules(self, stage: int, module: torch.nn.Module) -> None:
         """Register the model chunk of a stage, so that W reaches its Transformer Engine layers.
 
@@ -564,6 +569,7 @@ class DelayedModules:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
+        self.overwrites_first = overwrites_first(module)
         built: list[Any] = []
         for layer in module.modules():
             store: Any = getattr(layer, "wgrad_store", None)
