@@ -141,20 +141,20 @@ MUTANTS = (
     Mutant(
         "all tensors of a hand-over have one name",
         f"{_RUNTIME}.program",
-        "[transfer.message._replace(part=part) for part in range(number)]",
-        "[transfer.message for part in range(number)]",
+        "return message._replace(part=self.part, header=self.header)",
+        "return message._replace(header=self.header)",
     ),
     Mutant(
         "what goes to the twin goes along the own pipeline",
         f"{_RUNTIME}.program",
-        "        if not transfer.to_twin:\n",
-        "        if True:\n",
+        "(self.mirrored if transfer.to_twin else self.pipeline)",
+        "self.pipeline",
     ),
     Mutant(
         "credits are granted for one micro-batch too many",
         f"{_TABLES}.communication",
-        'message = Message("C", stage, microbatch + window)',
-        'message = Message("C", stage, microbatch + window + 1)',
+        "if granted < schedule.num_microbatches:",
+        "if granted <= schedule.num_microbatches:",
         (_COMMUNICATION_TESTS,),
     ),
     Mutant(
