@@ -47,17 +47,17 @@ class Pipeline:
     """Whether a dynamic order may split full backwards; False if the layers cannot."""
     over_torch: bool = False
     """Whether `auto` selects torch.distributed here."""
-    # Caches of a frozen object: `replace` begins them anew, because another configuration has other
-    # tables, and two pipelines are equal whatever each has cached.
-    _fills: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """By number of micro-batches: whether all W of the table come from our splitting."""
-    _policies: dict[int, Callable[[int], Policy]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    """By number of micro-batches: the factory of a rank's policy."""
+    # Caches of a frozen object, by number of micro-batches: `replace` begins them anew, because
+    # another configuration has other tables, and two pipelines are equal whatever each has cached.
     _tables: dict[int, Schedule] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _fills: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Whether all W of the table come from our splitting."""
+    _policies: dict[int, Callable[[int], Policy]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """The factory of a rank's policy."""
 
     @property
     def name(self) -> str:
@@ -122,56 +122,54 @@ class Pipeline:
             ScheduleError: The schedule has no table for that number, a wrong one, or one whose
                 ranks would deadlock.
         """
-        if num_microbatches not in self._tables:
-            table = generate(
-                self.name,
-                self.pp,
-                # One replica here is one twin; a generator counts the micro-batches of both.
-                num_microbatches * self.config.twins,
-                self.config.chunks,
-                self.costs,
-                pairs=self.config.pairs,
-                slices=self.config.slices,
-                **self.config.options,
+        if num_microbatches in self._tables:
+            return self._tables[num_microbatches]
+        config = self.config
+        table = generate(
+            self.name,
+            self.pp,
+            num_microbatches * config.twins,  # one replica here is one twin
+            config.chunks,
+            self.costs,
+            pairs=config.pairs,
+            slices=config.slices,
+            **config.options,
+        )
+        if table.num_slices != config.slices:
+            raise ScheduleError(
+                f"{self.name} cuts micro-batches into {table.num_slices} slices; add "
+                f"--pipeline-slices {table.num_slices}"
             )
-            if table.num_slices != self.config.slices:
-                raise ScheduleError(
-                    f"{self.name} cuts micro-batches into {table.num_slices} slices; add "
-                    f"--pipeline-slices {table.num_slices}"
-                )
-            if table.pairs and not self.config.pairs:  # a file's, whose two run one by one
-                options = {**table.options, "pairs": "apart"}
-                table = replace(table, pairs=(), options=options)
-            if len(table.placement.twin_hops) % 2:
-                table = replace(table, placement=replace(table.placement, twin_hops=frozenset()))
-            splits = self.dynamic is not None and self.splits
+        if table.pairs and not config.pairs:  # a file's, whose two run one by one
+            table = replace(table, pairs=(), options={**table.options, "pairs": "apart"})
+        if len(table.placement.twin_hops) % 2:
+            table = replace(table, placement=replace(table.placement, twin_hops=frozenset()))
+        if config.dynamic is not None and self.splits:
             # Only such W are without a place: those of a table that splits have theirs, and
             # recomputed layers run W at once.
-            fills = splits and not table.splits_backward and not self.config.weights_at_once
-            self._fills[num_microbatches] = fills
-            if splits:
-                table = split_backwards(table)
-            if self.config.weights_at_once:
-                table = weights_at_once(table)
-            # Registered generators too: a wrong table of a plug-in would otherwise hang the job in
-            # a step.
-            validate(table)
-            if self.transport == "torch":
-                # It may match messages by their order, so the proof covers that order too.
-                check_queues(table)
-            self._tables[num_microbatches] = table
-        return self._tables[num_microbatches]
+            self._fills[num_microbatches] = not (table.splits_backward or config.weights_at_once)
+            table = split_backwards(table)
+        if config.weights_at_once:
+            table = weights_at_once(table)
+        # Registered generators too: a wrong table of a plug-in would otherwise hang the job in a
+        # step.
+        validate(table)
+        if self.transport == "torch":
+            # It may match messages by their order, so the proof covers that order too.
+            check_queues(table)
+        self._tables[num_microbatches] = table
+        return table
 
     def policy(self, num_microbatches: int, rank: int) -> Policy:
         """Return the policy that chooses the next action of a rank, for one step."""
-        assert self.dynamic is not None, "a static schedule has no policy"
+        dynamic = self.config.dynamic
+        assert dynamic is not None, "a static schedule has no policy"
         if num_microbatches not in self._policies:
-            table = self.schedule(num_microbatches)
             self._policies[num_microbatches] = policies(
-                self.dynamic.policy,
-                table,
-                extra_activations=self.dynamic.margin,
-                weights_fill=self._fills[num_microbatches],
+                dynamic.policy,
+                self.schedule(num_microbatches),
+                extra_activations=dynamic.margin,
+                weights_fill=self._fills.get(num_microbatches, False),
                 costs=self.costs,
                 stash_ratio=self.config.stash_ratio,
             )
@@ -320,13 +318,13 @@ def clear_configuration() -> None:
 
 def pipeline() -> Pipeline | None:
     """Return the pipeline that our runtime executes; None: Megatron's own schedules run."""
-    found = _PROCESS.configuration
+    found = active()
     return None if found is None else found.pipeline
 
 
 def transport_only() -> Pipeline | None:
     """Return Megatron's own schedule if it runs over our transport, else None."""
-    found = _PROCESS.configuration
+    found = active()
     return None if found is None else found.transport_only
 
 

@@ -21,7 +21,6 @@ from megatron_ext.config.active import (
     Active,
     Pipeline,
     activate_configuration,
-    active,
     clear_configuration,
     required,
 )
@@ -41,6 +40,8 @@ from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.memory import activation_peaks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.costs import Costs
 
@@ -80,18 +81,26 @@ def prepare(args: Namespace, requested: PipelineConfig | None = None) -> None:
         old = {dest: getattr(args, dest, None) for dest in found.arguments}
         changes = {dest: (old[dest], value) for dest, value in found.arguments.items()}
         vars(args).update({**found.arguments, _REWRITTEN: changes})
-    for line in (*found.changes, *found.notices):
-        _log_on_first_rank(given, "%s", line)
+    _log_on_first_rank(given, *found.changes, *found.notices)
     assert found.config is not None
+    _activate(
+        found,
+        found.config,
+        requested=requested,
+        world_size=int(getattr(given, "world_size", None) or 1),
+        seed=given.seed if found.config.draws_by_microbatch else None,
+    )
+
+
+def _activate(found: Preflight, config: PipelineConfig, **others: Any) -> None:
+    """Put a checked configuration in force."""
     activate_configuration(
         Active(
-            found.config,
+            config,
             found.pipeline,
             transport_only=found.transport_only,
             job=found.job,
-            world_size=int(getattr(given, "world_size", None) or 1),
-            seed=given.seed if found.config.draws_by_microbatch else None,
-            requested=requested,
+            **others,
         )
     )
 
@@ -105,13 +114,14 @@ def check(args: Namespace) -> None:
     found = required()
     if found.config.variable_seq_lengths:
         args.variable_seq_lengths = True  # no flag of Megatron's; its validation clears it
-    try:
-        if found.pipeline is not None:
+    if found.pipeline is not None:
+        try:
             _check_pipeline(args, found.pipeline)
-    except ArgumentsError:
-        clear_configuration()
-        raise
-    _log_what_runs(args)
+        except ArgumentsError:
+            clear_configuration()
+            raise
+    if getattr(args, "rank", 0) == 0:
+        _log_on_first_rank(args, *_what_runs(args, found))
 
 
 def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
@@ -138,42 +148,33 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
             )
 
 
-def _log_what_runs(args: Namespace) -> None:
-    found = required()
-    job = found.job
+def _what_runs(args: Namespace, found: Active) -> Iterator[str]:
+    """Yield lines about what runs, and what it lacks."""
+    job, pipeline = found.job, found.pipeline
     if job is not None:
         if job.rank == 0:
             count = batches_of(args, job.ranks.pp, 1).num_microbatches
-            _log_on_first_rank(args, "%s", roles_in_words(args, job, count))
-        return
-    if getattr(args, "rank", 0) != 0:
+            yield roles_in_words(args, job, count)
         return
     if found.config.tracing is not None and getattr(args, "skip_train", False):
-        _log_on_first_rank(
-            args, "--trace records training steps; --skip-train leaves none to record"
-        )
+        yield "--trace records training steps; --skip-train leaves none to record"
     if found.transport_only is not None:
         over = found.transport_only.transport
-        _log_on_first_rank(args, "pipeline schedule: Megatron's own; messages over %s", over)
-    if found.pipeline is not None:
-        _log_on_first_rank(args, "%s", running(found.pipeline))
-        slower = None
-        if found.config.dynamic is not None:
-            slower = warning(found.pipeline)
-        if slower is not None:
-            _log_on_first_rank(args, "%s", slower)
-        between = found.pipeline.placement.num_stages - 2
-        # Transformer Engine reads no mask; Megatron's own attention takes a causal one without it.
-        has_mask = getattr(args, "reset_attention_mask", False) and getattr(
-            args, "create_attention_mask_in_dataloader", False
+        yield f"pipeline schedule: Megatron's own; messages over {over}"
+    if pipeline is None:
+        return
+    yield running(pipeline)
+    if pipeline.dynamic is not None and (slower := warning(pipeline)) is not None:
+        yield slower
+    between = pipeline.placement.num_stages - 2
+    # Transformer Engine reads no mask; Megatron's own attention takes a causal one without it.
+    masks = ("reset_attention_mask", "create_attention_mask_in_dataloader")
+    has_mask = all(getattr(args, dest, False) for dest in masks)
+    if has_mask and between > 0 and getattr(args, "transformer_impl", None) == "local":
+        yield (
+            "--reset-attention-mask: Megatron gives the mask to the first and the last stage only, "
+            f"so layers of the {between} stages between attend across documents"
         )
-        if has_mask and between > 0 and getattr(args, "transformer_impl", None) == "local":
-            _log_on_first_rank(
-                args,
-                "--reset-attention-mask: Megatron gives the mask to the first and the last stage "
-                "only, so layers of the %d stages between attend across documents",
-                between,
-            )
 
 
 def rewritten(args: Namespace) -> dict[str, Any]:
@@ -246,10 +247,10 @@ def warning(pipeline: Pipeline) -> str | None:
     )
 
 
-def _log_on_first_rank(args: Namespace, message: str, *values: object) -> None:
-    """Log a notice on rank 0, as a warning: scripts without logging set-up hide lower levels."""
-    if getattr(args, "rank", 0) == 0:
-        _LOG.warning(message, *values)
+def _log_on_first_rank(args: Namespace, *lines: str) -> None:
+    """Log notices on rank 0, as warnings: scripts without logging set-up hide lower levels."""
+    for line in lines if getattr(args, "rank", 0) == 0 else ():
+        _LOG.warning("%s", line)
 
 
 @overload
@@ -340,11 +341,15 @@ def configure(
             )
     megatron_ext.activate()
     REGISTRY.raise_mismatches()
+    if config.disaggregation is not None:
+        raise ConfigurationError(
+            "{disaggregation} needs a training loop that supports both roles; start Megatron's own "
+            "with --forward-backward-disaggregating"
+        )
     if not sizes:
         hosts.check_some_host()
         await_host(config)
         return None
-    _begin(config)
     if config.draws_by_microbatch and seed is None:
         raise ConfigurationError(
             "{microbatch_rng} and {dynamic} need a seed; pass seed, the same on all ranks"
@@ -389,15 +394,12 @@ def configure(
         mtp_num_layers=mtp_num_layers,
         layout=found.arguments.get("pipeline_model_parallel_layout", layout),
     )
-    activate_configuration(
-        Active(
-            config,
-            found.pipeline,
-            transport_only=found.transport_only,
-            world_size=world_size,
-            seed=seed if config.draws_by_microbatch else None,
-            requested=config,
-        )
+    _activate(
+        found,
+        config,
+        requested=config,
+        world_size=world_size,
+        seed=seed if config.draws_by_microbatch else None,
     )
     for line in (*found.changes, *found.notices):
         if required().environment.local_rank == 0:
@@ -413,21 +415,18 @@ def _in_parameters(message: str) -> str:
 def count_recomputation(built: Any) -> None:
     """Count what a program's model recomputes in the memory that a table keeps between I and W.
 
-    `configure` comes before the model's settings, so it cannot; flags say it in advance.
-
-    Args:
-        built: A `TransformerConfig` or `DistributedDataParallelConfig` of Megatron.
+    `configure` comes before the model's settings, so it cannot; flags say it in advance. The object
+    is a `TransformerConfig` or `DistributedDataParallelConfig` of Megatron.
     """
-    found = active()
-    if found is None or found.requested is None or found.pipeline is None:
+    found = required()
+    if found.requested is None or found.pipeline is None:
         return
-    pipeline, config = found.pipeline, found.pipeline.config
     if not hasattr(built, "recompute_granularity"):
         return
-    counted = with_stash(config, built)
-    if counted == config:
+    counted = with_stash(found.pipeline.config, built)
+    if counted == found.pipeline.config:
         return
-    pipeline = replace(pipeline, config=counted)
+    pipeline = replace(found.pipeline, config=counted)
     # Made now, so that a table that cannot be ends here and not in the first step.
     pipeline.schedule(pipeline.num_microbatches)
     found.config, found.pipeline = counted, pipeline
@@ -437,15 +436,5 @@ def count_recomputation(built: Any) -> None:
 
 def await_host(config: PipelineConfig) -> None:
     """Keep a configuration until a host (`megatron_ext/hosts/`) gives the sizes of its job."""
-    _begin(config)
-    activate_configuration(Active(config, requested=config, is_sized=False))
-
-
-def _begin(config: PipelineConfig) -> None:
-    """End the active configuration, and refuse what programs without flags cannot have."""
     clear_configuration()
-    if config.disaggregation is not None:
-        raise ConfigurationError(
-            "{disaggregation} needs a training loop that supports both roles; start Megatron's own "
-            "with --forward-backward-disaggregating"
-        )
+    activate_configuration(Active(config, requested=config, is_sized=False))

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import shlex
+import typing
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ext.config.pipeline_config import (
-    BALANCES,
-    DEVICE_PATHS,
-    TRANSPORTS,
+    Balance,
+    DeviceName,
+    DevicePath,
     Disaggregation,
     DynamicOrder,
     PipelineConfig,
     Tracing,
+    TransportName,
 )
-from megatron_ext.devices import CHOICES
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import get, registered
 from megatron_ext.schedules.search.length_balance import LengthCost
@@ -28,8 +29,6 @@ from megatron_ext.schedules.table.costs import UNIT, Costs
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Option
-
-_Parsed = TypeVar("_Parsed")
 
 FLAG = "--forward-backward-disaggregating"
 FLAGS = "MEGATRON_EXT_FLAGS"
@@ -43,56 +42,231 @@ accepted with a notice and have no effect."""
 REMOVED = {"--fbd-forward-device": "leave it out: forward ranks compute on the same kind of device"}
 """Flags of the release before that are refused, each with the remedy; kept for one release."""
 
+
+class _Row:
+    """A flag of ours.
+
+    Args:
+        setting: The flag, and the field that it sets, if any: `part.field` for one of a part.
+        text: For `--help`.
+        parse: Reads the value; its mistakes are errors of the flag.
+        options: Keywords for argparse; without any the flag is a switch.
+    """
+
+    def __init__(
+        self,
+        setting: str,
+        text: str,
+        parse: Callable[[str], object] | None = None,
+        **options: Any,
+    ) -> None:
+        self.flag, _, path = setting.partition(" ")
+        self.part, _, self.field = path.rpartition(".")
+        self.parse = parse
+        self.options = {"help": text, **(options or {"action": "store_true"})}
+
+
+_ROWS = (
+    _Row(
+        "--device-backend device",
+        "Device that Megatron runs on. auto picks CUDA, else MUSA, else the CPU. Programs that "
+        "build their arguments themselves set MEGATRON_EXT_DEVICE instead.",
+        choices=typing.get_args(DeviceName),
+        default=PipelineConfig.device,
+    ),
+    _Row("--ext-list-patches", "Print the table of patches on rank 0 before training."),
+    _Row(
+        "--pipeline-schedule schedule",
+        f"Pipeline schedule: {', '.join(registered())}, or csv:FILE. `megatron-ext plan` compares "
+        "them. Without it Megatron's own 1F1B or interleaved schedule runs.",
+        metavar="NAME",
+    ),
+    _Row("--enable-bitpipe-schedule", "The same as --pipeline-schedule bitpipe."),
+    # No default of argparse's: `_options` refuses an option of another schedule, and must know
+    # whether it was given, even with the default value.
+    *(
+        _Row(
+            generator.flag(key),
+            f"Option of --pipeline-schedule {generator.name} (default: {values[0]}).",
+            choices=values,
+        )
+        for generator in registered().values()
+        for key, values in generator.options.items()
+    ),
+    _Row(
+        "--pipeline-transport transport",
+        "Transport between pipeline ranks, under Megatron's own schedules too: torch.distributed, "
+        "shared memory of one host, TCP or RDMA; over the last three, GPU tensors go through "
+        "pinned memory. auto picks the best for each pair of ranks: GPUs of one host exchange "
+        "tensors directly if they can; other pairs use torch.distributed, or RDMA or TCP with "
+        "--use-dpp (default: torch; with --use-dpp: auto).",
+        choices=typing.get_args(TransportName),
+    ),
+    _Row(
+        "--node-ips node_ips",
+        "Addresses for --pipeline-transport auto, tcp and rdma: one for each node, in the order of "
+        "ranks, or one for each rank (default: those on the route to MASTER_ADDR).",
+        nargs="+",
+        metavar="ADDRESS",
+    ),
+    _Row(
+        "--pipeline-device-path device_path",
+        "How GPU tensors reach ranks of the same host over --pipeline-transport shm or auto: "
+        "staged through pinned memory, or from GPU to GPU by CUDA IPC, which every pair of GPUs "
+        "must support. auto: under --pipeline-transport auto by CUDA IPC where a pair can, "
+        "otherwise staged (default: auto).",
+        choices=typing.get_args(DevicePath),
+    ),
+    _Row(
+        "--pipeline-checksum checksums",
+        "Checksum the bytes of each message over --pipeline-transport auto, shm, tcp or rdma, so "
+        "that faulty memory or a faulty network ends the job instead of changing its results. "
+        "Costs about a copy at both ends. Descriptors of messages always have a checksum.",
+    ),
+    _Row(
+        "--pipeline-costs costs",
+        "Durations, in any consistent unit, of forward, input gradient and weight gradient on 1/pp "
+        "of the model, of a message, and of launching an action on a device. The schedule is "
+        f"generated and simulated for them (default: {UNIT}).",
+        parse=Costs.parse,
+        metavar="F,I,W[,LATENCY[,LAUNCH]]",
+    ),
+    _Row(
+        "--pipeline-layout",
+        "Cut the layers so that the busiest rank works least: embedding, dense layers, experts, "
+        "multi-token prediction and loss weigh what they cost (default: as many layers to each "
+        "stage, or Megatron's own flags).",
+        choices=("auto",),
+    ),
+    _Row(
+        "--pipeline-slices slices",
+        "Cut the sequence of each micro-batch into K slices of equal cost, which run through the "
+        "pipeline one by one: about 1/K of the bubble, and of the activations beyond one "
+        "micro-batch (default: 1, whole micro-batches).",
+        type=int,
+        default=PipelineConfig.slices,
+        metavar="K",
+    ),
+    _Row(
+        "--pipeline-balance balance",
+        "For data of variable or packed lengths. order: let the micro-batches of a step enter the "
+        "pipeline in an order that follows from their lengths. pack: before that, share out the "
+        "micro-batches of all data-parallel replicas by cost. The gradient is the same sum in "
+        "another order (default: off).",
+        choices=typing.get_args(Balance),
+        default=PipelineConfig.balance,
+    ),
+    _Row(
+        "--pipeline-length-costs length_costs",
+        "With --pipeline-balance or --pipeline-slices: a sample of L tokens costs A*L + B*L^2, in "
+        "any unit, for example as `megatron-ext plan --lengths FILE --trace-dir DIR` measures it "
+        "(default: what follows from the shape of the model).",
+        parse=LengthCost.parse,
+        metavar="A,B",
+    ),
+    _Row(
+        f"{_DPP} dynamic",
+        "Dynamic pipeline parallelism: each rank runs the next action that is ready, instead of "
+        "waiting for the next one of the table. The table is that of --pipeline-schedule, by "
+        "default interleaved where the model has virtual stages, else 1f1b.",
+    ),
+    _Row(
+        "--dpp-policy dynamic.policy",
+        f"With {_DPP}: which action runs first if several are ready. hint follows the table and "
+        "its bound on memory, the others may keep the activations of all micro-batches (default: "
+        f"{next(iter(POLICIES))}).",
+        choices=tuple(POLICIES),
+    ),
+    _Row(
+        "--dpp-extra-activations dynamic.extra_activations",
+        f"With {_DPP} and hint: micro-batches that a rank may keep beyond the table's peak "
+        f"(default: {DynamicOrder().margin}).",
+        type=int,
+        metavar="N",
+    ),
+    _Row(
+        "--variable-seq-lengths variable_seq_lengths",
+        "Micro-batches may have sequences of different lengths, up to --max-position-embeddings: "
+        "shapes travel with the tensors, under every schedule.",
+    ),
+    _Row(
+        "--microbatch-rng microbatch_rng",
+        "Draw dropout masks by iteration, stage and micro-batch, so that all schedules, Megatron's "
+        "own too, draw the same ones. Implied by --use-dpp.",
+    ),
+    _Row(
+        f"{FLAG} disaggregation",
+        "Run forward passes and backward passes in different processes: 2 x TP x PP processes for "
+        "each replica, so the data-parallel size is halved and has to be even.",
+    ),
+    _Row(
+        "--ignore-forward-tensor-parallel disaggregation.merged",
+        f"With {FLAG}: one forward process replaces all tensor-parallel ranks of its stage, so a "
+        "replica has (TP + 1) x PP processes.",
+    ),
+    _Row(
+        "--fbd-activations disaggregation.activations",
+        f"With {FLAG}: recompute: backward ranks run the forward again; ship: forward ranks send "
+        "them the input of each layer, which needs full uniform recomputation (default: "
+        f"{Disaggregation.activations}).",
+        choices=get("fbd").options["activations"],
+    ),
+    _Row(
+        "--trace tracing",
+        "Record a timeline of each rank in benchmark/<run>/; see `megatron-ext aggregate` and "
+        "`megatron-ext report`.",
+    ),
+    _Row(
+        "--trace-interval tracing.interval",
+        f"With --trace: length of an interval, in iterations (default: {Tracing.interval}).",
+        type=int,
+        metavar="N",
+    ),
+    _Row(
+        "--trace-iterations tracing.iterations",
+        "With --trace: record the first K iterations of each interval (default: "
+        f"{Tracing().num_iterations}, or all of a shorter interval).",
+        type=int,
+        metavar="K",
+    ),
+    _Row(
+        "--trace-dir tracing.directory",
+        "With --trace: output folder of this run (default: in benchmark/, named after the run's "
+        "sizes).",
+        type=Path,
+        metavar="DIR",
+    ),
+    _Row(
+        "--hang-timeout hang_timeout_s",
+        "End the job when a training step makes no progress for this long, and name the rank that "
+        "the others wait for (default: the process groups' time-out applies).",
+        type=float,
+        metavar="SECONDS",
+    ),
+    *(_Row(flag, f"Ignored: {reason}.", metavar="VALUE") for flag, reason in DROPPED.items()),
+    # With a value and without, as scripts may have it: the remedy answers, not argparse.
+    *(_Row(flag, SUPPRESS, nargs="?", const=True) for flag in REMOVED),
+)
+
+DESTINATIONS = frozenset(row.flag[2:].replace("-", "_") for row in _ROWS)
+"""Names of our flags' values."""
+
+_PARTS = {"dynamic": DynamicOrder, "disaggregation": Disaggregation, "tracing": Tracing}
+
 FLAG_OF = {
-    "schedule": "--pipeline-schedule",
     "pipeline_ranks": "--pipeline-model-parallel-size",
     "chunks": "--num-virtual-stages-per-pipeline-rank",
     "layout": "--pipeline-model-parallel-layout",
     "num_layers": "--num-layers",
     "mtp_num_layers": "--mtp-num-layers",
-    "costs": "--pipeline-costs",
     "pairs": "--overlap-moe-expert-parallel-comm",
-    "dynamic": _DPP,
-    "policy": "--dpp-policy",
-    "extra_activations": "--dpp-extra-activations",
-    "slices": "--pipeline-slices",
-    "balance": "--pipeline-balance",
-    "length_costs": "--pipeline-length-costs",
-    "transport": "--pipeline-transport",
-    "device_path": "--pipeline-device-path",
-    "checksums": "--pipeline-checksum",
-    "node_ips": "--node-ips",
-    "variable_seq_lengths": "--variable-seq-lengths",
-    "microbatch_rng": "--microbatch-rng",
-    "device": "--device-backend",
-    "disaggregation": FLAG,
-    "tracing": "--trace",
-    "interval": "--trace-interval",
-    "iterations": "--trace-iterations",
-    "hang_timeout_s": "--hang-timeout",
     "message_timeout_s": "--distributed-timeout-minutes, in seconds,",
+    **{row.field: row.flag for row in _ROWS if row.field},
 }
 """Flag by the field that it sets, for error messages."""
 
 FIELD_OF = {flag: field for field, flag in FLAG_OF.items()}
 """Field by the flag that sets it."""
-
-# Fields whose value is that of their flag.
-_SIMPLE = (
-    "slices", "balance", "transport", "device_path", "checksums", "node_ips", "hang_timeout_s",
-    "variable_seq_lengths", "microbatch_rng", "device",
-)  # fmt: skip
-
-# Flags that add to another flag, and that flag.
-_PART_OF = {
-    "--dpp-policy": _DPP,
-    "--dpp-extra-activations": _DPP,
-    "--trace-interval": "--trace",
-    "--trace-iterations": "--trace",
-    "--trace-dir": "--trace",
-    "--fbd-activations": FLAG,
-    "--ignore-forward-tensor-parallel": FLAG,
-}
 
 
 class _WordParser(ArgumentParser):
@@ -117,7 +291,7 @@ def requested_flags(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def parse_words(words: Sequence[str], source: str) -> Namespace:
-    """Return what words say that are flags of this package and nothing else.
+    """Return what words set that are flags of this package and nothing else.
 
     Args:
         words: As on a command line.
@@ -128,6 +302,8 @@ def parse_words(words: Sequence[str], source: str) -> Namespace:
     """
     # An abbreviation of ours could be a flag of Megatron's, or become one with its next release.
     parser = add_arguments(_WordParser(prog=source, add_help=False, allow_abbrev=False))
+    for action in parser._actions:
+        action.default = SUPPRESS
     try:
         return parser.parse_args(list(words))
     except ArgumentsError as error:
@@ -146,7 +322,8 @@ def read_words(words: Sequence[str]) -> dict[str, Any]:
         ArgumentsError: A flag of ours has no such value.
     """
     own = add_arguments(_WordParser(prog="the command line", add_help=False, allow_abbrev=False))
-    own.set_defaults(**values_in(requested_flags(), FLAGS))  # as Megatron's parser gets them
+    given = parse_words(requested_flags(), FLAGS)
+    own.set_defaults(**vars(given))  # as Megatron's parser gets them
     parsed, others = own.parse_known_args(list(words))
     found: dict[str, Any] = {}
     values: list[Any] = []
@@ -201,204 +378,10 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     Returns:
         The same parser.
     """
-    if any(group.title == "megatron_ext" for group in parser._action_groups):
-        return parser
-    group = parser.add_argument_group(title="megatron_ext")
-    group.add_argument(
-        "--device-backend",
-        choices=CHOICES,
-        default=PipelineConfig.device,
-        help="Device that Megatron runs on. auto picks CUDA, else MUSA, else the CPU. Programs "
-        "that build their arguments themselves set MEGATRON_EXT_DEVICE instead.",
-    )
-    group.add_argument(
-        "--ext-list-patches",
-        action="store_true",
-        help="Print the table of patches on rank 0 before training.",
-    )
-    group.add_argument(
-        "--pipeline-schedule",
-        metavar="NAME",
-        help=f"Pipeline schedule: {', '.join(registered())}, or csv:FILE. `megatron-ext plan` "
-        "compares them. Without it Megatron's own 1F1B or interleaved schedule runs.",
-    )
-    group.add_argument(
-        "--enable-bitpipe-schedule",
-        action="store_true",
-        help="The same as --pipeline-schedule bitpipe.",
-    )
-    for generator in registered().values():
-        # No default of argparse's: `_options` refuses an option of another schedule, and must know
-        # whether it was given, even with the default value.
-        for key, values in generator.options.items():
-            group.add_argument(
-                generator.flag(key),
-                choices=values,
-                help=f"Option of --pipeline-schedule {generator.name} (default: {values[0]}).",
-            )
-    group.add_argument(
-        "--pipeline-transport",
-        choices=TRANSPORTS,
-        help="Transport between pipeline ranks, under Megatron's own schedules too: "
-        "torch.distributed, shared memory of one host, TCP or RDMA; over the last three, GPU "
-        "tensors go through pinned memory. auto picks the best for each pair of ranks: GPUs of one "
-        "host exchange tensors directly if they can; other pairs use torch.distributed, or RDMA or "
-        "TCP with --use-dpp (default: "
-        f"{TRANSPORTS[0]}; with --use-dpp: auto).",
-    )
-    group.add_argument(
-        "--node-ips",
-        nargs="+",
-        metavar="ADDRESS",
-        help="Addresses for --pipeline-transport auto, tcp and rdma: one for each node, in the "
-        "order of ranks, or one for each rank (default: those on the route to MASTER_ADDR).",
-    )
-    group.add_argument(
-        "--pipeline-device-path",
-        choices=DEVICE_PATHS,
-        help="How GPU tensors reach ranks of the same host over --pipeline-transport shm or auto: "
-        "staged through pinned memory, or from GPU to GPU by CUDA IPC, which every pair of GPUs "
-        "must support. auto: under --pipeline-transport auto by CUDA IPC where a pair can, "
-        f"otherwise staged (default: {DEVICE_PATHS[0]}).",
-    )
-    group.add_argument(
-        "--pipeline-checksum",
-        action="store_true",
-        help="Checksum the bytes of each message over --pipeline-transport auto, shm, tcp or rdma, "
-        "so that faulty memory or a faulty network ends the job instead of changing its results. "
-        "Costs about a copy at both ends. Descriptors of messages always have a checksum.",
-    )
-    group.add_argument(
-        "--pipeline-costs",
-        metavar="F,I,W[,LATENCY[,LAUNCH]]",
-        help="Durations, in any consistent unit, of forward, input gradient and weight gradient on "
-        "1/pp of the model, of a message, and of launching an action on a device. The schedule is "
-        "generated and simulated for them "
-        f"(default: {UNIT}).",
-    )
-    group.add_argument(
-        "--pipeline-layout",
-        choices=("auto",),
-        help="Cut the layers so that the busiest rank works least: embedding, dense layers, "
-        "experts, multi-token prediction and loss weigh what they cost (default: as many layers "
-        "to each stage, or Megatron's own flags).",
-    )
-    group.add_argument(
-        "--pipeline-slices",
-        type=int,
-        default=PipelineConfig.slices,
-        metavar="K",
-        help="Cut the sequence of each micro-batch into K slices of equal cost, which run through "
-        "the pipeline one by one: about 1/K of the bubble, and of the activations beyond one "
-        "micro-batch (default: 1, whole micro-batches).",
-    )
-    group.add_argument(
-        "--pipeline-balance",
-        choices=BALANCES,
-        default=PipelineConfig.balance,
-        help="For data of variable or packed lengths. order: let the micro-batches of a step enter "
-        "the pipeline in an order that follows from their lengths. pack: before that, share out "
-        "the micro-batches of all data-parallel replicas by cost. The gradient is the same sum in "
-        "another order (default: off).",
-    )
-    group.add_argument(
-        "--pipeline-length-costs",
-        metavar="A,B",
-        help="With --pipeline-balance or --pipeline-slices: a sample of L tokens costs "
-        "A*L + B*L^2, in any unit, for example as `megatron-ext plan --lengths FILE --trace-dir "
-        "DIR` measures it (default: what follows from the shape of the model).",
-    )
-    group.add_argument(
-        _DPP,
-        action="store_true",
-        help="Dynamic pipeline parallelism: each rank runs the next action that is ready, instead "
-        "of waiting for the next one of the table. The table is that of --pipeline-schedule, by "
-        "default interleaved where the model has virtual stages, else 1f1b.",
-    )
-    group.add_argument(
-        "--dpp-policy",
-        choices=tuple(POLICIES),
-        help=f"With {_DPP}: which action runs first if several are ready. hint follows the table "
-        "and its bound on memory, the others may keep the activations of all micro-batches "
-        f"(default: {next(iter(POLICIES))}).",
-    )
-    group.add_argument(
-        "--dpp-extra-activations",
-        type=int,
-        metavar="N",
-        help=f"With {_DPP} and hint: micro-batches that a rank may keep beyond the table's peak "
-        f"(default: {DynamicOrder().margin}).",
-    )
-    group.add_argument(
-        "--variable-seq-lengths",
-        action="store_true",
-        help="Micro-batches may have sequences of different lengths, up to "
-        "--max-position-embeddings: shapes travel with the tensors, under every schedule.",
-    )
-    group.add_argument(
-        "--microbatch-rng",
-        action="store_true",
-        help="Draw dropout masks by iteration, stage and micro-batch, so that all schedules, "
-        "Megatron's own too, draw the same ones. Implied by --use-dpp.",
-    )
-    group.add_argument(
-        FLAG,
-        action="store_true",
-        help="Run forward passes and backward passes in different processes: 2 x TP x PP processes "
-        "for each replica, so the data-parallel size is halved and has to be even.",
-    )
-    group.add_argument(
-        "--ignore-forward-tensor-parallel",
-        action="store_true",
-        help=f"With {FLAG}: one forward process replaces all tensor-parallel ranks of its "
-        "stage, so a replica has (TP + 1) x PP processes.",
-    )
-    modes = get("fbd").options["activations"]
-    group.add_argument(
-        "--fbd-activations",
-        choices=modes,
-        help=f"With {FLAG}: recompute: backward ranks run the forward again; ship: forward ranks "
-        "send them the input of each layer, which needs full uniform recomputation (default: "
-        f"{modes[0]}).",
-    )
-    group.add_argument(
-        "--trace",
-        action="store_true",
-        help="Record a timeline of each rank in benchmark/<run>/; see `megatron-ext aggregate` "
-        "and `megatron-ext report`.",
-    )
-    group.add_argument(
-        "--trace-interval",
-        type=int,
-        metavar="N",
-        help=f"With --trace: length of an interval, in iterations (default: {Tracing.interval}).",
-    )
-    group.add_argument(
-        "--trace-iterations",
-        type=int,
-        metavar="K",
-        help="With --trace: record the first K iterations of each interval (default: "
-        f"{Tracing().num_iterations}, or all of a shorter interval).",
-    )
-    group.add_argument(
-        "--trace-dir",
-        type=Path,
-        metavar="DIR",
-        help="With --trace: output folder of this run (default: in benchmark/, named after the "
-        "run's sizes).",
-    )
-    group.add_argument(
-        "--hang-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="End the job when a training step makes no progress for this long, and name the rank "
-        "that the others wait for (default: the process groups' time-out applies).",
-    )
-    for flag, reason in DROPPED.items():
-        group.add_argument(flag, metavar="VALUE", help=f"Ignored: {reason}.")
-    # With a value and without, as scripts may have it: the remedy answers, not argparse.
-    for flag in REMOVED:
-        group.add_argument(flag, nargs="?", const=True, help=SUPPRESS)
+    if not any(group.title == "megatron_ext" for group in parser._action_groups):
+        group = parser.add_argument_group(title="megatron_ext")
+        for row in _ROWS:
+            group.add_argument(row.flag, **row.options)
     return parser
 
 
@@ -423,11 +406,21 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
     for flag, remedy in REMOVED.items():
         if given(flag) is not None:
             raise ArgumentsError(f"{flag} was removed; {remedy}")
-    for flag, main in _PART_OF.items():
-        value = given(flag)
+    # By the part that has the field; without one, of the configuration itself.
+    found: dict[str, dict[str, Any]] = {part: {} for part in ("", *_PARTS)}
+    for row in _ROWS:
+        value, main = given(row.flag), FLAG_OF.get(row.part, "")
+        if value is None or not row.field:
+            continue
         # Not `if value`: a 0 was given too.
-        if value is not None and value is not False and not given(main):
-            raise ArgumentsError(f"{flag} is for {main}; add {main}, or leave {flag} out")
+        if main and value is not False and not given(main):
+            raise ArgumentsError(f"{row.flag} is for {main}; add {main}, or leave {row.flag} out")
+        if row.parse is not None:
+            try:
+                value = row.parse(value)
+            except ScheduleError as error:
+                raise ArgumentsError(f"{row.flag}: {error}") from error
+        found[row.part][row.field] = value
     name: str | None = given("--pipeline-schedule")
     if given("--enable-bitpipe-schedule"):
         if name not in (None, "bitpipe"):
@@ -440,37 +433,16 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
         raise ArgumentsError(
             "--pipeline-layout auto is for schedules of this package; add --pipeline-schedule NAME"
         )
-    interval = given("--trace-interval")
-    if interval is None:  # a longer recording makes a longer interval
-        interval = max(Tracing.interval, given("--trace-iterations") or 0)
-    return PipelineConfig(
-        schedule=name,
-        options=_options(args, name),
-        costs=_parsed(args, "--pipeline-costs", Costs.parse),
-        length_costs=_parsed(args, "--pipeline-length-costs", LengthCost.parse),
-        dynamic=DynamicOrder(
-            policy=given("--dpp-policy") or DynamicOrder.policy,
-            extra_activations=given("--dpp-extra-activations"),
-        )
-        if given(_DPP)
-        else None,
-        disaggregation=Disaggregation(
-            activations=given("--fbd-activations") or Disaggregation.activations,
-            merged=bool(given("--ignore-forward-tensor-parallel")),
-        )
-        if given(FLAG)
-        else None,
-        tracing=Tracing(
-            interval=interval,
-            iterations=given("--trace-iterations"),
-            directory=given("--trace-dir"),
-        )
-        if given("--trace")
-        else None,
-        # Megatron's own time-out of collectives.
-        message_timeout_s=60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10),
-        **{field: value for field in _SIMPLE if (value := given(FLAG_OF[field])) is not None},
-    )
+    tracing = found["tracing"]
+    if "iterations" in tracing:  # a longer recording makes a longer interval
+        tracing.setdefault("interval", max(Tracing.interval, tracing["iterations"]))
+    parts = {
+        name: part(**found[name]) if found[""].get(name) else None for name, part in _PARTS.items()
+    }
+    # Megatron's own time-out of collectives.
+    timeout_s = 60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10)
+    options = {"options": _options(args, name), "message_timeout_s": timeout_s}
+    return PipelineConfig(**{**found[""], **parts, **options, "schedule": name})
 
 
 def _options(args: Namespace, name: str | None) -> dict[str, Option]:
@@ -490,29 +462,6 @@ def _options(args: Namespace, name: str | None) -> dict[str, Option]:
                 )
             found[key] = value
     return found
-
-
-def _parsed(args: Namespace, flag: str, parse: Callable[[str], _Parsed]) -> _Parsed | None:
-    text = getattr(args, flag[2:].replace("-", "_"), None)
-    try:
-        return None if text is None else parse(text)
-    except ScheduleError as error:
-        raise ArgumentsError(f"{flag}: {error}") from error
-
-
-def values_in(words: Sequence[str], source: str) -> dict[str, object]:
-    """Return the settings that words change, by the names of their arguments.
-
-    Args:
-        words: As on a command line.
-        source: Where they come from, for error messages.
-
-    Raises:
-        ArgumentsError: One is no flag of ours, or has no such value.
-    """
-    usual = vars(parse_words([], source))
-    given = vars(parse_words(words, source))
-    return {dest: value for dest, value in given.items() if value != usual[dest]}
 
 
 def flag_names(args: Namespace) -> dict[str, str]:

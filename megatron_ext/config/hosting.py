@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext import devices
 from megatron_ext.config.active import Environment, Pipeline
 from megatron_ext.config.flags import (
+    DESTINATIONS,
     DROPPED,
     FLAG_OF,
     flag_names,
@@ -31,12 +32,12 @@ from megatron_ext.config.incompatible import (
     MEGATRON_FIELDS,
     RULES,
     Refusal,
+    drop,
     dropped,
-    drops,
-    implied,
+    imply,
     refusals,
     rules_of,
-    with_splittable_layers,
+    suit_layers,
 )
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.config.stages import (
@@ -93,7 +94,7 @@ class Preflight:
     notices: list[str] = field(default_factory=list)
     """Notices of settings with less effect than they seem to have."""
     ignored: list[str] = field(default_factory=list)
-    """Settings that no check has looked at."""
+    """Settings that neither Megatron, where one is installed, nor this package knows."""
     config: PipelineConfig | None = None
     """The pipeline as the flags describe it; None: they contradict each other."""
     pipeline: Pipeline | None = None
@@ -133,24 +134,11 @@ class Preflight:
             text = error.worded(self.names) if isinstance(error, ConfigurationError) else str(error)
             kind = ScheduleError if isinstance(error, ScheduleError) else ArgumentsError
             for line in text.splitlines():
-                refusal = Refusal.of(rule, line, kind)
+                reason, _, remedy = line.rpartition("; ")
+                refusal = Refusal(rule, reason or remedy, remedy if reason else "", kind)
                 # Both the number of stages and the cut into them read the flags of a cut.
                 if refusal not in self.refusals:
                     self.refusals.append(refusal)
-
-
-class _Given(Namespace):
-    """Settings that note which of them a check reads."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.__dict__["_read"] = set()
-
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__
-        if not name.startswith("_"):
-            found("__dict__")["_read"].add(name)
-        return found(name)
 
 
 def preflight(
@@ -177,21 +165,19 @@ def preflight(
     else:
         given = dict(arguments if isinstance(arguments, Mapping) else read_words(arguments))
     renamed = {field: dest for dest, field in MEGATRON_FIELDS.items()}
-    args = _Given(**{**_USUAL, **{renamed.get(name, name): given[name] for name in given}})
-    args.pipeline_model_parallel_layout = layout_text(given.get("pipeline_model_parallel_layout"))
-    if args.pipeline_model_parallel_layout and "virtual_pipeline_model_parallel_size" in given:
+    settings = {**_USUAL, **{renamed.get(name, name): given[name] for name in given}}
+    layout = layout_text(given.get("pipeline_model_parallel_layout"))
+    if layout and "virtual_pipeline_model_parallel_size" in given:
         # Configuration objects hold both; Megatron derives this one from the layout.
-        args.num_virtual_stages_per_pipeline_rank = None
-    args.world_size = world_size or given.get("world_size")
-    # What this function has read so far, it read for no check.
-    args.__dict__["_read"].clear()
-    found = inspect(args, config, here=False)
-    read = args.__dict__["_read"].union(*(rule.reads for rules in RULES.values() for rule in rules))
-    read |= {*_USUAL, "seq_length"}
-    # What no check has read is not approved: the caller gets its name.
-    unread = [name for name in given if renamed.get(name, name) not in read]
-    megatrons = setting_names() if unread else frozenset()
-    found.ignored = sorted(name for name in unread if name not in megatrons)
+        settings["num_virtual_stages_per_pipeline_rank"] = None
+    settings["pipeline_model_parallel_layout"] = layout
+    settings["world_size"] = world_size or given.get("world_size")
+    found = inspect(Namespace(**settings), config, here=False)
+    if megatrons := setting_names():
+        # What nobody knows is not approved: the caller gets its name.
+        read = {dest for rules in RULES.values() for rule in rules for dest in rule.reads}
+        known = megatrons | read | DESTINATIONS | renamed.keys() | _USUAL.keys()
+        found.ignored = sorted(given.keys() - known)
     return found
 
 
@@ -207,9 +193,8 @@ def inspect(
     """
     found = Preflight(names={} if requested is not None else flag_names(args))
     with found.collecting("flags"):
-        given = pipeline_config(args) if requested is None else requested
+        found.config = config = completed(args, requested or pipeline_config(args))
         ranks = world_size(args)
-        found.config = config = completed(args, given)
     # Without a configuration there is nothing to compare the rest with.
     if found.refusals:
         return found
@@ -244,24 +229,15 @@ def inspect(
     # Then Megatron's own settings, against the configuration and its table.
     if roles is not None:
         # What the job does without leaves nothing for the rules to refuse.
-        off, changes = drops(args, DROPPED_BY_ROLES)
-        found.arguments |= off
-        found.changes += changes
         args = copy(args)
-        vars(args).update(off)
-    arguments, changes, notices = implied(config, args)
-    found.arguments |= arguments
-    found.changes += changes
-    found.notices += notices
+        vars(args).update(drop(found, args, DROPPED_BY_ROLES))
+    imply(found, config, args)
     for what, rules in rules_of(config, table, args):
         found.refusals += refusals(subjects[what], args, rules)
     if found.pipeline is not None:
-        arguments, changes = drops(args, dropped(found.pipeline.full))
-        found.arguments |= arguments
-        found.changes += changes
+        drop(found, args, dropped(found.pipeline.full))
         with found.collecting("transformer_impl"):
-            found.pipeline, notices = with_splittable_layers(found.pipeline, args, here=here)
-            found.notices += notices
+            suit_layers(found, found.pipeline, args, here=here)
     # A job that is refused already has no roles to give out.
     if roles is not None and args.world_size and not (here and found.refusals):
         with found.collecting("disaggregation"):
@@ -279,8 +255,7 @@ def inspect(
         with found.collecting("device"):
             found.arguments |= devices.arguments_for(args, config.device)
     for flag, reason in DROPPED.items():
-        value = getattr(args, flag[2:].replace("-", "_"), None)
-        if value is not None:
+        if (value := getattr(args, flag[2:].replace("-", "_"), None)) is not None:
             found.changes.append(f"{flag} {value} is ignored: Megatron-LM has dropped it, {reason}")
     return found
 
@@ -296,10 +271,10 @@ def _torch_is_best(config: PipelineConfig, world_size: int, *, here: bool) -> bo
         return False
     if config.device_path == "ipc" or config.checksums:  # torch.distributed has neither
         return False
-    if here and not devices.current().reaches_peers:
-        return False
     on_one_host = Environment.read().ranks_per_node(world_size) >= world_size
-    if not on_one_host and config.schedule is None:
+    if config.schedule is None and not on_one_host:
+        return False
+    if here and not devices.current().reaches_peers:
         return False
     _LOG.info(
         "--pipeline-transport auto: torch.distributed, which moves tensors between devices without "
@@ -323,7 +298,8 @@ def _pipeline(
 
     Megatron's own table is never executed; it announces the messages in advance.
     """
-    pp = args.pipeline_model_parallel_size
+    pp, sends_groups = args.pipeline_model_parallel_size, False
+    subject = f"--pipeline-schedule {config.schedule}"
     if config.schedule is None:
         subject = f"--pipeline-transport {config.wire}"
         if pp < 2:
@@ -333,16 +309,16 @@ def _pipeline(
             )
         # Megatron would run without us too, so its own number of stages is taken as it is.
         chunks = chunks_of_megatron(args)
-        name, sends_groups = base_table(chunks), chunks > 1
-        config = replace(config, schedule=name, chunks=chunks if sends_groups else None)
+        sends_groups = chunks > 1
+        config = replace(
+            config, schedule=base_table(chunks), chunks=chunks if sends_groups else None
+        )
     else:
-        name, sends_groups = config.schedule, False
-        subject = f"--pipeline-schedule {name}"
         check_ranks(config, pp)
     batches = None
     sizes = ("global_batch_size", "step_batch_size_schedule")
-    batch = any(getattr(args, size, None) for size in sizes)
-    if here or (batch and getattr(args, "micro_batch_size", None)):
+    has_batch = any(getattr(args, size, None) for size in sizes)
+    if here or (has_batch and getattr(args, "micro_batch_size", None)):
         # Collected here, so that the table of a wrong batch is checked nevertheless, for some other
         # number.
         with found.collecting("global_batch_size"):
@@ -365,21 +341,20 @@ def _pipeline(
     )
     if batches is None:
         return pipeline
-    if name.startswith(CSV_PREFIX):
-        check_file(name, pp, batches)
+    if pipeline.name.startswith(CSV_PREFIX):
+        check_file(pipeline.name, pp, batches)
     # All of them here: a batch size of a ramp-up without a table would fail hours later.
     for global_batch, count in batches.counts.items():
         derived = f"{subject} with {batches.explained(global_batch)}"
         if sends_groups and count % pp:
             # The groups in which Megatron sends micro-batches around must be full.
             lower = count // pp * pp
-            fitting = " or ".join(
-                str(batches.global_batch(some)) for some in (lower, lower + pp) if some
-            )
+            fitting = [str(batches.global_batch(some)) for some in (lower, lower + pp) if some]
             raise ArgumentsError(
                 f"{derived}: Megatron's interleaved schedule sends micro-batches in groups of pp = "
                 f"{pp}, so their number must be a multiple of it; use --global-batch-size "
-                f"{fitting}, or --pipeline-schedule interleaved, which takes any number"
+                f"{' or '.join(fitting)}, or --pipeline-schedule interleaved, which takes any "
+                "number"
             )
         try:
             pipeline.schedule(count)

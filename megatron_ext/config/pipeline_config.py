@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_origin, get_type_hints
 
-from megatron_ext.devices import CHOICES as DEVICES
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, Generator, get
 from megatron_ext.schedules.search.length_balance import LengthCost  # noqa: TC001 - check_types
@@ -27,23 +26,19 @@ from megatron_ext.schedules.table.costs import Costs  # noqa: TC001 - check_type
 from megatron_ext.schedules.table.slices import MAX_SLICES
 
 TransportName = Literal["torch", "auto", "shm", "tcp", "rdma"]
-
-TRANSPORTS: tuple[TransportName, ...] = ("torch", "auto", "shm", "tcp", "rdma")
 """torch: torch.distributed, the default. auto: our native core over the best wire of each pair of
 ranks. shm, tcp, rdma: the native core over this wire only."""
 
 DevicePath = Literal["auto", "staged", "ipc"]
-
-DEVICE_PATHS: tuple[DevicePath, ...] = ("auto", "staged", "ipc")
 """Ways of device tensors to other ranks: through pinned host memory, or directly by CUDA IPC."""
 
 Activations = Literal["recompute", "ship"]
 
 Balance = Literal["off", "order", "pack"]
-
-BALANCES: tuple[Balance, ...] = ("off", "order", "pack")
 """Effect of the lengths of micro-batches: none, on the order in which they enter the
 pipeline, or also on the data-parallel replica that runs them."""
+
+DeviceName = Literal["auto", "cuda", "musa", "cpu"]
 
 
 class ConfigurationError(ArgumentsError):
@@ -51,22 +46,34 @@ class ConfigurationError(ArgumentsError):
 
     Args:
         template: The message, with settings in braces, so that a command line can put its flags
-            in place of the fields.
-        values: Values of the other placeholders.
+            in place of the fields; `{field.value}` is the value of one.
+        settings: The configuration that has the values.
+        others: Values of the other placeholders.
     """
 
-    def __init__(self, template: str, **values: object) -> None:
-        self._template, self._values = template, values
+    def __init__(self, template: str, settings: object = None, **others: object) -> None:
+        self._template, self._others = template, others
+        self._values = {} if settings is None else vars(settings)
         super().__init__(self.worded({}))
 
     def worded(self, names: Mapping[str, str]) -> str:
         """Return the message with settings renamed; settings that `names` lacks keep their name."""
-        return self._template.format_map(_Names({**self._values, **names}))
+        words = _Words({**self._others, **names})
+        for setting, value in self._values.items():
+            words[setting] = _Setting(names.get(setting, setting))
+            words[setting].value = value
+        return self._template.format_map(words)
 
 
-class _Names(dict[str, Any]):
+class _Words(dict[str, Any]):
     def __missing__(self, field: str) -> str:
         return field
+
+
+class _Setting(str):
+    """The name of a setting, with its value."""
+
+    __slots__ = ("value",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +95,15 @@ class DynamicOrder:
         extra = self.extra_activations
         if extra is not None and extra < 0:
             raise ConfigurationError(
-                "{extra_activations} {value}: a rank cannot keep less than the table's own peak; "
-                "use {extra_activations} 0",
-                value=extra,
+                "{extra_activations} {extra_activations.value}: a rank cannot keep less than the "
+                "table's own peak; use {extra_activations} 0",
+                self,
             )
         if extra is not None and self.policy != "hint":
             raise ConfigurationError(
-                "{extra_activations} {value}: {policy} {name} has no bound on memory; leave one of "
-                "them out",
-                value=extra,
-                name=self.policy,
+                "{extra_activations} {extra_activations.value}: {policy} {policy.value} has no "
+                "bound on memory; leave one of them out",
+                self,
             )
 
     @property
@@ -146,12 +152,11 @@ class Tracing:
             object.__setattr__(self, "directory", Path(self.directory))
         check_types(self)
         if self.interval < 1:
-            raise ConfigurationError("{interval} {value} must be at least 1", value=self.interval)
+            raise ConfigurationError("{interval} {interval.value} must be at least 1", self)
         if not 1 <= self.num_iterations <= self.interval:
             raise ConfigurationError(
-                "{iterations} {value} must be between 1 and {interval} {most}",
-                value=self.iterations,
-                most=self.interval,
+                "{iterations} {iterations.value} must be between 1 and {interval} {interval.value}",
+                self,
             )
 
     @property
@@ -223,9 +228,8 @@ class PipelineConfig:
     microbatch_rng: bool = False
     """Whether iteration, stage and micro-batch determine the dropout masks. Implied by
     `dynamic`."""
-    device: str = "auto"
-    """Device backend, one of `megatron_ext.devices.CHOICES`; takes effect only if set before
-    megatron.core is imported."""
+    device: DeviceName = "auto"
+    """Device backend; takes effect only if set before megatron.core is imported."""
 
     def __post_init__(self) -> None:
         """Check each value and their combinations."""
@@ -237,153 +241,24 @@ class PipelineConfig:
         # A copy: tables are kept for this configuration, whatever the caller does to its
         # dictionary.
         object.__setattr__(self, "options", dict(self.options))
-        if self.length_costs is not None and self.balance == "off" and self.slices == 1:
-            raise ConfigurationError(
-                "{length_costs} is for {balance} or {slices}; add {balance} order or pack, or "
-                "leave it out"
-            )
-        if self.slices != 1:
-            self._check_slices()
-        if not 1 <= self.stash_ratio < inf:
-            raise ConfigurationError(
-                "{stash_ratio} {value:g} must be at least 1, which counts activations until W; "
-                "use 1",
-                value=self.stash_ratio,
-            )
-        _check_choice("device", self.device, DEVICES)
-        _check_seconds("message_timeout_s", self.message_timeout_s)
-        if self.hang_timeout_s is not None:
-            _check_seconds("hang_timeout_s", self.hang_timeout_s)
-        if self.disaggregation is not None:
-            # It brings schedule and transport along, so their own checks have no subject.
-            self._check_disaggregation()
-            return
-        self._check_schedule()
-        self._check_transport()
-
-    def _check_slices(self) -> None:
-        if not 1 <= self.slices <= MAX_SLICES:
-            raise ConfigurationError(
-                "{slices} {value}: a micro-batch has 1 to {most}; use {slices} 4 or 8",
-                value=self.slices,
-                most=MAX_SLICES,
-            )
-        excluded = {
-            "disaggregation": self.disaggregation is not None,
-            "pairs": self.pairs,
-            "balance": self.balance != "off",
-            "variable_seq_lengths": self.variable_seq_lengths,
-        }
-        for name in (name for name, is_given in excluded.items() if is_given):
-            raise ConfigurationError(
-                f"{{slices}} {{value}} cannot run with {{{name}}} yet; leave one of them out",
-                value=self.slices,
-            )
-        if self.schedule is None and self.dynamic is None:
-            raise ConfigurationError(
-                "{slices} {value} is for schedules of this package; add {schedule} NAME, such as "
-                "zb-h1",
-                value=self.slices,
-            )
-
-    def _check_disaggregation(self) -> None:
-        if self.schedule is not None or self.dynamic is not None or self.costs is not None:
-            raise ConfigurationError(
-                "{disaggregation} cannot run with {schedule}, {dynamic} or {costs}: it brings its "
-                "own schedule; leave one of them out"
-            )
-        if self.pairs:
-            raise ConfigurationError(
-                "{disaggregation} cannot run with {pairs}: forwards and backwards are on different "
-                "ranks; leave one of them out"
-            )
-        if self.balance != "off":
-            raise ConfigurationError(
-                "{disaggregation} cannot run with {balance} {how}: its processes of two roles read "
-                "the data in the order of the file; leave {balance} out",
-                how=self.balance,
-            )
-        if self.transport == "torch":
-            raise ConfigurationError(
-                "{disaggregation} cannot run with {transport} torch: to torch.distributed forward "
-                "and backward ranks are two jobs; use {transport} auto, or leave it out"
-            )
-        if self.device_path == "ipc":
-            raise ConfigurationError(
-                "{disaggregation} cannot run with {device_path} ipc: its messages go through the "
-                "host; leave it out"
-            )
-
-    def _check_schedule(self) -> None:
-        name = self.schedule
-        if self.chunks is not None and self.chunks < 1:
-            raise ConfigurationError("{chunks} {value} must be at least 1", value=self.chunks)
-        if name is None:
-            if self.dynamic is not None:
-                return
-            if self.balance != "off":
-                raise ConfigurationError(
-                    "{balance} {how} is for schedules of this package; add {schedule} NAME, such "
-                    "as 1f1b or interleaved, or leave it out",
-                    how=self.balance,
-                )
-            for what in ("costs", "options", "pairs"):
-                if getattr(self, what):
-                    raise ConfigurationError(
-                        f"{{{what}}} is for schedules of this package; add {{schedule}} NAME"
-                    )
-            return
-        generator = self.generator
-        if generator is None:
-            if self.chunks is not None or self.options:
-                raise ConfigurationError(
-                    "{schedule} {name}: the file fixes chunks and options; leave them out",
-                    name=name,
-                )
-            return
-        if not generator.listed:
-            raise ConfigurationError(
-                "{schedule} {name} needs processes of two roles; use {disaggregation} instead, "
-                "which chooses it",
-                name=name,
-            )
-        generator.complete(self.chunks, self.options)
-
-    def _check_transport(self) -> None:
-        name = self.wire
-        if self.dynamic is not None and name == "torch":
-            raise ConfigurationError(
-                "{dynamic} chooses by which messages have arrived, which torch.distributed cannot "
-                "tell; leave {transport} torch out"
-            )
-        if self.node_ips and name in ("torch", "shm"):
-            raise ConfigurationError(
-                "{node_ips} is for wires between hosts, {transport} {name} has none; use "
-                "{transport} auto, or leave {node_ips} out",
-                name=name,
-            )
-        if self.checksums and name == "torch":
-            raise ConfigurationError(
-                "{checksums} is for messages of this package, {transport} is torch; add "
-                "{transport} shm, tcp or rdma, or leave {checksums} out"
-            )
-        if self.checksums and self.device_path == "ipc":
-            raise ConfigurationError(
-                "{checksums} covers messages through the host, {device_path} ipc bypasses it; "
-                "leave one of them out"
-            )
-        if self.device_path == "ipc" and name not in ("shm", "auto"):
-            raise ConfigurationError(
-                "{device_path} ipc needs shared memory, {transport} is {name}; add {transport} "
-                "shm, or leave {device_path} out",
-                name=name,
-            )
+        has_roles = self.disaggregation is not None
+        # Roles bring schedule and transport along, so the checks of those have no subject.
+        for message, refuses in (_REFUSED | (_OF_ROLES if has_roles else _OF_SCHEDULES)).items():
+            if refuses(self):
+                raise ConfigurationError(message, self, most=MAX_SLICES, wire=self.wire)
+        if not has_roles and self.generator is not None:
+            self.generator.complete(self.chunks, self.options)
 
     @property
     def generator(self) -> Generator | None:
         """The generator of the table; None: a file holds it, or no schedule is chosen yet."""
         name = self.schedule
         return None if name is None or name.startswith(CSV_PREFIX) else get(name)
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether Megatron's own schedules, or roles, run in place of a table of this package."""
+        return self.schedule is None and self.dynamic is None
 
     @property
     def twins(self) -> int:
@@ -400,12 +275,87 @@ class PipelineConfig:
         """The transport, with its default filled in."""
         if self.transport is not None:
             return self.transport
-        return TRANSPORTS[0] if self.dynamic is None and self.disaggregation is None else "auto"
+        return "torch" if self.dynamic is None and self.disaggregation is None else "auto"
 
     @property
     def draws_by_microbatch(self) -> bool:
         """Whether random numbers are drawn by micro-batch."""
         return self.microbatch_rng or self.dynamic is not None
+
+
+_Checks = dict[str, Callable[[PipelineConfig], object]]
+
+# Messages about what is impossible or excludes each other, and when; the first one is raised.
+_REFUSED: _Checks = {
+    "{length_costs} is for {balance} or {slices}; add {balance} order or pack, or leave it "
+    "out": lambda c: c.length_costs is not None and c.balance == "off" and c.slices == 1,
+    "{slices} {slices.value}: a micro-batch has 1 to {most}; use {slices} 4 or 8": (
+        lambda c: not 1 <= c.slices <= MAX_SLICES
+    ),
+    "{slices} {slices.value} cannot run with {disaggregation} yet; leave one of them out": (
+        lambda c: c.slices > 1 and c.disaggregation is not None
+    ),
+    "{slices} {slices.value} cannot run with {pairs} yet; leave one of them out": (
+        lambda c: c.slices > 1 and c.pairs
+    ),
+    "{slices} {slices.value} cannot run with {balance} yet; leave one of them out": (
+        lambda c: c.slices > 1 and c.balance != "off"
+    ),
+    "{slices} {slices.value} cannot run with {variable_seq_lengths} yet; leave one of them out": (
+        lambda c: c.slices > 1 and c.variable_seq_lengths
+    ),
+    "{slices} {slices.value} is for schedules of this package; add {schedule} NAME, such as "
+    "zb-h1": lambda c: c.slices > 1 and c.is_stock,
+    "{stash_ratio} {stash_ratio.value:g} must be at least 1, which counts activations until W; "
+    "use 1": lambda c: not 1 <= c.stash_ratio < inf,
+    "{message_timeout_s} {message_timeout_s.value:g} must be a positive number of seconds": (
+        lambda c: not 0 < c.message_timeout_s < inf
+    ),
+    "{hang_timeout_s} {hang_timeout_s.value:g} must be a positive number of seconds": (
+        lambda c: c.hang_timeout_s is not None and not 0 < c.hang_timeout_s < inf
+    ),
+}
+_OF_ROLES: _Checks = {
+    "{disaggregation} cannot run with {schedule}, {dynamic} or {costs}: it brings its own "
+    "schedule; leave one of them out": lambda c: not c.is_stock or c.costs is not None,
+    "{disaggregation} cannot run with {pairs}: forwards and backwards are on different ranks; "
+    "leave one of them out": lambda c: c.pairs,
+    "{disaggregation} cannot run with {balance} {balance.value}: its processes of two roles read "
+    "the data in the order of the file; leave {balance} out": lambda c: c.balance != "off",
+    "{disaggregation} cannot run with {transport} torch: to torch.distributed forward and backward "
+    "ranks are two jobs; use {transport} auto, or leave it out": lambda c: c.transport == "torch",
+    "{disaggregation} cannot run with {device_path} ipc: its messages go through the host; leave "
+    "it out": lambda c: c.device_path == "ipc",
+}
+_OF_SCHEDULES: _Checks = {
+    "{chunks} {chunks.value} must be at least 1": lambda c: c.chunks is not None and c.chunks < 1,
+    "{balance} {balance.value} is for schedules of this package; add {schedule} NAME, such as 1f1b "
+    "or interleaved, or leave it out": lambda c: c.is_stock and c.balance != "off",
+    "{costs} is for schedules of this package; add {schedule} NAME": (
+        lambda c: c.is_stock and c.costs is not None
+    ),
+    "{options} is for schedules of this package; add {schedule} NAME": (
+        lambda c: c.is_stock and c.options
+    ),
+    "{pairs} is for schedules of this package; add {schedule} NAME": (
+        lambda c: c.is_stock and c.pairs
+    ),
+    "{schedule} {schedule.value}: the file fixes chunks and options; leave them out": (
+        lambda c: c.schedule and c.generator is None and (c.chunks is not None or c.options)
+    ),
+    "{schedule} {schedule.value} needs processes of two roles; use {disaggregation} instead, which "
+    "chooses it": lambda c: c.generator is not None and not c.generator.listed,
+    "{dynamic} chooses by which messages have arrived, which torch.distributed cannot tell; leave "
+    "{transport} torch out": lambda c: c.dynamic is not None and c.wire == "torch",
+    "{node_ips} is for wires between hosts, {transport} {wire} has none; use {transport} auto, or "
+    "leave {node_ips} out": lambda c: c.node_ips and c.wire in ("torch", "shm"),
+    "{checksums} is for messages of this package, {transport} is torch; add {transport} shm, tcp "
+    "or rdma, or leave {checksums} out": lambda c: c.checksums and c.wire == "torch",
+    "{checksums} covers messages through the host, {device_path} ipc bypasses it; leave one of "
+    "them out": lambda c: c.checksums and c.device_path == "ipc",
+    "{device_path} ipc needs shared memory, {transport} is {wire}; add {transport} shm, or leave "
+    "{device_path} out": lambda c: c.device_path == "ipc" and c.wire not in ("shm", "auto"),
+}
 
 
 def check_types(settings: object) -> None:
@@ -422,8 +372,12 @@ def check_types(settings: object) -> None:
         for kind in _kinds(hint):
             origin = get_origin(kind)
             if origin is Literal:
-                _check_choice(name, value, typing.get_args(kind))
-            elif origin is tuple:
+                raise ConfigurationError(
+                    f"{{{name}}} {{value!r}} must be one of {{choices}}; use one of them",
+                    value=value,
+                    choices=", ".join(typing.get_args(kind)),
+                )
+            if origin is tuple:
                 fitting.append("a tuple of strings")
             elif origin is Mapping:
                 fitting.append("a dict with values by name")
@@ -465,19 +419,3 @@ def is_of_type(value: object, hint: Any) -> bool:
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def _check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigurationError(
-            f"{{{setting}}} {{value!r}} must be one of {{choices}}; use one of them",
-            value=value,
-            choices=", ".join(choices),
-        )
-
-
-def _check_seconds(setting: str, value: float) -> None:
-    if not 0 < value < inf:
-        raise ConfigurationError(
-            f"{{{setting}}} {{value:g}} must be a positive number of seconds", value=value
-        )

@@ -11,6 +11,7 @@ import math
 import re
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import islice
@@ -55,11 +56,9 @@ class _CutFlag(NamedTuple):
     flag: str
     value: Any
 
-    def __str__(self) -> str:
-        return f"{self.flag} {self.value}"
-
 
 def _cut_flag(args: Namespace) -> _CutFlag | None:
+    """Return the user's flag about the stages of each rank; two of them are an error."""
     found = []
     for flag in (_LAYOUT, _CHUNKS, _LAYERS):
         value = getattr(args, flag[2:].replace("-", "_"), None)
@@ -75,31 +74,38 @@ def _cut_flag(args: Namespace) -> _CutFlag | None:
     return found[0] if found else None
 
 
-def _chunks_of(cut_flag: _CutFlag, args: Namespace) -> int:
-    """Return the stages of each rank under the user's flag, as Megatron counts them."""
-    pp = args.pipeline_model_parallel_size
-    if cut_flag.flag == _CHUNKS:
-        return int(cut_flag.value)
-    if cut_flag.flag == _LAYOUT:
-        what, count, by = "stages", len(parse_layout(cut_flag.value)), pp
-    elif cut_flag.flag == _PATTERN:
-        what, count, by = "segments", cut_flag.value.count("|") + 1, pp
+def chunks_of_megatron(args: Namespace) -> int:
+    """Return the stages of each rank under Megatron's own schedule, as Megatron counts them.
+
+    Raises:
+        ArgumentsError: The flags contradict each other, or do not divide.
+    """
+    cut_flag, pp = _cut_flag(args), args.pipeline_model_parallel_size
+    if cut_flag is None:
+        return 1
+    flag, value = cut_flag
+    if flag == _CHUNKS:
+        return int(value)
+    if flag == _LAYOUT:
+        what, count, by = "stages", len(parse_layout(value)), pp
+    elif flag == _PATTERN:
+        what, count, by = "segments", value.count("|") + 1, pp
     else:
-        what, count, by = "layers", _num_split(args), pp * cut_flag.value
+        what, count, by = "layers", _num_split(args), pp * value
     if by < 1 or count % by:
         raise ArgumentsError(
-            f"{cut_flag} does not spread {count} {what} evenly over "
-            f"--pipeline-model-parallel-size {pp}; leave {cut_flag.flag} out"
+            f"{flag} {value} does not spread {count} {what} evenly over "
+            f"--pipeline-model-parallel-size {pp}; leave {flag} out"
         )
     return int(count // by)
 
 
-def _makes(cut_flag: _CutFlag | None, args: Namespace) -> int | None:
+def _makes(args: Namespace) -> int | None:
     """Return the stages of each rank under the user's flag; None: it does not divide."""
-    try:
-        return 1 if cut_flag is None else _chunks_of(cut_flag, args)
-    except ArgumentsError:
-        return None
+    _cut_flag(args)
+    with suppress(ArgumentsError):
+        return chunks_of_megatron(args)
+    return None
 
 
 def _pattern(args: Namespace) -> str | None:
@@ -133,10 +139,6 @@ def _num_split(args: Namespace) -> int:
 def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
     """Return a configuration with what it leaves to the model and the sizes of a job.
 
-    Args:
-        args: Those, with upstream's names.
-        config: As flags or a program gave it.
-
     Raises:
         ArgumentsError: What the sizes say about the stages of each rank does not go together.
     """
@@ -151,7 +153,7 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
     if chunks is None and generator is not None and generator.free_chunks:
         # One stage on each rank, or a cut that does not divide, is no number of chunks: the
         # schedule has its own, and `flags_for` cuts the model by it.
-        made = _makes(_cut_flag(args), args)
+        made = _makes(args)
         chunks = made if made is not None and made > 1 else generator.num_chunks
     pairs = config.pairs
     # The sizes that `configure` is given say nothing of experts: then the program's word counts.
@@ -169,9 +171,7 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
 def with_stash(config: PipelineConfig, args: Namespace) -> PipelineConfig:
     """Return a configuration that counts what layers hold between I and W, if it does not yet.
 
-    Args:
-        config: Of a schedule.
-        args: Arguments with upstream's names, or a `TransformerConfig`.
+    It follows from Megatron's arguments or a `TransformerConfig`.
     """
     if config.stash_ratio > 1:
         return config
@@ -210,25 +210,12 @@ def with_stash(config: PipelineConfig, args: Namespace) -> PipelineConfig:
     return replace(config, stash_ratio=ratio, weights_at_once=at_once)
 
 
-def chunks_of_megatron(args: Namespace) -> int:
-    """Return the stages of each rank under Megatron's own schedule.
-
-    Raises:
-        ArgumentsError: The flags contradict each other, or do not divide.
-    """
-    cut_flag = _cut_flag(args)
-    return 1 if cut_flag is None else _chunks_of(cut_flag, args)
-
-
 def flags_for(
     args: Namespace, placement: Placement, subject: str
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the arguments that make Megatron build the stages of a schedule, and changed cuts.
 
-    Args:
-        args: Parsed arguments.
-        placement: The stages.
-        subject: The flag that chose them.
+    The subject is the flag that chose them.
 
     Raises:
         ArgumentsError: The user's flags contradict each other.
@@ -312,7 +299,7 @@ def _fits(args: Namespace, cut_flag: _CutFlag | None, placement: Placement) -> b
     if placement.name not in _DEALT:
         return False  # only a layout places them so
     chunks = placement.num_stages // placement.num_ranks
-    if (cut_flag is not None or chunks == 1) and _makes(cut_flag, args) != chunks:
+    if (cut_flag is not None or chunks == 1) and _makes(args) != chunks:
         return False
     if any(getattr(args, dest, None) is not None for dest in _UNEVEN):
         return True
@@ -467,43 +454,34 @@ def build_of(
 
 
 def check_ranks(config: PipelineConfig, pp: int) -> None:
-    """Check that Megatron can host a schedule on a number of pipeline ranks.
-
-    Args:
-        config: Names the schedule.
-        pp: Ranks of the whole pipeline world, which two mirrored pipelines share.
+    """Check that Megatron can host a schedule on the ranks of the whole pipeline world.
 
     Raises:
         ConfigurationError: It cannot; the message names numbers that work.
     """
-    twins, chosen = config.twins, f"schedule {config.schedule}"
+    # Both are other names where flags chose the schedule (`flags.flag_names`).
+    chosen = {"chosen": f"schedule {config.schedule}", "chooser": "schedule"}
     if pp < 2:
         raise ConfigurationError(
             "{chosen} needs a pipeline, {pipeline_ranks} {pp} makes none; use {pipeline_ranks} "
             "{least}, or leave {chooser} out",
-            chosen=chosen,
-            chooser="schedule",
             pp=pp,
-            least=2 * twins,
+            least=2 * config.twins,
+            **chosen,
         )
-    if twins == 2 and (pp % 2 or pp < 4):
+    if config.twins == 2 and (pp % 2 or pp < 4):
         raise ConfigurationError(
             "{chosen} mirrors two pipelines on one set of ranks, so {pipeline_ranks} {pp} must be "
             "even and at least 4; use {pipeline_ranks} {near}, or {schedule} zb-v, which accepts "
             "any",
-            chosen=chosen,
             pp=pp,
             near=f"{pp - 1} or {pp + 1}" if pp > 4 else "4",
+            **chosen,
         )
 
 
 def check_file(name: str, pp: int, batches: Batches) -> None:
-    """Check that the table of a file has the size of the run.
-
-    Args:
-        name: The schedule, `csv:FILE`.
-        pp: Ranks of the pipeline.
-        batches: The batch sizes of the run.
+    """Check that the table of a file (`csv:FILE`) has the size of the run.
 
     Raises:
         ScheduleError: It has another one; the message names the flags to change.
@@ -620,10 +598,6 @@ class Batches:
         """Micro-batches of one replica in a full batch."""
         return list(self.counts.values())[-1]
 
-    def total(self, count: int) -> int:
-        """Return the micro-batches of the whole pipeline world if one replica has `count`."""
-        return count * self.twins
-
     def global_batch(self, count: int) -> int:
         """Return the global batch size that gives one replica `count` micro-batches."""
         return count * self.micro_batch * self.replicas
@@ -632,16 +606,16 @@ class Batches:
         """Return the number of micro-batches in a global batch, with its derivation in words."""
         worlds = self.replicas // self.twins
         return (
-            f"{self.total(self.counts[global_batch])} micro-batches (--global-batch-size "
+            f"{self.twins * self.counts[global_batch]} micro-batches (--global-batch-size "
             f"{global_batch} / (--micro-batch-size {self.micro_batch} x {worlds} data-parallel))"
         )
 
 
 def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
-    """Return the batch sizes that the flags request.
+    """Return the batch sizes that the flags request, not yet validated by Megatron.
 
     Args:
-        args: Parsed arguments, not yet validated by Megatron.
+        args: The flags.
         pp: Ranks of the whole pipeline world.
         twins: 2 if two mirrored pipelines share it, else 1.
 
@@ -728,8 +702,12 @@ def _global_batches(args: Namespace, step: int) -> tuple[list[int], str]:
     )
 
 
+def replica_size(args: Namespace) -> int:
+    """Return the number of ranks of one replica."""
+    sizes = ("tensor_model", "pipeline_model", "context")
+    return math.prod(getattr(args, f"{kind}_parallel_size", None) or 1 for kind in sizes)
+
+
 def world_size(args: Namespace) -> int:
     """Return the number of ranks, or where it is unknown that of one replica."""
-    sizes = ("tensor_model", "pipeline_model", "context")
-    of_replica = math.prod(getattr(args, f"{kind}_parallel_size", 1) for kind in sizes)
-    return int(getattr(args, "world_size", None) or of_replica)
+    return int(getattr(args, "world_size", None) or replica_size(args))

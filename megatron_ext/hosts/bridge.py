@@ -134,7 +134,7 @@ def _prepare(settings: Settings, requested: PipelineConfig | None, words: Namesp
     _suit_device(settings)
     arguments = _arguments(settings)
     if words is not None:
-        if words.forward_backward_disaggregating:
+        if "forward_backward_disaggregating" in words:
             raise ArgumentsError(
                 "--forward-backward-disaggregating needs a training loop that supports both roles: "
                 f"Megatron's own; leave it out of {FLAGS}, or train with "

@@ -27,13 +27,13 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         The same parser.
     """
     from megatron_ext import devices
-    from megatron_ext.config.flags import FLAGS, add_arguments, requested_flags, values_in
+    from megatron_ext.config.flags import FLAGS, add_arguments, parse_words, requested_flags
 
     # Of each parser anew: upstream parses up to three times in one process (in-process restart and
     # checkpoint tools parse again), so nothing here may rely on a single call.
     add_arguments(parser)
     parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
-    parser.set_defaults(**values_in(requested_flags(), FLAGS))
+    parser.set_defaults(**vars(parse_words(requested_flags(), FLAGS)))
     device = devices.current()
     known = {action.dest: action for action in parser._actions}
     backend = known.get("distributed_backend")

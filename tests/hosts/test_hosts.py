@@ -16,7 +16,7 @@ import pytest
 import megatron_ext
 from megatron_ext import PipelineConfig, hosts
 from megatron_ext.config import active
-from megatron_ext.config.flags import requested_flags, values_in
+from megatron_ext.config.flags import parse_words, requested_flags
 from megatron_ext.config.incompatible import RULES, refusals
 from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.hosts import bridge_requirements
@@ -181,12 +181,15 @@ def test_flags_in_the_environment_are_split_as_by_a_shell() -> None:
     variables = {"MEGATRON_EXT_FLAGS": "--pipeline-schedule 'csv:a table.csv' --use-dpp"}
     words = requested_flags(variables)
     assert words == ("--pipeline-schedule", "csv:a table.csv", "--use-dpp")
-    assert values_in(words, "here") == {"pipeline_schedule": "csv:a table.csv", "use_dpp": True}
+    assert vars(parse_words(words, "here")) == {
+        "pipeline_schedule": "csv:a table.csv",
+        "use_dpp": True,
+    }
     assert requested_flags({}) == ()
     with pytest.raises(ArgumentsError, match="No closing quotation; close the quotation"):
         requested_flags({"MEGATRON_EXT_FLAGS": "--trace-dir 'x"})
     with pytest.raises(ArgumentsError, match="it takes the flags of megatron_ext alone"):
-        values_in(["--num-layers", "8"], "here")
+        parse_words(["--num-layers", "8"], "here")
 
 
 @dataclass

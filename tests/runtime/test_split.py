@@ -219,28 +219,11 @@ def test_without_ddp_gradients_go_where_autograd_puts_them() -> None:
     run_ranks(1, without_ddp)
 
 
-def _config(**settings: Any) -> SimpleNamespace:
-    usual = {
-        "cuda_graph_impl": "none",
-        "defer_embedding_wgrad_compute": False,
-        "enable_autocast": False,
-        "transformer_impl": "local",
-    }
-    return SimpleNamespace(**{**usual, **settings})
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
-        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
-        ({"enable_autocast": True}, "autocast"),
-    ],
-)
-def test_what_cannot_be_split_is_said(settings: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_split_is_said() -> None:
     from megatron_ext.config.incompatible import why_not_split
 
-    assert why_not_split(_config()) is None
-    answer = why_not_split(_config(**settings))
-    assert answer is not None
-    assert reason in answer
+    usual = {"enable_autocast": False, "transformer_impl": "local"}
+    assert why_not_split(SimpleNamespace(**usual)) is None
+    assert "autocast" in (
+        why_not_split(SimpleNamespace(**{**usual, "enable_autocast": True})) or ""
+    )

@@ -281,7 +281,7 @@ def planned(
         ep=args.expert_model_parallel_size,
         micro_batch=batches.micro_batch,
         mode=mode,
-        num_microbatches=batches.total(batches.num_microbatches),
+        num_microbatches=batches.twins * batches.num_microbatches,
         replicas=count // (tp * pp * cp),
     )
     job = Question(
