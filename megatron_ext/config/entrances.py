@@ -10,7 +10,6 @@ bubble and memory.
 from __future__ import annotations
 
 import logging
-import re
 from argparse import Namespace
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
@@ -24,7 +23,7 @@ from megatron_ext.config.active import (
     clear_configuration,
     required,
 )
-from megatron_ext.config.flags import FIELD_OF
+from megatron_ext.config.flags import in_fields
 from megatron_ext.config.hosting import Preflight, inspect
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig, is_of_type
 from megatron_ext.config.stages import ModelBuild, batches_of, build_of, with_stash
@@ -343,8 +342,8 @@ def configure(
     REGISTRY.raise_mismatches()
     if config.disaggregation is not None:
         raise ConfigurationError(
-            "{disaggregation} needs a training loop that supports both roles; start Megatron's own "
-            "with --forward-backward-disaggregating"
+            "--forward-backward-disaggregating needs a training loop that supports both roles; "
+            "start Megatron's own with --forward-backward-disaggregating"
         )
     if not sizes:
         hosts.check_some_host()
@@ -352,7 +351,7 @@ def configure(
         return None
     if config.draws_by_microbatch and seed is None:
         raise ConfigurationError(
-            "{microbatch_rng} and {dynamic} need a seed; pass seed, the same on all ranks"
+            "--microbatch-rng and --use-dpp need a seed; pass seed, the same on all ranks"
         )
     assert pipeline_ranks is not None
     assert num_microbatches is not None
@@ -360,12 +359,8 @@ def configure(
     name = config.schedule or base_table(config.chunks)
     if num_microbatches % config.twins:
         raise ConfigurationError(
-            "{num_microbatches} {count} must be even for the two mirrored pipelines of {name}; "
-            "use {fewer} or {more}",
-            count=num_microbatches,
-            name=name,
-            fewer=num_microbatches - 1,
-            more=num_microbatches + 1,
+            f"num_microbatches {num_microbatches} must be even for the two mirrored pipelines of "
+            f"{name}; use {num_microbatches - 1} or {num_microbatches + 1}"
         )
     world_size = world_size or pipeline_ranks
     given = Namespace(
@@ -385,7 +380,7 @@ def configure(
     try:
         found.raise_refusals()
     except (ArgumentsError, ScheduleError) as error:
-        raise type(error)(_in_parameters(str(error))) from None
+        raise type(error)(in_fields(str(error))) from None
     build = build_of(
         found.pipeline
         or found.transport_only
@@ -403,13 +398,8 @@ def configure(
     )
     for line in (*found.changes, *found.notices):
         if required().environment.local_rank == 0:
-            _LOG.warning("%s", _in_parameters(line))
+            _LOG.warning("%s", in_fields(line))
     return build
-
-
-def _in_parameters(message: str) -> str:
-    """Return a message with the names of `configure` and `PipelineConfig` in place of flags."""
-    return re.sub(r"--[a-z0-9-]+", lambda flag: FIELD_OF.get(flag[0], flag[0]), message)
 
 
 def count_recomputation(built: Any) -> None:

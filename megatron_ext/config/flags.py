@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import typing
 from argparse import SUPPRESS, ArgumentParser, Namespace
@@ -260,13 +261,18 @@ FLAG_OF = {
     "num_layers": "--num-layers",
     "mtp_num_layers": "--mtp-num-layers",
     "pairs": "--overlap-moe-expert-parallel-comm",
-    "message_timeout_s": "--distributed-timeout-minutes, in seconds,",
+    "message_timeout_s": "--distributed-timeout-minutes",
     **{row.field: row.flag for row in _ROWS if row.field},
 }
 """Flag by the field that it sets, for error messages."""
 
 FIELD_OF = {flag: field for field, flag in FLAG_OF.items()}
 """Field by the flag that sets it."""
+
+
+def in_fields(message: str) -> str:
+    """Return a message for a program, with fields of `PipelineConfig` in place of flags."""
+    return re.sub(r"--[a-z0-9-]+", lambda flag: FIELD_OF.get(flag[0], flag[0]), message)
 
 
 class _WordParser(ArgumentParser):
@@ -395,8 +401,7 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
         args: Parsed arguments with upstream's names, as the user gave them.
 
     Raises:
-        ArgumentsError: The flags contradict each other. A `ConfigurationError` names fields until
-            it is `worded` with `flag_names`.
+        ArgumentsError: The flags contradict each other; see `ConfigurationError.in_flags`.
         ScheduleError: The schedule does not exist.
     """
 
@@ -464,12 +469,10 @@ def _options(args: Namespace, name: str | None) -> dict[str, Option]:
     return found
 
 
-def flag_names(args: Namespace) -> dict[str, str]:
-    """Return the flag of each field, for messages; several flags may have chosen the schedule."""
-    chooser = _DPP
-    if getattr(args, "enable_bitpipe_schedule", False):
-        chooser = "--enable-bitpipe-schedule"
-    chosen, name = chooser, getattr(args, "pipeline_schedule", None)
-    if name is not None:
-        chosen, chooser = f"--pipeline-schedule {name}", "--pipeline-schedule"
-    return {**FLAG_OF, "chosen": chosen, "chooser": chooser}
+def chosen_by(args: Namespace, config: PipelineConfig) -> str:
+    """Return the flag that chose the schedule, with its value; several may have."""
+    if getattr(args, "pipeline_schedule", None) is None:
+        for flag in ("--enable-bitpipe-schedule", _DPP):
+            if getattr(args, flag[2:].replace("-", "_"), False):
+                return flag
+    return f"--pipeline-schedule {config.schedule}"

@@ -23,7 +23,7 @@ from megatron_ext.config.flags import (
     DESTINATIONS,
     DROPPED,
     FLAG_OF,
-    flag_names,
+    chosen_by,
     pipeline_config,
     read_words,
 )
@@ -105,8 +105,8 @@ class Preflight:
     """The disaggregated job, in a process of it."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments by Megatron's names that let it host the pipeline."""
-    names: dict[str, str] = field(default_factory=dict)
-    """Flag by the field that it sets; empty: the fields were given, so messages name them."""
+    in_flags: bool = True
+    """Whether messages name flags; False: the fields were given, so they name those."""
 
     @property
     def accepted(self) -> bool:
@@ -131,7 +131,9 @@ class Preflight:
         try:
             yield
         except (ArgumentsError, ScheduleError) as error:
-            text = error.worded(self.names) if isinstance(error, ConfigurationError) else str(error)
+            text = str(error)
+            if isinstance(error, ConfigurationError) and self.in_flags:
+                text = error.in_flags
             kind = ScheduleError if isinstance(error, ScheduleError) else ArgumentsError
             for line in text.splitlines():
                 reason, _, remedy = line.rpartition("; ")
@@ -191,7 +193,7 @@ def inspect(
         requested: The pipeline, as for `configure`; None: the flags choose it.
         here: Whether this is a process of the job, with its device and its software.
     """
-    found = Preflight(names={} if requested is not None else flag_names(args))
+    found = Preflight(in_flags=requested is None)
     with found.collecting("flags"):
         found.config = config = completed(args, requested or pipeline_config(args))
         ranks = world_size(args)
@@ -314,7 +316,7 @@ def _pipeline(
             config, schedule=base_table(chunks), chunks=chunks if sends_groups else None
         )
     else:
-        check_ranks(config, pp)
+        check_ranks(config, pp, chosen_by(args, config))
     batches = None
     sizes = ("global_batch_size", "step_batch_size_schedule")
     has_batch = any(getattr(args, size, None) for size in sizes)

@@ -621,46 +621,44 @@ def dropped(table: Schedule) -> tuple[Rule, ...]:
 
 def imply(found: Preflight, config: PipelineConfig, args: Namespace) -> None:
     """Add the arguments that a configuration sets for Megatron, changes and notices."""
-    arguments, changes, notices = found.arguments, found.changes, found.notices
-    has_schedule = config.schedule is not None
+    arguments, given, has_schedule = found.arguments, vars(args).get, config.schedule is not None
     if config.pairs:
         arguments["overlap_moe_expert_parallel_comm"] = True
-    elif has_schedule and getattr(args, "overlap_moe_expert_parallel_comm", False):
+    elif has_schedule and given("overlap_moe_expert_parallel_comm"):
         arguments["overlap_moe_expert_parallel_comm"] = False
-        notices.append(
+        found.notices.append(
             "--overlap-moe-expert-parallel-comm has no effect without experts on several ranks "
             "(--num-experts, --expert-model-parallel-size)"
         )
-    if config.slices > 1 and not getattr(args, "reset_attention_mask", False):
+    if config.slices > 1 and not given("reset_attention_mask"):
         # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
         arguments["create_attention_mask_in_dataloader"] = False
-    if config.variable_seq_lengths and not getattr(args, "num_experts", None):
+    if config.variable_seq_lengths and not given("num_experts"):
         # Megatron refuses them with allgather, its default, in models without experts too.
         arguments |= {"moe_token_dispatcher_type": "alltoall"}
-    if getattr(args, "use_distributed_optimizer", False):
-        if getattr(args, "ckpt_format", None) == "torch":
-            # Left out by a device, or by the user, for whom Megatron would end in an assertion.
-            groups = ("enable_gloo_process_groups", "use_gloo_process_groups")
-            if off := [dest for dest in groups if getattr(args, dest, None) is False]:
-                arguments |= dict.fromkeys(off, True)
-                changes.append(
-                    "Gloo process groups are made: over them Megatron collects the state of "
-                    "--use-distributed-optimizer for --ckpt-format torch"
-                )
-        elif has_schedule:
-            arguments["dist_ckpt_optim_fully_reshardable"] = True
-            if not args.dist_ckpt_optim_fully_reshardable and (args.save or args.load):
-                changes.append(
-                    "--dist-ckpt-optim-fully-reshardable is set: in any other form, optimizer "
-                    "state cannot be loaded under another schedule"
-                )
-    if has_schedule and getattr(args, "microbatch_group_size_per_vp_stage", None):
-        notices.append(
+    if given("use_distributed_optimizer") and given("ckpt_format") == "torch":
+        # Left out by a device, or by the user, for whom Megatron would end in an assertion.
+        groups = ("enable_gloo_process_groups", "use_gloo_process_groups")
+        if off := [dest for dest in groups if given(dest) is False]:
+            arguments |= dict.fromkeys(off, True)
+            found.changes.append(
+                "Gloo process groups are made: over them Megatron collects the state of "
+                "--use-distributed-optimizer for --ckpt-format torch"
+            )
+    elif given("use_distributed_optimizer") and has_schedule:
+        arguments["dist_ckpt_optim_fully_reshardable"] = True
+        if not args.dist_ckpt_optim_fully_reshardable and (args.save or args.load):
+            found.changes.append(
+                "--dist-ckpt-optim-fully-reshardable is set: in any other form, optimizer state "
+                "cannot be loaded under another schedule"
+            )
+    if has_schedule and given("microbatch_group_size_per_vp_stage"):
+        found.notices.append(
             "--microbatch-group-size-per-virtual-pipeline-stage has no effect: the order of "
             "micro-batches is part of the schedule"
         )
     if config.disaggregation is not None and profiles_with_torch(args):
-        notices.append("--use-pytorch-profiler profiles backward ranks only")
+        found.notices.append("--use-pytorch-profiler profiles backward ranks only")
 
 
 def drop(found: Preflight, args: Namespace, rules: Iterable[Rule]) -> dict[str, Any]:
@@ -677,16 +675,10 @@ def drop(found: Preflight, args: Namespace, rules: Iterable[Rule]) -> dict[str, 
 def suit_layers(found: Preflight, pipeline: Pipeline, args: Namespace, *, here: bool) -> None:
     """Give the pipeline a form that the layers of Transformer Engine can run, and notices.
 
-    Args:
-        found: The check; holds the pipeline.
-        pipeline: As chosen.
-        args: Arguments with upstream's names.
-        here: Whether this is a process of the job, with its Transformer Engine.
-
     Raises:
         ArgumentsError: The table splits backwards, but these layers cannot.
     """
-    if not pipeline.full.splits_backward or not hasattr(args, "transformer_impl"):
+    if not pipeline.full.splits_backward or "transformer_impl" not in args:
         return
     subject, reason = f"--pipeline-schedule {pipeline.name}", why_te_cannot_split(args, here=here)
     if reason is None:
@@ -728,35 +720,35 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
     renamed = {dest: fields[name] for dest, name in MEGATRON_FIELDS.items() if name in fields}
     args = Namespace(**{**fields, **renamed, "world_size": world_size})
     # The pattern is an argument of the model, not of its configuration.
-    args.hybrid_layer_pattern = getattr(args, "is_hybrid_model", None)
+    args.hybrid_layer_pattern = fields.get("is_hybrid_model")
     # A spec chooses the layers, not `transformer_impl`; slices check them at the first step.
     args.transformer_impl = None
+    groups = rules_of(config, pipeline.full, args)
+    overlaps = fields.get("overlap_moe_expert_parallel_comm")
     if config.is_stock:
         # Megatron fills its own group size in; another one is refused when flags are parsed.
         args.microbatch_group_size_per_vp_stage = None
-    # The table has pairs or not, and Megatron builds its layers for them or not: never one alone.
-    overlaps = getattr(args, "overlap_moe_expert_parallel_comm", None)
-    if not config.is_stock and overlaps not in (None, config.pairs):
+    elif overlaps not in (None, config.pairs):
+        # The table has pairs or not, and Megatron builds its layers for them or not.
         raise ArgumentsError(
             f"schedule {pipeline.name} has pairs={config.pairs}, but the model "
             f"overlap_moe_expert_parallel_comm={overlaps}; give both the same value"
         )
-    groups = rules_of(config, pipeline.full, args)
-    if not config.is_stock:
+    else:
         placed = RULES["placed"] if pipeline.is_folded else ()
         groups.append(("schedule", dropped(pipeline.full) + placed))
-    valued = {
-        "balance": f"balance {config.balance}",
-        "slices": f"slices {config.slices}",
-        "schedule": f"schedule {pipeline.name}",
-        "transport": f"transport {config.wire}",
+    values = {
+        "balance": config.balance,
+        "slices": config.slices,
+        "schedule": pipeline.name,
+        "transport": config.wire,
     }
     wrong = [
         str(refusal)
         for name, rules in groups
         # Megatron's other objects know nothing of experts.
         if name != "pairs" or overlaps is not None
-        for refusal in refusals(valued.get(name, name), args, rules)
+        for refusal in refusals(f"{name} {values.get(name, '')}".rstrip(), args, rules)
     ]
     if wrong:
         raise ArgumentsError("\n".join(wrong))
@@ -773,20 +765,18 @@ def why_not_split(config: Any) -> str | None:
 
 
 def uses_te(config: Any, *, here: bool = True) -> bool:
-    """Return whether layers of Transformer Engine are built, here or where it is installed."""
+    """Return whether layers of Transformer Engine are built, here or where it is installed.
+
+    The configuration is a `TransformerConfig`, or arguments with the same names.
+    """
     chosen = config.transformer_impl == "transformer_engine"
     return chosen and (not here or find_spec("transformer_engine") is not None)
 
 
 def why_te_cannot_split(config: Any, *, here: bool = True) -> str | None:
-    """Return why Transformer Engine's layers cannot be split as configured, or None.
-
-    Args:
-        config: A `TransformerConfig`, or arguments with the same names.
-        here: Whether the layers are built in this process, with what is installed.
-    """
+    """Return why Transformer Engine's layers cannot be split as configured (`uses_te`), or None."""
     # On another machine nobody knows the version that will be installed.
-    if not uses_te(config, here=here) or not here:
+    if not here or not uses_te(config):
         return None
     from megatron.core.utils import get_te_version, is_te_min_version
 
@@ -799,12 +789,7 @@ def why_te_cannot_split(config: Any, *, here: bool = True) -> str | None:
 
 
 def te_leaves_whole(config: Any, *, here: bool = True) -> str | None:
-    """Return which weight gradients of Transformer Engine's layers stay in I, and why, or None.
-
-    Args:
-        config: See `why_te_cannot_split`.
-        here: See `why_te_cannot_split`.
-    """
+    """Return which weight gradients of Transformer Engine's layers stay in I, and why, or None."""
     if not uses_te(config, here=here) or config.multi_latent_attention:
         return None
     if not config.add_bias_linear and not config.add_qkv_bias:

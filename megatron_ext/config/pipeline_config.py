@@ -45,35 +45,14 @@ class ConfigurationError(ArgumentsError):
     """A value of a configuration is impossible, or two values exclude each other.
 
     Args:
-        template: The message, with settings in braces, so that a command line can put its flags
-            in place of the fields; `{field.value}` is the value of one.
-        settings: The configuration that has the values.
-        others: Values of the other placeholders.
+        message: With flags, as a command line shows it; a program sees their fields instead.
     """
 
-    def __init__(self, template: str, settings: object = None, **others: object) -> None:
-        self._template, self._others = template, others
-        self._values = {} if settings is None else vars(settings)
-        super().__init__(self.worded({}))
+    def __init__(self, message: str) -> None:
+        from megatron_ext.config.flags import in_fields
 
-    def worded(self, names: Mapping[str, str]) -> str:
-        """Return the message with settings renamed; settings that `names` lacks keep their name."""
-        words = _Words({**self._others, **names})
-        for setting, value in self._values.items():
-            words[setting] = _Setting(names.get(setting, setting))
-            words[setting].value = value
-        return self._template.format_map(words)
-
-
-class _Words(dict[str, Any]):
-    def __missing__(self, field: str) -> str:
-        return field
-
-
-class _Setting(str):
-    """The name of a setting, with its value."""
-
-    __slots__ = ("value",)
+        self.in_flags = message
+        super().__init__(in_fields(message))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +74,13 @@ class DynamicOrder:
         extra = self.extra_activations
         if extra is not None and extra < 0:
             raise ConfigurationError(
-                "{extra_activations} {extra_activations.value}: a rank cannot keep less than the "
-                "table's own peak; use {extra_activations} 0",
-                self,
+                f"--dpp-extra-activations {extra}: a rank cannot keep less than the table's own "
+                "peak; use --dpp-extra-activations 0"
             )
         if extra is not None and self.policy != "hint":
             raise ConfigurationError(
-                "{extra_activations} {extra_activations.value}: {policy} {policy.value} has no "
-                "bound on memory; leave one of them out",
-                self,
+                f"--dpp-extra-activations {extra}: --dpp-policy {self.policy} has no bound on "
+                "memory; leave one of them out"
             )
 
     @property
@@ -152,11 +129,11 @@ class Tracing:
             object.__setattr__(self, "directory", Path(self.directory))
         check_types(self)
         if self.interval < 1:
-            raise ConfigurationError("{interval} {interval.value} must be at least 1", self)
+            raise ConfigurationError(f"--trace-interval {self.interval} must be at least 1")
         if not 1 <= self.num_iterations <= self.interval:
             raise ConfigurationError(
-                "{iterations} {iterations.value} must be between 1 and {interval} {interval.value}",
-                self,
+                f"--trace-iterations {self.iterations} must be between 1 and --trace-interval "
+                f"{self.interval}"
             )
 
     @property
@@ -245,7 +222,7 @@ class PipelineConfig:
         # Roles bring schedule and transport along, so the checks of those have no subject.
         for message, refuses in (_REFUSED | (_OF_ROLES if has_roles else _OF_SCHEDULES)).items():
             if refuses(self):
-                raise ConfigurationError(message, self, most=MAX_SLICES, wire=self.wire)
+                raise ConfigurationError(message.format(c=self))
         if not has_roles and self.generator is not None:
             self.generator.complete(self.chunks, self.options)
 
@@ -287,74 +264,88 @@ _Checks = dict[str, Callable[[PipelineConfig], object]]
 
 # Messages about what is impossible or excludes each other, and when; the first one is raised.
 _REFUSED: _Checks = {
-    "{length_costs} is for {balance} or {slices}; add {balance} order or pack, or leave it "
-    "out": lambda c: c.length_costs is not None and c.balance == "off" and c.slices == 1,
-    "{slices} {slices.value}: a micro-batch has 1 to {most}; use {slices} 4 or 8": (
-        lambda c: not 1 <= c.slices <= MAX_SLICES
+    "--pipeline-length-costs is for --pipeline-balance or --pipeline-slices; add "
+    "--pipeline-balance order or pack, or leave it out": (
+        lambda c: c.length_costs is not None and c.balance == "off" and c.slices == 1
     ),
-    "{slices} {slices.value} cannot run with {disaggregation} yet; leave one of them out": (
-        lambda c: c.slices > 1 and c.disaggregation is not None
+    f"--pipeline-slices {{c.slices}}: a micro-batch has 1 to {MAX_SLICES}; use --pipeline-slices 4 "
+    "or 8": lambda c: not 1 <= c.slices <= MAX_SLICES,
+    **{
+        f"--pipeline-slices {{c.slices}} cannot run with {flag} yet; leave one of them out": when
+        for flag, when in {
+            "--forward-backward-disaggregating": lambda c: c.slices > 1 and c.disaggregation,
+            "--overlap-moe-expert-parallel-comm": lambda c: c.slices > 1 and c.pairs,
+            "--pipeline-balance": lambda c: c.slices > 1 and c.balance != "off",
+            "--variable-seq-lengths": lambda c: c.slices > 1 and c.variable_seq_lengths,
+        }.items()
+    },
+    "--pipeline-slices {c.slices} is for schedules of this package; add --pipeline-schedule NAME, "
+    "such as zb-h1": lambda c: c.slices > 1 and c.is_stock,
+    "stash_ratio {c.stash_ratio:g} must be at least 1, which counts activations until W; use 1": (
+        lambda c: not 1 <= c.stash_ratio < inf
     ),
-    "{slices} {slices.value} cannot run with {pairs} yet; leave one of them out": (
-        lambda c: c.slices > 1 and c.pairs
-    ),
-    "{slices} {slices.value} cannot run with {balance} yet; leave one of them out": (
-        lambda c: c.slices > 1 and c.balance != "off"
-    ),
-    "{slices} {slices.value} cannot run with {variable_seq_lengths} yet; leave one of them out": (
-        lambda c: c.slices > 1 and c.variable_seq_lengths
-    ),
-    "{slices} {slices.value} is for schedules of this package; add {schedule} NAME, such as "
-    "zb-h1": lambda c: c.slices > 1 and c.is_stock,
-    "{stash_ratio} {stash_ratio.value:g} must be at least 1, which counts activations until W; "
-    "use 1": lambda c: not 1 <= c.stash_ratio < inf,
-    "{message_timeout_s} {message_timeout_s.value:g} must be a positive number of seconds": (
-        lambda c: not 0 < c.message_timeout_s < inf
-    ),
-    "{hang_timeout_s} {hang_timeout_s.value:g} must be a positive number of seconds": (
+    "--distributed-timeout-minutes {c.message_timeout_s:g} s must be a positive number of "
+    "seconds": (lambda c: not 0 < c.message_timeout_s < inf),
+    "--hang-timeout {c.hang_timeout_s:g} must be a positive number of seconds": (
         lambda c: c.hang_timeout_s is not None and not 0 < c.hang_timeout_s < inf
     ),
 }
 _OF_ROLES: _Checks = {
-    "{disaggregation} cannot run with {schedule}, {dynamic} or {costs}: it brings its own "
-    "schedule; leave one of them out": lambda c: not c.is_stock or c.costs is not None,
-    "{disaggregation} cannot run with {pairs}: forwards and backwards are on different ranks; "
-    "leave one of them out": lambda c: c.pairs,
-    "{disaggregation} cannot run with {balance} {balance.value}: its processes of two roles read "
-    "the data in the order of the file; leave {balance} out": lambda c: c.balance != "off",
-    "{disaggregation} cannot run with {transport} torch: to torch.distributed forward and backward "
-    "ranks are two jobs; use {transport} auto, or leave it out": lambda c: c.transport == "torch",
-    "{disaggregation} cannot run with {device_path} ipc: its messages go through the host; leave "
-    "it out": lambda c: c.device_path == "ipc",
+    "--forward-backward-disaggregating cannot run with --pipeline-schedule, --use-dpp or "
+    "--pipeline-costs: it brings its own schedule; leave one of them out": (
+        lambda c: not c.is_stock or c.costs is not None
+    ),
+    "--forward-backward-disaggregating cannot run with --overlap-moe-expert-parallel-comm: "
+    "forwards and backwards are on different ranks; leave one of them out": lambda c: c.pairs,
+    "--forward-backward-disaggregating cannot run with --pipeline-balance {c.balance}: its "
+    "processes of two roles read the data in the order of the file; leave --pipeline-balance out": (
+        lambda c: c.balance != "off"
+    ),
+    "--forward-backward-disaggregating cannot run with --pipeline-transport torch: to "
+    "torch.distributed forward and backward ranks are two jobs; use --pipeline-transport auto, or "
+    "leave it out": lambda c: c.transport == "torch",
+    "--forward-backward-disaggregating cannot run with --pipeline-device-path ipc: its messages "
+    "go through the host; leave it out": lambda c: c.device_path == "ipc",
 }
 _OF_SCHEDULES: _Checks = {
-    "{chunks} {chunks.value} must be at least 1": lambda c: c.chunks is not None and c.chunks < 1,
-    "{balance} {balance.value} is for schedules of this package; add {schedule} NAME, such as 1f1b "
-    "or interleaved, or leave it out": lambda c: c.is_stock and c.balance != "off",
-    "{costs} is for schedules of this package; add {schedule} NAME": (
+    "--num-virtual-stages-per-pipeline-rank {c.chunks} must be at least 1": (
+        lambda c: c.chunks is not None and c.chunks < 1
+    ),
+    "--pipeline-balance {c.balance} is for schedules of this package; add --pipeline-schedule "
+    "NAME, such as 1f1b or interleaved, or leave it out": (
+        lambda c: c.is_stock and c.balance != "off"
+    ),
+    "--pipeline-costs is for schedules of this package; add --pipeline-schedule NAME": (
         lambda c: c.is_stock and c.costs is not None
     ),
-    "{options} is for schedules of this package; add {schedule} NAME": (
+    "options is for schedules of this package; add --pipeline-schedule NAME": (
         lambda c: c.is_stock and c.options
     ),
-    "{pairs} is for schedules of this package; add {schedule} NAME": (
-        lambda c: c.is_stock and c.pairs
-    ),
-    "{schedule} {schedule.value}: the file fixes chunks and options; leave them out": (
+    "--overlap-moe-expert-parallel-comm is for schedules of this package; add --pipeline-schedule "
+    "NAME": lambda c: c.is_stock and c.pairs,
+    "--pipeline-schedule {c.schedule}: the file fixes chunks and options; leave them out": (
         lambda c: c.schedule and c.generator is None and (c.chunks is not None or c.options)
     ),
-    "{schedule} {schedule.value} needs processes of two roles; use {disaggregation} instead, which "
-    "chooses it": lambda c: c.generator is not None and not c.generator.listed,
-    "{dynamic} chooses by which messages have arrived, which torch.distributed cannot tell; leave "
-    "{transport} torch out": lambda c: c.dynamic is not None and c.wire == "torch",
-    "{node_ips} is for wires between hosts, {transport} {wire} has none; use {transport} auto, or "
-    "leave {node_ips} out": lambda c: c.node_ips and c.wire in ("torch", "shm"),
-    "{checksums} is for messages of this package, {transport} is torch; add {transport} shm, tcp "
-    "or rdma, or leave {checksums} out": lambda c: c.checksums and c.wire == "torch",
-    "{checksums} covers messages through the host, {device_path} ipc bypasses it; leave one of "
-    "them out": lambda c: c.checksums and c.device_path == "ipc",
-    "{device_path} ipc needs shared memory, {transport} is {wire}; add {transport} shm, or leave "
-    "{device_path} out": lambda c: c.device_path == "ipc" and c.wire not in ("shm", "auto"),
+    "--pipeline-schedule {c.schedule} needs processes of two roles; use "
+    "--forward-backward-disaggregating instead, which chooses it": (
+        lambda c: c.generator is not None and not c.generator.listed
+    ),
+    "--use-dpp chooses by which messages have arrived, which torch.distributed cannot tell; leave "
+    "--pipeline-transport torch out": lambda c: c.dynamic is not None and c.wire == "torch",
+    "--node-ips is for wires between hosts, --pipeline-transport {c.wire} has none; use "
+    "--pipeline-transport auto, or leave --node-ips out": (
+        lambda c: c.node_ips and c.wire in ("torch", "shm")
+    ),
+    "--pipeline-checksum is for messages of this package, --pipeline-transport is torch; add "
+    "--pipeline-transport shm, tcp or rdma, or leave --pipeline-checksum out": (
+        lambda c: c.checksums and c.wire == "torch"
+    ),
+    "--pipeline-checksum covers messages through the host, --pipeline-device-path ipc bypasses "
+    "it; leave one of them out": lambda c: c.checksums and c.device_path == "ipc",
+    "--pipeline-device-path ipc needs shared memory, --pipeline-transport is {c.wire}; add "
+    "--pipeline-transport shm, or leave --pipeline-device-path out": (
+        lambda c: c.device_path == "ipc" and c.wire not in ("shm", "auto")
+    ),
 }
 
 
@@ -372,10 +363,9 @@ def check_types(settings: object) -> None:
         for kind in _kinds(hint):
             origin = get_origin(kind)
             if origin is Literal:
+                choices = ", ".join(typing.get_args(kind))
                 raise ConfigurationError(
-                    f"{{{name}}} {{value!r}} must be one of {{choices}}; use one of them",
-                    value=value,
-                    choices=", ".join(typing.get_args(kind)),
+                    f"{name} {value!r} must be one of {choices}; use one of them"
                 )
             if origin is tuple:
                 fitting.append("a tuple of strings")
@@ -383,9 +373,7 @@ def check_types(settings: object) -> None:
                 fitting.append("a dict with values by name")
             else:
                 fitting.append(_WORDS.get(kind) or f"a {kind.__name__} object")
-        raise ConfigurationError(
-            f"{{{name}}} {{value!r}} must be {{kinds}}", value=value, kinds=" or ".join(fitting)
-        )
+        raise ConfigurationError(f"{name} {value!r} must be {' or '.join(fitting)}")
 
 
 _WORDS = {

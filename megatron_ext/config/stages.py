@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.errors import ArgumentsError, ScheduleError
@@ -50,28 +50,24 @@ _PLACED = (*_DEALT, "v", "w")
 _LETTERS = {"embedding": "E", "encoder": "e", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
-class _CutFlag(NamedTuple):
-    """A flag about the stages of each rank."""
+def _cut_flag(args: Namespace) -> tuple[str, Any]:
+    """Return the user's flag about the stages of each rank and its value, or two empty ones.
 
-    flag: str
-    value: Any
-
-
-def _cut_flag(args: Namespace) -> _CutFlag | None:
-    """Return the user's flag about the stages of each rank; two of them are an error."""
-    found = []
-    for flag in (_LAYOUT, _CHUNKS, _LAYERS):
-        value = getattr(args, flag[2:].replace("-", "_"), None)
-        if value is not None:
-            found.append(_CutFlag(flag, value))
-    pattern = _pattern(args)
-    if pattern is not None and "|" in pattern:
-        found.append(_CutFlag(_PATTERN, pattern))
-    if len(found) > 1:
+    Two such flags are an error.
+    """
+    values = {flag: vars(args).get(_dest(flag)) for flag in (_LAYOUT, _CHUNKS, _LAYERS)}
+    pattern = _pattern(args) or ""
+    found = {**values, _PATTERN: pattern if "|" in pattern else None}.items()
+    first, *others = [(flag, value) for flag, value in found if value is not None] or [("", None)]
+    if others:
         raise ArgumentsError(
-            f"{found[0].flag} and {found[1].flag} exclude each other; leave one of them out"
+            f"{first[0]} and {others[0][0]} exclude each other; leave one of them out"
         )
-    return found[0] if found else None
+    return first
+
+
+def _dest(flag: str) -> str:
+    return flag[2:].replace("-", "_")
 
 
 def chunks_of_megatron(args: Namespace) -> int:
@@ -80,10 +76,9 @@ def chunks_of_megatron(args: Namespace) -> int:
     Raises:
         ArgumentsError: The flags contradict each other, or do not divide.
     """
-    cut_flag, pp = _cut_flag(args), args.pipeline_model_parallel_size
-    if cut_flag is None:
+    (flag, value), pp = _cut_flag(args), args.pipeline_model_parallel_size
+    if not flag:
         return 1
-    flag, value = cut_flag
     if flag == _CHUNKS:
         return int(value)
     if flag == _LAYOUT:
@@ -155,16 +150,12 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
         # schedule has its own, and `flags_for` cuts the model by it.
         made = _makes(args)
         chunks = made if made is not None and made > 1 else generator.num_chunks
-    pairs = config.pairs
+    pairs, given = config.pairs, vars(args).get
     # The sizes that `configure` is given say nothing of experts: then the program's word counts.
-    if hasattr(args, "num_experts") or not pairs:
+    if "num_experts" in args or not pairs:
         # Pairs hide the communication of experts, which one rank alone does not have.
-        is_spread = (
-            getattr(args, "num_experts", None)
-            and (getattr(args, "expert_model_parallel_size", None) or 1) > 1
-        )
-        wanted = pairs or getattr(args, "overlap_moe_expert_parallel_comm", False)
-        pairs = bool(is_spread and wanted)
+        is_spread = given("num_experts") and (given("expert_model_parallel_size") or 1) > 1
+        pairs = bool(is_spread and (pairs or given("overlap_moe_expert_parallel_comm")))
     return with_stash(replace(config, chunks=chunks, pairs=pairs), args)
 
 
@@ -175,35 +166,28 @@ def with_stash(config: PipelineConfig, args: Namespace) -> PipelineConfig:
     """
     if config.stash_ratio > 1:
         return config
-    generator = config.generator
-    granularity = getattr(args, "recompute_granularity", None)
-    if getattr(args, "recompute_activations", False):
-        granularity = "selective"
+    generator, given = config.generator, vars(args).get
+    granularity = "selective" if given("recompute_activations") else given("recompute_granularity")
     whole, at_a_time = 0.0, 1
     if granularity == "full":
-        whole, given = 1.0, getattr(args, "recompute_num_layers", None) or 1
-        if getattr(args, "recompute_method", None) == "block":  # so many of each stage
+        whole, count = 1.0, given("recompute_num_layers") or 1
+        if given("recompute_method") == "block":  # so many of each stage
             usual = 1 if generator is None else generator.num_chunks // generator.twins
-            each = config.chunks or usual
-            recomputed = given * each * args.pipeline_model_parallel_size
-            whole = min(1.0, recomputed / (getattr(args, "num_layers", None) or recomputed))
+            recomputed = count * (config.chunks or usual) * args.pipeline_model_parallel_size
+            whole = min(1.0, recomputed / (given("num_layers") or recomputed))
         else:
-            at_a_time = given
-    te = getattr(args, "transformer_impl", None) == "transformer_engine"
+            at_a_time = count
+    is_te = given("transformer_impl") == "transformer_engine"
     ratio = stash_ratio(
-        getattr(args, "tensor_model_parallel_size", 1),
-        sequence_parallel=bool(getattr(args, "sequence_parallel", False)),
+        given("tensor_model_parallel_size", 1),
+        sequence_parallel=bool(given("sequence_parallel")),
         # Megatron's own layers keep their part of a sequence and gather it again.
-        keeps_gathered=te and find_spec("transformer_engine") is not None,
-        recomputed=(getattr(args, "recompute_modules", None) or ())
-        if granularity == "selective"
-        else (),
-        offloaded=(getattr(args, "offload_modules", None) or ())
-        if getattr(args, "fine_grained_activation_offloading", False)
-        else (),
+        keeps_gathered=is_te and find_spec("transformer_engine") is not None,
+        recomputed=(granularity == "selective" and given("recompute_modules")) or (),
+        offloaded=(given("fine_grained_activation_offloading") and given("offload_modules")) or (),
         recomputed_layers=whole,
         kept_inputs=1 / at_a_time,
-        divides_inputs=bool(getattr(args, "distribute_saved_activations", False)),
+        divides_inputs=bool(given("distribute_saved_activations")),
     )
     # The order of a file is the user's.
     at_once = config.weights_at_once or (whole == 1 and generator is not None)
@@ -221,15 +205,14 @@ def flags_for(
         ArgumentsError: The user's flags contradict each other.
         ScheduleError: The model cannot have these stages.
     """
-    cut_flag = _cut_flag(args)
-    layers, chunks = _num_layers(args), placement.num_stages // placement.num_ranks
-    mtp = getattr(args, "mtp_num_layers", None) or 0
-    wanted: dict[str, Any] = {"pipeline_model_parallel_size": placement.num_ranks}
-    if chunks > 1 and placement.num_ranks == 2:
+    (cut_flag, value), given = _cut_flag(args), vars(args).get
+    layers, stages, ranks = _num_layers(args), placement.num_stages, placement.num_ranks
+    chunks, mtp = stages // ranks, given("mtp_num_layers") or 0
+    wanted: dict[str, Any] = {"pipeline_model_parallel_size": ranks}
+    if chunks > 1 and ranks == 2:
         wanted["overlap_p2p_comm"] = True  # see ModelBuild.overlaps_p2p
-    layout = cut_flag.value if cut_flag is not None and cut_flag.flag == _LAYOUT else None
-    auto = getattr(args, "pipeline_layout", None) == "auto"
-    is_hybrid = any(getattr(args, dest, None) for dest in _HYBRID)
+    layout = value if cut_flag == _LAYOUT else None
+    auto, is_hybrid = given("pipeline_layout") == "auto", any(map(given, _HYBRID))
     if layout is not None:
         _check_letters(layout, layers, mtp)
     if auto and (layout is not None or is_hybrid):
@@ -240,76 +223,67 @@ def flags_for(
     # A table fixes the number of stages. The user's cut stays where it makes that many; else it
     # says what the ends compute besides their layers, and the layers are spread evenly by it.
     if not auto and _fits(args, cut_flag, placement):
-        if cut_flag is None and chunks > 1:
+        if not cut_flag and chunks > 1:
             wanted["num_virtual_stages_per_pipeline_rank"] = chunks
         return wanted, []
-    replaced = {
-        dest: getattr(args, dest)
-        for dest in (
-            *_ENDS,
-            *_COUNTED,
-            *(flag[2:].replace("-", "_") for flag in (_CHUNKS, _LAYERS)),
-        )
-        if getattr(args, dest, None)
-    }
-    first, last = _ends(args, layout, placement.num_ranks)
+    dests = (*_ENDS, *_COUNTED, _dest(_CHUNKS), _dest(_LAYERS))
+    replaced = {dest: given(dest) for dest in dests if given(dest)}
+    first, last = _ends(args, layout, ranks)
     if is_hybrid:
         pattern = _pattern(args)
         if pattern is None:
             if placement.name not in _DEALT:
                 return wanted, []  # refused, see RULES["folded"]
-            fewer, stages = layers // placement.num_stages, placement.num_stages
-            fitting = " or ".join(str(n * stages) for n in (fewer, fewer + 1) if n)
+            fitting = [n * stages for n in (layers // stages, layers // stages + 1) if n]
             raise ScheduleError(
                 f"{layers} layers of a hybrid model do not divide into the {stages} stages of "
-                f"{subject}; use --num-layers {fitting}"
+                f"{subject}; use --num-layers {' or '.join(map(str, fitting))}"
             )
-        if pattern.count("|") + 1 == placement.num_stages:
+        if pattern.count("|") + 1 == stages:
             return wanted, []
         letters = iter(pattern.replace("|", ""))
-        counts = spread(layers, placement.num_stages, first, last)
+        counts = spread(layers, stages, first, last)
         cut = "|".join("".join(islice(letters, count)) for count in counts)
-        given = args.hybrid_layer_pattern or args.hybrid_override_pattern
+        former = args.hybrid_layer_pattern or args.hybrid_override_pattern
         # Behind the first / stands multi-token prediction, which stays.
-        wanted |= {"hybrid_layer_pattern": given.replace(pattern, cut, 1)} | dict.fromkeys(replaced)
-        if getattr(args, "hybrid_override_pattern", None):
+        wanted |= {"hybrid_layer_pattern": former.replace(pattern, cut, 1)}
+        wanted |= dict.fromkeys(replaced)
+        if given("hybrid_override_pattern"):
             wanted["hybrid_override_pattern"] = None  # the other's former name
         return wanted, [f"the stages of {subject}: {_PATTERN} '{cut}'"]
-    if not auto:
-        cut = layout_string(
-            layers, placement, mtp_num_layers=mtp, layout=layout, first=first, last=last
-        )
-    else:
+    if auto:
         from megatron_ext.planning.training_cut import layout_for
 
         cut = layout_for(args, placement)
+    else:
+        cut = layout_string(
+            layers, placement, mtp_num_layers=mtp, layout=layout, first=first, last=last
+        )
     wanted |= {dest: False if old is True else None for dest, old in replaced.items()}
     wanted["pipeline_model_parallel_layout"] = cut
-    is_even = not replaced and layout is None and layers % placement.num_stages == 0
+    is_even = not replaced and layout is None and layers % stages == 0
     if layout == cut or (is_even and not auto):
         return wanted, []
     instead = [f"--{dest.replace('_', '-')}" for dest in replaced]
     instead += [f"{_LAYOUT} {layout}"] if layout is not None else []
-    line = f"the {placement.num_stages} stages of {subject}: {_LAYOUT}"
-    return wanted, [f"{line} '{cut}'" + (f" in place of {', '.join(instead)}" if instead else "")]
+    line = f"the {stages} stages of {subject}: {_LAYOUT} '{cut}'"
+    return wanted, [line + (f" in place of {', '.join(instead)}" if instead else "")]
 
 
-def _fits(args: Namespace, cut_flag: _CutFlag | None, placement: Placement) -> bool:
+def _fits(args: Namespace, cut_flag: str, placement: Placement) -> bool:
     """Return whether Megatron makes the stages of a placement of the user's own flags."""
     if placement.name not in _DEALT:
         return False  # only a layout places them so
-    chunks = placement.num_stages // placement.num_ranks
-    if (cut_flag is not None or chunks == 1) and _makes(args) != chunks:
+    chunks, given = placement.num_stages // placement.num_ranks, vars(args).get
+    if (cut_flag or chunks == 1) and _makes(args) != chunks:
         return False
-    if any(getattr(args, dest, None) is not None for dest in _UNEVEN):
-        return True
     pattern = _pattern(args) or ""
-    if "|" in pattern:
+    if "|" in pattern or any(given(dest) is not None for dest in _UNEVEN):
         return True
-    given = [int(count) for dest in _ENDS if (count := getattr(args, dest, None)) is not None]
-    if given:  # layers of the first and the last rank, which spread over the chunks of each
-        middle, between = _num_layers(args) - sum(given), placement.num_ranks - len(given)
-        if any(count < 1 or count % chunks for count in given) or middle < between:
+    ends = [int(count) for dest in _ENDS if (count := given(dest)) is not None]
+    if ends:  # layers of the first and the last rank, which spread over the chunks of each
+        middle, between = _num_layers(args) - sum(ends), placement.num_ranks - len(ends)
+        if any(count < 1 or count % chunks for count in ends) or middle < between:
             return False
         return not (middle % (between * chunks) if between else middle)
     if pattern and chunks > 1:
@@ -321,15 +295,15 @@ def _ends(args: Namespace, layout: str | None, ranks: int) -> tuple[float, float
     """Return what the first and the last stage compute besides their layers, in layers."""
     if layout is not None:
         return ends_of_layout(layout)
-    given = [getattr(args, dest, None) for dest in _ENDS]
-    if any(given):
-        counts = [count for count in given if count]
+    given = vars(args).get
+    ends = [given(dest) for dest in _ENDS]
+    if counts := [count for count in ends if count]:
         between = ranks - len(counts)
         usual = (_num_layers(args) - sum(counts)) / between if between else max(counts)
-        first, last = (0.0 if count is None else max(0.0, usual - count) for count in given)
+        first, last = (0.0 if count is None else max(0.0, usual - count) for count in ends)
         return first, last
-    first, last = (float(bool(getattr(args, dest, False))) for dest in _COUNTED)
-    return first, last + (getattr(args, "mtp_num_layers", None) or 0)
+    first, last = (float(bool(given(dest))) for dest in _COUNTED)
+    return first, last + (given("mtp_num_layers") or 0)
 
 
 def ends_of_layout(layout: str) -> tuple[float, float]:
@@ -426,13 +400,7 @@ def build_of(
     mtp_num_layers: int | None = None,
     layout: str | None = None,
 ) -> ModelBuild:
-    """Return the settings to build the model with.
-
-    Args:
-        pipeline: The pipeline to run.
-        num_layers: Transformer layers of the model, without those of multi-token prediction.
-        mtp_num_layers: Layers of multi-token prediction; None: none.
-        layout: The layers of each stage, in Megatron's notation; None: an even split.
+    """Return the settings to build the model with; without a layout, split as evenly as possible.
 
     Raises:
         ScheduleError: The layout is not of this model, or no model can have these stages.
@@ -453,30 +421,28 @@ def build_of(
     )
 
 
-def check_ranks(config: PipelineConfig, pp: int) -> None:
+def check_ranks(config: PipelineConfig, pp: int, chosen: str) -> None:
     """Check that Megatron can host a schedule on the ranks of the whole pipeline world.
+
+    Args:
+        config: Names the schedule.
+        pp: The ranks.
+        chosen: The flag that chose the schedule, perhaps with a value.
 
     Raises:
         ConfigurationError: It cannot; the message names numbers that work.
     """
-    # Both are other names where flags chose the schedule (`flags.flag_names`).
-    chosen = {"chosen": f"schedule {config.schedule}", "chooser": "schedule"}
+    ranks = "--pipeline-model-parallel-size"
     if pp < 2:
         raise ConfigurationError(
-            "{chosen} needs a pipeline, {pipeline_ranks} {pp} makes none; use {pipeline_ranks} "
-            "{least}, or leave {chooser} out",
-            pp=pp,
-            least=2 * config.twins,
-            **chosen,
+            f"{chosen} needs a pipeline, {ranks} {pp} makes none; use {ranks} {2 * config.twins}, "
+            f"or leave {chosen.split(maxsplit=1)[0]} out"
         )
     if config.twins == 2 and (pp % 2 or pp < 4):
+        near = f"{pp - 1} or {pp + 1}" if pp > 4 else "4"
         raise ConfigurationError(
-            "{chosen} mirrors two pipelines on one set of ranks, so {pipeline_ranks} {pp} must be "
-            "even and at least 4; use {pipeline_ranks} {near}, or {schedule} zb-v, which accepts "
-            "any",
-            pp=pp,
-            near=f"{pp - 1} or {pp + 1}" if pp > 4 else "4",
-            **chosen,
+            f"{chosen} mirrors two pipelines on one set of ranks, so {ranks} {pp} must be even and "
+            f"at least 4; use {ranks} {near}, or --pipeline-schedule zb-v, which accepts any"
         )
 
 
@@ -541,13 +507,8 @@ def layout_string(
 ) -> str:
     """Return the layout for a model on a placement, in Megatron's notation.
 
-    Args:
-        num_layers: Transformer layers, not counting MTP layers.
-        placement: Maps stages to ranks.
-        mtp_num_layers: Multi-token prediction layers; placed before the loss in the last stage.
-        layout: The user's; returned unchanged where it has these stages.
-        first: What the first stage computes besides its layers, in layers.
-        last: The same of the last stage; None: its MTP layers.
+    The user's is returned unchanged where it has these stages. `first` and `last` are what the ends
+    compute besides their layers, in layers; None: the layers of multi-token prediction.
 
     Raises:
         ScheduleError: The layout is not of this model, or no model can be built on the placement.
@@ -612,42 +573,37 @@ class Batches:
 
 
 def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
-    """Return the batch sizes that the flags request, not yet validated by Megatron.
-
-    Args:
-        args: The flags.
-        pp: Ranks of the whole pipeline world.
-        twins: 2 if two mirrored pipelines share it, else 1.
+    """Return the batch sizes that the flags request of a whole pipeline world of `pp` ranks.
 
     Raises:
         ArgumentsError: A size is missing, or the sizes do not divide.
     """
-    tp, cp = args.tensor_model_parallel_size, getattr(args, "context_parallel_size", 1)
-    ranks, processes = tp * pp * cp, world_size(args)
-    if processes % ranks:
+    given = vars(args).get
+    tp, cp, processes = (
+        args.tensor_model_parallel_size,
+        given("context_parallel_size", 1),
+        world_size(args),
+    )
+    if processes % (ranks := tp * pp * cp):
         raise ArgumentsError(
             f"world size {processes} is not a multiple of tensor {tp} x pipeline {pp} x "
             f"context {cp} = {ranks}; start {ranks} processes or a multiple, or lower a parallel "
             "size"
         )
-    replicas = processes // ranks * twins
-    micro_batch = args.micro_batch_size
+    replicas, micro_batch = processes // ranks * twins, args.micro_batch_size
     if not micro_batch or micro_batch < 1:
         raise ArgumentsError("--micro-batch-size is missing: give it a value of at least 1")
     step = micro_batch * replicas
-    rounds = getattr(args, "decrease_batch_size_if_needed", False)
-    counts = {}
     batches, nearest = _global_batches(args, step)
     for batch in batches:
         # With --decrease-batch-size-if-needed Megatron itself rounds down.
-        if batch < step or (batch % step and not rounds):
+        if batch < step or (batch % step and not given("decrease_batch_size_if_needed")):
             mirrored = " (two for each mirrored pipeline)" if twins == 2 else ""
             raise ArgumentsError(
                 f"a global batch of {batch} is not a multiple of --micro-batch-size {micro_batch} "
                 f"x {replicas} replicas{mirrored}; use {nearest}"
             )
-        counts[batch] = batch // step
-    return Batches(micro_batch, replicas, twins, counts)
+    return Batches(micro_batch, replicas, twins, {batch: batch // step for batch in batches})
 
 
 # Powers of ten, as Megatron reads them.
@@ -659,19 +615,19 @@ def _global_batches(args: Namespace, step: int) -> tuple[list[int], str]:
 
     A `step` has the samples of one micro-batch of every replica.
     """
+    given = vars(args).get
     # Megatron's default is one micro-batch for each replica.
-    full = getattr(args, "global_batch_size", None) or step
-    steps = getattr(args, "step_batch_size_schedule", None)
-    ramp = getattr(args, "rampup_batch_size", None)
+    full = given("global_batch_size") or step
+    steps, ramp = given("step_batch_size_schedule"), given("rampup_batch_size")
     if steps is not None:
-        given = re.findall(r"([\d.]+)([KMBT]?):(\d+)", steps.upper())
-        if not given:
+        parts = re.findall(r"([\d.]+)([KMBT]?):(\d+)", steps.upper())
+        if not parts:
             raise ArgumentsError(
                 f"--step-batch-size-schedule {steps} has no THRESHOLD:SIZE, such as 0:768 or "
                 "250B:1536; leave it out"
             )
         by_threshold = sorted(
-            (float(number) * _SUFFIXES[suffix], int(size)) for number, suffix, size in given
+            (float(number) * _SUFFIXES[suffix], int(size)) for number, suffix, size in parts
         )
         # Smaller ones are of a run on fewer processes that goes on here; Megatron checks it.
         batches = [size for _, size in by_threshold if size >= step]

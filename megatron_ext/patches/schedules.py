@@ -35,7 +35,7 @@ def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
 
     raise ConfigurationError(
         "configure was given no sizes, and no host that knows them came before the first step; "
-        "give {pipeline_ranks}, {num_microbatches} and {num_layers}, or train with "
+        "give pipeline_ranks, num_microbatches and num_layers, or train with "
         "megatron.bridge's pretrain or finetune"
     )
 
@@ -208,14 +208,14 @@ def _check_packing(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
     assert pipeline is not None
     if pipeline.placement.rank_of[-1] != pipeline.placement.num_ranks - 1:
         raise ConfigurationError(
-            "{schedule} {name} has its last stage on another rank than the last, where Megatron's "
-            "packing scheduler takes the labels; use 1f1b, gpipe, zb-h1 or interleaved",
-            name=pipeline.config.schedule,
+            f"--pipeline-schedule {pipeline.config.schedule} has its last stage on another rank "
+            "than the last, where Megatron's packing scheduler takes the labels; use 1f1b, gpipe, "
+            "zb-h1 or interleaved"
         )
     if pipeline.config.balance == "pack":
         raise ConfigurationError(
-            "{balance} pack deals out to the replicas what Megatron's packing scheduler has dealt "
-            "out already; use {balance} order"
+            "--pipeline-balance pack deals out to the replicas what Megatron's packing scheduler "
+            "has dealt out already; use --pipeline-balance order"
         )
     return call(*args, **kwargs)
 

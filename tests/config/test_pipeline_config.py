@@ -37,7 +37,7 @@ from megatron_ext.schedules.table.costs import Costs
         ({"device_path": "ipc"}, "device_path ipc needs shared memory, transport is torch"),
         ({"device": "tpu"}, "device 'tpu' must be one of auto"),
         ({"hang_timeout_s": 0.0}, "hang_timeout_s 0 must be a positive number of seconds"),
-        ({"message_timeout_s": -1.0}, "message_timeout_s -1 must be a positive number"),
+        ({"message_timeout_s": -1.0}, "message_timeout_s -1 s must be a positive number"),
         ({"stash_ratio": 0.5}, "stash_ratio 0.5 must be at least 1"),
         ({"chunks": 0}, "chunks 0 must be at least 1"),
         ({"chunks": "2"}, "chunks '2' must be a whole number or None"),
