@@ -82,16 +82,17 @@ def prepare(args: Namespace, requested: PipelineConfig | None = None) -> None:
         vars(args).update({**found.arguments, _REWRITTEN: changes})
     _log_on_first_rank(given, *found.changes, *found.notices)
     assert found.config is not None
-    _activate(
-        found,
-        found.config,
-        requested=requested,
-        world_size=int(getattr(given, "world_size", None) or 1),
-        seed=given.seed if found.config.draws_by_microbatch else None,
-    )
+    size, seed = int(getattr(given, "world_size", None) or 1), getattr(given, "seed", None)
+    _activate(found, found.config, requested, size, seed)
 
 
-def _activate(found: Preflight, config: PipelineConfig, **others: Any) -> None:
+def _activate(
+    found: Preflight,
+    config: PipelineConfig,
+    requested: PipelineConfig | None,
+    world_size: int,
+    seed: int | None,
+) -> None:
     """Put a checked configuration in force."""
     activate_configuration(
         Active(
@@ -99,7 +100,9 @@ def _activate(found: Preflight, config: PipelineConfig, **others: Any) -> None:
             found.pipeline,
             transport_only=found.transport_only,
             job=found.job,
-            **others,
+            world_size=world_size,
+            seed=seed if config.draws_by_microbatch else None,
+            requested=requested,
         )
     )
 
@@ -341,9 +344,9 @@ def configure(
     megatron_ext.activate()
     REGISTRY.raise_mismatches()
     if config.disaggregation is not None:
-        raise ConfigurationError(
-            "--forward-backward-disaggregating needs a training loop that supports both roles; "
-            "start Megatron's own with --forward-backward-disaggregating"
+        raise ArgumentsError(
+            "disaggregation needs a training loop that supports both roles; start Megatron's own "
+            "with --forward-backward-disaggregating"
         )
     if not sizes:
         hosts.check_some_host()
@@ -389,13 +392,7 @@ def configure(
         mtp_num_layers=mtp_num_layers,
         layout=found.arguments.get("pipeline_model_parallel_layout", layout),
     )
-    _activate(
-        found,
-        config,
-        requested=config,
-        world_size=world_size,
-        seed=seed if config.draws_by_microbatch else None,
-    )
+    _activate(found, config, config, world_size, seed)
     for line in (*found.changes, *found.notices):
         if required().environment.local_rank == 0:
             _LOG.warning("%s", in_fields(line))

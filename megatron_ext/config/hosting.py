@@ -83,6 +83,13 @@ _USUAL = {
     "transformer_impl": "transformer_engine",
 }
 
+# Arguments of `megatron.training` that checks read: megatron-core alone does not know them.
+_OF_TRAINING = {
+    "decrease_batch_size_if_needed", "distributed_timeout_minutes", "encoder_num_layers",
+    "global_batch_size", "micro_batch_size", "num_layers_per_virtual_pipeline_stage",
+    "rampup_batch_size", "seq_length", "step_batch_size_schedule", "world_size",
+}  # fmt: skip
+
 
 @dataclass
 class Preflight:
@@ -105,8 +112,6 @@ class Preflight:
     """The disaggregated job, in a process of it."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments by Megatron's names that let it host the pipeline."""
-    in_flags: bool = True
-    """Whether messages name flags; False: the fields were given, so they name those."""
 
     @property
     def accepted(self) -> bool:
@@ -131,9 +136,7 @@ class Preflight:
         try:
             yield
         except (ArgumentsError, ScheduleError) as error:
-            text = str(error)
-            if isinstance(error, ConfigurationError) and self.in_flags:
-                text = error.in_flags
+            text = error.in_flags if isinstance(error, ConfigurationError) else str(error)
             kind = ScheduleError if isinstance(error, ScheduleError) else ArgumentsError
             for line in text.splitlines():
                 reason, _, remedy = line.rpartition("; ")
@@ -178,7 +181,7 @@ def preflight(
     if megatrons := setting_names():
         # What nobody knows is not approved: the caller gets its name.
         read = {dest for rules in RULES.values() for rule in rules for dest in rule.reads}
-        known = megatrons | read | DESTINATIONS | renamed.keys() | _USUAL.keys()
+        known = megatrons | read | DESTINATIONS | _OF_TRAINING | renamed.keys() | _USUAL.keys()
         found.ignored = sorted(given.keys() - known)
     return found
 
@@ -193,7 +196,7 @@ def inspect(
         requested: The pipeline, as for `configure`; None: the flags choose it.
         here: Whether this is a process of the job, with its device and its software.
     """
-    found = Preflight(in_flags=requested is None)
+    found = Preflight()
     with found.collecting("flags"):
         found.config = config = completed(args, requested or pipeline_config(args))
         ranks = world_size(args)

@@ -6,6 +6,7 @@ table does both, so they exclude each other.
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -43,27 +44,12 @@ class Rule(NamedTuple):
     reason: str
     remedy: str
     """Flags to leave out, use or add in place of those; `{subject}` is the feature's own flag."""
-    when: Callable[..., Any] = lambda *values: any(values)
-    """Whether their values, None for missing ones, are refused; by default if any is set."""
+    when: Callable[..., Any]
+    """Whether their values, None for missing ones, are refused."""
 
     def refuses(self, args: Namespace) -> bool:
         """Return whether the settings are refused."""
         return bool(self.when(*(getattr(args, dest, None) for dest in self.reads)))
-
-
-def rule(reads: str, reason: str, remedy: str | None = None, **others: Any) -> Rule:
-    """Return a rule about arguments, separated by spaces.
-
-    Args:
-        reads: See `Rule`.
-        reason: See `Rule`.
-        remedy: See `Rule`; None: to leave the flags out.
-        others: `when`, and `flag` if it is not that of each argument.
-    """
-    names = tuple(reads.split())
-    flags = " or ".join(f"--{name.replace('_', '-')}" for name in names)
-    usual = f"leave {'it' if len(names) == 1 else 'them'} out"
-    return Rule(names, others.pop("flag", flags), reason, remedy or usual, **others)
 
 
 class Refusal(NamedTuple):
@@ -80,473 +66,396 @@ class Refusal(NamedTuple):
         return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
 
 
-def _several(value: Any) -> list[Any]:
-    """Return a setting as a list, whether it holds one value or several."""
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _global_aux_loss(types: Any) -> bool:
-    return "global_aux_loss" in _several(types)
-
-
-def _graphs(reason: str, remedy: str) -> Rule:
-    return rule(
-        "cuda_graph_impl enable_cuda_graph external_cuda_graph",
-        reason,
-        remedy,
-        flag="CUDA graphs (--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph)",
-        # The switches are deprecated; Megatron turns them into the setting, but only after us.
-        when=lambda implementation, *older: implementation not in (None, "none") or any(older),
-    )
-
-
-def _offloads(reason: str) -> Rule:
-    remedy = "use --recompute-granularity selective instead"
-    return rule("fine_grained_activation_offloading", reason, remedy)
-
-
-def _hybrid(reason: str, remedy: str, **when: Any) -> Rule:
-    return rule(
-        "is_hybrid_model hybrid_override_pattern hybrid_layer_pattern",
-        reason,
-        remedy,
-        flag="hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
-        **when,
-    )
-
-
-_ENCODER_DECODER = rule(
-    "decoder_num_layers decoder_seq_length",
-    "Megatron has no pipeline for them either",
-    "leave {subject} and --pipeline-model-parallel-size out",
-    flag="encoder-decoder models (--decoder-num-layers, --decoder-seq-length)",
+# Rules by what brings them. A key says which settings are refused, perhaps after what a message
+# calls them: `a` is set, `a=x,y` is or holds one of these, `a!=x,y` another, `a>1` is above a
+# number or an argument, `!a` the contrary; `a | b & c` is (a or b) and c. A text has the reason
+# and, where it is not just to leave the flags out, the remedy.
+_GRAPHS = (
+    "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph): "
+    # The switches are deprecated; Megatron turns them into the setting, but only after us.
+    "cuda_graph_impl!=none | enable_cuda_graph | external_cuda_graph"
 )
-
-RULES: dict[str, tuple[Rule, ...]] = {
+_ENCODER_DECODER = (
+    "encoder-decoder models (--decoder-num-layers, --decoder-seq-length): "
+    "decoder_num_layers | decoder_seq_length"
+)
+_HYBRID = (
+    "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): "
+    "is_hybrid_model | hybrid_override_pattern | hybrid_layer_pattern"
+)
+_TEXTS: dict[str, dict[str, str]] = {
     # For every schedule.
-    "schedule": (
-        _graphs("they are recorded in the order of Megatron's own schedules", "leave them out"),
-        rule(
-            "cpu_offloading cpu_offloading_num_layers",
-            "Megatron takes it without a pipeline only",
-            "use --recompute-granularity selective instead",
-            flag="--cpu-offloading-num-layers",
+    "schedule": {
+        _GRAPHS: "they are recorded in the order of Megatron's own schedules",
+        "cpu_offloading | cpu_offloading_num_layers": (
+            "Megatron takes it without a pipeline only; use --recompute-granularity selective "
+            "instead"
         ),
-        rule(
-            "use_megatron_fsdp use_custom_fsdp use_torch_fsdp2",
-            "they gather and free weights by the order of Megatron's own schedules",
-            "use --use-distributed-optimizer instead",
-            flag="--use-megatron-fsdp or --use-torch-fsdp2",
+        "use_megatron_fsdp | use_custom_fsdp | use_torch_fsdp2": (
+            "they gather and free weights by the order of Megatron's own schedules; use "
+            "--use-distributed-optimizer instead"
         ),
-        _ENCODER_DECODER,
-        rule("use_legacy_models", "legacy models do not know their stage"),
-        rule(
-            "ckpt_format",
-            "Megatron takes them with FSDP only",
-            "use --ckpt-format torch_dist",
-            flag="--ckpt-format torch_dcp or fsdp_dtensor",
-            when=lambda kind: kind in ("torch_dcp", "fsdp_dtensor"),
+        _ENCODER_DECODER: (
+            "Megatron has no pipeline for them either; leave {subject} and "
+            "--pipeline-model-parallel-size out"
         ),
-        rule(
-            "moe_paged_stash moe_expert_rank_capacity_factor",
+        "use_legacy_models": "legacy models do not know their stage",
+        "ckpt_format=torch_dcp,fsdp_dtensor": (
+            "Megatron takes them with FSDP only; use --ckpt-format torch_dist"
+        ),
+        "moe_paged_stash | moe_expert_rank_capacity_factor": (
             "activations are stashed in the order of Megatron's own schedules, and steps that "
-            "overflow are repeated",
-            "leave them out, or use Megatron's own schedule",
+            "overflow are repeated; leave them out, or use Megatron's own schedule"
         ),
         # Weight rematerialisation, 0.19 and later: more shards than tensor-parallel ranks.
-        rule(
-            "tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards "
-            "tensor_model_parallel_size expert_tensor_parallel_size",
-            "weights are gathered in the order of Megatron's own schedules",
-            "leave them out, or use Megatron's own schedule",
-            flag="--tensor-parallel-num-weight-shards or "
-            "--expert-tensor-parallel-num-weight-shards above the tensor-parallel size",
-            when=lambda shards, expert_shards, tp, experts_tp: (
-                (shards or 0) > (tp or 1) or (expert_shards or 0) > (experts_tp or tp or 1)
-            ),
+        "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards above "
+        "the tensor-parallel size: tensor_parallel_num_weight_shards>tensor_model_parallel_size | "
+        "expert_tensor_parallel_num_weight_shards>expert_tensor_parallel_size,"
+        "tensor_model_parallel_size": (
+            "weights are gathered in the order of Megatron's own schedules; leave them out, or use "
+            "Megatron's own schedule"
         ),
-    ),
+    },
     # What a schedule of ours does itself, or does without: dropped where flags are read, refused
     # where a program has already built its configuration.
-    "dropped": (
-        rule("delay_wgrad_compute", "weight gradients run where the table says"),
-        rule(
-            "defer_embedding_wgrad_compute",
-            "weight gradients run where the table says, that of the output layer too",
+    "dropped": {
+        "delay_wgrad_compute": "weight gradients run where the table says",
+        "defer_embedding_wgrad_compute": (
+            "weight gradients run where the table says, that of the output layer too"
         ),
-    ),
+    },
     # The same of schedules that split backwards.
-    "dropped_by_split": (
-        rule(
-            "overlap_dispatch_backward_with_experts_wgrad",
-            "the table postpones the weight gradients of experts already",
+    "dropped_by_split": {
+        "overlap_dispatch_backward_with_experts_wgrad": (
+            "the table postpones the weight gradients of experts already"
         ),
-    ),
+    },
     # The same of schedules with one stage on each rank.
-    "dropped_by_line": (
-        rule(
-            "overlap_param_gather_with_optimizer_step",
+    "dropped_by_line": {
+        "overlap_param_gather_with_optimizer_step": (
             "it gathers the first of several chunks while the others take their step, and each "
-            "rank has one chunk",
+            "rank has one chunk"
         ),
-    ),
+    },
     # The same of forward and backward ranks.
-    "dropped_by_roles": (
-        rule("overlap_moe_expert_parallel_comm", "forwards and backwards are on different ranks"),
+    "dropped_by_roles": {
+        "overlap_moe_expert_parallel_comm": "forwards and backwards are on different ranks",
         # fp4_param is 0.16's name of the same.
-        rule(
-            "fp8_param_gather fp4_param_gather fp4_param reuse_grad_buf_for_mxfp8_param_ag",
-            "new weights travel to forward ranks, which cast them, in the precision of the model",
-            "leave it out",
-            flag="--fp8-param-gather or --fp4-param-gather",
+        "fp8_param_gather | fp4_param_gather | fp4_param | reuse_grad_buf_for_mxfp8_param_ag": (
+            "new weights travel to forward ranks, which cast them, in the precision of the model; "
+            "leave it out"
         ),
-    ),
+    },
     # For schedules that split backwards.
-    "split": (
-        rule(
-            "num_distributed_optimizer_instances overlap_grad_reduce",
-            "gradients of weights and of the rest are complete at different times",
-            "leave one of them out, or use --pipeline-schedule 1f1b or interleaved",
-            flag="--num-distributed-optimizer-instances > 1 together with --overlap-grad-reduce",
-            when=lambda instances, overlaps: (instances or 1) > 1 and overlaps,
+    "split": {
+        "num_distributed_optimizer_instances>1 & overlap_grad_reduce": (
+            "gradients of weights and of the rest are complete at different times; leave one of "
+            "them out, or use --pipeline-schedule 1f1b or interleaved"
         ),
-        rule(
-            "use_transformer_engine_op_fuser num_experts",
+        "--use-transformer-engine-op-fuser with experts: use_transformer_engine_op_fuser & "
+        "num_experts": (
             "Megatron keeps the fused experts outside the module tree, so W would not reach their "
-            "weight gradients",
-            "leave it out, or use --pipeline-schedule 1f1b or interleaved",
-            flag="--use-transformer-engine-op-fuser with experts",
-            when=lambda fuses, experts: fuses and experts,
+            "weight gradients; leave it out, or use --pipeline-schedule 1f1b or interleaved"
         ),
-    ),
+    },
     # For schedules that put the first and the last stage on one rank.
-    "folded": (
+    "folded": {
         # The first two are 0.16's; from 0.17 on the pattern itself has the cuts.
-        _hybrid(
-            "only --hybrid-layer-pattern, from 0.17 on, says which layers a stage has",
-            "use --pipeline-schedule 1f1b or zb-h1",
-            when=lambda *hybrid: any(hybrid[:2]) and not hybrid[2],
+        "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): is_hybrid_model | "
+        "hybrid_override_pattern & !hybrid_layer_pattern": (
+            "only --hybrid-layer-pattern, from 0.17 on, says which layers a stage has; use "
+            "--pipeline-schedule 1f1b or zb-h1"
         ),
-        rule(
-            "non_persistent_ckpt_type",
-            "those files identify layers by rank and chunk",
-            "use --non-persistent-ckpt-type global",
-            flag="--non-persistent-ckpt-type local",
-            when=lambda kind: kind == "local",
+        "non_persistent_ckpt_type=local": (
+            "those files identify layers by rank and chunk; use --non-persistent-ckpt-type global"
         ),
-    ),
+    },
     # For models that a program builds for such a schedule.
-    "placed": (
-        rule(
-            "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-            "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
-            "the layout that configure returns cuts the model",
-            flag="--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, "
-            "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split",
+    "placed": {
+        "decoder_first_pipeline_num_layers | decoder_last_pipeline_num_layers | "
+        "account_for_embedding_in_pipeline_split | account_for_loss_in_pipeline_split": (
+            "the layout that configure returns cuts the model"
         ),
-    ),
+    },
     # For schedules of two mirrored pipelines.
-    "twins": (
-        rule(
-            "use_mp_args_from_checkpoint_args",
-            "a checkpoint holds the sizes of one of the two mirrored pipelines",
+    "twins": {
+        "use_mp_args_from_checkpoint_args": (
+            "a checkpoint holds the sizes of one of the two mirrored pipelines"
         ),
-    ),
+    },
     # For forwards and backwards that run as pairs, through Megatron's schedule plans.
-    "pairs": (
-        rule(
-            "recompute_granularity fp8 fp4 distribute_saved_activations",
-            "those recompute layers in another way than a plan",
-            "use --recompute-granularity selective without --recompute-method and "
-            "--recompute-num-layers",
-            flag="--recompute-granularity full with --fp8-format, --fp4-format or "
-            "--distribute-saved-activations",
-            when=lambda granularity, *ways: granularity == "full" and any(ways),
+    "pairs": {
+        "recompute_granularity=full & fp8 | fp4 | distribute_saved_activations": (
+            "those recompute layers in another way than a plan; use --recompute-granularity "
+            "selective without --recompute-method and --recompute-num-layers"
         ),
-        rule(
-            "recompute_modules",
+        "recompute_modules=moe": (
             "a plan cuts a layer behind the router, and would keep there, copied for each expert, "
-            "what this drops",
-            "use --recompute-modules core_attn, layernorm, mla_up_proj, mlp or moe_act",
-            flag="--recompute-modules moe",
-            when=lambda modules: "moe" in _several(modules),
+            "what this drops; use --recompute-modules core_attn, layernorm, mla_up_proj, mlp or "
+            "moe_act"
         ),
-        rule(
-            "moe_shared_expert_overlap",
-            "the shared expert hides the communication that a partner would hide",
-            "leave one of them out",
+        "moe_shared_expert_overlap": (
+            "the shared expert hides the communication that a partner would hide; leave one of "
+            "them out"
         ),
-        rule(
-            "mtp_num_layers mtp_use_repeated_layer mtp_detach_heads mtp_hsm",
-            "plans of multi-token prediction know none of them and would train another model",
-            flag="--mtp-use-repeated-layer, --mtp-detach-heads or --mtp-hsm",
-            when=lambda layers, *ways: layers and any(ways),
+        "--mtp-use-repeated-layer, --mtp-detach-heads or --mtp-hsm: mtp_num_layers & "
+        "mtp_use_repeated_layer | mtp_detach_heads | mtp_hsm": (
+            "plans of multi-token prediction know none of them and would train another model"
         ),
-        _hybrid("they have no plans in every release", "leave {subject} out"),
-        rule(
-            "variable_seq_lengths",
-            "Megatron's forward step gives plans no lengths",
-            "leave one of them out",
+        _HYBRID: "they have no plans in every release; leave {subject} out",
+        "variable_seq_lengths": (
+            "Megatron's forward step gives plans no lengths; leave one of them out"
         ),
-        _offloads("activations return from the host by the backwards that run alone"),
-    ),
+        "fine_grained_activation_offloading": (
+            "activations return from the host by the backwards that run alone; use "
+            "--recompute-granularity selective instead"
+        ),
+    },
     # For random numbers by micro-batch.
-    "microbatch_rng": (
-        _graphs("they replay the recorded random numbers", "leave one of them out"),
-    ),
+    "microbatch_rng": {
+        _GRAPHS: "they replay the recorded random numbers; leave one of them out",
+    },
     # The same under Megatron's own schedules.
-    "stock_microbatch_rng": (
-        rule(
-            "overlap_moe_expert_parallel_comm",
-            "it interleaves two micro-batches, and each has its own random numbers",
-            "add --pipeline-schedule interleaved, or leave one of them out",
+    "stock_microbatch_rng": {
+        "overlap_moe_expert_parallel_comm": (
+            "it interleaves two micro-batches, and each has its own random numbers; add "
+            "--pipeline-schedule interleaved, or leave one of them out"
         ),
-    ),
+    },
     # For ranks that choose their order.
-    "chosen": (_offloads("activations return from the host in the order of a table"),),
+    "chosen": {
+        "fine_grained_activation_offloading": (
+            "activations return from the host in the order of a table; use --recompute-granularity "
+            "selective instead"
+        ),
+    },
     # For data-parallel replicas that choose their order independently.
-    "dynamic": (
-        rule(
-            "moe_router_load_balancing_type",
+    "dynamic": {
+        "moe_router_load_balancing_type=global_aux_loss": (
             "it reduces over data-parallel replicas inside each layer, and they run their layers "
-            "in different orders",
-            "use --moe-router-load-balancing-type aux_loss or seq_aux_loss",
-            flag="--moe-router-load-balancing-type global_aux_loss",
-            when=_global_aux_loss,
+            "in different orders; use --moe-router-load-balancing-type aux_loss or seq_aux_loss"
         ),
         # With --tp-only-amax-red the reduction stays among tensor-parallel ranks, which share
         # one order.
-        rule(
-            "fp8_recipe fp8 tp_only_amax_red",
+        "fp8_recipe=delayed & fp8 & !tp_only_amax_red": (
             "scales are reduced over data-parallel replicas inside each layer, and they run their "
-            "layers in different orders",
-            "use --fp8-recipe tensorwise",
-            flag="--fp8-recipe delayed",
-            when=lambda recipe, fp8, tp_only: recipe == "delayed" and fp8 and not tp_only,
+            "layers in different orders; use --fp8-recipe tensorwise"
         ),
-    ),
+    },
     # For ranks that choose their order and get activations from their twin.
-    "crossed": (
-        rule(
-            "overlap_param_gather",
-            "twins gather parameters for each other, and start their chunks in different orders",
-            "use --bitpipe-routing local, or leave it out",
-            flag="--overlap-param-gather with --bitpipe-routing twin",
+    "crossed": {
+        "--overlap-param-gather with --bitpipe-routing twin: overlap_param_gather": (
+            "twins gather parameters for each other, and start their chunks in different orders; "
+            "use --bitpipe-routing local, or leave it out"
         ),
-    ),
+    },
     # For micro-batches that data-parallel replicas share out.
-    "pack": (
-        rule(
-            "moe_router_load_balancing_type",
-            "it depends on which micro-batches the replicas run at the same time",
-            "use --moe-router-load-balancing-type aux_loss or seq_aux_loss, or --pipeline-balance "
-            "order",
-            flag="--moe-router-load-balancing-type global_aux_loss",
-            when=_global_aux_loss,
+    "pack": {
+        "moe_router_load_balancing_type=global_aux_loss": (
+            "it depends on which micro-batches the replicas run at the same time; use "
+            "--moe-router-load-balancing-type aux_loss or seq_aux_loss, or --pipeline-balance "
+            "order"
         ),
-    ),
+    },
     # For micro-batches of different lengths.
-    "lengths": (
-        rule(
-            "moe_token_dispatcher_type num_experts",
-            "it gathers tokens in buffers of one size",
-            "use --moe-token-dispatcher-type alltoall",
-            flag="--moe-token-dispatcher-type allgather",
-            when=lambda dispatcher, experts: dispatcher == "allgather" and experts,
+    "lengths": {
+        "moe_token_dispatcher_type=allgather & num_experts": (
+            "it gathers tokens in buffers of one size; use --moe-token-dispatcher-type alltoall"
         ),
-        _graphs("they replay tensors of one shape", "leave one of them out"),
-    ),
+        _GRAPHS: "they replay tensors of one shape; leave one of them out",
+    },
     # For micro-batches in slices of their sequence.
-    "slices": (
-        rule(
-            "transformer_impl",
-            "only their attention keeps keys and values between slices",
-            "use --transformer-impl local or transformer_engine",
-            flag="--transformer-impl other than local and transformer_engine",
-            when=lambda name: name not in (None, "local", "transformer_engine"),
+    "slices": {
+        "transformer_impl!=local,transformer_engine": (
+            "only their attention keeps keys and values between slices; use --transformer-impl "
+            "local or transformer_engine"
         ),
-        rule(
-            "context_parallel_size",
-            "it divides the sequence too",
-            "leave it out, or leave --pipeline-slices out",
-            flag="--context-parallel-size above 1",
-            when=lambda ranks: (ranks or 1) > 1,
+        "context_parallel_size>1": (
+            "it divides the sequence too; leave it out, or leave --pipeline-slices out"
         ),
-        rule(
-            "moe_router_load_balancing_type",
-            "it balances the tokens of a slice, not of a micro-batch",
-            "use --moe-router-load-balancing-type aux_loss or seq_aux_loss",
-            flag="--moe-router-load-balancing-type other than none, aux_loss and seq_aux_loss",
-            when=lambda types: (
-                not {None, "none", "aux_loss", "seq_aux_loss"}.issuperset(_several(types))
-            ),
+        "moe_router_load_balancing_type!=none,aux_loss,seq_aux_loss": (
+            "it balances the tokens of a slice, not of a micro-batch; use "
+            "--moe-router-load-balancing-type aux_loss or seq_aux_loss"
         ),
-        rule(
-            "moe_expert_capacity_factor",
-            "an expert drops the tokens of a slice that are too many for it, not of a micro-batch",
-            when=lambda factor: factor is not None,
+        "--moe-expert-capacity-factor: moe_expert_capacity_factor!=none": (
+            "an expert drops the tokens of a slice that are too many for it, not of a micro-batch"
         ),
-        rule(
-            "mtp_num_layers mtp_use_repeated_layer",
-            "a layer that runs twice would keep keys and values of two kinds",
-            "leave it out",
-            flag="--mtp-use-repeated-layer",
-            when=lambda layers, repeats: layers and repeats,
+        "--mtp-use-repeated-layer: mtp_num_layers & mtp_use_repeated_layer": (
+            "a layer that runs twice would keep keys and values of two kinds; leave it out"
         ),
-        _hybrid("only attention keeps its state between slices", "leave --pipeline-slices out"),
-        rule(
-            "experimental_attention_variant linear_attention_type",
-            "only DotProductAttention keeps keys and values between slices",
-            "leave --pipeline-slices out",
-            flag="--experimental-attention-variant",
+        _HYBRID: "only attention keeps its state between slices; leave --pipeline-slices out",
+        "experimental_attention_variant | linear_attention_type": (
+            "only DotProductAttention keeps keys and values between slices; leave "
+            "--pipeline-slices out"
         ),
-        rule(
-            "window_size",
-            "Megatron's mask of a window begins with the slice",
-            "leave --pipeline-slices out",
+        "window_size": (
+            "Megatron's mask of a window begins with the slice; leave --pipeline-slices out"
         ),
-        rule(
-            "sft dataloader_inter_document_masking micro_batch_size",
-            "Megatron packs the slices of several samples into one",
-            "use --micro-batch-size 1",
-            flag="packed sequences (--sft, --dataloader-inter-document-masking) with "
-            "--micro-batch-size above 1",
-            when=lambda sft, masks, size: (sft or masks) and (size or 1) > 1,
+        "packed sequences (--sft, --dataloader-inter-document-masking) with --micro-batch-size "
+        "above 1: sft | dataloader_inter_document_masking & micro_batch_size>1": (
+            "Megatron packs the slices of several samples into one; use --micro-batch-size 1"
         ),
-        rule(
-            "reset_attention_mask tensor_model_parallel_size",
-            "tensor-parallel ranks receive the mask in a buffer of the whole one's form",
-            "leave one of them out",
-            flag="--reset-attention-mask with --tensor-model-parallel-size above 1",
-            when=lambda resets, ranks: resets and (ranks or 1) > 1,
+        "reset_attention_mask & tensor_model_parallel_size>1": (
+            "tensor-parallel ranks receive the mask in a buffer of the whole one's form; leave one "
+            "of them out"
         ),
-        # Transformer Engine has a softmax of its own, and Megatron's kernel exists in 16 bits
-        # only.
-        rule(
-            "masked_softmax_fusion transformer_impl fp16 bf16",
-            "its kernel takes as many queries as keys",
-            "add --no-masked-softmax-fusion",
-            flag="fused softmax in 16 bits",
-            when=lambda fuses, layers, *half: (
-                fuses and layers != "transformer_engine" and any(half)
-            ),
+        # Transformer Engine has a softmax of its own, and Megatron's kernel exists in 16 bits only.
+        "fused softmax in 16 bits: masked_softmax_fusion & !transformer_impl=transformer_engine & "
+        "fp16 | bf16": "its kernel takes as many queries as keys; add --no-masked-softmax-fusion",
+        "fp8 | fp4": "scales follow from whole micro-batches; use --bf16 instead",
+        "fused rotary positions with --multi-latent-attention: multi_latent_attention & "
+        "apply_rope_fusion": (
+            "its tables of rotary positions begin with the slice; add --no-rope-fusion"
         ),
-        rule(
-            "fp8 fp4",
-            "scales follow from whole micro-batches",
-            "use --bf16 instead",
-            flag="--fp8-format or --fp4-format",
+        "fine_grained_activation_offloading": (
+            "keys and values stay on the device from slice to slice; use --recompute-granularity "
+            "selective instead"
         ),
-        rule(
-            "multi_latent_attention apply_rope_fusion",
-            "its tables of rotary positions begin with the slice",
-            "add --no-rope-fusion",
-            flag="fused rotary positions with --multi-latent-attention",
-            when=lambda latent, fuses: latent and fuses,
-        ),
-        _offloads("keys and values stay on the device from slice to slice"),
-    ),
+    },
     # For forward and backward ranks.
-    "roles": (
-        _offloads("activations return from the host by the backwards of the same rank"),
-        rule("moe_input_jitter_eps", "both roles would draw their own noise"),
+    "roles": {
+        "fine_grained_activation_offloading": (
+            "activations return from the host by the backwards of the same rank; use "
+            "--recompute-granularity selective instead"
+        ),
+        "moe_input_jitter_eps": "both roles would draw their own noise",
         # Its steps are forward only from 0.20 on, which both roles take for an evaluation.
-        rule("freeze_all_layers", "backward ranks have nothing to do", "leave one of them out"),
-        rule(
-            "moe_use_upcycling ckpt_convert_format",
-            "forward ranks neither load nor save checkpoints, so another run has to convert them",
-            "leave one of them out",
+        "freeze_all_layers": "backward ranks have nothing to do; leave one of them out",
+        "moe_use_upcycling | ckpt_convert_format": (
+            "forward ranks neither load nor save checkpoints, so another run has to convert them; "
+            "leave one of them out"
         ),
-        rule(
-            "ignore_forward_tensor_parallel num_experts",
-            "shards of experts are not merged",
-            "leave --ignore-forward-tensor-parallel out",
-            flag="--ignore-forward-tensor-parallel and --num-experts",
-            when=lambda merges, experts: merges and experts,
+        "ignore_forward_tensor_parallel & num_experts": (
+            "shards of experts are not merged; leave --ignore-forward-tensor-parallel out"
         ),
-        rule(
-            "fbd_activations mtp_num_layers",
+        "fbd_activations=ship & mtp_num_layers": (
             "forward ranks ship the inputs of a stage's layers, not those of multi-token "
-            "prediction",
-            "use --fbd-activations recompute",
-            flag="--fbd-activations ship and --mtp-num-layers",
-            when=lambda kind, layers: kind == "ship" and layers,
+            "prediction; use --fbd-activations recompute"
         ),
-        rule(
-            "fbd_activations is_hybrid_model hybrid_override_pattern hybrid_layer_pattern",
-            "forward ranks ship the inputs of a block of transformer layers",
-            "use --fbd-activations recompute",
-            flag="--fbd-activations ship and hybrid models (--hybrid-override-pattern, "
-            "--hybrid-layer-pattern)",
-            when=lambda kind, *hybrid: kind == "ship" and any(hybrid),
+        "--fbd-activations ship and hybrid models (--hybrid-override-pattern, "
+        "--hybrid-layer-pattern): fbd_activations=ship & is_hybrid_model | hybrid_override_pattern "
+        "| hybrid_layer_pattern": (
+            "forward ranks ship the inputs of a block of transformer layers; use --fbd-activations "
+            "recompute"
         ),
-        rule(
-            "use_tp_pp_dp_mapping",
-            "the two roles of a stage are neighbours in the default order of ranks",
+        "use_tp_pp_dp_mapping": (
+            "the two roles of a stage are neighbours in the default order of ranks"
         ),
-        rule(
-            "use_mp_args_from_checkpoint_args",
-            "the parallel sizes on the command line determine the roles",
+        "use_mp_args_from_checkpoint_args": (
+            "the parallel sizes on the command line determine the roles"
         ),
-        rule(
-            "rerun_mode",
-            "it reruns each step, and forward ranks do not",
-            flag="--rerun-mode report_stats",
-            when=lambda mode: mode == "report_stats",
+        "rerun_mode=report_stats": "it reruns each step, and forward ranks do not",
+        "error_injection_rate": (
+            "injected errors are found by rerunning steps, and forward ranks do not rerun them"
         ),
-        rule(
-            "error_injection_rate",
-            "injected errors are found by rerunning steps, and forward ranks do not rerun them",
+        "full_validation | multiple_validation_sets": "backward ranks do not read that data",
+        "--fbd-activations ship alone: fbd_activations=ship & !recompute_granularity=full | "
+        "!recompute_method=uniform | !recompute_num_layers=1": (
+            "backward ranks recompute each layer from its shipped input; add "
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or "
+            "use --fbd-activations recompute"
         ),
-        rule("full_validation multiple_validation_sets", "backward ranks do not read that data"),
-        rule(
-            "fbd_activations recompute_granularity recompute_method recompute_num_layers",
-            "backward ranks recompute each layer from its shipped input",
-            "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, "
-            "or use --fbd-activations recompute",
-            flag="--fbd-activations ship alone",
-            when=lambda kind, *recomputed: kind == "ship" and recomputed != ("full", "uniform", 1),
+        "fbd_activations=ship & fp8 | fp4 | distribute_saved_activations": (
+            "those recompute layers in another way; use --fbd-activations recompute"
         ),
-        rule(
-            "fbd_activations fp8 fp4 distribute_saved_activations",
-            "those recompute layers in another way",
-            "use --fbd-activations recompute",
-            flag="--fbd-activations ship and --fp8-format, --fp4-format or "
-            "--distribute-saved-activations",
-            when=lambda kind, *ways: kind == "ship" and any(ways),
+        "--ignore-forward-tensor-parallel and dropout: ignore_forward_tensor_parallel & "
+        "hidden_dropout | attention_dropout": (
+            "one process draws other masks than the shards of a stage; add --hidden-dropout 0 "
+            "--attention-dropout 0, or leave it out"
         ),
-        rule(
-            "ignore_forward_tensor_parallel hidden_dropout attention_dropout",
-            "one process draws other masks than the shards of a stage",
-            "add --hidden-dropout 0 --attention-dropout 0, or leave it out",
-            flag="--ignore-forward-tensor-parallel and dropout",
-            when=lambda merges, *dropout: merges and any(dropout),
-        ),
-    ),
+    },
     # For a transport of ours under Megatron's own schedules.
-    "transport": (
-        rule("use_ring_exchange_p2p", "it replaces the transport too", "leave one of them out"),
-        _ENCODER_DECODER,
-        rule(
-            "microbatch_group_size_per_vp_stage",
-            "Megatron's usual order identifies the messages",
-            flag="--microbatch-group-size-per-virtual-pipeline-stage",
+    "transport": {
+        "use_ring_exchange_p2p": "it replaces the transport too; leave one of them out",
+        _ENCODER_DECODER: (
+            "Megatron has no pipeline for them either; leave {subject} and "
+            "--pipeline-model-parallel-size out"
         ),
-        # A scope may be an enumeration's member, and from 0.18 on it is the implementation.
-        rule(
-            "cuda_graph_scope cuda_graph_impl",
-            "a graph cannot record transfers by the host",
-            "leave them out, or use --pipeline-transport torch",
-            flag="CUDA graphs of a whole step (--cuda-graph-impl or --cuda-graph-scope "
-            "full_iteration)",
-            when=lambda scopes, implementation: any(
-                str(name).rpartition(".")[2] == "full_iteration"
-                for name in (*_several(scopes), implementation)
-            ),
+        "microbatch_group_size_per_vp_stage": "Megatron's usual order identifies the messages",
+        # From 0.18 on the scope is an implementation.
+        "CUDA graphs of a whole step (--cuda-graph-impl or --cuda-graph-scope full_iteration): "
+        "cuda_graph_scope=full_iteration | cuda_graph_impl=full_iteration": (
+            "a graph cannot record transfers by the host; leave them out, or use "
+            "--pipeline-transport torch"
         ),
-    ),
+    },
 }
 
+
+_CONDITION = re.compile(r"(!?)(\w+)(?:(=|!=|>)(\S+))?")
+# Flags that are not named after their argument.
+_SPELT = {
+    "fp4": "--fp4-format",
+    "fp8": "--fp8-format",
+    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+}
+
+
+def _rule(key: str, text: str) -> Rule:
+    """Return a rule of `_TEXTS`."""
+    words, _, conditions = key.rpartition(": ")
+    terms = [
+        [_CONDITION.fullmatch(one).groups() for one in term.split(" | ")]  # type: ignore[union-attr]
+        for term in conditions.split(" & ")
+    ]
+    compared = [bound for term in terms for _, _, how, bound in term if how == ">"]
+    names = [name for term in terms for _, name, _, _ in term]
+    names += [name for bound in compared for name in bound.split(",") if not bound.isdigit()]
+    reads = tuple(dict.fromkeys(names))
+
+    def holds(*values: Any) -> bool:
+        given = dict(zip(reads, values, strict=True))
+        return all(
+            any(_is(given, name, how, wanted) != bool(no) for no, name, how, wanted in term)
+            for term in terms
+        )
+
+    flags = " and ".join(
+        _listed([_in_words(*one) for _, *one in term], "or")
+        for term in terms
+        if not any(no for no, *_ in term)
+    )
+    reason, _, remedy = text.partition("; ")
+    usual = f"leave {'it' if len(reads) == 1 else 'them'} out"
+    return Rule(reads, words or flags, reason, remedy or usual, holds)
+
+
+def _is(given: dict[str, Any], name: str, how: str | None, wanted: str) -> bool:
+    """Return whether the value of an argument meets a condition."""
+    value = given[name]
+    if how is None:
+        return bool(value)
+    if how == ">":
+        names = [] if wanted.isdigit() else wanted.split(",")
+        bound = next((given[one] for one in names if given[one]), 1) if names else int(wanted)
+        return bool((value or 0) > bound)
+    values = value if isinstance(value, (list, tuple)) else [value]
+    # A value may be an enumeration's member.
+    named = [str(one).rpartition(".")[2] for one in values if one is not None]
+    return any((one in wanted.split(",")) == (how == "=") for one in named)
+
+
+def _in_words(name: str, how: str | None, wanted: str) -> str:
+    flag = _SPELT.get(name, f"--{name.replace('_', '-')}")
+    if how is None:
+        return flag
+    if how == ">":
+        return f"{flag} above {wanted}"
+    values = wanted.split(",")
+    if how == "=":
+        return f"{flag} {_listed(values, 'or')}"
+    return f"{flag} other than {_listed(values, 'and')}"
+
+
+def _listed(words: list[str], last: str) -> str:
+    *before, end = words
+    return f"{', '.join(before)} {last} {end}" if before else end
+
+
+RULES = {
+    group: tuple(_rule(key, text) for key, text in texts.items()) for group, texts in _TEXTS.items()
+}
+"""By feature, field or kind of table: the settings of Megatron's to refuse."""
 
 DROPPED_BY_ROLES = RULES["dropped_by_roles"] + RULES["dropped"] + RULES["dropped_by_line"]
 """What forward and backward ranks do themselves, or do without."""

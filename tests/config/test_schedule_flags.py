@@ -310,7 +310,7 @@ REFUSED = {
              "use --moe-router-load-balancing-type aux_loss"),
             ("--window-size 4,0", "--window-size: Megatron's mask", "leave --pipeline-slices out"),
             ("--reset-attention-mask --tensor-model-parallel-size 2",
-             "--reset-attention-mask with", "leave one of them out"),
+             "--reset-attention-mask and", "leave one of them out"),
             ("--pipeline-balance order", "--pipeline-balance yet", "leave one of them out"),
             ("--variable-seq-lengths", "--variable-seq-lengths yet", "leave one of them out"),
         ]

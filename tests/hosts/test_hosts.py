@@ -210,7 +210,7 @@ def test_bridges_names_are_those_of_the_rules() -> None:
     [refusal] = refusals("schedule zb-v", args, RULES["placed"])
     assert "cannot run with --decoder-first-pipeline" in str(refusal)
     in_fields = settings.in_fields(str(refusal), from_python=True)
-    assert "cannot run with model.num_layers_in_first_pipeline_stage or" in in_fields
+    assert "cannot run with model.num_layers_in_first_pipeline_stage, model." in in_fields
     args.moe_token_dispatcher_type = "allgather"
     [refusal] = refusals("variable_seq_lengths", args, RULES["lengths"])
     assert refusal.reason.endswith("it gathers tokens in buffers of one size")
