@@ -10,23 +10,19 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_origin, get_type_hints
 
 from megatron_ext.config.pipeline_config import (
-    Balance,
-    DeviceName,
-    DevicePath,
     Disaggregation,
     DynamicOrder,
     PipelineConfig,
     Tracing,
-    TransportName,
+    kinds_of,
 )
 from megatron_ext.errors import ArgumentsError, ScheduleError
-from megatron_ext.schedules.generators.catalog import get, registered
-from megatron_ext.schedules.search.length_balance import LengthCost
+from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.search.policies import POLICIES
-from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.costs import UNIT
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Option
@@ -44,215 +40,183 @@ REMOVED = {"--fbd-forward-device": "leave it out: forward ranks compute on the s
 """Flags of the release before that are refused, each with the remedy; kept for one release."""
 
 
-class _Row:
-    """A flag of ours.
-
-    Args:
-        setting: The flag, and the field that it sets, if any: `part.field` for one of a part.
-        text: For `--help`.
-        parse: Reads the value; its mistakes are errors of the flag.
-        options: Keywords for argparse; without any the flag is a switch.
-    """
-
-    def __init__(
-        self,
-        setting: str,
-        text: str,
-        parse: Callable[[str], object] | None = None,
-        **options: Any,
-    ) -> None:
-        self.flag, _, path = setting.partition(" ")
-        self.part, _, self.field = path.rpartition(".")
-        self.parse = parse
-        self.options = {"help": text, **(options or {"action": "store_true"})}
-
-
-_ROWS = (
-    _Row(
-        "--device-backend device",
+# Help texts by flag, with the field that it sets, `part.field` for one of a part, and how its value
+# is called. The field's type says what values there are; without a field a flag is a switch.
+_HELP = {
+    "--device-backend device": (
         "Device that Megatron runs on. auto picks CUDA, else MUSA, else the CPU. Programs that "
-        "build their arguments themselves set MEGATRON_EXT_DEVICE instead.",
-        choices=typing.get_args(DeviceName),
-        default=PipelineConfig.device,
+        "build their arguments themselves set MEGATRON_EXT_DEVICE instead."
     ),
-    _Row("--ext-list-patches", "Print the table of patches on rank 0 before training."),
-    _Row(
-        "--pipeline-schedule schedule",
+    "--ext-list-patches": "Print the table of patches on rank 0 before training.",
+    "--pipeline-schedule schedule NAME": (
         f"Pipeline schedule: {', '.join(registered())}, or csv:FILE. `megatron-ext plan` compares "
-        "them. Without it Megatron's own 1F1B or interleaved schedule runs.",
-        metavar="NAME",
+        "them. Without it Megatron's own 1F1B or interleaved schedule runs."
     ),
-    _Row("--enable-bitpipe-schedule", "The same as --pipeline-schedule bitpipe."),
-    # No default of argparse's: `_options` refuses an option of another schedule, and must know
-    # whether it was given, even with the default value.
-    *(
-        _Row(
-            generator.flag(key),
-            f"Option of --pipeline-schedule {generator.name} (default: {values[0]}).",
-            choices=values,
-        )
+    "--enable-bitpipe-schedule": "The same as --pipeline-schedule bitpipe.",
+    **{
+        generator.flag(
+            key
+        ): f"Option of --pipeline-schedule {generator.name} (default: {values[0]})."
         for generator in registered().values()
         for key, values in generator.options.items()
-    ),
-    _Row(
-        "--pipeline-transport transport",
+    },
+    "--pipeline-transport transport": (
         "Transport between pipeline ranks, under Megatron's own schedules too: torch.distributed, "
         "shared memory of one host, TCP or RDMA; over the last three, GPU tensors go through "
         "pinned memory. auto picks the best for each pair of ranks: GPUs of one host exchange "
         "tensors directly if they can; other pairs use torch.distributed, or RDMA or TCP with "
-        "--use-dpp (default: torch; with --use-dpp: auto).",
-        choices=typing.get_args(TransportName),
+        "--use-dpp (default: torch; with --use-dpp: auto)."
     ),
-    _Row(
-        "--node-ips node_ips",
+    "--node-ips node_ips ADDRESS": (
         "Addresses for --pipeline-transport auto, tcp and rdma: one for each node, in the order of "
-        "ranks, or one for each rank (default: those on the route to MASTER_ADDR).",
-        nargs="+",
-        metavar="ADDRESS",
+        "ranks, or one for each rank (default: those on the route to MASTER_ADDR)."
     ),
-    _Row(
-        "--pipeline-device-path device_path",
+    "--pipeline-device-path device_path": (
         "How GPU tensors reach ranks of the same host over --pipeline-transport shm or auto: "
         "staged through pinned memory, or from GPU to GPU by CUDA IPC, which every pair of GPUs "
         "must support. auto: under --pipeline-transport auto by CUDA IPC where a pair can, "
-        "otherwise staged (default: auto).",
-        choices=typing.get_args(DevicePath),
+        "otherwise staged (default: auto)."
     ),
-    _Row(
-        "--pipeline-checksum checksums",
+    "--pipeline-checksum checksums": (
         "Checksum the bytes of each message over --pipeline-transport auto, shm, tcp or rdma, so "
         "that faulty memory or a faulty network ends the job instead of changing its results. "
-        "Costs about a copy at both ends. Descriptors of messages always have a checksum.",
+        "Costs about a copy at both ends. Descriptors of messages always have a checksum."
     ),
-    _Row(
-        "--pipeline-costs costs",
+    "--pipeline-costs costs F,I,W[,LATENCY[,LAUNCH]]": (
         "Durations, in any consistent unit, of forward, input gradient and weight gradient on 1/pp "
         "of the model, of a message, and of launching an action on a device. The schedule is "
-        f"generated and simulated for them (default: {UNIT}).",
-        parse=Costs.parse,
-        metavar="F,I,W[,LATENCY[,LAUNCH]]",
+        f"generated and simulated for them (default: {UNIT})."
     ),
-    _Row(
-        "--pipeline-layout",
+    "--pipeline-layout": (
         "Cut the layers so that the busiest rank works least: embedding, dense layers, experts, "
         "multi-token prediction and loss weigh what they cost (default: as many layers to each "
-        "stage, or Megatron's own flags).",
-        choices=("auto",),
+        "stage, or Megatron's own flags)."
     ),
-    _Row(
-        "--pipeline-slices slices",
+    "--pipeline-slices slices K": (
         "Cut the sequence of each micro-batch into K slices of equal cost, which run through the "
         "pipeline one by one: about 1/K of the bubble, and of the activations beyond one "
-        "micro-batch (default: 1, whole micro-batches).",
-        type=int,
-        default=PipelineConfig.slices,
-        metavar="K",
+        "micro-batch (default: 1, whole micro-batches)."
     ),
-    _Row(
-        "--pipeline-balance balance",
+    "--pipeline-balance balance": (
         "For data of variable or packed lengths. order: let the micro-batches of a step enter the "
         "pipeline in an order that follows from their lengths. pack: before that, share out the "
         "micro-batches of all data-parallel replicas by cost. The gradient is the same sum in "
-        "another order (default: off).",
-        choices=typing.get_args(Balance),
-        default=PipelineConfig.balance,
+        "another order (default: off)."
     ),
-    _Row(
-        "--pipeline-length-costs length_costs",
+    "--pipeline-length-costs length_costs A,B": (
         "With --pipeline-balance or --pipeline-slices: a sample of L tokens costs A*L + B*L^2, in "
         "any unit, for example as `megatron-ext plan --lengths FILE --trace-dir DIR` measures it "
-        "(default: what follows from the shape of the model).",
-        parse=LengthCost.parse,
-        metavar="A,B",
+        "(default: what follows from the shape of the model)."
     ),
-    _Row(
-        f"{_DPP} dynamic",
+    f"{_DPP} dynamic": (
         "Dynamic pipeline parallelism: each rank runs the next action that is ready, instead of "
         "waiting for the next one of the table. The table is that of --pipeline-schedule, by "
-        "default interleaved where the model has virtual stages, else 1f1b.",
+        "default interleaved where the model has virtual stages, else 1f1b."
     ),
-    _Row(
-        "--dpp-policy dynamic.policy",
+    "--dpp-policy dynamic.policy": (
         f"With {_DPP}: which action runs first if several are ready. hint follows the table and "
         "its bound on memory, the others may keep the activations of all micro-batches (default: "
-        f"{next(iter(POLICIES))}).",
-        choices=tuple(POLICIES),
+        f"{next(iter(POLICIES))})."
     ),
-    _Row(
-        "--dpp-extra-activations dynamic.extra_activations",
+    "--dpp-extra-activations dynamic.extra_activations N": (
         f"With {_DPP} and hint: micro-batches that a rank may keep beyond the table's peak "
-        f"(default: {DynamicOrder().margin}).",
-        type=int,
-        metavar="N",
+        f"(default: {DynamicOrder().margin})."
     ),
-    _Row(
-        "--variable-seq-lengths variable_seq_lengths",
+    "--variable-seq-lengths variable_seq_lengths": (
         "Micro-batches may have sequences of different lengths, up to --max-position-embeddings: "
-        "shapes travel with the tensors, under every schedule.",
+        "shapes travel with the tensors, under every schedule."
     ),
-    _Row(
-        "--microbatch-rng microbatch_rng",
+    "--microbatch-rng microbatch_rng": (
         "Draw dropout masks by iteration, stage and micro-batch, so that all schedules, Megatron's "
-        "own too, draw the same ones. Implied by --use-dpp.",
+        "own too, draw the same ones. Implied by --use-dpp."
     ),
-    _Row(
-        f"{FLAG} disaggregation",
+    f"{FLAG} disaggregation": (
         "Run forward passes and backward passes in different processes: 2 x TP x PP processes for "
-        "each replica, so the data-parallel size is halved and has to be even.",
+        "each replica, so the data-parallel size is halved and has to be even."
     ),
-    _Row(
-        "--ignore-forward-tensor-parallel disaggregation.merged",
+    "--ignore-forward-tensor-parallel disaggregation.merged": (
         f"With {FLAG}: one forward process replaces all tensor-parallel ranks of its stage, so a "
-        "replica has (TP + 1) x PP processes.",
+        "replica has (TP + 1) x PP processes."
     ),
-    _Row(
-        "--fbd-activations disaggregation.activations",
+    "--fbd-activations disaggregation.activations": (
         f"With {FLAG}: recompute: backward ranks run the forward again; ship: forward ranks send "
         "them the input of each layer, which needs full uniform recomputation (default: "
-        f"{Disaggregation.activations}).",
-        choices=get("fbd").options["activations"],
+        f"{Disaggregation.activations})."
     ),
-    _Row(
-        "--trace tracing",
+    "--trace tracing": (
         "Record a timeline of each rank in benchmark/<run>/; see `megatron-ext aggregate` and "
-        "`megatron-ext report`.",
+        "`megatron-ext report`."
     ),
-    _Row(
-        "--trace-interval tracing.interval",
-        f"With --trace: length of an interval, in iterations (default: {Tracing.interval}).",
-        type=int,
-        metavar="N",
+    "--trace-interval tracing.interval N": (
+        f"With --trace: length of an interval, in iterations (default: {Tracing.interval})."
     ),
-    _Row(
-        "--trace-iterations tracing.iterations",
+    "--trace-iterations tracing.iterations K": (
         "With --trace: record the first K iterations of each interval (default: "
-        f"{Tracing().num_iterations}, or all of a shorter interval).",
-        type=int,
-        metavar="K",
+        f"{Tracing().num_iterations}, or all of a shorter interval)."
     ),
-    _Row(
-        "--trace-dir tracing.directory",
+    "--trace-dir tracing.directory DIR": (
         "With --trace: output folder of this run (default: in benchmark/, named after the run's "
-        "sizes).",
-        type=Path,
-        metavar="DIR",
+        "sizes)."
     ),
-    _Row(
-        "--hang-timeout hang_timeout_s",
+    "--hang-timeout hang_timeout_s SECONDS": (
         "End the job when a training step makes no progress for this long, and name the rank that "
-        "the others wait for (default: the process groups' time-out applies).",
-        type=float,
-        metavar="SECONDS",
+        "the others wait for (default: the process groups' time-out applies)."
     ),
-    *(_Row(flag, f"Ignored: {reason}.", metavar="VALUE") for flag, reason in DROPPED.items()),
-    # With a value and without, as scripts may have it: the remedy answers, not argparse.
-    *(_Row(flag, SUPPRESS, nargs="?", const=True) for flag in REMOVED),
-)
-
-DESTINATIONS = frozenset(row.flag[2:].replace("-", "_") for row in _ROWS)
-"""Names of our flags' values."""
-
+    **{f"{flag} - VALUE": f"Ignored: {reason}." for flag, reason in DROPPED.items()},
+}
 _PARTS = {"dynamic": DynamicOrder, "disaggregation": Disaggregation, "tracing": Tracing}
+_CHOICES = {
+    "--pipeline-layout": ("auto",),
+    # No default of argparse's: `_options` refuses an option of another schedule, and must know
+    # whether it was given, even with the default value.
+    **{
+        generator.flag(key): values
+        for generator in registered().values()
+        for key, values in generator.options.items()
+    },
+}
+
+
+class _Row(NamedTuple):
+    """A flag of ours."""
+
+    flag: str
+    part: str
+    """The part of the configuration that has the field; empty: none."""
+    field: str
+    parse: Callable[[str], object] | None
+    """Reads the value; its mistakes are errors of the flag."""
+    options: dict[str, Any]
+    """Keywords for argparse."""
+
+
+def _row(key: str, text: str) -> _Row:
+    flag, path, metavar, *_ = [*key.split(), "", ""]
+    part, _, name = path.strip("-").rpartition(".")
+    owner = _PARTS.get(part, PipelineConfig)
+    kind, *_ = kinds_of(get_type_hints(owner).get(name, str if metavar else bool))
+    choices = typing.get_args(kind) if get_origin(kind) is Literal else _CHOICES.get(flag)
+    options: dict[str, Any] = {"help": text}
+    if choices is not None:
+        options["choices"] = choices
+    elif not metavar:
+        options["action"] = "store_true"
+    else:
+        options["metavar"] = metavar
+        if kind in (int, float, Path):
+            options["type"] = kind
+        elif get_origin(kind) is tuple:
+            options["nargs"] = "+"
+    usual = None if part else getattr(PipelineConfig, name, None)
+    if "action" not in options and isinstance(usual, str | int):
+        options["default"] = usual
+    return _Row(flag, part, name, getattr(kind, "parse", None), options)
+
+
+_ROWS = [_row(key, text) for key, text in _HELP.items()]
+
+DESTINATIONS = {flag[2:].replace("-", "_") for flag in (*REMOVED, *(row.flag for row in _ROWS))}
+"""Names of our flags' values."""
 
 FLAG_OF = {
     "pipeline_ranks": "--pipeline-model-parallel-size",
@@ -388,6 +352,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         group = parser.add_argument_group(title="megatron_ext")
         for row in _ROWS:
             group.add_argument(row.flag, **row.options)
+        # With a value and without, as scripts may have it: the remedy answers, not argparse.
+        for flag in REMOVED:
+            group.add_argument(flag, nargs="?", const=True, help=SUPPRESS)
     return parser
 
 

@@ -18,38 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
+from megatron_ext.config import flags, incompatible, stages
 from megatron_ext.config.active import Environment, Pipeline
-from megatron_ext.config.flags import (
-    DESTINATIONS,
-    DROPPED,
-    FLAG_OF,
-    chosen_by,
-    pipeline_config,
-    read_words,
-)
-from megatron_ext.config.incompatible import (
-    DROPPED_BY_ROLES,
-    MEGATRON_FIELDS,
-    RULES,
-    Refusal,
-    drop,
-    dropped,
-    imply,
-    refusals,
-    rules_of,
-    suit_layers,
-)
+from megatron_ext.config.incompatible import MEGATRON_FIELDS, RULES, Refusal
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
-from megatron_ext.config.stages import (
-    batches_of,
-    check_file,
-    check_ranks,
-    chunks_of_megatron,
-    completed,
-    flags_for,
-    layout_text,
-    world_size,
-)
 from megatron_ext.disaggregation.ranks import rank_map
 from megatron_ext.disaggregation.role_settings import job_of, role_arguments
 from megatron_ext.errors import ArgumentsError, ScheduleError
@@ -168,10 +140,10 @@ def preflight(
     if isinstance(arguments, Namespace):
         given = vars(arguments)
     else:
-        given = dict(arguments if isinstance(arguments, Mapping) else read_words(arguments))
+        given = dict(arguments if isinstance(arguments, Mapping) else flags.read_words(arguments))
     renamed = {field: dest for dest, field in MEGATRON_FIELDS.items()}
     settings = {**_USUAL, **{renamed.get(name, name): given[name] for name in given}}
-    layout = layout_text(given.get("pipeline_model_parallel_layout"))
+    layout = stages.layout_text(given.get("pipeline_model_parallel_layout"))
     if layout and "virtual_pipeline_model_parallel_size" in given:
         # Configuration objects hold both; Megatron derives this one from the layout.
         settings["num_virtual_stages_per_pipeline_rank"] = None
@@ -181,7 +153,9 @@ def preflight(
     if megatrons := setting_names():
         # What nobody knows is not approved: the caller gets its name.
         read = {dest for rules in RULES.values() for rule in rules for dest in rule.reads}
-        known = megatrons | read | DESTINATIONS | _OF_TRAINING | renamed.keys() | _USUAL.keys()
+        known = (
+            megatrons | read | flags.DESTINATIONS | _OF_TRAINING | renamed.keys() | _USUAL.keys()
+        )
         found.ignored = sorted(given.keys() - known)
     return found
 
@@ -198,22 +172,22 @@ def inspect(
     """
     found = Preflight()
     with found.collecting("flags"):
-        found.config = config = completed(args, requested or pipeline_config(args))
-        ranks = world_size(args)
+        found.config = config = stages.completed(args, requested or flags.pipeline_config(args))
+        ranks = stages.world_size(args)
     # Without a configuration there is nothing to compare the rest with.
     if found.refusals:
         return found
     name, roles = config.schedule, config.disaggregation
     over_torch = roles is None and _torch_is_best(config, ranks, here=here)
     carries = name is None and roles is None and not over_torch and config.wire != "torch"
-    subjects = FLAG_OF | {
+    subjects = flags.FLAG_OF | {
         "balance": f"--pipeline-balance {config.balance}",
         "schedule": f"--pipeline-schedule {name}",
         "slices": f"--pipeline-slices {config.slices}",
         "transport": f"--pipeline-transport {config.wire}",
     }
     if roles is not None or config.dynamic is not None:  # they imply it
-        subjects["microbatch_rng"] = FLAG_OF["dynamic" if roles is None else "disaggregation"]
+        subjects["microbatch_rng"] = flags.FLAG_OF["dynamic" if roles is None else "disaggregation"]
 
     # The sizes first: what ends one of these checks leaves the rest of it without a subject.
     table, placement = None, None if roles is None else linear(args.pipeline_model_parallel_size)
@@ -227,7 +201,7 @@ def inspect(
     with found.collecting("num_layers"):
         if placement is not None and (here or getattr(args, "num_layers", None)):
             subject = subjects["schedule" if roles is None else "disaggregation"]
-            found.arguments, found.changes = flags_for(args, placement, subject)
+            found.arguments, found.changes = stages.flags_for(args, placement, subject)
         elif found.pipeline is not None:
             found.notices.append("the cut into stages is not checked: there is no --num-layers")
 
@@ -235,14 +209,14 @@ def inspect(
     if roles is not None:
         # What the job does without leaves nothing for the rules to refuse.
         args = copy(args)
-        vars(args).update(drop(found, args, DROPPED_BY_ROLES))
-    imply(found, config, args)
-    for what, rules in rules_of(config, table, args):
-        found.refusals += refusals(subjects[what], args, rules)
+        vars(args).update(incompatible.drop(found, args, incompatible.DROPPED_BY_ROLES))
+    incompatible.imply(found, config, args)
+    for what, rules in incompatible.rules_of(config, table, args):
+        found.refusals += incompatible.refusals(subjects[what], args, rules)
     if found.pipeline is not None:
-        drop(found, args, dropped(found.pipeline.full))
+        incompatible.drop(found, args, incompatible.dropped(found.pipeline.full))
         with found.collecting("transformer_impl"):
-            suit_layers(found, found.pipeline, args, here=here)
+            incompatible.suit_layers(found, found.pipeline, args, here=here)
     # A job that is refused already has no roles to give out.
     if roles is not None and args.world_size and not (here and found.refusals):
         with found.collecting("disaggregation"):
@@ -259,7 +233,7 @@ def inspect(
     if here:
         with found.collecting("device"):
             found.arguments |= devices.arguments_for(args, config.device)
-    for flag, reason in DROPPED.items():
+    for flag, reason in flags.DROPPED.items():
         if (value := getattr(args, flag[2:].replace("-", "_"), None)) is not None:
             found.changes.append(f"{flag} {value} is ignored: Megatron-LM has dropped it, {reason}")
     return found
@@ -313,13 +287,13 @@ def _pipeline(
                 f"{pp} has no second rank; leave it out"
             )
         # Megatron would run without us too, so its own number of stages is taken as it is.
-        chunks = chunks_of_megatron(args)
+        chunks = stages.chunks_of_megatron(args)
         sends_groups = chunks > 1
         config = replace(
             config, schedule=base_table(chunks), chunks=chunks if sends_groups else None
         )
     else:
-        check_ranks(config, pp, chosen_by(args, config))
+        stages.check_ranks(config, pp, flags.chosen_by(args, config))
     batches = None
     sizes = ("global_batch_size", "step_batch_size_schedule")
     has_batch = any(getattr(args, size, None) for size in sizes)
@@ -327,7 +301,7 @@ def _pipeline(
         # Collected here, so that the table of a wrong batch is checked nevertheless, for some other
         # number.
         with found.collecting("global_batch_size"):
-            batches = batches_of(args, pp, config.twins)
+            batches = stages.batches_of(args, pp, config.twins)
     else:
         found.notices.append(
             "the number of micro-batches is not checked: there is no --micro-batch-size or no "
@@ -347,7 +321,7 @@ def _pipeline(
     if batches is None:
         return pipeline
     if pipeline.name.startswith(CSV_PREFIX):
-        check_file(pipeline.name, pp, batches)
+        stages.check_file(pipeline.name, pp, batches)
     # All of them here: a batch size of a ramp-up without a table would fail hours later.
     for global_batch, count in batches.counts.items():
         derived = f"{subject} with {batches.explained(global_batch)}"

@@ -360,7 +360,7 @@ def check_types(settings: object) -> None:
         if is_of_type(value, hint):
             continue
         fitting = []
-        for kind in _kinds(hint):
+        for kind in kinds_of(hint):
             origin = get_origin(kind)
             if origin is Literal:
                 choices = ", ".join(typing.get_args(kind))
@@ -387,7 +387,7 @@ _WORDS = {
 
 def is_of_type(value: object, hint: Any) -> bool:
     """Return whether a value fits an annotation; a whole number is a number, a bool is neither."""
-    if len(kinds := _kinds(hint)) > 1:
+    if len(kinds := kinds_of(hint)) > 1:
         return any(is_of_type(value, kind) for kind in kinds)
     origin, parts = get_origin(hint), typing.get_args(hint)
     if origin is Literal:
@@ -405,5 +405,6 @@ def is_of_type(value: object, hint: Any) -> bool:
     return isinstance(value, (int, float) if hint is float else hint)
 
 
-def _kinds(hint: Any) -> tuple[Any, ...]:
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    """Return the alternatives of an annotation."""
     return typing.get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
