@@ -434,12 +434,3 @@ def _options(args: Namespace, name: str | None) -> dict[str, Option]:
                 )
             found[key] = value
     return found
-
-
-def chosen_by(args: Namespace, config: PipelineConfig) -> str:
-    """Return the flag that chose the schedule, with its value; several may have."""
-    if getattr(args, "pipeline_schedule", None) is None:
-        for flag in ("--enable-bitpipe-schedule", _DPP):
-            if getattr(args, flag[2:].replace("-", "_"), False):
-                return flag
-    return f"--pipeline-schedule {config.schedule}"

@@ -293,7 +293,7 @@ def _pipeline(
             config, schedule=base_table(chunks), chunks=chunks if sends_groups else None
         )
     else:
-        stages.check_ranks(config, pp, flags.chosen_by(args, config))
+        stages.check_ranks(args, config)
     batches = None
     sizes = ("global_batch_size", "step_batch_size_schedule")
     has_batch = any(getattr(args, size, None) for size in sizes)

@@ -6,6 +6,7 @@ table does both, so they exclude each other.
 
 from __future__ import annotations
 
+import math
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable
@@ -13,7 +14,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_ext.config.stages import replica_size, world_size
 from megatron_ext.disaggregation.role_settings import profiles_with_torch
 from megatron_ext.errors import ArgumentsError, ScheduleError
 
@@ -87,10 +87,11 @@ _TEXTS: dict[str, dict[str, str]] = {
     # For every schedule.
     "schedule": {
         _GRAPHS: "they are recorded in the order of Megatron's own schedules",
-        "cpu_offloading | cpu_offloading_num_layers": (
+        "--cpu-offloading-num-layers: cpu_offloading | cpu_offloading_num_layers": (
             "Megatron takes it without a pipeline only; use --recompute-granularity selective "
             "instead"
         ),
+        "--use-megatron-fsdp or --use-torch-fsdp2: "
         "use_megatron_fsdp | use_custom_fsdp | use_torch_fsdp2": (
             "they gather and free weights by the order of Megatron's own schedules; use "
             "--use-distributed-optimizer instead"
@@ -141,6 +142,7 @@ _TEXTS: dict[str, dict[str, str]] = {
     "dropped_by_roles": {
         "overlap_moe_expert_parallel_comm": "forwards and backwards are on different ranks",
         # fp4_param is 0.16's name of the same.
+        "--fp8-param-gather or --fp4-param-gather: "
         "fp8_param_gather | fp4_param_gather | fp4_param | reuse_grad_buf_for_mxfp8_param_ag": (
             "new weights travel to forward ranks, which cast them, in the precision of the model; "
             "leave it out"
@@ -284,6 +286,7 @@ _TEXTS: dict[str, dict[str, str]] = {
             "a layer that runs twice would keep keys and values of two kinds; leave it out"
         ),
         _HYBRID: "only attention keeps its state between slices; leave --pipeline-slices out",
+        "--experimental-attention-variant: "
         "experimental_attention_variant | linear_attention_type": (
             "only DotProductAttention keeps keys and values between slices; leave "
             "--pipeline-slices out"
@@ -457,6 +460,8 @@ RULES = {
 }
 """By feature, field or kind of table: the settings of Megatron's to refuse."""
 
+_OF_REPLICA = ("tensor_model", "pipeline_model", "context")
+
 DROPPED_BY_ROLES = RULES["dropped_by_roles"] + RULES["dropped"] + RULES["dropped_by_line"]
 """What forward and backward ranks do themselves, or do without."""
 
@@ -506,8 +511,10 @@ def rules_of(
     ]
     if table is not None and not is_stock:
         placement, chooses = table.placement, config.dynamic is not None
+        sizes = (getattr(args, f"{kind}_parallel_size", None) or 1 for kind in _OF_REPLICA)
+        replicas = (getattr(args, "world_size", None) or 1) // math.prod(sizes)
         # Tensor-, context- and expert-parallel ranks follow one leader; replicas do not.
-        has_replicas = world_size(args) // replica_size(args) * placement.twins > 1
+        has_replicas = replicas * placement.twins > 1
         # Not the name of the schedule decides, but the table: a file may have any of these.
         groups += [
             ("schedule", "split", table.splits_backward),

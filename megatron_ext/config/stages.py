@@ -421,17 +421,16 @@ def build_of(
     )
 
 
-def check_ranks(config: PipelineConfig, pp: int, chosen: str) -> None:
+def check_ranks(args: Namespace, config: PipelineConfig) -> None:
     """Check that Megatron can host a schedule on the ranks of the whole pipeline world.
-
-    Args:
-        config: Names the schedule.
-        pp: The ranks.
-        chosen: The flag that chose the schedule, perhaps with a value.
 
     Raises:
         ConfigurationError: It cannot; the message names numbers that work.
     """
+    pp, chosen = args.pipeline_model_parallel_size, f"--pipeline-schedule {config.schedule}"
+    if getattr(args, "pipeline_schedule", None) is None:  # another flag may have chosen it
+        for flag in ("--use-dpp", "--enable-bitpipe-schedule"):
+            chosen = flag if getattr(args, _dest(flag), False) else chosen
     ranks = "--pipeline-model-parallel-size"
     if pp < 2:
         raise ConfigurationError(
@@ -658,12 +657,8 @@ def _global_batches(args: Namespace, step: int) -> tuple[list[int], str]:
     )
 
 
-def replica_size(args: Namespace) -> int:
-    """Return the number of ranks of one replica."""
-    sizes = ("tensor_model", "pipeline_model", "context")
-    return math.prod(getattr(args, f"{kind}_parallel_size", None) or 1 for kind in sizes)
-
-
 def world_size(args: Namespace) -> int:
     """Return the number of ranks, or where it is unknown that of one replica."""
-    return int(getattr(args, "world_size", None) or replica_size(args))
+    sizes = ("tensor_model", "pipeline_model", "context")
+    of_replica = math.prod(getattr(args, f"{kind}_parallel_size", 1) for kind in sizes)
+    return int(getattr(args, "world_size", None) or of_replica)
