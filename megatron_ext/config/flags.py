@@ -19,6 +19,7 @@ from megatron_ext.config.pipeline_config import (
     Tracing,
     kinds_of,
 )
+from megatron_ext.devices import CHOICES as DEVICES
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.search.policies import POLICIES
@@ -166,6 +167,7 @@ _HELP = {
 }
 _PARTS = {"dynamic": DynamicOrder, "disaggregation": Disaggregation, "tracing": Tracing}
 _CHOICES = {
+    "--device-backend": DEVICES,
     "--pipeline-layout": ("auto",),
     # No default of argparse's: `_options` refuses an option of another schedule, and must know
     # whether it was given, even with the default value.

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_origin, get_type_hints
 
+from megatron_ext.devices import CHOICES as DEVICES
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, Generator, get
 from megatron_ext.schedules.search.length_balance import LengthCost  # noqa: TC001 - check_types
@@ -37,8 +38,6 @@ Activations = Literal["recompute", "ship"]
 Balance = Literal["off", "order", "pack"]
 """Effect of the lengths of micro-batches: none, on the order in which they enter the
 pipeline, or also on the data-parallel replica that runs them."""
-
-DeviceName = Literal["auto", "cuda", "musa", "cpu"]
 
 
 class ConfigurationError(ArgumentsError):
@@ -205,8 +204,9 @@ class PipelineConfig:
     microbatch_rng: bool = False
     """Whether iteration, stage and micro-batch determine the dropout masks. Implied by
     `dynamic`."""
-    device: DeviceName = "auto"
-    """Device backend; takes effect only if set before megatron.core is imported."""
+    device: str = "auto"
+    """Device backend, one of `megatron_ext.devices.CHOICES`; takes effect only if set before
+    megatron.core is imported."""
 
     def __post_init__(self) -> None:
         """Check each value and their combinations."""
@@ -264,6 +264,9 @@ _Checks = dict[str, Callable[[PipelineConfig], object]]
 
 # Messages about what is impossible or excludes each other, and when; the first one is raised.
 _REFUSED: _Checks = {
+    f"--device-backend {{c.device!r}} must be one of {', '.join(DEVICES)}; use one of them": (
+        lambda c: c.device not in DEVICES
+    ),
     "--pipeline-length-costs is for --pipeline-balance or --pipeline-slices; add "
     "--pipeline-balance order or pack, or leave it out": (
         lambda c: c.length_costs is not None and c.balance == "off" and c.slices == 1
