@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +41,7 @@ from benchmarks.schedule_harness.stage import MESSAGE_SHAPE, EmulatedStage, Prob
 from benchmarks.schedule_harness.systems import Run, System
 from megatron_ext.config.active import Active, Pipeline, activate_configuration
 from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
-from megatron_ext.disaggregation import step, worlds
+from megatron_ext.disaggregation import step, weights, worlds
 from megatron_ext.disaggregation.job import Job, current
 from megatron_ext.disaggregation.ranks import RankMap
 from megatron_ext.runtime.compute import StageCompute
@@ -183,7 +183,7 @@ class _RoleProbe(Probe):
     met: int = 0
 
     def meet(self) -> None:
-        store, self.met = worlds.shared_store(), self.met + 1
+        store, self.met = worlds.roles_in_force().store, self.met + 1
         where, job = f"benchmark/{self.met}", current()
         assert job is not None
         if store.add(where, 1) == job.ranks.num_ranks:
@@ -277,11 +277,31 @@ def measure_training(flags: list[str]) -> Trained:
         found["peak_mib"] = status_mib("VmHWM") - before
         return result
 
+    spent_s: list[float] = []
+    begun_s, buffers = 0.0, weights._buffers
+
+    def begin(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+        # Both sides begin with these: one to send, the other once new weights are announced.
+        nonlocal begun_s
+        begun_s = time.perf_counter()
+        return buffers(chunks)
+
+    def timed(move: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(move)
+        def run(*args: Any, **kwargs: Any) -> None:
+            move(*args, **kwargs)
+            spent_s.append(time.perf_counter() - begun_s)
+
+        return run
+
+    vars(weights)["_buffers"] = begin
+    for side, name in ((weights.WeightSender, "step_done"), (weights.WeightReceiver, "receive")):
+        setattr(side, name, timed(getattr(side, name)))
     training.train = measured
     train_here("gpt", flags)
     job = current()
     role = "both" if job is None else job.role
-    weights_s = 0.0 if job is None else step.weights_s()
+    weights_s = sum(spent_s) / max(1, len(spent_s))
     stage = parallel_state.get_pipeline_model_parallel_rank()
     return Trained(role, stage, found["peak_mib"], 1e3 * weights_s, found["step_ms"])
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         Tracing,
     )
     from megatron_ext.config.stages import ModelBuild
-    from megatron_ext.patches.registry import Row
+    from megatron_ext.patches.point import Row
     from megatron_ext.runtime import routes
     from megatron_ext.schedules.search.length_balance import LengthCost
     from megatron_ext.schedules.table.costs import Costs

@@ -93,11 +93,10 @@ class Job:
         pp, merged = self.ranks.pp, self.ranks.merged
         role: Role = "forward" if position < pp else "backward"
         stage = position if role == "forward" else 2 * pp - 1 - position
-        if not merged:
-            shards = [self.place.tp]
-        elif role == "forward" or self.role == "backward":
-            shards = [0 if role == "forward" else self.place.tp]
-        else:
+        shards = [self.place.tp]
+        if merged and role == "forward":
+            shards = [0]
+        elif merged and self.role == "forward":
             shards = list(range(self.ranks.tp))
         return [self.ranks.rank(Place(role, self.place.dp, stage, tp)) for tp in shards]
 

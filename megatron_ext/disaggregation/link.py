@@ -6,13 +6,13 @@ The executor, the transfer of new weights and the exchanges between steps share 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.active import required
 from megatron_ext.disaggregation.ranks import Place
-from megatron_ext.disaggregation.worlds import shared_store
+from megatron_ext.disaggregation.worlds import roles_in_force
 from megatron_ext.errors import TransportError
 from megatron_ext.runtime.connect import open_native, through_host
 from megatron_ext.transport.observed import observed
@@ -22,18 +22,14 @@ if TYPE_CHECKING:
 
     from megatron_ext.disaggregation.job import Job
     from megatron_ext.message import Message
-    from megatron_ext.transport.base import Expected, Transport
+    from megatron_ext.transport.base import Transport
 
 # Time within which the death of a neighbour is detected.
 _NOTICED_S = 2.0
 
 
 class RoleLink:
-    """The connections of one process to its neighbours.
-
-    Args:
-        job: The disaggregated job.
-        device: The device of this process.
+    """The connections of one process to its neighbours, by global ranks.
 
     Raises:
         TransportError: A neighbour does not connect, or the wire cannot reach it.
@@ -46,7 +42,7 @@ class RoleLink:
         assert config.wire != "torch", "the configuration refuses it"
         host = open_native(
             "roles",
-            shared_store(),
+            roles_in_force().store,
             job.rank,
             job.ranks.num_ranks,
             _neighbours(job),
@@ -59,15 +55,6 @@ class RoleLink:
         # Through host memory: the configuration refuses `device_path` ipc here.
         transport = through_host(host, device, job.timeout_s)
         self.wire: Transport = observed(transport, required().observers)
-
-    @property
-    def timeout_s(self) -> float:
-        """Longest time that a process waits for another."""
-        return self._job.timeout_s
-
-    def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step; sources are global ranks."""
-        self.wire.begin(expected, slots)
 
     def recv_from(self, rank: int, message: Message) -> torch.Tensor:
         """Receive a tensor from a global rank, onto the device of this process.
@@ -104,18 +91,10 @@ class RoleLink:
             try:
                 self.wire.poll(_NOTICED_S)
             except TransportError as found:
-                self.abort(str(found))
+                self.wire.abort(str(found))
                 raise found from error
-            self.abort(str(error))
+            self.wire.abort(str(error))
             raise
-
-    def close(self) -> None:
-        """Tell the neighbours that this process has succeeded."""
-        self.wire.close()
-
-    def abort(self, reason: str) -> None:
-        """Abort the job, and tell the neighbours why."""
-        self.wire.abort(reason)
 
 
 def _neighbours(job: Job) -> list[int]:

@@ -86,14 +86,7 @@ class RankMap:
 
 
 def rank_map(world_size: int, *, tp: int, pp: int, merged: bool, cp: int = 1) -> RankMap:
-    """Return the map of a job with `world_size` processes.
-
-    Args:
-        world_size: Processes of the whole job.
-        tp: Tensor-parallel size.
-        pp: Pipeline-parallel size.
-        merged: Whether the forward ranks of a tensor-parallel group are one process.
-        cp: Context-parallel size.
+    """Return the map of a job with `world_size` processes, by its parallel sizes.
 
     Raises:
         ArgumentsError: The number of processes does not fit; the message names numbers that do.

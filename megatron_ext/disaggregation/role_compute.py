@@ -16,13 +16,13 @@ import torch
 from megatron_ext.config import active
 from megatron_ext.disaggregation.ship import Layers, Replay, Saved, replaying
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.runtime.compute import microbatch_rng
+from megatron_ext.runtime.compute import StageCompute, microbatch_rng
 from megatron_ext.runtime.program import Form
 
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
     from megatron_ext.message import Message, MessageKind
-    from megatron_ext.runtime.compute import StageCompute, Tensors
+    from megatron_ext.runtime.compute import Tensors
     from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.communication import Transfer
 
@@ -73,53 +73,46 @@ class RoleEnds:
         return active.draws_by_microbatch() and bool(self.num_layers)
 
 
-class ForwardCompute:
-    """Computes F of a forward rank.
+@dataclass(kw_only=True)
+class ForwardCompute(StageCompute):
+    """Computes F of a forward rank."""
 
-    Args:
-        job: The disaggregated job.
-        compute: The compute of its stage.
-        layers: The layers of the stage if their inputs are shipped, else None.
-    """
-
-    def __init__(self, job: Job, compute: StageCompute, layers: Layers | None) -> None:
-        self._job, self._compute, self._layers = job, compute, layers
-        schedule, stage = compute.table.schedule, job.place.pp
-        self._is_last_stage = stage == schedule.num_stages - 1
-        self._feeds_forward = not self._is_last_stage and schedule.runs_forward(stage + 1)
+    job: Job
+    layers: Layers | None
+    """The layers of the stage if their outputs are shipped, else None."""
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run F; return the tensors for the next forward rank, then those for backward ranks."""
         stage, _, microbatch, _ = action
+        schedule, draws = self.table.schedule, active.draws_by_microbatch()
+        is_last = stage == schedule.num_stages - 1
         saving: AbstractContextManager[Saved] = nullcontext(Saved(with_generators=False))
-        if self._layers is not None:
-            saving = self._layers.saving(with_generators=active.draws_by_microbatch())
-        # Without a graph, which R builds on the backward rank.
-        with saving as saved, torch.no_grad(), drawn(action):
-            [made] = self._compute.forward(stage, microbatch, inputs or [None])
-        results: Tensors = [made] if self._feeds_forward else []
-        if self._layers is not None:
-            return results + self._shipped(inputs, made, saved)
+        if self.layers is not None:
+            saving = self.layers.saving(with_generators=draws)
+        # Without a graph, which R builds on the backward rank: so the forward itself does not draw
+        # the numbers of its micro-batch.
+        drawing = microbatch_rng(active.iteration(), stage, microbatch) if draws else nullcontext()
+        with saving as saved, torch.no_grad(), drawing:
+            [made] = self.forward(stage, microbatch, inputs or [None])
+        feeds_forward = not is_last and schedule.runs_forward(stage + 1)
+        results: Tensors = [made] if feeds_forward else []
+        if self.layers is not None:
+            return results + self._shipped(inputs, made, saved, is_last=is_last)
         assert made is not None
-        return results if self._is_last_stage else results + self._shares(made, 0)
-
-    def saved_tensors(self, action: Action) -> None:
-        """Return None: forwards keep no graph."""
+        return results if is_last else results + self._shares(made, 0)
 
     def release(self, outputs: Tensors) -> None:
         """Do nothing: only the transport keeps outputs."""
 
-    def unfinished(self) -> list[str]:
-        """Return the unfinished work of the stage's compute."""
-        return self._compute.unfinished()
-
-    def _shipped(self, inputs: Tensors, made: torch.Tensor | None, saved: Saved) -> Tensors:
+    def _shipped(
+        self, inputs: Tensors, made: torch.Tensor | None, saved: Saved, *, is_last: bool
+    ) -> Tensors:
         """Return the stage's input and its layers' outputs, as far as backward ranks need them.
 
         A first stage without layers has neither and sends an empty tensor.
         """
         tensors = [tensor for tensor in inputs if tensor is not None]
-        tensors += saved.outputs if self._is_last_stage else saved.outputs[:-1]
+        tensors += saved.outputs if is_last else saved.outputs[:-1]
         if tensors:
             packed = torch.stack(tensors)
         else:
@@ -131,59 +124,36 @@ class ForwardCompute:
     @property
     def _num_shards(self) -> int:
         """Tensor-parallel backward ranks that this rank serves."""
-        return self._job.ranks.tp if self._job.ranks.merged else 1
+        return self.job.ranks.tp if self.job.ranks.merged else 1
 
     def _shares(self, tensor: torch.Tensor, sequence_dim: int) -> Tensors:
         """Return the part of a tensor for each tensor-parallel backward rank."""
-        if self._num_shards > 1 and self._job.sequence_parallel:
+        if self._num_shards > 1 and self.job.sequence_parallel:
             return [*tensor.chunk(self._num_shards, sequence_dim)]
         return [tensor] * self._num_shards
 
 
-class BackwardCompute:
-    """Computes R and B of a backward rank.
+@dataclass(kw_only=True)
+class BackwardCompute(StageCompute):
+    """Computes R and B of a backward rank."""
 
-    Args:
-        compute: The compute of its stage.
-        layers: The layers of the stage if their inputs are shipped, else None.
-    """
-
-    def __init__(self, compute: StageCompute, layers: Layers | None) -> None:
-        self._compute, self._layers = compute, layers
-        self.saved_tensors = compute.saved_tensors
+    layers: Layers | None
+    """The layers of the stage if their outputs are shipped, else None."""
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run R, from shipped activations if there are any, or B."""
-        if action.kind == "R" and self._layers is not None:
-            self._replay(action, inputs, len(self._layers))
-            return []
-        return self._compute.run(action, inputs)
-
-    def release(self, outputs: Tensors) -> None:
-        """Do nothing: R has released its outputs."""
-
-    def unfinished(self) -> list[str]:
-        """Return backwards that did not run."""
-        return self._compute.unfinished()
-
-    def _replay(self, action: Action, inputs: Tensors, num_layers: int) -> None:
-        """Build the graph of a forward from shipped activations, `[layers, s, b, h]`."""
+        """Run B, or R, from shipped activations `[layers, s, b, h]` if there are any."""
+        if action.kind != "R" or self.layers is None:
+            return super().run(action, inputs)
         packed, *states = inputs
         assert packed is not None
         given: Tensors = [packed[0].clone()] if action.stage else []
         outputs = packed[1:] if action.stage else packed
         replay = Replay(outputs.unbind(), states[0] if states else None)
         with replaying(replay):
-            self._compute.run(action, given)
-        if replay.num_replayed != num_layers:
+            super().run(action, given)
+        if replay.num_replayed != len(self.layers):
             raise MegatronExtError(
                 f"{action} recomputed layers although their outputs were shipped: it reused only "
-                f"{replay.num_replayed} of {num_layers}; use --fbd-activations recompute"
+                f"{replay.num_replayed} of {len(self.layers)}; use --fbd-activations recompute"
             )
-
-
-def drawn(action: Action) -> AbstractContextManager[None]:
-    """Draw the same random numbers as a forward with a graph."""
-    if not active.draws_by_microbatch():
-        return nullcontext()
-    return microbatch_rng(active.iteration(), action.stage, action.microbatch)
+        return []

@@ -49,26 +49,9 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
         # Backward ranks would rerun a step with an unexpected loss and wait for forwards that
         # never come. Disabled, such a loss ends the job at once.
         wanted["rerun_mode"] = "disabled"
-    if job.role == "forward":
-        wanted |= _forward_settings(args, job)
-    return wanted
-
-
-def roles_in_words(args: Namespace, job: Job, count: int) -> str:
-    """Return a log line about the disaggregated schedule of some micro-batches, with its bubble."""
-    replicas = job.ranks.dp // getattr(args, "context_parallel_size", 1)
-    timeline = commands.evaluate(job.schedule(count), UNIT)
-    forwards, backwards = (job.ranks.role_size(role) for role in ("forward", "backward"))
-    return (
-        f"pipeline schedule: {timeline.schedule.label} on {job.ranks.num_ranks} processes: "
-        f"{forwards} forward and {backwards} backward ranks, {replicas} replica(s), {count} "
-        f"micro-batches: makespan {timeline.makespan / 2:g} forwards of a stage, bubble "
-        f"{100 * timeline.bubble_ratio:.1f} %"
-    )
-
-
-def _forward_settings(args: Namespace, job: Job) -> dict[str, Any]:
-    """Return the settings of a process that has no gradients and writes no files."""
+    if job.role == "backward":
+        return wanted
+    # A forward rank has no gradients and writes no files.
     settings: dict[str, Any] = {
         "exit_duration_in_mins": None,  # see `Job.ends_by_itself`
         "use_distributed_optimizer": False,
@@ -94,7 +77,20 @@ def _forward_settings(args: Namespace, job: Job) -> dict[str, Any]:
             # Pads the vocabulary to the same size as the shards do.
             "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by * job.ranks.tp,
         }
-    return {dest: value for dest, value in settings.items() if hasattr(args, dest)}
+    return wanted | {dest: value for dest, value in settings.items() if hasattr(args, dest)}
+
+
+def roles_in_words(args: Namespace, job: Job, count: int) -> str:
+    """Return a log line about the disaggregated schedule of some micro-batches, with its bubble."""
+    replicas = job.ranks.dp // getattr(args, "context_parallel_size", 1)
+    timeline = commands.evaluate(job.schedule(count), UNIT)
+    forwards, backwards = (job.ranks.role_size(role) for role in ("forward", "backward"))
+    return (
+        f"pipeline schedule: {timeline.schedule.label} on {job.ranks.num_ranks} processes: "
+        f"{forwards} forward and {backwards} backward ranks, {replicas} replica(s), {count} "
+        f"micro-batches: makespan {timeline.makespan / 2:g} forwards of a stage, bubble "
+        f"{100 * timeline.bubble_ratio:.1f} %"
+    )
 
 
 def profiles_with_torch(args: Namespace) -> bool:

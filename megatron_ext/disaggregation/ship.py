@@ -10,33 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron_ext.config.active import active
 from megatron_ext.disaggregation.worlds import roles_in_force
 from megatron_ext.errors import ScheduleError
 
 
+@dataclass
 class Saved:
     """Tensors of one forward that a forward rank keeps for shipping."""
 
-    def __init__(self, *, with_generators: bool) -> None:
-        self.outputs: list[torch.Tensor] = []
-        """Output of each layer, `[s, b, h]`."""
-        self.generators: list[torch.Tensor] = []
-        """Generator states before each layer, uint8, if needed."""
-        self.with_generators = with_generators
+    with_generators: bool
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    """Output of each layer, `[s, b, h]`."""
+    generators: list[torch.Tensor] = field(default_factory=list)
+    """Generator states before each layer, uint8, if needed."""
 
 
 class Layers:
-    """The transformer layers of a stage.
-
-    Args:
-        chunk: The model of this rank, in its wrappers.
+    """The transformer layers of a stage, whose chunk is given in its wrappers.
 
     Raises:
         ScheduleError: The model does not have exactly one block of transformer layers.
@@ -84,11 +81,9 @@ class Layers:
 
 
 class Replay:
-    """The layers' outputs of one micro-batch on a backward rank.
+    """The layers' outputs `[s, b, h]` of one micro-batch on a backward rank; may lack the last one.
 
-    Args:
-        outputs: Output of each layer, `[s, b, h]`; may lack the last one.
-        generators: Generator states before each layer; None without dropout.
+    With dropout also the generator states before each layer.
     """
 
     def __init__(
@@ -124,12 +119,6 @@ class Replay:
             return output, inputs[2]  # the block passes on a second value
 
         return computed_later
-
-
-def current_replay() -> Replay | None:
-    """Return the replay in progress, or None."""
-    found = active()
-    return None if found is None or found.roles is None else found.roles.replay
 
 
 @contextmanager

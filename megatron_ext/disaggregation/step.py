@@ -42,31 +42,19 @@ class RoleRuntime:
 
     job: Job
     link: RoleLink
-    sender: WeightSender | None
-    receiver: WeightReceiver | None
+    weights: WeightSender | WeightReceiver
     layers: Layers | None
     """Layers of this stage if their inputs are shipped, else None."""
     tables: dict[int, Table] = field(default_factory=dict)
     """By number of micro-batches."""
-    due: int = 1
-    """Transfers of weights that a forward rank has not received yet; the first syncs the roles."""
-
-    def close(self) -> None:
-        """Close the links to the other ranks."""
-        self.link.close()
 
 
 def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     """Run one step of this process's role, with the keywords of Megatron's own schedules.
 
-    Evaluation needs no roles: forward ranks run it among themselves.
-
-    Args:
-        stock: Megatron's own schedule.
-        call: Its keyword arguments.
-
-    Returns:
-        The reports of the loss function by micro-batch; empty on ranks that compute no loss.
+    Evaluation needs no roles: forward ranks run it among themselves, with Megatron's own schedule
+    (`stock`). Returns the reports of the loss function by micro-batch; empty on ranks that compute
+    no loss.
     """
     model = call["model"]
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
@@ -86,7 +74,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     try:
         compute = _run(runtime, call, chunks)
     except BaseException as error:
-        runtime.link.abort(str(error))
+        runtime.link.wire.abort(str(error))
         raise
     if runtime.job.role == "backward" and config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(
@@ -106,20 +94,31 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
     """Run this process's row of the table once."""
     job, link, layers = runtime.job, runtime.link, runtime.layers
     config, is_forward = get_model_config(chunks[0]), job.role == "forward"
-    table, given = _table(runtime, call["num_microbatches"]), call["data_iterator"]
+    given, count = call["data_iterator"], call["num_microbatches"]
+    table = runtime.tables.get(count)
+    if table is None:
+        schedule = job.schedule(count)
+        validate(schedule)
+        slots = min(count, job.window // 2 + 1)
+        table = Table(schedule, job.position, slots=slots, window=job.window)
+        runtime.tables[count] = table
     step = Call(
         forward_step_func=call["forward_step_func"],
         data=[MicrobatchData(i) for i in (given if isinstance(given, list) else [given])],
         chunks=chunks,
         config=config,
-        num_microbatches=call["num_microbatches"],
+        num_microbatches=count,
         cp_group_size=default_groups().cp.size(),
         forward_only=is_forward,
         collect_non_loss_data=bool(call.get("collect_non_loss_data")),
         first_val_step=call.get("first_val_step"),
     )
     shape = _shape(config, default_groups(), call)
-    compute = StageCompute(step, table, handed_on=[shape])
+    compute: ForwardCompute | BackwardCompute
+    if is_forward:
+        compute = ForwardCompute(step, table, handed_on=[shape], job=job, layers=layers)
+    else:
+        compute = BackwardCompute(step, table, handed_on=[shape], layers=layers)
     num_layers = None if layers is None else len(layers)
     sync = Sync()
     if not is_forward:
@@ -133,55 +132,22 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
             table=table,
             program=make_program(table, RoleEnds(job, shape, config.pipeline_dtype, num_layers)),
             order=TableOrder(table),
-            compute=ForwardCompute(job, compute, layers)
-            if is_forward
-            else BackwardCompute(compute, layers),
+            compute=compute,
             sync=sync,
             transport=link.wire,
-            timeout_s=link.timeout_s,
+            timeout_s=job.timeout_s,
             name_of=link.name_of,
             observers=observers,
         ).run()
     return compute
 
 
-def _table(runtime: RoleRuntime, num_microbatches: int) -> Table:
-    """Return the table for a number of micro-batches, validated once."""
-    if num_microbatches not in runtime.tables:
-        job = runtime.job
-        schedule = job.schedule(num_microbatches)
-        validate(schedule)
-        slots = min(num_microbatches, job.window // 2 + 1)
-        table = Table(schedule, job.position, slots=slots, window=job.window)
-        runtime.tables[num_microbatches] = table
-    return runtime.tables[num_microbatches]
-
-
 def step_done(chunks: Sequence[torch.nn.Module], *, updated: bool) -> None:
     """Start the transfer of new weights; every rank calls this after each training step.
 
-    Args:
-        chunks: The model of this rank, in its wrappers.
-        updated: On a backward rank, whether the optimizer changed its weights.
+    `updated` says on a backward rank whether the optimizer changed its weights.
     """
-    runtime = _ready(chunks)
-    if runtime.sender is not None:
-        runtime.sender.send(updated=updated)
-    else:
-        runtime.due += 1
-
-
-def weights_s() -> float:
-    """Return the average time in seconds that a transfer of new weights took so far.
-
-    On a forward rank this is the time from the announcement of new weights to their arrival, on a
-    backward rank the time until training continues.
-    """
-    runtime = roles_in_force().runtime
-    assert runtime is not None
-    side = runtime.sender or runtime.receiver
-    assert side is not None
-    return side.busy_s / max(1, side.num_transfers)
+    _ready(chunks).weights.step_done(updated=updated)
 
 
 def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
@@ -202,21 +168,12 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
         layers = Layers(chunks[0]) if job.activations == "ship" else None
         if layers is not None and forward:
             layers.watch()
-        roles.runtime = runtime = RoleRuntime(
-            job,
-            link,
-            None if forward else WeightSender(job, link, chunks),
-            WeightReceiver(job, link, chunks) if forward else None,
-            layers,
-        )
+        side = WeightReceiver if forward else WeightSender
+        roles.runtime = runtime = RoleRuntime(job, link, side(job, link, chunks), layers)
         # Whatever the two roles were initialised or loaded with, from here on their weights are
         # equal.
-        if runtime.sender is not None:
-            runtime.sender.send(updated=True)
-    if runtime.receiver is not None:
-        for _ in range(runtime.due):
-            runtime.receiver.receive()
-        runtime.due = 0
+        runtime.weights.step_done(updated=True)
+    runtime.weights.catch_up()
     return runtime
 
 
@@ -242,14 +199,8 @@ _PROGRESS = (
 def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
     """Resume forward ranks from the checkpoint that backward ranks have loaded.
 
-    Args:
-        counters: Counters of the training, by the names of Megatron's arguments; may hold others.
-
-    Returns:
-        The counters of the backward ranks; empty in an ordinary job.
+    Takes and returns counters of the training, by the names of Megatron's arguments.
     """
-    if current() is None:
-        return {}
     mine = {name: counters[name] for name in _PROGRESS if name in counters}
     found: dict[str, Any] = hand_over(
         "progress of the checkpoint", mine, to="forward", pause=time.sleep
@@ -260,12 +211,7 @@ def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def share_exit(chunks: Sequence[torch.nn.Module], *, is_over: bool) -> bool:
-    """Return whether backward ranks have found that the training ends with this step.
-
-    Args:
-        chunks: The model of this rank, in its wrappers.
-        is_over: What this rank has found; ignored on forward ranks.
-    """
+    """Return whether backward ranks have found that the training ends with this step."""
     link = _ready(chunks).link
     return bool(hand_over("end of the training", is_over, to="forward", pause=link.wire.poll))
 
@@ -275,12 +221,7 @@ def share_evaluation(
 ) -> dict[str, torch.Tensor]:
     """Send the losses of an evaluation from forward ranks, which run it, to the ranks that log.
 
-    Args:
-        chunks: The model of this rank, in its wrappers.
-        losses: On forward ranks, the losses of the last stage.
-
-    Returns:
-        The losses, in fp32 on the host.
+    There they are in fp32 on the host.
     """
     link = _ready(chunks).link
     shared = hand_over(

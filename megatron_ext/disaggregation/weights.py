@@ -7,7 +7,6 @@ buckets. A forward rank receives them before its next forward.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,13 +124,7 @@ def _travels_as(buffer: torch.Tensor) -> torch.dtype:
 
 
 class WeightSender:
-    """The side of a backward rank.
-
-    Args:
-        job: The disaggregated job.
-        link: Connection to the forward ranks with the same weights.
-        chunks: The model of this rank, in its wrappers.
-    """
+    """The side of a backward rank, with its model in its wrappers."""
 
     def __init__(self, job: Job, link: RoleLink, chunks: Sequence[torch.nn.Module]) -> None:
         self._job = job
@@ -139,31 +132,28 @@ class WeightSender:
         self._chunks = chunks
         self._buckets = list(_portions(_weights(job, chunks)))
         self._targets = [job.ranks.rank(place) for place in job.weight_partners]
-        self.num_transfers = 0
-        self.busy_s = 0.0
-        """Total time that this process spent on sending weights."""
         if job.shares_weights:
             layout = bytearray(json.dumps(_layout(chunks)).encode())
-            link.begin([], 1)
+            link.wire.begin([], 1)
             self._isend(torch.frombuffer(layout, dtype=torch.uint8), _message(job, 0, header=True))
 
-    def send(self, *, updated: bool) -> None:
+    def catch_up(self) -> None:
+        """Do nothing: this side has the weights."""
+
+    def step_done(self, *, updated: bool) -> None:
         """Send buffers, and the weights or the message that they are unchanged."""
-        begin_s = time.perf_counter()
         # With loss scaling the optimizer may have skipped the step, but buffers have changed.
         states = [buffer.to(_travels_as(buffer)) for buffer in _buffers(self._chunks)]
         parts = [state.reshape(-1).view(torch.uint8).cpu() for state in states]
-        self._link.begin([], 1)
+        self._link.wire.begin([], 1)
         notice = torch.cat([torch.tensor([updated], dtype=torch.uint8), *parts])
         self._isend(notice, _message(self._job, 0))
         if updated:
-            self._link.begin([], 1)
+            self._link.wire.begin([], 1)
             # Nothing is flushed: the next forwards and the loading of data overlap with these
             # sends.
             for number, flat in enumerate(self._flats(), start=1):
                 self._isend(flat.cpu(), _message(self._job, number))
-            self.num_transfers += 1
-        self.busy_s += time.perf_counter() - begin_s
 
     def _isend(self, tensor: torch.Tensor, message: Message) -> None:
         for target in self._targets:
@@ -189,29 +179,21 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """The side of a forward rank.
-
-    Args:
-        job: The disaggregated job.
-        link: Connection to the backward ranks with the same weights, or parts of them.
-        chunks: The model of this rank, in its wrappers.
-    """
+    """The side of a forward rank, with its model in its wrappers."""
 
     def __init__(self, job: Job, link: RoleLink, chunks: Sequence[torch.nn.Module]) -> None:
         self._job = job
         self._link = link
         self._chunks = chunks
+        self._due = 0  # transfers that have not been received yet
         self._sources = [job.ranks.rank(place) for place in job.weight_partners]
         weights = list(_weights(job, chunks))
         self._buckets = self._filled(weights) if job.shares_weights else list(_portions(weights))
-        self.num_transfers = 0
-        self.busy_s = 0.0
-        """Total time from the announcements of new weights to their arrival."""
 
     def _filled(self, weights: Sequence[_Weight]) -> list[_Bucket]:
         """Receive the layout of the buckets, the same on all backward ranks."""
         message = _message(self._job, 0, header=True)
-        self._link.begin(
+        self._link.wire.begin(
             [Expected(source, message, None, torch.uint8) for source in self._sources], 1
         )
         [encoded, *_] = [self._link.recv_from(source, message) for source in self._sources]
@@ -219,11 +201,20 @@ class WeightReceiver:
         by_name = {weight.name: weight for weight in weights}
         return [[_Placed(by_name[name], start) for name, start in bucket] for bucket in layout]
 
-    def receive(self) -> None:
+    def step_done(self, *, updated: bool) -> None:
+        """Expect a transfer; only the other side knows whether weights were updated."""
+        self._due += 1
+
+    def catch_up(self) -> None:
         """Wait for the weights of the next step, and load them if they are new."""
-        self._link.begin([self._expected(rank, 0, torch.uint8) for rank in self._sources], 1)
+        for _ in range(self._due):
+            self.receive()
+        self._due = 0
+
+    def receive(self) -> None:
+        """Receive one transfer."""
+        self._link.wire.begin([self._expected(rank, 0, torch.uint8) for rank in self._sources], 1)
         notices = [self._link.recv_from(rank, _message(self._job, 0)) for rank in self._sources]
-        begin_s = time.perf_counter()
         taken = 1  # all sources hold the same buffers
         for buffer in _buffers(self._chunks):
             dtype = _travels_as(buffer)
@@ -231,7 +222,7 @@ class WeightReceiver:
             buffer.data = notices[0][taken:end].clone().view(dtype).view(buffer.shape)
             taken = end
         if any(bool(notice[0]) for notice in notices):
-            self._link.begin(
+            self._link.wire.begin(
                 [
                     self._expected(rank, number, bucket[0].weight.parameter.dtype)
                     for number, bucket in enumerate(self._buckets, start=1)
@@ -247,8 +238,6 @@ class WeightReceiver:
                     num_shards = len(parts) // self._job.ranks.dp
                     parts = [torch.cat(parts[shard::num_shards]) for shard in range(num_shards)]
                 _unpack(bucket, parts)
-            self.num_transfers += 1
-        self.busy_s += time.perf_counter() - begin_s
 
     def _expected(self, twin: int, number: int, dtype: torch.dtype) -> Expected:
         return Expected(twin, _message(self._job, number), None, dtype)

@@ -47,15 +47,11 @@ class Roles:
     def close(self) -> None:
         """Close the links to the other ranks."""
         if self.runtime is not None:
-            self.runtime.close()
+            self.runtime.link.wire.close()
 
 
 def join(backend: str) -> None:
-    """Find all processes of the job, then start torch.distributed among those of one role.
-
-    Args:
-        backend: Backend of torch.distributed.
-    """
+    """Find all processes of the job, then start torch.distributed among those of one role."""
     job = _job()
     timeout = timedelta(seconds=job.timeout_s)
     everyone = rendezvous("env://", rank=job.rank, world_size=job.ranks.num_ranks, timeout=timeout)
@@ -73,11 +69,6 @@ def join(backend: str) -> None:
     )
 
 
-def shared_store() -> Store:
-    """Return the store that the processes of both roles share."""
-    return roles_in_force().store
-
-
 def roles_in_force() -> Roles:
     """Return what this process keeps under the active configuration."""
     roles = required().roles
@@ -89,7 +80,7 @@ def beat() -> None:
     """Signal progress to the ranks that wait for an evaluation."""
     job = _job()
     if job.role_rank == job.ranks.role_size(job.role) - 1:
-        shared_store().add(_BEATS, 1)
+        roles_in_force().store.add(_BEATS, 1)
 
 
 def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object]) -> Any:
@@ -110,9 +101,9 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
     Raises:
         TransportTimeout: The other role has neither sent the value nor signalled progress.
     """
-    job, store = _job(), shared_store()
-    counts = roles_in_force().counts
-    number = counts[what] = counts.get(what, 0) + 1
+    job, roles = _job(), roles_in_force()
+    store, number = roles.store, roles.counts.get(what, 0) + 1
+    roles.counts[what] = number
     key = f"{_PREFIX}/{what}/{number}"
     # Of either role the last process holds the last stage, which has the losses.
     if job.role != to:
@@ -139,7 +130,7 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
 def leave() -> None:
     """Wait for all processes of the job."""
     # Otherwise the host of the store would exit while others still use it.
-    job, store = _job(), shared_store()
+    job, store = _job(), roles_in_force().store
     store.add(f"{_PREFIX}/left", 1)
     if store.add(f"{_PREFIX}/left", 0) == job.ranks.num_ranks:
         store.set(f"{_PREFIX}/all left", "")

@@ -36,7 +36,7 @@ def _begin(name: str) -> None:
     from megatron_ext.config.flags import requested_flags
 
     module = import_module(name)
-    REGISTRY.register([patch for patch in module.PATCHES if patch not in REGISTRY])
+    REGISTRY.register(module.PATCHES)
     found = active.active()
     if requested_flags() or (found is not None and not found.is_sized):
         module.check_installed()

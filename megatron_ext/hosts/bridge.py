@@ -23,7 +23,8 @@ from megatron_ext.errors import ArgumentsError, DataError, ScheduleError
 from megatron_ext.hosts.bridge_requirements import check_installed
 from megatron_ext.hosts.bridge_settings import Settings
 from megatron_ext.patches import effects, folded_pipelines, schedules
-from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, Table
+from megatron_ext.patches.registry import REGISTRY
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
@@ -56,22 +57,31 @@ def _hosted() -> _Hosted | None:
 
 @PATCHES.row("bridge.validate", f"{_TRAINING}.config:ConfigContainer.validate")
 def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Bridge has no command line: the chosen pipeline is checked against Bridge's configuration
-    and written into it.
-    """
+    """Bridge has no command line: the pipeline is checked against, and put into, its settings."""
     requested, words = _requested()
     if requested is None and words is None:
         _suit_device(Settings(instance))
         return call(*args, **kwargs)
     REGISTRY.raise_mismatches()
-    sizes = _sizes_of_configure()
+    found = active.active()
+    # Sizes that this module derived for an earlier run do not count.
+    given = _sizes(found) if found is not None and found.is_sized and found.host is None else None
     active.clear_configuration()
     settings = Settings(instance)
     try:
-        _prepare(settings, requested, words)
-        _check_sizes(sizes)
+        arguments = _prepare(settings, requested, words)
+        sizes = _sizes(active.required())
+        if given is not None and given != sizes:
+            raise ArgumentsError(
+                "configure was given pipeline_ranks {} and num_microbatches {}, but Bridge's "
+                "configuration has {} and {}; leave all sizes out, and Bridge's are taken".format(
+                    *given, *(sizes or (1, 1))
+                )
+            )
         result = call(*args, **kwargs)
-        _check(settings)
+        # What Bridge has validated against what was written into it.
+        vars(arguments).update(vars(_arguments(settings)))
+        entrances.check(arguments)
     except BaseException as error:
         active.clear_configuration()
         settings.restore()
@@ -97,34 +107,15 @@ def _requested() -> tuple[PipelineConfig | None, Namespace | None]:
     return requested, parse_words(words, FLAGS) if words else None
 
 
-def _sizes_of_configure() -> tuple[int, int] | None:
-    """Return the (pipeline ranks, micro-batches) given to `configure`; None if there are none.
-
-    Sizes that this module derived for an earlier run do not count.
-    """
-    found = active.active()
-    if found is None or not found.is_sized or found.host is not None:
-        return None
-    return _sizes(found)
-
-
 def _sizes(found: active.Active) -> tuple[int, int] | None:
     chosen = found.pipeline or found.transport_only
     return None if chosen is None else (chosen.pp, chosen.num_microbatches * chosen.config.twins)
 
 
-def _check_sizes(given: tuple[int, int] | None) -> None:
-    found = _sizes(active.required())
-    if given is not None and given != found:
-        raise ArgumentsError(
-            "configure was given pipeline_ranks {} and num_microbatches {}, but Bridge's "
-            "configuration has {} and {}; leave all sizes out, and Bridge's are taken".format(
-                *given, *(found or (1, 1))
-            )
-        )
-
-
-def _prepare(settings: Settings, requested: PipelineConfig | None, words: Namespace | None) -> None:
+def _prepare(
+    settings: Settings, requested: PipelineConfig | None, words: Namespace | None
+) -> Namespace:
+    """Activate the configuration and write it into Bridge's; return the settings as arguments."""
     model = settings.container.model
     if getattr(getattr(model, "dist_train", None), "use_dist_train", False) is True:
         raise ArgumentsError(
@@ -150,6 +141,7 @@ def _prepare(settings: Settings, requested: PipelineConfig | None, words: Namesp
     # Once, also where a container is prepared again.
     _remove_hook(settings.container.model)
     _hooks(settings.container.model).append(_tie)
+    return arguments
 
 
 # Settings that Bridge or this module derives from others.
@@ -188,15 +180,6 @@ def _suit_device(settings: Settings) -> None:
     for dest, (value, _reason) in devices.current().argument_defaults.items():
         if dest in arguments and arguments[dest] != value:
             settings.write({dest: value})
-
-
-def _check(settings: Settings) -> None:
-    """Check Bridge's validated configuration against what `_prepare` wrote."""
-    hosted = _hosted()
-    assert hosted is not None
-    completed = _arguments(settings)
-    vars(hosted.arguments).update(vars(completed))
-    entrances.check(hosted.arguments)
 
 
 def _refuse_decentralized(container: Any) -> None:
@@ -276,10 +259,6 @@ def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
 # -- steps ---------------------------------------------------------------------------------------
 
 
-def _step_of(state: Any) -> int:
-    return int(state.train_state.step)
-
-
 @PATCHES.row(
     "bridge.train_step", f"{_TRAINING}.train:train_step", when=lambda: active.active() is not None
 )
@@ -289,10 +268,10 @@ def _train_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
     state = args[5] if len(args) > 5 else kwargs["global_state"]
     groups = args[6] if len(args) > 6 else kwargs["pg_collection"]
-    hosted = _hosted()
+    hosted, step = _hosted(), int(state.train_state.step)
     if hosted is not None:
-        hosted.arguments.iteration = _step_of(state)
-    active.begin_iteration(_step_of(state))
+        hosted.arguments.iteration = step
+    active.begin_iteration(step)
     losses, *others = call(*args, **kwargs)
     if not active.is_folded():
         return losses, *others

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
 from megatron_ext.config.flags import FIELD_OF
 from megatron_ext.config.incompatible import MEGATRON_FIELDS
@@ -34,44 +34,35 @@ _SECTIONS = (
 _EITHER = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
 
 
-@dataclass(frozen=True)
-class FieldPlace:
+class FieldPlace(NamedTuple):
     """The dataclass field that holds a setting."""
 
-    section: str
+    name: str
+    """Dotted, as users write it."""
     owner: Any
     field: str
 
-    @property
-    def name(self) -> str:
-        """The field's dotted name, as users write it."""
-        return f"{self.section}.{self.field}"
-
 
 class Settings:
-    """Bridge's configuration for one run, under upstream's argument names.
-
-    Args:
-        container: A `ConfigContainer`; `write` modifies it.
-    """
+    """Bridge's `ConfigContainer` under upstream's argument names; `write` changes it."""
 
     def __init__(self, container: Any) -> None:
         self.container = container
-        self._places = {
-            place.field: place for section in _SECTIONS for place in _places(container, section)
-        }
-        for dest, field in MEGATRON_FIELDS.items():
-            if field in self._places:
-                self._places[dest] = self._places[field]
+        self._places: dict[str, FieldPlace] = {}
+        for section in _SECTIONS:
+            owner = container
+            for name in section.split("."):
+                owner = getattr(owner, name, None)
+            for field in fields(owner) if is_dataclass(owner) else ():
+                place = FieldPlace(f"{section}.{field.name}", owner, field.name)
+                self._places[field.name] = place
+        for dest, known in MEGATRON_FIELDS.items():
+            if known in self._places:
+                self._places[dest] = self._places[known]
         self._kept: dict[tuple[int, str], tuple[FieldPlace, Any]] = {}
 
     def arguments(self, *, world_size: int, rank: int) -> Namespace:
-        """Return the settings under upstream's argument names.
-
-        Args:
-            world_size: Number of ranks in the job.
-            rank: Global rank of this process.
-        """
+        """Return the settings under upstream's argument names."""
         found = {dest: getattr(place.owner, place.field) for dest, place in self._places.items()}
         for name in _EITHER:
             parts = [getattr(self.container, part, None) for part in ("ddp", "optimizer", "dist")]
@@ -103,11 +94,9 @@ class Settings:
         self._kept.clear()
 
     def in_fields(self, message: str, *, from_python: bool) -> str:
-        """Replace the flags in a message with Bridge's configuration fields.
+        """Replace Megatron's flags in a message with Bridge's configuration fields.
 
-        Args:
-            message: Text with flags of Megatron and megatron_ext.
-            from_python: Whether to name fields of `PipelineConfig` instead of our flags.
+        And our flags with fields of `PipelineConfig`, if the configuration is `from_python`.
         """
 
         def named(match: re.Match[str]) -> str:
@@ -120,12 +109,3 @@ class Settings:
             return FIELD_OF.get(flag, flag) if from_python else flag
 
         return re.sub(r"--[a-z0-9][a-z0-9-]*", named, message)
-
-
-def _places(container: Any, section: str) -> list[FieldPlace]:
-    owner = container
-    for name in section.split("."):
-        owner = getattr(owner, name, None)
-    if owner is None or not is_dataclass(owner):
-        return []
-    return [FieldPlace(section, owner, field.name) for field in fields(owner)]

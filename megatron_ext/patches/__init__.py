@@ -9,10 +9,14 @@ table, write the module and list it here.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from megatron_ext.config import active
 from megatron_ext.patches import device, hooks
-from megatron_ext.patches.registry import REGISTRY, Patch
+from megatron_ext.patches.registry import REGISTRY
+
+if TYPE_CHECKING:
+    from megatron_ext.patches.point import Patch
 
 __all__ = ["REGISTRY", "TABLES", "arm", "disarm", "register", "rows"]
 
@@ -40,7 +44,7 @@ def rows() -> list[Patch]:
 
 def register() -> None:
     """Register all rows, and arm none of them. Idempotent."""
-    REGISTRY.register([patch for patch in rows() if patch not in REGISTRY])
+    REGISTRY.register(rows())
 
 
 def arm() -> None:

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from megatron_ext.errors import ArgumentsError, message_of, parser_line
-from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, Table
+from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.upstream.signatures import flag_destination
 
 _LOG = logging.getLogger(__name__)
@@ -18,14 +19,7 @@ PATCHES = Table(feature="arguments")
 
 
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
-    """Add our flags to a parser with upstream's flags, and set the device's defaults.
-
-    Args:
-        parser: Upstream's parser, with all upstream flags in place.
-
-    Returns:
-        The same parser.
-    """
+    """Add our flags to a parser with all of upstream's, and set the device's defaults."""
     from megatron_ext import devices
     from megatron_ext.config.flags import FLAGS, add_arguments, parse_words, requested_flags
 

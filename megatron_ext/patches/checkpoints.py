@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from typing import Any
 
-from megatron_ext.patches.registry import Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, Table
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
 _COMMON = "megatron.core.dist_checkpointing.strategies.common"
@@ -60,9 +60,7 @@ def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwar
     when=_torch_adam,
 )
 def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron asserts one common step, but the loader calls it before the first step, when
-    torch's Adam has no state.
-    """
+    """Megatron asserts one common step; torch's Adam has no state yet when the loader asks."""
     import torch
 
     optimizer = instance.optimizer
@@ -104,9 +102,7 @@ def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     when=_torch_adam,
 )
 def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Reshardable checkpoints, and files of --ckpt-format torch, hold no step for each
-    parameter: KeyError.
-    """
+    """Reshardable checkpoints, and --ckpt-format torch, hold no step by parameter: KeyError."""
     import torch
 
     def set_states(model_param: Any, tensors: dict[str, Any]) -> Any:

@@ -8,11 +8,10 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
-from megatron_ext.patches.registry import REGISTRY, Patch
+from megatron_ext.patches.point import Patch
+from megatron_ext.patches.registry import REGISTRY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from megatron_ext.devices import Device
 
 
@@ -30,7 +29,20 @@ def arm() -> Device:
             os.environ[variable] = value
             REGISTRY.undo.callback(_unset, variable, value)
     if not REGISTRY.ids(device.name):
-        REGISTRY.register(_patches(device))
+        REGISTRY.register(
+            # As `set`: redirected factories are on the hot path, where a proxy costs more than the
+            # redirect.
+            Patch(
+                id=f"{device.name}.{redirect.target.replace(':', '.')}",
+                target=redirect.target,
+                reason=redirect.reason,
+                fn=redirect.make,
+                kind="set",
+                feature=device.name,
+                creates=redirect.creates,
+            )
+            for redirect in device.redirects()
+        )
     if not isinstance(warnings.showwarning, _LacksOnce):
         before, warnings.showwarning = warnings.showwarning, _LacksOnce(device.known_lacks)
         REGISTRY.undo.callback(_show_again, warnings.showwarning, before)
@@ -72,18 +84,3 @@ def disarm() -> None:
     REGISTRY.remove(REGISTRY.ids(devices.current().name))
     REGISTRY.undo.close()
     devices.reset()
-
-
-def _patches(device: Device) -> Iterator[Patch]:
-    # As `set`: redirected factories are on the hot path, where a proxy costs more than the
-    # redirect.
-    for redirect in device.redirects():
-        yield Patch(
-            id=f"{device.name}.{redirect.target.replace(':', '.')}",
-            target=redirect.target,
-            reason=redirect.reason,
-            fn=redirect.make,
-            kind="set",
-            feature=device.name,
-            creates=redirect.creates,
-        )

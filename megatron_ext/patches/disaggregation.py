@@ -11,8 +11,9 @@ import sys
 from functools import partial
 from typing import Any
 
+from megatron_ext.config.active import active
 from megatron_ext.disaggregation.job import current, has_role
-from megatron_ext.patches.registry import Args, Call, Kwargs, Table, by_name
+from megatron_ext.patches.point import Args, Call, Kwargs, Table, by_name
 
 _TRAINING = "megatron.training.training"
 _PROVIDERS = ("model_provider_func", "build_model_func")
@@ -45,11 +46,7 @@ def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return partial(forward_backward, call(*args, **kwargs))
 
 
-@PATCHES.row(
-    "disaggregation.model",
-    f"{_TRAINING}:get_model",
-    when=_on_forward_rank,
-)
+@PATCHES.row("disaggregation.model", f"{_TRAINING}:get_model", when=_on_forward_rank)
 @PATCHES.row(
     "disaggregation.model_of_builders",
     "megatron.training.models.dist_utils:unimodal_build_distributed_models",
@@ -72,9 +69,7 @@ def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
 
 @PATCHES.row("disaggregation.progress", f"{_TRAINING}:setup_model_and_optimizer")
 def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron reads a checkpoint on every rank; forward ranks get its counters from backward
-    ranks.
-    """
+    """Megatron reads a checkpoint on every rank; forward ranks get counters from backward ranks."""
     from megatron_ext.disaggregation.step import shared_progress
 
     made = call(*args, **kwargs)
@@ -158,23 +153,21 @@ def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> boo
     return share_exit(by_name(call, args, kwargs)["model"], is_over=is_over)
 
 
-def _replays() -> bool:
-    # Called at each layer: without an import, for where nothing is shipped.
-    ship = sys.modules.get("megatron_ext.disaggregation.ship")
-    return ship is not None and ship.current_replay() is not None
+def _replay() -> Any:
+    """Return the replay of shipped activations that is in progress, or None."""
+    found = active()
+    return None if found is None or found.roles is None else found.roles.replay
 
 
 @PATCHES.row(
-    "disaggregation.layers", "megatron.core.tensor_parallel.random:checkpoint", when=_replays
+    "disaggregation.layers",
+    "megatron.core.tensor_parallel.random:checkpoint",
+    when=lambda: _replay() is not None,
 )
 def _replay_layer(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron runs a layer for its output, which --fbd-activations ship has already delivered."""
-    from megatron_ext.disaggregation.ship import current_replay
-
     function, distribute, hidden_states, *others = args
-    replay = current_replay()
-    assert replay is not None
-    later = replay.instead_of(function, hidden_states)
+    later = _replay().instead_of(function, hidden_states)
     return call(later, distribute, hidden_states, *others, **kwargs)
 
 

@@ -98,14 +98,9 @@ def log(mismatches: Sequence[UpstreamMismatch], release: releases.Release | None
 
 
 def compare(target: str, original: Any) -> UpstreamMismatch | None:
-    """Compare a target with the one of the release that it was written for.
+    """Return how the object at a target differs from that of the release it was written for.
 
-    Args:
-        target: `module:attribute.path`.
-        original: The object found there.
-
-    Returns:
-        What differs, or None. Targets without a fingerprint (torch's, constants) have no drift.
+    None: it does not. Targets without a fingerprint (torch's, constants) have no drift.
     """
     pinned, module = _load(), target.partition(":")[0]
     pin = pinned["targets"].get(target)
@@ -146,10 +141,9 @@ def fingerprint(obj: Any) -> dict[str, str] | None:
 
 
 def fingerprint_of_source(source: str) -> dict[str, str]:
-    """Return the hash of a definition's normalised source, and a function's signature.
+    """Return the hash of what a definition means, and a function's signature.
 
-    Args:
-        source: With its decorators, at any indentation.
+    The source has its decorators, at any indentation.
     """
     parsed = ast.parse(f"if 1:\n{source}" if source[:1].isspace() else source).body[0]
     defined = parsed.body[0] if isinstance(parsed, ast.If) else parsed

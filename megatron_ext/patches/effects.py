@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.errors import EffectMissing
-from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, Table
+from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.upstream import releases
 
 # Number of steps to check: by then tied copies have been filled, and updated once.
@@ -61,9 +62,7 @@ def _missing(feature: str, effect: str, found: str, patch: str) -> EffectMissing
     when=_is_due,
 )
 def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not verify in the first steps that tied copies are equal and forward ranks
-    frozen.
-    """
+    """Megatron does not check in the first steps that copies are equal, forward ranks frozen."""
     schedule = call(*args, **kwargs)
 
     @functools.wraps(schedule)
@@ -108,11 +107,7 @@ def _check_model(chunks: list[Any], step: int) -> None:
             )
 
 
-@PATCHES.row(
-    "effects.logged",
-    "megatron.training.training:training_log",
-    when=is_not_logged,
-)
+@PATCHES.row("effects.logged", "megatron.training.training:training_log", when=is_not_logged)
 def logged(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not verify at the first log line that the table ran and the loss arrived."""
     # Once: what had no effect in the steps before the first line will have none later.

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from megatron_ext.config import active
 from megatron_ext.errors import DataError
-from megatron_ext.patches.registry import Args, Call, Kwargs, Table, always
+from megatron_ext.patches.point import Args, Call, Kwargs, Table, always
 
 _STATE = "megatron.core.parallel_state"
 _STAGES = "megatron.core.pipeline_parallel.utils"
@@ -94,9 +94,7 @@ def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> b
 
 @PATCHES.row("placement.embedding_groups", f"{_STATE}:initialize_model_parallel")
 def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron puts the last rank, which has no copy of the embedding, into the embedding
-    group: the first would wait for it forever.
-    """
+    """Megatron puts the last rank into the embedding group: the first would wait for it forever."""
     # It holds both copies of the embedding, and the sum over a group of one is no communication.
 
     def first(ranks: list[int]) -> list[int]:
@@ -117,19 +115,14 @@ def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
     sum_tied_gradients(args[0] if args else kwargs["model"])
 
 
-@PATCHES.row(
-    "placement.tied_weights",
-    f"{_TRAINING}:get_model",
-)
+@PATCHES.row("placement.tied_weights", f"{_TRAINING}:get_model")
 @PATCHES.row(
     "placement.tied_weights_of_builders",
     "megatron.training.models.dist_utils:prepare_existing_model_chunks_for_distributed_training",
     since=(0, 19),
 )
 def _tie(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron fills the copy of a tied embedding from another rank, but both are on one: it
-    would stay zero.
-    """
+    """Megatron fills the copy of a tied embedding from another rank: on one it would stay zero."""
     from megatron_ext.runtime.folded import tie_embeddings
 
     chunks = call(*args, **kwargs)
@@ -183,9 +176,7 @@ def check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs
     "distribute_main_replicas_with_precomputed_distribution",
 )
 def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron assigns tensors to replicas by name: a rank with both copies of a tied embedding
-    would save two, which fails.
-    """
+    """Megatron assigns tensors to replicas by name: it would save both copies of an embedding."""
     from megatron_ext.runtime.folded import keep_one_main_copy
 
     call(*args, **kwargs)
@@ -220,9 +211,7 @@ def _stages(args: Any) -> str:
 
 @PATCHES.row("placement.file_stages", f"{_CHECKPOINTING}:generate_state_dict")
 def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron names the layers of --ckpt-format torch by rank and chunk, whatever stages these
-    have.
-    """
+    """Megatron names layers of --ckpt-format torch by rank and chunk, whatever their stages."""
     state, settings = call(*args, **kwargs), args[0] if args else kwargs["args"]
     if settings.ckpt_format == "torch":
         # Megatron compares the version with numbers: without this package loading ends there. Any
@@ -259,9 +248,7 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 @PATCHES.row("placement.batch", "megatron.training.utils:get_batch_on_this_tp_rank", until=(0, 18))
 @PATCHES.row("placement.batch", "megatron.core.utils:get_batch_on_this_tp_rank", since=(0, 18))
 def _with_fields_of_both_ends(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron sends tensor-parallel ranks only the fields of the first stage if a rank holds
-    both.
-    """
+    """Megatron sends only the fields of the first stage to a rank that holds both ends."""
     # It sends the fields of the first stage to a rank that holds it, else those of the last stage,
     # regardless of the chunk; stages with MTP get both.
     return call(*args[:1], **{**kwargs, "mtp_on_this_rank": True})

@@ -80,9 +80,7 @@ def _installed() -> list[_Finder]:
 def install(before_core: Callable[[], object]) -> None:
     """Hook the import of Megatron. Idempotent.
 
-    Args:
-        before_core: Called once, just before `megatron.core` first executes; immediately if it
-            already has.
+    The callback is called once, just before `megatron.core` first executes; now if it already has.
     """
     if _installed():
         return
@@ -95,11 +93,9 @@ def install(before_core: Callable[[], object]) -> None:
 
 
 def before(package: str, callback: Callable[[], None]) -> None:
-    """Have a callback called once, just before a package first executes.
+    """Have a callback called once, just before a package below `megatron` first executes.
 
-    Args:
-        package: Not imported yet, and below `megatron`.
-        callback: Its exceptions end the import.
+    Exceptions of the callback end the import.
     """
     for finder in _installed():
         finder.before[package] = callback

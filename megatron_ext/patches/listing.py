@@ -8,19 +8,20 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 from megatron_ext.patches import drift
-from megatron_ext.patches.registry import REGISTRY, Row
+from megatron_ext.patches.registry import REGISTRY
+
+if TYPE_CHECKING:
+    from megatron_ext.patches.point import Row
 
 _LOG = logging.getLogger(__name__)
 
 
 def import_targets() -> list[str]:
-    """Import every module with patches, so that their state can be listed.
-
-    Returns:
-        The missing modules, for example `megatron.training` without a Megatron-LM tree.
-    """
+    """Import every module with patches, so that their state can be listed; return missing ones."""
     absent = []
     # Megatron warns about missing kernels, which matter only for training.
     with warnings.catch_warnings():
@@ -54,28 +55,25 @@ def _is_redirect(row: Row) -> bool:
 
 
 def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
-    """Return the patches as text, grouped by feature.
+    """Return the patches, sorted by feature, as text.
 
-    Args:
-        rows: From `Registry.rows()`.
-        redirects: Whether to list each name that a device redirects in torch, or only their number.
+    Of names that a device redirects in torch only the number, unless `redirects`.
     """
-    listed = list(rows)
     lines: list[str] = []
-    for feature in sorted({row.feature for row in listed}):
+    for feature, group in groupby(rows, key=lambda row: row.feature):
         lines.append(f"{feature}:")
-        mine = [row for row in listed if row.feature == feature]
-        hidden = [row for row in mine if _is_redirect(row) and not redirects]
-        for row in mine:
-            if row in hidden:
+        hidden: Counter[str] = Counter()
+        for row in group:
+            if _is_redirect(row) and not redirects:
+                hidden[_status(row)] += 1
                 continue
             lines.append(f"  {row.id}  [{row.kind}, order {row.order}; {_status(row)}]")
             lines.append(f"      {row.target}")
             lines.append(f"      {row.reason}")
         if hidden:
-            states = Counter(_status(row) for row in hidden)
-            summary = "; ".join(f"{count} {state}" for state, count in states.items())
-            lines.append(f"  {len(hidden)} names of torch redirected ({summary}); --all lists them")
+            states = "; ".join(f"{count} {state}" for state, count in hidden.items())
+            count = hidden.total()
+            lines.append(f"  {count} names of torch redirected ({states}); --all lists them")
     return "\n".join(lines)
 
 

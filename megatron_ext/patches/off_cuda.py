@@ -12,29 +12,14 @@ from typing import Any
 
 from megatron_ext.devices import off_cuda, on_cpu
 from megatron_ext.devices.translate import to
-from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, Table
+from megatron_ext.patches.registry import REGISTRY
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 _NOTICE = "CPU RNG state changed"
 _PARALLEL_STATE = "megatron.core.parallel_state"
 
 PATCHES = Table()
-
-# Upstream's reset omits these; they would keep naming ranks and groups that no longer exist.
-_FORGOTTEN = (
-    "_DATA_PARALLEL_GLOBAL_RANKS",
-    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
-    "_EMBEDDING_GLOBAL_RANKS",
-    "_EXPERT_MODEL_PARALLEL_RANKS",
-    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
-    "_MODEL_PARALLEL_GLOBAL_RANKS",
-    "_MPU_DATA_PARALLEL_RANK",
-    "_MPU_DATA_PARALLEL_WORLD_SIZE",
-    "_PIPELINE_GLOBAL_RANKS",
-    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS",
-)
 
 
 class _WithoutNotice(logging.Filter):
@@ -50,9 +35,7 @@ _FILTER = _WithoutNotice()
 
 @PATCHES.row("tensor_parallel.rng_notice", f"{_RANDOM}:CudaRNGStatesTracker.__init__", when=on_cpu)
 def _quieten(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron reports each use of the device's generator as a change of the host's; on the
-    host they are the same.
-    """
+    """Megatron reports each use of the device's generator, here the host's, as a change."""
     logging.getLogger(_RANDOM).addFilter(_FILTER)  # adds it once
     call(*args, **kwargs)
 
@@ -61,17 +44,18 @@ def _quieten(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     "parallel_state.destroy_groups", f"{_PARALLEL_STATE}:destroy_model_parallel", when=off_cuda
 )
 def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron drops groups without destroying them; with gloo each keeps its threads, and
-    repeated initialisation stalls the host.
-    """
+    """Megatron drops groups without destroying them: gloo's threads stall later initialisations."""
     from torch import distributed
 
     state = sys.modules[_PARALLEL_STATE]
     groups = list(state._global_process_group_list or ())
     call(*args, **kwargs)
-    for name in _FORGOTTEN:
-        setattr(state, name, None)
+    # Upstream's reset omits some, which would keep naming ranks and groups that no longer exist; at
+    # first all are None but for a table.
     state._HYBRID_DP_CP_GROUPS.clear()
+    for name in [name for name in vars(state) if name.isupper()]:
+        if name != "_HYBRID_DP_CP_GROUPS":
+            setattr(state, name, None)
     if not distributed.is_initialized():
         return
     known = distributed.distributed_c10d._world.pg_map
@@ -84,9 +68,7 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     "moe.tensor_to_host", "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu"
 )
 def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron honours as_numpy for CUDA tensors only, so the all-to-all dispatcher gets a
-    tensor instead of an array: TypeError.
-    """
+    """Megatron honours as_numpy for CUDA tensors only: a TypeError of the all-to-all dispatcher."""
     import torch
 
     # Upstream's function does both for CUDA tensors only; a tensor on the host or on another

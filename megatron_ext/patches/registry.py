@@ -25,39 +25,20 @@ from typing import Any
 
 import wrapt
 
-from megatron_ext.errors import PatchConflict, UpstreamMismatch
+from megatron_ext.errors import PatchConflict
 from megatron_ext.patches import drift
 from megatron_ext.patches.point import (
     MISSING,
-    Args,
-    Call,
     Copy,
-    Kwargs,
     Patch,
     PatchPoint,
     Row,
     Site,
     State,
-    Table,
-    always,
     bound_objects,
-    by_name,
     rebind,
 )
 from megatron_ext.upstream import releases
-
-__all__ = [
-    "REGISTRY",
-    "Args",
-    "Call",
-    "Kwargs",
-    "Patch",
-    "Registry",
-    "Row",
-    "Table",
-    "always",
-    "by_name",
-]
 
 _LOG = logging.getLogger(__name__)
 
@@ -101,7 +82,7 @@ class Registry:
     # -- registering and switching ---------------------------------------------------------------
 
     def register(self, patches: Iterable[Patch]) -> None:
-        """Add patches; an active registry arms them immediately.
+        """Add patches that are not there yet; an active registry arms them immediately.
 
         Raises:
             ValueError: Two rows for the same release share an id, or a `set` shares its target.
@@ -109,6 +90,8 @@ class Registry:
         modules = set()
         for patch in patches:
             others = self._ids.setdefault(patch.id, [])
+            if patch in self:
+                continue
             for other in others:
                 if patch.since < other.until and other.since < patch.until:
                     raise ValueError(f"patch id {patch.id} is taken by {other.target}")
@@ -312,21 +295,6 @@ class Registry:
             drift="" if site.mismatch is None else f"{site.mismatch.found}",
         )
 
-    def mismatches(self) -> list[UpstreamMismatch]:
-        """Return the mismatches at targets of patches that would act now.
-
-        A missing target or module counts if a patch that requires it would act.
-        """
-        found = []
-        for site in self._sites.values():
-            mismatch = site.mismatch or drift.missing_module(site.target)
-            if mismatch is None:
-                continue
-            lacks = drift.is_missing(mismatch)
-            if any(patch.when() for patch in site.patches if patch.required or not lacks):
-                found.append(mismatch)
-        return found
-
     def raise_mismatches(self) -> None:
         """Refuse to start a run on a Megatron that active patches were not written for.
 
@@ -334,14 +302,21 @@ class Registry:
         logs once that a release is newer than all known ones, if all patches in use still fit.
 
         Raises:
-            UpstreamMismatch: The first of `mismatches()`, unless `MEGATRON_EXT_DRIFT` allows it.
+            UpstreamMismatch: The first one, unless `MEGATRON_EXT_DRIFT` allows it.
             UserError: The variable has an invalid value, even without a mismatch.
         """
         drift.policy()
-        mismatches = self.mismatches()
-        for mismatch in mismatches:
-            if drift.refuses(mismatch):
-                raise mismatch
+        mismatches = []
+        for site in self._sites.values():
+            mismatch = site.mismatch or drift.missing_module(site.target)
+            if mismatch is None:
+                continue
+            lacks = drift.is_missing(mismatch)
+            # A missing target or module counts if a patch that requires it would act.
+            if any(patch.when() for patch in site.patches if patch.required or not lacks):
+                if drift.refuses(mismatch):
+                    raise mismatch
+                mismatches.append(mismatch)
         if not self._has_logged:
             self._has_logged = True
             drift.log(mismatches, self.release)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ext.config import active
-from megatron_ext.patches.registry import Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, Table, always
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
@@ -15,12 +15,13 @@ _CONFIG = "megatron.core.transformer.transformer_config:TransformerConfig.__post
 _OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _PACKING = "megatron.core.datasets.data_schedule"
 
-PATCHES = Table(feature="schedules")
-
 
 def is_chosen() -> bool:
     """Return whether a schedule of ours runs."""
     return active.pipeline() is not None
+
+
+PATCHES = Table(feature="schedules", when=is_chosen)
 
 
 @PATCHES.row(
@@ -41,10 +42,7 @@ def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
 
 
 @PATCHES.row(
-    "schedules.forward_backward",
-    f"{_SCHEDULES}:get_forward_backward_func",
-    kind="replace",
-    when=is_chosen,
+    "schedules.forward_backward", f"{_SCHEDULES}:get_forward_backward_func", kind="replace"
 )
 def _ours(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron runs its own schedules only, not the table of --pipeline-schedule."""
@@ -73,9 +71,7 @@ def _carries_messages() -> bool:
     when=_carries_messages,
 )
 def _check_built(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Programs that call megatron_ext.configure show their settings, and how gradients are reduced,
-    nowhere else, and some exclude the schedule.
-    """
+    """Programs that call configure show settings nowhere else, and some exclude the schedule."""
     from torch import distributed
 
     from megatron_ext.config.entrances import count_recomputation
@@ -98,9 +94,7 @@ def _check_built(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     order=20,  # inside schedules.model_config, which reads the true settings
 )
 def _check_without_overlap(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron checks its own overlap of expert communication, under its interleaved schedule;
-    pairs need neither virtual stages nor half precision.
-    """
+    """Megatron checks its own overlap, of its interleaved schedule; pairs have other limits."""
     # Off while Megatron checks: its rules of the overlap are those of its interleaved schedule.
     given = {name: getattr(instance, name) for name in _CHECKED_WITH_OVERLAP}
     vars(instance).update(dict.fromkeys(given, False))
@@ -124,9 +118,7 @@ _CHECKED_WITH_OVERLAP = (
     when=lambda: active.draws_by_microbatch() and not is_chosen(),
 )
 def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Dropout depends on the order of computation; with --microbatch-rng Megatron's own
-    schedules draw the same masks as all others.
-    """
+    """Megatron draws dropout in the order of computation, --microbatch-rng by micro-batch."""
     from megatron.core import parallel_state
 
     from megatron_ext.runtime.compute import rng_of_this_step
@@ -140,23 +132,17 @@ def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
 
 
 @PATCHES.row(
-    "schedules.iteration",
-    "megatron.training.training:train_step",
-    when=active.draws_by_microbatch,
+    "schedules.iteration", "megatron.training.training:train_step", when=active.draws_by_microbatch
 )
 def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not pass the number of the training step to schedules, which need it to
-    seed a micro-batch.
-    """
+    """Megatron does not pass the number of a step to schedules, which seed micro-batches by it."""
     active.begin_iteration(kwargs["iteration"])
     return call(*args, **kwargs)
 
 
-@PATCHES.row("schedules.measured", "megatron.training.training:train", when=is_chosen)
+@PATCHES.row("schedules.measured", "megatron.training.training:train")
 def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not log at the end of training how much of it was idle or out of the
-    table's order.
-    """
+    """Megatron does not log after training how much was idle or out of the table's order."""
     from megatron_ext.runtime.runtime import log_statistics
 
     try:
@@ -174,6 +160,7 @@ def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     "schedules.skipped_iterations",
     "megatron.training.training:dummy_train_step",
     kind="replace",
+    when=always,
     feature="core",
 )
 def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
@@ -191,11 +178,10 @@ def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
                     next(iterator)
 
 
-@PATCHES.row("schedules.packing", f"{_PACKING}:wrap_data_iterator", when=is_chosen, since=(0, 20))
+@PATCHES.row("schedules.packing", f"{_PACKING}:wrap_data_iterator", since=(0, 20))
 @PATCHES.row(
     "schedules.packed_batch",
     f"{_PACKING}:get_batch_on_this_rank_for_sequence_packing",
-    when=is_chosen,
     since=(0, 20),
 )
 def _check_packing(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -220,11 +206,9 @@ def _check_packing(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
     return call(*args, **kwargs)
 
 
-@PATCHES.row("pipeline.sends_own_storage", f"{_P2P}:_p2p_ops", feature="core")
+@PATCHES.row("pipeline.sends_own_storage", f"{_P2P}:_p2p_ops", when=always, feature="core")
 def _send_own_storage(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Overlapped sends of the interleaved schedule read memory that is freed meanwhile: wrong
-    activations, NaN or a hang.
-    """
+    """Overlapped sends of interleaved chunks read freed memory: wrong values, NaN or a hang."""
     # The interleaved schedule frees an output (it swaps the tensor's `.data`) while its overlapped
     # send is in flight. Holding the tensor does not help then; an alias has its own reference to
     # the storage. Later upstream releases delay the freeing instead.
@@ -308,12 +292,9 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
 @PATCHES.row(
     "schedules.offloading",
     f"{_OFFLOAD}:FineGrainedActivationOffloadingInterface.init_chunk_handler",
-    when=is_chosen,
 )
 def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> None:
-    """Megatron derives from the virtual stages in which order backwards fetch offloaded
-    activations, and a table has its own.
-    """
+    """Megatron derives from virtual stages in which order activations return; tables have one."""
     from megatron_ext.runtime.runtime import in_force
 
     in_force().offloading.begin_forward(call, kwargs)
@@ -323,7 +304,6 @@ def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -
     "schedules.offloaded_forward",
     f"{_OFFLOAD}:PipelineOffloadManager.pop_forward_chunk",
     kind="replace",
-    when=is_chosen,
 )
 def _forward_begun(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> Any:
     """Megatron takes a forward for finished once all that it offloads has left, so a stage of
@@ -332,11 +312,7 @@ def _forward_begun(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> A
     return manager.cur_forward_chunk()  # None in evaluations
 
 
-@PATCHES.row(
-    "schedules.returned_activation",
-    f"{_OFFLOAD}:ChunkOffloadHandler.tensor_pop",
-    when=is_chosen,
-)
+@PATCHES.row("schedules.returned_activation", f"{_OFFLOAD}:ChunkOffloadHandler.tensor_pop")
 def _await_return(call: Call, handler: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron reads a saved tensor before its copy has ended, where groups are nested
     (attn_norm around qkv_linear) or a backward follows its own forward in the first step.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.config import active
-from megatron_ext.patches.registry import Args, Call, Kwargs, Table, by_name
+from megatron_ext.patches.point import Args, Call, Kwargs, Table, by_name
 from megatron_ext.upstream.signatures import megatron_arguments
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
@@ -36,9 +36,7 @@ PATCHES = Table(feature="schedules", when=lambda: _running() is not None)
     required=False,  # Transformer Engine may be missing; the first step checks the effect
 )
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron attends to the tokens that it is given, but those of a slice need all before
-    them.
-    """
+    """Megatron attends to the tokens that it is given; those of a slice need all before them."""
     return _running().attend(call, instance, *args, **kwargs)
 
 
@@ -91,9 +89,7 @@ def _roll(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @PATCHES.row("slices.route", f"{_MOE}.router:TopKRouter.routing")
 def _route(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron leaves balancing losses to recomputation, in which the counts of other slices are
-    missing.
-    """
+    """Megatron leaves balancing losses to recomputation, without the counts of other slices."""
     return _running().route(call, instance, *args, **kwargs)
 
 

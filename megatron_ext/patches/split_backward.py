@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
-from megatron_ext.patches.registry import Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, Table
 
 PATCHES = Table(feature="schedules")
 
@@ -33,9 +33,7 @@ def _splitting() -> bool:
     when=_splitting,
 )
 def _linear(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron computes both gradients of a linear layer at once; zero-bubble schedules need
-    that of the weight later.
-    """
+    """Megatron computes both gradients of a linear layer at once; the weight's is due later."""
     from megatron_ext.runtime import split
 
     return split.linear(call, _record(), *args, **kwargs)
@@ -47,30 +45,20 @@ def _linear(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     when=_splitting,
 )
 def _embedding(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A weight shared by embedding and output layer has one summed gradient, which cannot be
-    split.
-    """
+    """A weight that embedding and output layer share has one sum of gradients: no split."""
     from megatron_ext.runtime.split import mark_embedding
 
     mark_embedding(instance.weight)
     return call(*args, **kwargs)
 
 
-def _splits() -> bool:
-    """Return whether the active schedule splits backwards."""
-    pipeline = active.pipeline()
-    return pipeline is not None and pipeline.full.splits_backward
-
-
 @PATCHES.row(
     "split_backward.config",
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-    when=_splits,
+    when=lambda: (found := active.pipeline()) is not None and found.full.splits_backward,
 )
 def _config(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron builds layers of Transformer Engine for deferred weight gradients only if the
-    configuration says so, which its constructor does not allow.
-    """
+    """Megatron's constructor refuses deferred weight gradients, for which TE's layers are built."""
     from megatron_ext.config.incompatible import why_not_split
 
     call(*args, **kwargs)

@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 from megatron_ext.config import active
-from megatron_ext.patches.registry import Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, Table
 from megatron_ext.patches.schedules import is_chosen
 from megatron_ext.schedules.table.actions import Action, Kind
 
@@ -19,11 +19,6 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _ACTION = "_megatron_ext_action"
 
 PATCHES = Table(feature="trace")
-
-
-def _is_observed() -> bool:
-    found = active.active()
-    return found is not None and bool(found.observers)
 
 
 def _may_be_observed() -> bool:
@@ -45,10 +40,7 @@ def _sees_megatrons_steps() -> bool:
 
 
 @PATCHES.row(
-    "trace.steps",
-    f"{_SCHEDULES}:get_forward_backward_func",
-    when=_may_be_observed,
-    order=-10,
+    "trace.steps", f"{_SCHEDULES}:get_forward_backward_func", when=_may_be_observed, order=-10
 )
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not report the begin of training steps to --trace and --hang-timeout."""
@@ -79,7 +71,12 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _observe_collective(name: str, patch: str, target: str, reason: str) -> None:
     """Add a row that reports the calls of a target as a collective of a name."""
 
-    @PATCHES.row(patch, target, reason, when=_is_observed)
+    @PATCHES.row(
+        patch,
+        target,
+        reason,
+        when=lambda: (found := active.active()) is not None and bool(found.observers),
+    )
     def run(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         observers = active.required().observers
         for observer in observers:

@@ -15,11 +15,9 @@ from typing import Any
 
 from megatron_ext.devices.translate import to
 from megatron_ext.errors import UserError
-from megatron_ext.patches.registry import Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, Table, always, by_name
 
 _BERT_SPECS = "megatron.core.models.bert.bert_layer_specs"
-
-PATCHES = Table()
 
 
 @cache
@@ -27,15 +25,15 @@ def _without_te() -> bool:
     return find_spec("transformer_engine") is None
 
 
+PATCHES = Table(when=_without_te)
+
+
 @PATCHES.row(
     "attention.packed",
     "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-    when=_without_te,
 )
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron refuses packed sequences (--sft), which it leaves to Transformer Engine:
-    AssertionError.
-    """
+    """Megatron leaves packed sequences (--sft) to Transformer Engine: AssertionError."""
     # Query, key and value are `[t, heads, width]`, the result `[t, heads * width]`; zeros for
     # tokens of no sequence, which pad the batch.
     names = ("query", "key", "value")
@@ -110,11 +108,10 @@ def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int
 @PATCHES.row(
     "attention.head_widths",
     "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+    when=always,
 )
 def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Multi-latent attention passes k_channels and v_channels, which only TE's attention
-    accepts: TypeError.
-    """
+    """Multi-latent attention passes k_channels and v_channels, which TE alone takes: TypeError."""
     kwargs = dict(kwargs)
     kwargs.pop("k_channels", None)  # equals the query's and follows from the tensors
     v_channels = kwargs.pop("v_channels", None)
@@ -125,25 +122,21 @@ def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -
 
 
 @PATCHES.row(
-    "norms.sequence_parallel", "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__"
+    "norms.sequence_parallel",
+    "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+    when=always,
 )
 def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The torch norm, the only one without Transformer Engine and Apex, refuses sequence
-    parallelism.
-    """
+    """The torch norm, the only one without TE and Apex, refuses sequence parallelism."""
     # A norm acts on each token, so it can run on a split sequence; only the gradients of its
     # parameters must be summed over the tensor-parallel group. `finalize_model_grads` does that for
     # parameters marked `sequence_parallel`.
-    config = kwargs.get("config", args[1] if len(args) > 1 else None)
-    if config is None or not config.sequence_parallel:
+    given = by_name(call, args, kwargs)
+    if not given["config"].sequence_parallel:
         return call(*args, **kwargs)
-    unsplit = copy.copy(config)
-    unsplit.sequence_parallel = False
-    if "config" in kwargs:
-        kwargs = {**kwargs, "config": unsplit}
-    else:
-        args = (args[0], unsplit, *args[2:])
-    norm = call(*args, **kwargs)
+    given["config"] = copy.copy(given["config"])
+    given["config"].sequence_parallel = False
+    norm = call(**given)
     for parameter in norm.parameters():
         parameter.sequence_parallel = True
     return norm
@@ -152,12 +145,9 @@ def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs:
 @PATCHES.row(
     "tensor_parallel.recompute_without_fp8",
     "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
-    when=_without_te,
 )
 def _without_fp8(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron tests `fp8 is not None`, but the default is False, so it always calls
-    Transformer Engine: --recompute-modules layernorm ends in a NameError.
-    """
+    """Megatron takes fp8=False, the default, for FP8: --recompute-modules layernorm: NameError."""
     others = {name: value for name, value in kwargs.items() if name != "fp8"}
     call(None, *args[1:], **others)
 
@@ -165,13 +155,10 @@ def _without_fp8(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None
 @PATCHES.row(
     "mtp.inference_layers",
     "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
-    when=_without_te,
     since=(0, 20),
 )
 def _is_none(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> bool:
-    """Without Transformer Engine the classes are mocks, which isinstance refuses: no layer of
-    multi-token prediction can be built.
-    """
+    """Without Transformer Engine the classes are mocks, which isinstance refuses: no MTP layer."""
     return False
 
 
@@ -180,12 +167,9 @@ def _is_none(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> bool:
     f"{_BERT_SPECS}:bert_layer_with_transformer_engine_spec",
     kind="set",
     creates=True,
-    when=_without_te,
 )
 def _local_spec(_original: Any) -> Any:
-    """pretrain_bert.py always imports this name, and without Transformer Engine the module's
-    __getattr__ raises ImportError.
-    """
+    """pretrain_bert.py always imports this name; without Transformer Engine: ImportError."""
     return sys.modules[_BERT_SPECS].bert_layer_local_spec
 
 
@@ -196,7 +180,6 @@ PATCHES.row(
     "Engine is installed: NameError.",
     kind="set",
     creates=True,
-    when=_without_te,
     until=(0, 17),
 )(to(None))
 for _name, _value in (("HAVE_TE", False), ("TELinear", None), ("TEColumnParallelLinear", None)):
@@ -205,6 +188,5 @@ for _name, _value in (("HAVE_TE", False), ("TELinear", None), ("TEColumnParallel
         f"megatron.core.transformer.multi_latent_attention:{_name}",
         "Without Transformer Engine this is a mock, which isinstance refuses.",
         kind="set",
-        when=_without_te,
         until=(0, 17),
     )(to(_value))

@@ -41,8 +41,10 @@ from megatron.core.utils import (
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.offloading import is_offloading
-from megatron_ext.upstream.signatures import linear_parameters
+from megatron_ext.upstream.signatures import parameters
 
+# The function behind Column- and RowParallelLinear.
+_LINEAR = "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce"
 _Key = tuple[int, int]
 Progress = Callable[[AbstractSet[int]], None]
 """Callback with the ids of the weights whose gradients remain to be computed."""
@@ -425,7 +427,7 @@ def linear(
     `call` is upstream's `linear_with_grad_accumulation_and_async_allreduce`, with its arguments.
     Weights that cannot be split (`is_splittable`) take upstream's path unchanged.
     """
-    given = {**dict(zip(linear_parameters(), args, strict=False)), **kwargs}
+    given = {**dict(zip(parameters(_LINEAR), args, strict=False)), **kwargs}
     weight, bias = given["weight"], given["bias"]
     if given.get("grad_output_buffer") is not None or not is_splittable(weight):
         return call(**given)

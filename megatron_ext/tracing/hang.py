@@ -152,13 +152,13 @@ class Watchdog:
         import torch.distributed as dist
 
         from megatron_ext.disaggregation import job as disaggregation
-        from megatron_ext.disaggregation.worlds import shared_store
+        from megatron_ext.disaggregation.worlds import roles_in_force
 
         default: Any = dist.distributed_c10d._get_default_store()
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         job = disaggregation.current()
         if job is not None:  # torch.distributed knows the ranks of one role
-            default, rank, num_ranks = shared_store(), job.rank, job.ranks.num_ranks
+            default, rank, num_ranks = roles_in_force().store, job.rank, job.ranks.num_ranks
         store = default.clone()  # a separate connection: the other may be blocked
         store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._training = threading.get_ident()

@@ -58,18 +58,13 @@ def report(error: BaseException) -> None:
             with suppress(RuntimeError):  # the host of the store has ended: so do its ranks
                 _store().set(_key(), f"rank {rank} on {socket.gethostname()}: {line}")
     if isinstance(error, TransportError) and "TORCHELASTIC_RUN_ID" in os.environ:
-        _wait_for_the_cause()
+        # torchrun ends this rank with SIGTERM as soon as it has seen the one that failed.
+        ended = threading.Event()
+        before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+        ended.wait(_CAUSE_S)
+        signal.signal(signal.SIGTERM, before)
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(_HELD_S if is_first else _OTHERS_S)
-
-
-def _wait_for_the_cause() -> None:
-    """Wait, for `_CAUSE_S` at most, until torchrun has seen another rank end and ends this one."""
-    ended = threading.Event()
-    # torchrun ends this rank with SIGTERM as soon as it has seen the one that failed.
-    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    ended.wait(_CAUSE_S)
-    signal.signal(signal.SIGTERM, before)
 
 
 def _tell_torchrun(line: str, *, is_effect: bool) -> None:
@@ -121,34 +116,30 @@ def _last_saved(save: str) -> int | None:
         return None
 
 
-class interrupts:  # noqa: N801 - a context manager, named as those of contextlib
-    """Counts Ctrl-C while the block runs.
+@contextmanager
+def interrupts() -> Iterator[threading.Event]:
+    """Yield an event that is set when Ctrl-C ends the block; further ones are ignored then.
 
     A rank that waits in a collective notices the end of its peers first: an error of the connection
     then ends it, though nobody but the user is its reason.
     """
+    seen, before = threading.Event(), signal.getsignal(signal.SIGINT)
 
-    def __init__(self) -> None:
-        self.seen = False
-
-    def __enter__(self) -> interrupts:
-        """Replace Python's handler, which is the one that is there, unless SIGINT is ignored."""
-        self._before = signal.getsignal(signal.SIGINT)
-        if self._before is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._interrupt)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Ignore further ones: the process is about to end."""
-        if self.seen:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        elif self._before is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _interrupt(self, *_: object) -> None:
-        self.seen = True
+    def interrupt(*_: object) -> None:
+        seen.set()
         logging.disable()  # Megatron logs the traceback of what passes through it
         raise KeyboardInterrupt
+
+    replaces = before is signal.default_int_handler  # unless SIGINT is ignored
+    if replaces:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield seen
+    finally:
+        if seen.is_set():  # the process is about to end
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        elif replaces:
+            signal.signal(signal.SIGINT, before)
 
 
 def _is_first(line: str) -> bool:

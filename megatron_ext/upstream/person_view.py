@@ -1,7 +1,6 @@
 """A person's view of a training log: some lines on the start, then a short one per logged step.
 
     torchrun ... 2>&1 | python -m megatron_ext.upstream.person_view --log all.txt
-    for line in condensed(lines): print(line)                       # the same over lines
 
 Megatron's own lines stay as they are, because programs read them; this reads them too, and needs
 the standard library alone. Warnings that matter and errors are passed on, once each.
@@ -13,7 +12,6 @@ import argparse
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +26,8 @@ _SEQ_LENGTH = re.compile(r"  seq_length \.+ (\d+)")
 _BUBBLE = re.compile(r"pipeline: bubble ([\d.]+) %")
 _OURS = re.compile(r"(?:\[rank \d+\] )?megatron_ext(?:: |\s+runs )")
 _WARNING = re.compile(r"WARNING[: ]|.*?:\d+: \w*Warning: |\S*: ?warning: ", re.IGNORECASE)
+# What precedes the text of a warning: the place in Megatron that raised it.
+_WARNED_AT = re.compile(r"^(?:WARNING:?\s?(?:[\w.]+:)?|.*?:\d+: \w*Warning: )")
 _ERROR = re.compile(r"\w[\w.]*(?:Error|Exception|Interrupt|Exit|Mismatch|Died|Timeout)\b(?:: |$)")
 _TORCHRUN = re.compile(r"[EWI]\d{4} [\d:.]+ \d+ torch/distributed/(?:elastic|run)")
 
@@ -129,7 +129,8 @@ class PersonView:
             return []
         del self._tracebacks[source]
         # torchrun's own report adds nothing to an error of a rank, but is all there is on a kill.
-        if (any(name in line for name in _LAUNCHER) and self.failed) or not self._is_new(line):
+        is_launchers = any(name in line for name in _LAUNCHER)
+        if (is_launchers and self.failed) or not self._once(_without_numbers(line)):
             self._after_error.pop(source, None)
             return []
         self.failed = True
@@ -139,12 +140,6 @@ class PersonView:
         """Return whether a line, or one that differs in numbers alone, has been shown."""
         line = _RANK.sub("", line)
         return line in self._shown or _without_numbers(line) in self._shown
-
-    def _is_new(self, line: str) -> bool:
-        key = _without_numbers(line)
-        new = key not in self._shown
-        self._shown.add(key)
-        return new
 
     def _recognized(self, line: str) -> list[str]:
         if found := _STEP.search(line):
@@ -160,7 +155,9 @@ class PersonView:
             self.failed = self.failed or "error: " in line
             return self._once(line)
         if _WARNING.match(line):
-            return [] if _HARMLESS.search(line) else self._once(f"warning: {_reason(line)}")
+            if _HARMLESS.search(line):
+                return []
+            return self._once(f"warning: {_WARNED_AT.sub('', line).strip()}")
         return self._stage(line)
 
     def _noted(self, line: str) -> bool:
@@ -222,24 +219,6 @@ class PersonView:
 def _without_numbers(line: str) -> str:
     # Ranks, process ids and ports differ between equal lines.
     return re.sub(r"\d+", "#", line)
-
-
-def _reason(line: str) -> str:
-    """Return a warning without the place in Megatron that raised it."""
-    return re.sub(r"^(?:WARNING:?\s?(?:[\w.]+:)?|.*?:\d+: \w*Warning: )", "", line).strip()
-
-
-def condensed(lines: Iterable[str], *, seq_length: int | None = None) -> Iterator[str]:
-    """Yield the short form of a log, as its lines arrive.
-
-    Args:
-        lines: The log's lines.
-        seq_length: Tokens of a sample, for tokens/s; None: from the log's list of arguments.
-    """
-    view = PersonView(seq_length)
-    for line in lines:
-        yield from view.feed(line)
-    yield from view.flush()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -44,9 +44,6 @@ REFERENCES: dict[Release, Reference] = {
 }
 """By minor release, oldest first."""
 
-UNRELEASED = frozenset({(0, 20)})
-"""Reviewed on a commit of Megatron-LM's main that says this version, before wheel and tag."""
-
 _OLDEST, _NEWEST = min(REFERENCES), max(REFERENCES)
 _TRAINING_SINCE: Release = (0, 17)
 
@@ -106,11 +103,7 @@ def installed_release() -> Release | None:
 
 
 def reference(release: Release | None = None) -> Reference:
-    """Return the reference of a release: its own, or that of the nearest known release.
-
-    Args:
-        release: By default the installed one; if there is none, the oldest.
-    """
+    """Return the reference of a release (the installed one, else the oldest) or the nearest one."""
     release = release or installed_release() or _OLDEST
     # What comes next resembles the newest known release more than any other.
     older = [known for known in REFERENCES if known <= release]
@@ -143,7 +136,10 @@ def check_core() -> None:
         UserError: It is not installed, or another package has its name.
         UpstreamMismatch: It is older than the range.
     """
-    package = shadowing_package()
+    # NVIDIA's `megatron` is a namespace, without such a file; the package index has another project
+    # of the name.
+    files = (Path(entry or ".") / "megatron" / "__init__.py" for entry in sys.path)
+    package = next((file.resolve() for file in files if file.is_file()), None)
     if package is not None:
         raise UserError(
             f"{package} belongs to the package `megatron` of the package index, which is not "
@@ -163,12 +159,3 @@ def check_core() -> None:
             supported=SUPPORTED,
             remedy=f"pip install 'megatron-core{SUPPORTED}'",
         )
-
-
-def shadowing_package() -> Path | None:
-    """Return the file that makes `megatron` an ordinary package, or None.
-
-    NVIDIA's is a namespace, without such a file. The package index has another project of the name.
-    """
-    files = (Path(entry or ".") / "megatron" / "__init__.py" for entry in sys.path)
-    return next((file.resolve() for file in files if file.is_file()), None)

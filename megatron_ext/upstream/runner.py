@@ -20,7 +20,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -38,24 +37,8 @@ _LOST = re.compile(r"Connection (?:closed|reset) by peer(?: \S+\d)?|remote proce
 _DUMPS_STACKS = "megatron.core.inference.data_parallel_inference_coordinator"
 
 
-@dataclass(frozen=True)
-class Start:
-    """The program to run."""
-
-    script: Path | None
-    """File of the program; None for GPT on the wheel's own training loop."""
-    why: str
-
-    def __str__(self) -> str:
-        program = self.script or "megatron.training of the wheel for GPT"
-        return f"runs {program} ({self.why})"
-
-
-def choose(script: str) -> Start:
-    """Resolve a script's name, without running or importing anything.
-
-    Args:
-        script: A path, or the name of a script of Megatron-LM.
+def choose(script: str) -> Path | None:
+    """Return the file of a script, of a path or of Megatron-LM; None for GPT on the wheel's loop.
 
     Raises:
         UserError: The file does not exist, and neither a tree nor the wheel provides it.
@@ -66,13 +49,14 @@ def choose(script: str) -> Start:
         resolved = path.resolve()
         if upstream.is_tree(resolved.parent):
             upstream.check_tree(resolved.parent)
-            upstream.use_tree(resolved.parent)
-        return Start(resolved, "the file given")
+            # For this whole process, and for those that it starts.
+            os.environ["MEGATRON_LM_PATH"] = str(resolved.parent)
+        return resolved
     tree = upstream.find_tree()
     if tree is not None:
         upstream.check_tree(tree)
         if (tree / script).is_file():
-            return Start(tree / script, "of the Megatron-LM tree")
+            return tree / script
     version, release = releases.core_version(), releases.installed_release()
     fetch = (
         f"`megatron-ext upstream fetch`, or set MEGATRON_LM_PATH to a {releases.reference().tag}"
@@ -93,12 +77,12 @@ def choose(script: str) -> Start:
             f"megatron-core {version} has no training loop, Megatron-LM's tree has: {fetch}; or "
             "take Python 3.12 or later and pip install 'megatron-core>=0.17,<0.21', which bring one"
         )
-    return Start(None, "no Megatron-LM tree was found")
+    return None
 
 
-def execute(start: Start) -> None:
-    """Run a program in this process; errors propagate."""
-    if start.script is None:
+def execute(script: Path | None) -> None:
+    """Run what `choose` returned in this process; errors propagate."""
+    if script is None:
         if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":  # our flags would have no effect
             raise UserError(
                 "MEGATRON_EXT_DISABLE=1 switches off what stands in for upstream's script; unset "
@@ -110,8 +94,8 @@ def execute(start: Start) -> None:
         return
     # What Python itself does for `python SCRIPT`; the tree's megatron.core is kept out by our
     # finder.
-    sys.path.insert(0, str(start.script.parent))
-    runpy.run_path(str(start.script), run_name="__main__")
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _address_of_one() -> None:
@@ -127,36 +111,30 @@ def _address_of_one() -> None:
     os.environ["MASTER_ADDR"] = "localhost"
 
 
-def _is_upstreams_need(error: ModuleNotFoundError) -> bool:
-    """Return whether Megatron's own code failed to import a package that is not ours."""
-    # Frames of the import system itself lie between the importing line and the error.
-    importers = [
-        frame.f_globals.get("__name__", "")
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if "importlib" not in frame.f_code.co_filename
-    ]
-    missing = (error.name or "").partition(".")[0]
-    return importers[-1].startswith("megatron.") and missing not in {"megatron", "megatron_ext"}
-
-
 def _explained(error: BaseException) -> MegatronExtError | None:
     """Return the error that a user should see in one line; None: its traceback says more."""
     if isinstance(error, MegatronExtError):
         return error
-    if isinstance(error, ModuleNotFoundError) and _is_upstreams_need(error):
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, ModuleNotFoundError):
+        # Frames of the import system itself lie between the importing line and the error.
+        *_, importer = (f for f in frames if "importlib" not in f.f_code.co_filename)
         package = (error.name or "").partition(".")[0]
-        remedy = f"none of our extras brings it: pip install {package}, if it runs on this machine"
-        for line in metadata.requires("megatron-ext") or []:
-            is_brought = re.match(rf"{re.escape(package)}\b", line)
-            if is_brought and line.endswith(('"upstream"', "'upstream'")):
-                remedy = "pip install 'megatron-ext[upstream]' brings what its scripts need"
-        return UserError(
-            f"Megatron-LM's own code imports {error.name}, which is not installed; {remedy}"
-        )
-    *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
-    is_megatrons = frame.f_globals.get("__name__", "").startswith("megatron.")
+        is_upstreams = importer.f_globals.get("__name__", "").startswith("megatron.")
+        if is_upstreams and package not in {"megatron", "megatron_ext"}:
+            remedy = (
+                f"none of our extras brings it: pip install {package}, if it runs on this machine"
+            )
+            for line in metadata.requires("megatron-ext") or []:
+                is_brought = re.match(rf"{re.escape(package)}\b", line)
+                if is_brought and line.endswith(('"upstream"', "'upstream'")):
+                    remedy = "pip install 'megatron-ext[upstream]' brings what its scripts need"
+            return UserError(
+                f"Megatron-LM's own code imports {error.name}, which is not installed; {remedy}"
+            )
+    is_megatrons = frames[-1].f_globals.get("__name__", "").startswith("megatron.")
     # Rules that Megatron checks when it makes its configuration, instead of in validate_args.
-    is_rule = is_megatrons and frame.f_code.co_name == "__post_init__"
+    is_rule = is_megatrons and frames[-1].f_code.co_name == "__post_init__"
     if is_rule and isinstance(error, (AssertionError, ValueError)):
         return ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}")
     # An error of the script's own may say the same, of a connection to something else.
@@ -178,14 +156,9 @@ def _explained(error: BaseException) -> MegatronExtError | None:
 
 
 def run(script: str, argv: Sequence[str]) -> int:
-    """Run a training script under the patches, in this process.
+    """Run a script with its arguments under the patches, in this process; return the exit code.
 
-    Args:
-        script: A path, or the name of a script of Megatron-LM.
-        argv: The script's own arguments.
-
-    Returns:
-        The exit code. Errors of other packages propagate with their traceback.
+    Errors of other packages propagate with their traceback.
     """
     if {"-h", "--help"} & set(argv):
         if os.environ.get("RANK", "0") != "0":
@@ -198,14 +171,14 @@ def run(script: str, argv: Sequence[str]) -> int:
     # Megatron gives the root logger a handler, which would show each line again.
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(level)
-    with failure.interrupts() as interrupts:
+    with failure.interrupts() as interrupted:
         try:
             _run(script, argv)
         except BaseException as error:
             # The launcher ends all ranks as soon as one has ended. This one does so by itself, with
             # its reason and its exit code, however long the interpreter's exit takes.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if interrupts.seen:
+            if interrupted.is_set():
                 failure.report_interrupt()
                 return 128 + signal.SIGINT
             explained = _explained(error)
@@ -227,14 +200,18 @@ def _without_stacks(_coordinator: ModuleType) -> None:
 
 def _run(script: str, argv: Sequence[str]) -> None:
     releases.check_core()
-    start = choose(script)
+    chosen = choose(script)
     # Megatron parses the command line of the process.
-    sys.argv = [str(start.script or script), *argv]
+    sys.argv = [str(chosen or script), *argv]
     # Before Megatron is imported: it copies names of torch.cuda. Reads --device-backend too.
     devices.current()
-    if start.script is None and os.environ.get("RANK", "0") == "0":
-        print(f"megatron_ext {start}", flush=True)
+    if chosen is None and os.environ.get("RANK", "0") == "0":
+        print(
+            "megatron_ext runs megatron.training of the wheel for GPT (no Megatron-LM tree was "
+            "found)",
+            flush=True,
+        )
     _address_of_one()
     wrapt.register_post_import_hook(_without_stacks, _DUMPS_STACKS)
     with failure.watching_other_hosts():
-        execute(start)
+        execute(chosen)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Collection
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -21,11 +19,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 @cache
 def parameters(place: str) -> tuple[str, ...]:
-    """Return the names of a function's parameters, in order.
-
-    Args:
-        place: `module:function`.
-    """
+    """Return the names of the parameters of `module:function`, in order."""
     module, _, name = place.partition(":")
     return tuple(inspect.signature(getattr(import_module(module), name)).parameters)
 
@@ -36,36 +30,11 @@ def megatron_arguments() -> Any:
     return None if found is None else found._GLOBAL_ARGS
 
 
-def attribute(name: str, *modules: str) -> Any:
-    """Return an attribute of the first module that exists and has it.
-
-    Args:
-        name: Name of the attribute.
-        modules: Candidate modules of all releases, newest first.
-
-    Raises:
-        ImportError: No module has it.
-    """
-    for module in modules:
-        try:
-            exists = find_spec(module) is not None
-        except ModuleNotFoundError:  # one of its packages
-            continue
-        # A release may have the module and keep the name elsewhere.
-        if exists and hasattr(import_module(module), name):
-            return getattr(import_module(module), name)
-    raise ImportError(f"no {name} in {', '.join(modules)}: this Megatron has it elsewhere")
-
-
 def backward_step_of(model: Any, config: Any) -> Callable[[Any, Any, Any], Any]:
     """Return Megatron's `backward_step` for one model, for every backward of a step.
 
     It takes the inputs of the stage, `[s, b, h]`, its outputs and their gradients. Only 0.16 also
     needs the type of the model, which lies below its wrappers and is looked up once.
-
-    Args:
-        model: The chunk of the stage, in its wrappers.
-        config: Configuration of the model.
     """
     step = import_module(_SCHEDULES).backward_step
     # Looked up for the model and not for each backward: a step has thousands of them.
@@ -84,14 +53,6 @@ def needed_of_models() -> tuple[str, ...]:
     """Return the attributes that Megatron's forward and backward steps read of a model."""
     needed = "config", "set_input_tensor"
     return (*needed, "model_type") if _takes_model_type() else needed
-
-
-@cache
-def linear_parameters() -> tuple[str, ...]:
-    """Return the parameters of the function behind Column- and RowParallelLinear."""
-    return parameters(
-        "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce"
-    )
 
 
 def default_groups() -> Any:
@@ -123,12 +84,7 @@ def is_multi_module(groups: Any) -> bool:
 
 
 def mtp_on_this_rank(config: Any, *, vp_stage: int | None) -> bool:
-    """Return whether a chunk of this rank has layers of multi-token prediction.
-
-    Args:
-        config: The model's.
-        vp_stage: The chunk; None where a rank has one.
-    """
+    """Return whether a chunk of this rank (None: its only one) predicts several tokens."""
     module = "megatron.core.transformer.multi_token_prediction"
     decide = import_module(module).mtp_on_this_rank
     if "config" in parameters(f"{module}:mtp_on_this_rank"):
@@ -143,51 +99,10 @@ def mtp_on_this_rank(config: Any, *, vp_stage: int | None) -> bool:
     )
 
 
-def build_tokenizer(args: Namespace) -> Any:
-    """Build a tokenizer with megatron.core's own builder.
-
-    Args:
-        args: With the names of 0.16; what later releases read beside them is added to a copy.
-    """
-    build = attribute(
-        "build_tokenizer",
-        "megatron.core.tokenizers.utils.build_tokenizer",
-        "megatron.core.tokenizers.text.utils.build_tokenizer",
-    )
-    given = vars(args)
-    added = {
-        name: made(given) if callable(made) else made
-        for name, made in _TOKENIZER_ARGUMENTS.items()
-        if name not in given
-    }
-    return build(Namespace(**given, **added))
-
-
-# Settings that builders after 0.16 read, with their defaults.
-_TOKENIZER_ARGUMENTS: dict[str, Any] = {
-    "chat_template": None,
-    "metadata_path": lambda given: given.get("tokenizer_metadata"),
-    "pad_vocab_size": False,
-    "padded_vocab_size": 0,  # any: only None makes the builder compute it
-    "special_tokens": lambda given: given.get("tokenizer_special_tokens"),
-    "tokenizer_hf_no_include_special_tokens": lambda given: (
-        not given.get("tokenizer_hf_include_special_tokens")
-    ),
-    "tokenizer_hf_no_use_fast": lambda given: not given.get("tokenizer_hf_use_fast"),
-    "tokenizer_sentencepiece_ignore_extra_whitespaces": True,
-    "use_gigatoken": False,
-}
-
-
-# Destinations of flags by their name in 0.16, with those that they have since.
-_RENAMED = {"enable_gloo_process_groups": ("use_gloo_process_groups",)}
+# Destinations of flags by their name in 0.16, with the one that they have since.
+_RENAMED = {"enable_gloo_process_groups": "use_gloo_process_groups"}
 
 
 def flag_destination(name: str, known: Collection[str]) -> str | None:
-    """Return the name of a flag's destination in the installed release, or None.
-
-    Args:
-        name: Its name in 0.16.
-        known: All destinations of a parser, or all attributes of parsed arguments.
-    """
-    return next((found for found in (name, *_RENAMED.get(name, ())) if found in known), None)
+    """Return the name among all known destinations of the one that 0.16 calls `name`, or None."""
+    return next((found for found in (name, _RENAMED.get(name, "")) if found in known), None)

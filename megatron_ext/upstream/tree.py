@@ -37,7 +37,6 @@ def _how_to_get() -> str:
 class TreeStatus:
     """The state of a Megatron-LM tree: its version, and its commit if it is a git checkout."""
 
-    path: Path
     version: str
     commit: str | None
     modified: tuple[str, ...]
@@ -67,16 +66,11 @@ def is_tree(path: Path) -> bool:
     return training.is_file() and (path / "pretrain_gpt.py").is_file()
 
 
-def use_tree(path: Path) -> None:
-    """Use the tree that contains the script to run, for this whole process."""
-    os.environ["MEGATRON_LM_PATH"] = str(path.resolve())  # processes that this one starts see it
-
-
 def find_tree() -> Path | None:
     """Return the Megatron-LM tree to use, or None.
 
-    In this order: the tree of the running script (`use_tree`), `MEGATRON_LM_PATH`, the entries of
-    `sys.path` (which includes `PYTHONPATH`), and the destination of `fetch`.
+    In this order: `MEGATRON_LM_PATH` (a script inside of a tree sets it), the entries of `sys.path`
+    (which includes `PYTHONPATH`), and the destination of `fetch`.
 
     Raises:
         UserError: `MEGATRON_LM_PATH` is set, but is not a Megatron-LM tree.
@@ -174,7 +168,7 @@ def tree_status(tree: Path) -> TreeStatus:
     if commit is not None:
         changes = _git(tree, "status", "--porcelain", "--untracked-files=no", "--", "*.py") or ""
         modified = tuple(line[3:] for line in changes.splitlines())
-    return TreeStatus(tree, tree_version(tree), commit and commit.strip(), modified)
+    return TreeStatus(tree_version(tree), commit and commit.strip(), modified)
 
 
 def _git(tree: Path, *arguments: str) -> str | None:
@@ -194,30 +188,25 @@ def _git(tree: Path, *arguments: str) -> str | None:
 
 
 def fetch(destination: Path | None = None, url: str = URL) -> Path:
-    """Make a shallow, verified clone of Megatron-LM at the installed release's tag.
+    """Clone Megatron-LM at the installed release's tag, shallow and verified; return the path.
 
     It clones beside the destination and renames at the end, so a broken transfer leaves nothing
-    behind. An existing tree at the right tag is kept.
-
-    Args:
-        destination: Destination folder; by default `cache_dir()`.
-        url: The repository, or a mirror of it.
-
-    Returns:
-        The path of the tree.
+    behind. An existing tree at the right tag is kept. The destination is by default `cache_dir()`,
+    the URL may be that of a mirror.
 
     Raises:
         UserError: git is missing or failed, or the destination holds something else.
         UpstreamMismatch: The tag of that repository is another commit.
     """
     target = destination or cache_dir()
+    _, tag, expected = releases.reference()
     if target.exists():
         problems = ["it is not a Megatron-LM tree"]
         if is_tree(target):
             problems = tree_status(target).problems
         if problems:
             raise UserError(
-                f"{target} exists but is not Megatron-LM {releases.reference().tag}: "
+                f"{target} exists but is not Megatron-LM {tag}: "
                 f"{'; '.join(problems)}. Move it away, or give another place with --path"
             )
         return target
@@ -233,9 +222,16 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
         ) from None
     try:
         clone = scratch / "tree"
-        _clone(url, clone)
+        subprocess.run(
+            ["git", "clone", "--quiet", "--depth", "1", "--branch", tag, url, str(clone)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_FETCH_TIMEOUT_S,
+            # Without it git asks for a password where a mirror needs one, and waits.
+            env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
+        )
         commit = (_git(clone, "rev-parse", "HEAD") or "").strip()
-        _, tag, expected = releases.reference()
         # A tag can be moved, and a mirror can have another one of the name.
         if commit != expected:
             raise UpstreamMismatch(
@@ -247,25 +243,6 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
                 remedy="Fetch from the official repository or a faithful mirror of it",
             )
         clone.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
-
-
-def _clone(url: str, clone: Path) -> None:
-    tag = releases.reference().tag
-    command = ["git", "clone", "--quiet", "--depth", "1", "--branch", tag, url, str(clone)]
-    # Without it git asks for a password where a mirror needs one, and waits.
-    environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
-    try:
-        subprocess.run(
-            command,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=_FETCH_TIMEOUT_S,
-            env=environment,
-        )
     except subprocess.TimeoutExpired:
         raise UserError(
             f"fetching {url} took more than {_FETCH_TIMEOUT_S} s; try again, or give a nearer "
@@ -277,3 +254,6 @@ def _clone(url: str, clone: Path) -> None:
             f"git could not fetch {tag} from {url}: {last[0]}. Check the network, or give a "
             f"mirror with --url, or set MEGATRON_LM_PATH to a checkout that you have"
         ) from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target

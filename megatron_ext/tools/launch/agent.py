@@ -116,8 +116,8 @@ def look(request: Json, log_dir: Path) -> Json:
         from megatron_ext.upstream import runner
 
         try:
-            start = runner.choose(script)
-            content = start.script.read_bytes() if start.script else b"the wheel"
+            chosen = runner.choose(script)
+            content = chosen.read_bytes() if chosen else b"the wheel"
             found["same"][f"{script}, content"] = hashlib.sha256(content).hexdigest()[:8]
         except MegatronExtError as error:
             problems.append(f"{error}; copy it there with rsync")
