@@ -112,6 +112,14 @@ _CHECKED_WITH_OVERLAP = (
 )
 
 
+def stage_of_chunk(chunk: int) -> int:
+    """Return the stage of a chunk of this rank, where Megatron deals chunks out round-robin."""
+    from megatron.core import parallel_state
+
+    ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    return int(chunk * ranks + parallel_state.get_pipeline_model_parallel_rank())
+
+
 @PATCHES.row(
     "schedules.microbatch_rng",
     f"{_SCHEDULES}:forward_step",
@@ -119,14 +127,9 @@ _CHECKED_WITH_OVERLAP = (
 )
 def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron draws dropout in the order of computation, --microbatch-rng by micro-batch."""
-    from megatron.core import parallel_state
-
     from megatron_ext.runtime.compute import rng_of_this_step
 
-    ranks = parallel_state.get_pipeline_model_parallel_world_size()
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    # Megatron deals chunks out round-robin.
-    stage = (kwargs.get("vp_stage") or 0) * ranks + rank
+    stage = stage_of_chunk(kwargs.get("vp_stage") or 0)
     with rng_of_this_step(stage, kwargs["current_microbatch"]):
         return call(*args, **kwargs)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.patches.point import Args, Call, Kwargs, Table
-from megatron_ext.patches.schedules import is_chosen
+from megatron_ext.patches.schedules import is_chosen, stage_of_chunk
 from megatron_ext.schedules.table.actions import Action, Kind
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -129,15 +129,8 @@ def _reported(
     call: Call, kind: Kind, key: tuple[int, int], args: Args, kwargs: Kwargs
 ) -> tuple[Action, Any]:
     """Run an action of a (chunk, micro-batch) before observers; return it and its result."""
-    from megatron.core import parallel_state as groups
-
     chunk, microbatch = key
-    pp, rank = (
-        groups.get_pipeline_model_parallel_world_size(),
-        groups.get_pipeline_model_parallel_rank(),
-    )
-    # Megatron's own schedules place chunks round-robin.
-    action = Action(chunk * pp + rank, kind, microbatch)
+    action = Action(stage_of_chunk(chunk), kind, microbatch)
     observers = active.required().observers
     for observer in observers:
         observer.begin_action(action)
