@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 from tests.ranks import run_ranks
 
@@ -39,13 +40,16 @@ def environment() -> None:
     from megatron_ext.patches import device
 
     device.disarm()
+    shown = warnings.showwarning
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "7"
     os.environ.pop("TORCHDYNAMO_DISABLE", None)
     for _ in range(2):
         device.arm()
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "7"  # the user's choice stays
         assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+        assert warnings.showwarning is not shown
         device.disarm()
+        assert warnings.showwarning is shown
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "7"
         assert "TORCHDYNAMO_DISABLE" not in os.environ
     device.arm()
