@@ -137,9 +137,9 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         return 0
     backend = flag_value(command, "--device-backend") or os.environ.get("MEGATRON_EXT_DEVICE")
     devices = 0 if backend == "cpu" else count_devices()
-    # Without torchrun each host has one process.
-    nproc = 1 if args.per_node else args.nproc
-    hosts, slurm_job = hosts_of(args, nproc, alone=devices or Parallel.of(command).replica_size)
+    hosts, slurm_job = hosts_of(args, args.nproc, devices or Parallel.of(command).replica_size)
+    if args.per_node:
+        hosts = tuple(replace(host, slots=1) for host in hosts)
     run_id = runs.check_run_id(args.run_id) if args.run_id else runs.new_run_id()
     if slurm_job is not None and not args.run_id:
         # `status`, `logs` and `stop` take the job's id, for the first run in it.

@@ -31,9 +31,7 @@ class Display:
     and so does the output, unless a view shortens it. Neither is closed.
     """
 
-    def __init__(
-        self, output: BinaryIO, log: BinaryIO | None = None, view: PersonView | None = None
-    ) -> None:
+    def __init__(self, output: BinaryIO, log: BinaryIO, view: PersonView | None = None) -> None:
         self._output, self._log, self._view = output, log, view
         self._chunks: queue.Queue[tuple[str, bytes] | None] = queue.Queue(_MAX_CHUNKS)
         self.iteration = 0
@@ -75,10 +73,9 @@ class Display:
                 if self._view is not None and not self.is_stopping:
                     shown += self._view.feed(line.decode(errors="replace"), source)
             text = b"".join(every)
-            if self._log is not None:
-                with suppress(OSError, ValueError):  # a full disk; the hosts still have the lines
-                    self._log.write(text)
-                    self._log.flush()
+            with suppress(OSError, ValueError):  # a full disk; the hosts still have the lines
+                self._log.write(text)
+                self._log.flush()
             if self._view is not None:
                 text = "".join(f"{line}\n" for line in shown).encode()
             if text and not is_broken:

@@ -78,6 +78,7 @@ def in_other_words(done: subprocess.CompletedProcess[str]) -> list[str]:
         ("a:1\nb:2", ("--", "job.py"), "different numbers of processes (a 1, b 2)"),
         ("a:1", ("--", "job.py", *SIZES.split()), "1 ranks cannot be divided into replicas of 2"),
         ("a:1", ("--show", "5", "--", "job.py"), "--show names '5'"),
+        ("a:4", ("--include", "a:0,1", "--per-node", "--show", "1", "--", "true"), "names '1'"),
         ("a", ("--dry-run", "--", "job.py"), "cannot count devices of a"),
         ("a:1", ("--run-id", "../x", "--", "job.py"), "'../x' is not a run id"),
     ],

@@ -80,7 +80,7 @@ def test_a_terminal_that_takes_nothing_loses_lines_but_holds_nobody_up() -> None
         display.show("host", line)
 
     with os.fdopen(writing, "wb") as output:
-        display = Display(output)
+        display = Display(output, io.BytesIO())
         flooding = threading.Thread(target=flood, args=(display,))
         flooding.start()
         flooding.join(2.0)  # longer than its patience; it must have left lines out by now
@@ -101,7 +101,7 @@ def test_a_reader_that_went_away_ends_the_display_and_not_the_job() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     output = os.fdopen(writing, "wb", buffering=0)
-    display = Display(output)
+    display = Display(output, io.BytesIO())
     for _ in range(20):
         display.show("a", b"line\n" * 100_000)
     display.close()
