@@ -23,7 +23,7 @@ from megatron_ext.errors import ArgumentsError, DataError, ScheduleError
 from megatron_ext.hosts.bridge_requirements import check_installed
 from megatron_ext.hosts.bridge_settings import Settings
 from megatron_ext.patches import effects, folded_pipelines, schedules
-from megatron_ext.patches.point import Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.registry import REGISTRY
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ __all__ = ["PATCHES", "check_installed"]
 
 _TRAINING = "megatron.bridge.training"
 
-PATCHES = Table(feature="Megatron-Bridge")
+PATCHES = PatchTable(feature="Megatron-Bridge")
 
 
 @dataclass

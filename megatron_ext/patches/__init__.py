@@ -1,7 +1,7 @@
 """All changes to other packages: tables of patches, and their registry.
 
-A table is a module with a `Table` named `PATCHES`, whose rows are decorators of their functions:
-id and target, and as docstring the reason, which says what goes wrong without the patch. Importing
+A table is a module with a `PatchTable` named `PATCHES`. Its rows are decorators of their functions:
+id and target; the docstring is the reason, which says what goes wrong without the patch. Importing
 a table imports neither torch nor Megatron. Add a patch to the table of its upstream area. For a new
 table, write the module and list it here.
 """

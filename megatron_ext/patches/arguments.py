@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any, NoReturn
 
 from megatron_ext.errors import ArgumentsError, message_of, parser_line
-from megatron_ext.patches.point import Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.upstream.signatures import flag_destination
 
 _LOG = logging.getLogger(__name__)
 _MODULE = "megatron.training.arguments"
 
-PATCHES = Table(feature="arguments")
+PATCHES = PatchTable(feature="arguments")
 
 
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:

@@ -8,13 +8,13 @@ import sys
 from functools import cache
 from typing import Any
 
-from megatron_ext.patches.point import Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
 _COMMON = "megatron.core.dist_checkpointing.strategies.common"
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
-PATCHES = Table()
+PATCHES = PatchTable()
 
 
 # torch's Adam, the fallback without TE and Apex, keeps a `step` tensor for each parameter, TE's and

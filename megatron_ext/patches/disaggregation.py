@@ -13,12 +13,12 @@ from typing import Any
 
 from megatron_ext.config.active import active
 from megatron_ext.disaggregation.job import current, has_role
-from megatron_ext.patches.point import Args, Call, Kwargs, Table, by_name
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 
 _TRAINING = "megatron.training.training"
 _PROVIDERS = ("model_provider_func", "build_model_func")
 
-PATCHES = Table(feature="disaggregation", when=lambda: current() is not None)
+PATCHES = PatchTable(feature="disaggregation", when=lambda: current() is not None)
 
 _on_forward_rank, _on_backward_rank = partial(has_role, "forward"), partial(has_role, "backward")
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.errors import EffectMissing
-from megatron_ext.patches.point import Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.upstream import releases
 
 # Number of steps to check: by then tied copies have been filled, and updated once.
 _STEPS = 2
 
-PATCHES = Table(feature="effects", order=-20)
+PATCHES = PatchTable(feature="effects", order=-20)
 
 
 def _checked() -> active.Active | None:

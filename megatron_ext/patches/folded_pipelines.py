@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from megatron_ext.config import active
 from megatron_ext.errors import DataError
-from megatron_ext.patches.point import Args, Call, Kwargs, Table, always
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, always
 
 _STATE = "megatron.core.parallel_state"
 _STAGES = "megatron.core.pipeline_parallel.utils"
@@ -22,7 +22,7 @@ _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout"
 _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
 
-PATCHES = Table(feature="schedules", when=active.is_folded)
+PATCHES = PatchTable(feature="schedules", when=active.is_folded)
 
 
 @PATCHES.row("placement.layers", f"{_LAYOUT}:PipelineParallelLayerLayout.from_str")

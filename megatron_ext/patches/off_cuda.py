@@ -12,14 +12,14 @@ from typing import Any
 
 from megatron_ext.devices import off_cuda, on_cpu
 from megatron_ext.devices.translate import to
-from megatron_ext.patches.point import Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.registry import REGISTRY
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 _NOTICE = "CPU RNG state changed"
 _PARALLEL_STATE = "megatron.core.parallel_state"
 
-PATCHES = Table()
+PATCHES = PatchTable()
 
 
 class _WithoutNotice(logging.Filter):

@@ -100,7 +100,7 @@ class Patch:
         return self.since <= release < self.until
 
 
-class Table(list[Patch]):
+class PatchTable(list[Patch]):
     """The rows of one area of upstream, each written as a decorator of its function.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ext.config import active
-from megatron_ext.patches.point import Args, Call, Kwargs, Table, always
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, always
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
@@ -21,7 +21,7 @@ def is_chosen() -> bool:
     return active.pipeline() is not None
 
 
-PATCHES = Table(feature="schedules", when=is_chosen)
+PATCHES = PatchTable(feature="schedules", when=is_chosen)
 
 
 @PATCHES.row(

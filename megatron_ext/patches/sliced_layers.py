@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.config import active
-from megatron_ext.patches.point import Args, Call, Kwargs, Table, by_name
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 from megatron_ext.upstream.signatures import megatron_arguments
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
@@ -22,7 +22,7 @@ def _running() -> Any:
     return None if found is None or found.runtimes is None else found.runtimes.kept.running
 
 
-PATCHES = Table(feature="schedules", when=lambda: _running() is not None)
+PATCHES = PatchTable(feature="schedules", when=lambda: _running() is not None)
 
 
 @PATCHES.row(

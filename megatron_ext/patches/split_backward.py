@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
-from megatron_ext.patches.point import Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 
-PATCHES = Table(feature="schedules")
+PATCHES = PatchTable(feature="schedules")
 
 
 def _record() -> Any:

@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 from megatron_ext.config import active
-from megatron_ext.patches.point import Args, Call, Kwargs, Table
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.schedules import is_chosen, stage_of_chunk
 from megatron_ext.schedules.table.actions import Action, Kind
 
@@ -18,7 +18,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 # Attribute of an output: (chunk, micro-batch) of its forward, for the backward.
 _ACTION = "_megatron_ext_action"
 
-PATCHES = Table(feature="trace")
+PATCHES = PatchTable(feature="trace")
 
 
 def _may_be_observed() -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_ext.devices.translate import to
 from megatron_ext.errors import UserError
-from megatron_ext.patches.point import Args, Call, Kwargs, Table, always, by_name
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, always, by_name
 
 _BERT_SPECS = "megatron.core.models.bert.bert_layer_specs"
 
@@ -25,7 +25,7 @@ def _without_te() -> bool:
     return find_spec("transformer_engine") is None
 
 
-PATCHES = Table(when=_without_te)
+PATCHES = PatchTable(when=_without_te)
 
 
 @PATCHES.row(
