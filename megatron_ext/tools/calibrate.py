@@ -350,8 +350,7 @@ def of_trace(
         counts = [stage.count("t") for stage in parse_layout(str(layout))]
     if len(counts) != stages or sum(counts) != model.num_layers:
         raise DataError(f"{directory} does not say how many layers its {stages} stages have")
-    costs = measured_costs(run, schedule)
-    times = list(zip(costs.forward_s, costs.input_s, costs.weight_s, strict=True))
+    times = measured_costs(run, schedule).stages
     ends = {"embedding": 0, "loss": stages - 1}
     formula = {
         name: computation(model, name, by, device, frozenset())

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,32 +73,25 @@ def made_by(message: Message) -> str:
     return str(message)
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The cause of a hang."""
 
     chain: str
     """`rank 2 waits for 5B3 of rank 3, which ...`"""
-    culprits: tuple[int, ...]
+    culprits: Sequence[int]
     """The ranks that the others wait for."""
 
     @property
     def message(self) -> str:
         """Return the error text."""
-        if len(self.culprits) == 1:
-            return f"rank {self.culprits[0]} holds the job up: {self.chain}"
         who = ", ".join(map(str, self.culprits))
+        if len(self.culprits) == 1:
+            return f"rank {who} holds the job up: {self.chain}"
         return f"ranks {who} hold each other up: {self.chain}"
 
 
 def explain(states: Mapping[int, RankState], num_ranks: int, start: int) -> Verdict:
-    """Follow the waits from a rank to the one that waits for nobody.
-
-    Args:
-        states: By rank; missing ranks did not answer.
-        num_ranks: Ranks of the job.
-        start: The rank to begin with.
-    """
+    """Follow the waits from a rank to the one that waits for nobody, or has not answered."""
     path, parts = [start], []
     while True:
         state = states.get(path[-1])
@@ -212,8 +204,7 @@ class Watchdog:
         if store.add(f"{_PREFIX}/first", 1) > 1:
             key = f"{_PREFIX}/verdict"
             store.wait([key], timedelta(seconds=3 * _ANSWER_S))
-            chain, culprits = json.loads(store.get(key))
-            return Verdict(chain, tuple(culprits))
+            return Verdict(*json.loads(store.get(key)))
         states = {rank: mine}
         # The others look for an alarm every quarter of the time-out.
         deadline = time.monotonic() + max(_ANSWER_S, self.timeout_s / 2)
@@ -227,7 +218,7 @@ class Watchdog:
         start = min(waiting, default=int(store.get(f"{_PREFIX}/alarm")))
         verdict = explain(states, num_ranks, start)
         _LOG.error("nothing goes on: %s", verdict.chain)
-        store.set(f"{_PREFIX}/verdict", json.dumps([verdict.chain, verdict.culprits]))
+        store.set(f"{_PREFIX}/verdict", json.dumps(verdict))
         return verdict
 
     def _state(self, rank: int) -> RankState:

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -111,61 +111,62 @@ class DeviceClock:
         return [max(0, round(self._base.elapsed_time(event) * 1e6)) for event in stamps]
 
 
-@dataclass
 class Recorder:
     """The trace of one rank.
 
     The first iteration creates the file, when the ranks of the groups are known. If the disk is
     full, the trace ends with a warning and training continues.
+
+    Args:
+        directory: Gives the folder of the run, and who this rank is.
+        clock: The host's, or that of a device.
+        sampling: The iterations to record: the first few of each interval.
+        memory_bytes: Gives the most memory that this rank has held so far.
+        first_iteration: Gives the number of the first iteration, when it begins.
     """
 
-    directory: Callable[[], tuple[Path, Header]]
-    """Gives the folder of the run, and who this rank is."""
-    clock: HostClock | DeviceClock = field(default_factory=HostClock)
-    sampling: Tracing = field(default_factory=Tracing)
-    """The iterations to record: the first few of each interval."""
-    memory_bytes: Callable[[], int] = lambda: 0
-    """The most memory that this rank has held so far."""
-    first_iteration: Callable[[], int] = lambda: 1
-    """Gives the number of the first iteration, when it begins."""
-    active: bool = field(default=False, init=False)
-    """True while an iteration is being traced."""
-    notes: dict[str, Any] = field(default_factory=dict, init=False)
-    """Further figures of the iteration, given while it runs."""
-    wires: dict[int, str] = field(default_factory=dict, init=False)
-    """By global rank of a peer: what carries messages between the two."""
-    _rank: int = field(default=0, init=False)
-    _row: dict[str, int] = field(default_factory=dict, init=False)
-    """Process and thread of its events."""
-    _file: IO[str] | None = field(default=None, init=False)
-    _ended: bool = field(default=False, init=False)
-    """True if nothing more can be written."""
-    _index: int = field(default=-1, init=False)
-    _number: int = field(default=0, init=False)
-    _begin_ns: int = field(default=0, init=False)
-    _kept: list[tuple[str, _Stamp, _Stamp, Mapping[str, Any]]] = field(
-        default_factory=list, init=False
-    )
+    def __init__(
+        self,
+        directory: Callable[[], tuple[Path, Header]],
+        clock: HostClock | DeviceClock | None = None,
+        sampling: Tracing | None = None,
+        *,
+        memory_bytes: Callable[[], int] = lambda: 0,
+        first_iteration: Callable[[], int] = lambda: 1,
+    ) -> None:
+        self.active = False
+        """True while an iteration is being traced."""
+        self.notes: dict[str, Any] = {}
+        """Further figures of the iteration, given while it runs."""
+        self.wires: dict[int, str] = {}
+        """By global rank of a peer: what carries messages between the two."""
+        self._directory, self._memory_bytes = directory, memory_bytes
+        self._clock, self._sampling = clock or HostClock(), sampling or Tracing()
+        self._first_iteration = first_iteration
+        self._file: IO[str] | None = None
+        self._ended = False
+        self._index, self._number, self._begin_ns = -1, 0, 0
+        self._kept: list[tuple[str, _Stamp, _Stamp, Mapping[str, Any]]] = []
 
     def begin_iteration(self) -> None:
         """Start the next iteration; end the previous one if it is still open."""
         self.end_iteration()
         if self._index < 0:
-            self._number = self.first_iteration() - 1
+            self._number = self._first_iteration() - 1
         self._index += 1
         self._number += 1
-        wanted = self._index % self.sampling.interval < self.sampling.num_iterations
+        wanted = self._index % self._sampling.interval < self._sampling.num_iterations
         if self._ended or not wanted:
             return
         # At the first traced iteration: the groups, which name the file, do not exist before.
         if self._file is None and not self._open():
             return
-        self._begin_ns = self.clock.begin()
+        self._begin_ns = self._clock.begin()
         self.active = True
 
     def stamp(self) -> _Stamp:
         """Return this moment, for `add`."""
-        return self.clock.stamp()
+        return self._clock.stamp()
 
     def add(
         self, name: str, begin: _Stamp, attributes: Mapping[str, Any], end: _Stamp = None
@@ -173,28 +174,28 @@ class Recorder:
         """Record a span that began at a moment and ends now, or at another moment."""
         if not self.active:  # any more, since the action began
             return
-        self._kept.append((name, begin, self.clock.stamp() if end is None else end, attributes))
+        self._kept.append((name, begin, self._clock.stamp() if end is None else end, attributes))
 
     def end_iteration(self) -> None:
         """Write the iteration that runs, if one is traced."""
         if not self.active:
             return
-        end = self.clock.stamp()  # before our own work below
+        end = self._clock.stamp()  # before our own work below
         kept, self._kept = self._kept, []
-        begins = self.clock.resolve([begin for _, begin, _, _ in kept], self._begin_ns)
-        *ends, duration_ns = self.clock.resolve([*(s[2] for s in kept), end], self._begin_ns)
+        begins = self._clock.resolve([begin for _, begin, _, _ in kept], self._begin_ns)
+        *ends, duration_ns = self._clock.resolve([*(s[2] for s in kept), end], self._begin_ns)
         events = [
             self._event(name, begin_ns, end_ns, about)
             for (name, _, _, about), begin_ns, end_ns in zip(kept, begins, ends, strict=True)
             if name != "wait" or end_ns - begin_ns >= _WAIT_NS
         ]
-        on_host = isinstance(self.clock, HostClock)
+        on_host = isinstance(self._clock, HostClock)
         wall_ns = duration_ns if on_host else time.monotonic_ns() - self._begin_ns
         figures = {
             "iteration": self._number,
             "duration_wall": wall_ns,
             "duration_cuda": 0 if on_host else duration_ns,
-            "memory_bytes": self.memory_bytes(),
+            "memory_bytes": self._memory_bytes(),
             "wires": self.wires,
             **self.notes,
         }
@@ -248,7 +249,7 @@ class Recorder:
     def _open(self) -> bool:
         """Create the file and write its first line; return False if the disk is full."""
         try:
-            directory, header = self.directory()
+            directory, header = self._directory()
             path = directory / FILE_NAME.format(header.data, header.pipeline, header.tensor)
             with check_writable(path):
                 directory.mkdir(parents=True, exist_ok=True)

@@ -27,23 +27,16 @@ _BUBBLE, _SENT, _JUMPED = "pipeline/bubble", "pipeline/sent bytes per s", "pipel
 
 
 def are_asked_for(settings: Mapping[str, Any]) -> bool:
-    """Return whether the scalars have a destination.
-
-    Args:
-        settings: Megatron's settings by name; those of writers are the same on all ranks.
-    """
+    """Return whether the scalars have a destination, by Megatron's settings: on all ranks alike."""
     traces = active.required().config.tracing is not None
     shown = os.environ.get(_SHOWN) == "1"
     return traces or shown or any(settings.get(name) for name in _WRITERS)
 
 
 def report(iteration: int, writer: Any, wandb: Any) -> None:
-    """Write the scalars, and a line if this rank logs to a terminal. Collective over all ranks.
+    """Write the scalars of a log line, with the writers that this rank has.
 
-    Args:
-        iteration: Iteration of the log line.
-        writer: TensorBoard's writer, on the rank that has one.
-        wandb: The W&B run, on the rank that has one.
+    A rank that logs to a terminal prints a line, too. Collective over all ranks.
     """
     import torch.distributed as dist
 
@@ -79,20 +72,14 @@ def since_last() -> dict[str, float] | None:
     from megatron_ext.runtime.runtime import in_force, totals
 
     # Of all steps so far; what is new since the last call is the difference.
-    measured, sent_bytes = totals()
-    now_s, counts = time.monotonic(), [
-        measured.busy_s,
-        measured.wall_s,
-        float(measured.out_of_order),
-        float(measured.actions),
-        float(sent_bytes),
-    ]  # fmt: skip
-    runtimes = in_force()
-    begin_s, before = runtimes.last_counts or (None, [0.0] * len(counts))
+    of, sent_bytes = totals()
+    counts = [of.busy_s, of.wall_s, float(of.out_of_order), float(of.actions), float(sent_bytes)]
+    now_s, runtimes = time.monotonic(), in_force()
+    # Before the first call, the time in steps stands for the time that passed.
+    begin_s, before = runtimes.last_counts or (now_s - of.wall_s, [0.0] * len(counts))
     runtimes.last_counts = now_s, counts
     new = [count - old for count, old in zip(counts, before, strict=True)]
-    # Before the first call, the time in steps stands for the time that passed.
-    new.append(now_s - begin_s if begin_s is not None else measured.wall_s)
+    new.append(now_s - begin_s)
     # The default group reduces tensors of the device that it was made for.
     device = devices.current().torch_device(torch.distributed.get_node_local_rank(0))
     together = torch.tensor(new, dtype=torch.float32, device=device)

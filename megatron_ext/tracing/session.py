@@ -364,11 +364,8 @@ def _identity(found: Active) -> tuple[Path, Header]:
         versions={"megatron_ext": __version__, **versions, "python": platform.python_version()},
     )
     assert found.config.tracing is not None
-    is_dynamic = found.config.dynamic is not None
-    directory = Path(
-        found.config.tracing.directory
-        or Path("benchmark") / directory_name(sizes, dynamic=is_dynamic)
-    )
+    own = Path("benchmark") / directory_name(sizes, dynamic=found.config.dynamic is not None)
+    directory = Path(found.config.tracing.directory or own)
     if rank == 0:  # the table is that of all ranks
         path, table = directory / SCHEDULE_FILE, _table(found, args)
         with check_writable(path):
@@ -385,14 +382,12 @@ def _table(found: Active, args: Any) -> Schedule | None:
         return found.pipeline.full
     if found.transport_only is not None:
         return found.transport_only.full
-    if args is None:
+    pp = 1 if args is None else args.pipeline_model_parallel_size
+    if args is None or (pp < 2 and found.job is None):
         return None
-    pp = args.pipeline_model_parallel_size
     count = batches_of(args, pp, 1).num_microbatches
     if found.job is not None:
         return found.job.schedule(count)
-    if pp < 2:
-        return None
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None)
     try:
         return generate(base_table(chunks), pp, count, chunks)

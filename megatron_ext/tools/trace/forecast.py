@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -37,7 +37,7 @@ from megatron_ext.tracing.records import ACTION_NAMES
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
-    from megatron_ext.schedules.table.actions import Kind, Schedule
+    from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.placement import Placement
     from megatron_ext.tools.trace.survey import RankSurvey
 
@@ -127,66 +127,48 @@ class Forecast:
         return f"{', else '.join(choices)}." if choices else "no schedule that bounds memory fits."
 
 
-@dataclass(frozen=True)
-class StageCosts:
-    """Seconds of each stage's actions, and of a message."""
+def cut(
+    stages: Sequence[tuple[float, float, float]], count: int
+) -> tuple[tuple[float, float, float], ...]:
+    """Return what each stage takes if the same model is cut into equal stages.
 
-    forward_s: Sequence[float]
-    input_s: Sequence[float]
-    weight_s: Sequence[float]
-    latency_s: float
-    jitter: float
-    """Sigma of the logarithm of an action's time."""
-    all_to_all: float = 0.0
-    """Part of forwards and input gradients in which experts exchange tokens; 0: not known."""
+    The time of each stage is spread evenly over its part of the model. What the ends take beyond
+    the stages beside them, embedding and loss, stays in the ends.
 
-    def cut(self, num_stages: int) -> tuple[tuple[float, float, float], ...]:
-        """Return what each stage takes if the same model is cut into equal stages.
-
-        The time of each stage is spread evenly over its part of the model. What the ends take
-        beyond the stages beside them, embedding and loss, stays in the ends.
-        """
-        old = len(self.forward_s)
-
-        def spread(times: Sequence[float]) -> list[float]:
-            first = last = 0.0
-            if old > 2:
-                first, last = max(0.0, times[0] - times[1]), max(0.0, times[-1] - times[-2])
-                times = [times[0] - first, *times[1:-1], times[-1] - last]
-            found = []
-            for stage in range(num_stages):
-                begin, end = stage * old / num_stages, (stage + 1) * old / num_stages
-                parts = range(int(begin), min(old, int(end) + 1))
-                shares = (times[i] * max(0.0, min(end, i + 1) - max(begin, i)) for i in parts)
-                found.append(sum(shares))
-            found[0] += first
-            found[-1] += last
-            return found
-
-        return tuple(zip(*map(spread, (self.forward_s, self.input_s, self.weight_s)), strict=True))
-
-    def costs(self, pp: int, num_stages: int, *, jitter: bool = False) -> Costs:
-        """Return what the simulator takes, in seconds, for a cut of the model."""
-        return Costs(
-            sum(self.forward_s) / pp,
-            sum(self.input_s) / pp,
-            sum(self.weight_s) / pp,
-            latency=self.latency_s,
-            stages=self.cut(num_stages),
-            jitter=self.jitter if jitter else 0.0,
-            all_to_all=self.all_to_all,
-        )
+    Args:
+        stages: Seconds of forward, input and weight gradient of each stage.
+        count: Number of stages to cut into.
+    """
+    found = []
+    for times in zip(*stages, strict=True):
+        first = last = 0.0
+        if (old := len(times)) > 2:
+            first, last = max(0.0, times[0] - times[1]), max(0.0, times[-1] - times[-2])
+        layers = [times[0] - first, *times[1:-1], times[-1] - last] if old > 1 else [*times]
+        spread = []
+        for stage in range(count):
+            begin, end = stage * old / count, (stage + 1) * old / count
+            parts = range(int(begin), min(old, int(end) + 1))
+            shares = (layers[i] * max(0.0, min(end, i + 1) - max(begin, i)) for i in parts)
+            spread.append(sum(shares))
+        spread[0] += first
+        spread[-1] += last
+        found.append(spread)
+    return tuple(zip(*found, strict=True))
 
 
-def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
-    """Return the measured costs of a run's actions.
+def measured_costs(run: Run, schedule: Schedule) -> Costs:
+    """Return the measured costs of a run's actions and messages, in seconds.
 
     Raises:
         DataError: The actions of some stage were not traced.
     """
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    exchanged: dict[int, list[float]] = defaultdict(list)
     sigmas = []
     for survey in run.surveys:
+        for stage, sample in survey.exchanges.items():
+            exchanged[stage].append(statistics.median(sample))
         for key, sample in survey.actions.items():
             times[key].append(statistics.median(sample))
             values = [value for value in sample if value > 0]
@@ -195,46 +177,41 @@ def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
                 # machine did something else moves them little.
                 low, _, high = statistics.quantiles(values, n=4)
                 sigmas.append(math.log(high / low) / 1.349)
-
-    def median_s(kind: Kind, stage: int) -> float | None:
-        found = times.get((ACTION_NAMES[kind], stage))
-        # Slices cost about the same.
-        return schedule.num_slices * statistics.median(found) / 1e9 if found else None
-
-    rows: list[tuple[float, float, float]] = []
+    stages: list[tuple[float, float, float]] = []
     for stage in range(schedule.num_stages):
-        forward, whole = median_s("F", stage), median_s("B", stage)
-        split = median_s("I", stage), median_s("W", stage)
-        if split[0] and split[1]:
-            backward = split[0], split[1]
-        elif whole:
+        # Slices cost about the same.
+        forward, whole, *split = (
+            schedule.num_slices * statistics.median(times.get((name, stage), [0.0])) / 1e9
+            for name in (ACTION_NAMES[kind] for kind in ("F", "B", "I", "W"))
+        )
+        if not all(split):
             # Its two halves are matrix products of one size; the trace cannot tell them apart.
-            backward = whole / 2, whole / 2
-        else:
-            backward = None
-        if not forward or backward is None:
+            split = [whole / 2, whole / 2]
+        if not forward or not all(split):
             raise DataError(
                 f"{run.directory}: the trace has no forward and backward of stage {stage}; plans "
                 f"need the traces of all pipeline ranks, with more than one iteration"
             )
-        rows.append((forward, *backward))
-    forwards, inputs, weights = zip(*rows, strict=True)
+        stages.append((forward, split[0], split[1]))
+    forward, input_gradient, weight = map(sum, zip(*stages, strict=True))
     delays = [link.delay_ns for link in run.links if link.delay_ns is not None]
-    latency_s = statistics.median(delays) / 1e9 if delays else 0.0
-    exchanged: dict[int, list[float]] = defaultdict(list)  # what a forward of each stage exchanges
-    for survey in run.surveys:
-        for stage, sample in survey.exchanges.items():
-            exchanged[stage].append(statistics.median(sample))
-    exchanged_s = sum(statistics.median(each) for each in exchanged.values()) / 1e9
-    share = min(1.0, exchanged_s / sum(forwards))
-    jitter = statistics.median(sigmas or [0.0])
-    return StageCosts(forwards, inputs, weights, latency_s, jitter, share)
+    exchanged_s = sum(map(statistics.median, exchanged.values())) / 1e9
+    return Costs(
+        forward / schedule.pp,
+        input_gradient / schedule.pp,
+        weight / schedule.pp,
+        latency=statistics.median(delays) / 1e9 if delays else 0.0,
+        stages=tuple(stages),
+        jitter=statistics.median(sigmas or [0.0]),
+        all_to_all=min(0.999, exchanged_s / forward),
+    )
 
 
 def planned(run: Run, schedule: Schedule) -> Timeline:
     """Return the table of a run, simulated with measured costs; times in seconds."""
-    costs = measured_costs(run, schedule).costs(schedule.pp, schedule.num_stages)
-    return commands.evaluate(schedule, replace(costs, attention=attention_of(schedule.slices)))
+    attention = attention_of(schedule.slices)
+    costs = replace(measured_costs(run, schedule), jitter=0.0, attention=attention)
+    return commands.evaluate(schedule, costs)
 
 
 @dataclass(frozen=True)
@@ -254,21 +231,24 @@ class Traffic:
 
     def under(self, placement: Placement) -> int | None:
         """Return the bytes under a placement; None: the trace does not have them."""
-        if placement.rank_of == self.placement.rank_of and placement.hops == self.placement.hops:
+        mine, crossing = self.placement, _crossing(placement)
+        if placement.rank_of == mine.rank_of and placement.hops == mine.hops:
             return round(sum(self.boundaries.values()) + self.routes)
         if self.routes:
             return None
-        crossing = [stage for stage, hop in enumerate(placement.hops) if hop != "local"]
-        sizes = sorted(self.boundaries.values())
-        same_stages = placement.num_stages == self.placement.num_stages
-        if same_stages and self.boundaries.keys() >= set(crossing):
+        if placement.num_stages == mine.num_stages and self.boundaries.keys() >= crossing:
             return round(sum(self.boundaries[stage] for stage in crossing))
+        sizes = sorted(self.boundaries.values())
         if not sizes or sizes[0] < (1 - _ONE_SIZE) * sizes[-1]:
             return None  # of boundaries that nobody has seen, where they differ
         return round(len(crossing) * sizes[-1])
 
 
-def measured_traffic(surveys: Iterable[RankSurvey], placement: Placement) -> Traffic | None:
+def _crossing(placement: Placement) -> set[int]:
+    return {stage for stage, hop in enumerate(placement.hops) if hop != "local"}
+
+
+def measured_traffic(surveys: Sequence[RankSurvey], placement: Placement) -> Traffic | None:
     """Return the traffic of a traced run; None: its ranks have recorded no message.
 
     Args:
@@ -277,19 +257,17 @@ def measured_traffic(surveys: Iterable[RankSurvey], placement: Placement) -> Tra
     """
     boundaries: dict[int, float] = defaultdict(float)
     routes = 0.0
-    surveys = list(surveys)
     worlds = len({survey.header.data for survey in surveys}) / placement.twins
     for survey in surveys:
         for (kind, stage), num_bytes in survey.sent.items():
-            of_step = num_bytes / max(survey.counted, 1) / worlds
+            of_step = num_bytes / survey.counted / worlds
             # Decisions and credits are no tensors: they are left out.
             if kind in ("F", "B"):  # for this stage, of the one before or behind
                 boundaries[stage - (kind == "F")] += of_step
             elif kind in ("P", "G"):
                 routes += of_step
     # A stage whose neighbour is on the same rank was seen to send nothing, which is no size.
-    crossing = {stage for stage, hop in enumerate(placement.hops) if hop != "local"}
-    found = {stage: boundaries[stage] for stage in sorted(crossing & boundaries.keys())}
+    found = {stage: boundaries[stage] for stage in sorted(_crossing(placement) & boundaries.keys())}
     return Traffic(placement, found, routes) if found else None
 
 
@@ -298,7 +276,7 @@ class _Measured:
     """Properties of the model and the machines, as traced."""
 
     schedule: Schedule
-    costs: StageCosts
+    costs: Costs
     step_s: float
     outside_s: float
     """Of a step: what is not in the pipeline."""
@@ -364,18 +342,16 @@ def predict(run: Run, memory_gb: float | None = None) -> Forecast:
     found.sort(key=lambda p: (p.step_s, p.memory_bytes or 0))
     policy = run.surveys[0].header.settings.get("dpp_policy")
     traced = schedule.label + ("" if policy is None else f" dpp {policy}")
-    # Hosts whose ranks compute on CPUs, with fewer CPUs than ranks.
+    # Of the hosts whose ranks compute on CPUs, the one with most ranks for a CPU.
     ranks: dict[str, list[set[str]]] = defaultdict(list)
     for survey in run.surveys:
         settings = survey.header.settings
         if settings.get("device") == "cpu" and settings.get("cpus"):
             ranks[survey.header.host].append(set(str(settings["cpus"]).split(",")))
     sizes = [(len(cpus), len(set[str]().union(*cpus))) for cpus in ranks.values()]
-    crowded = [(count, cpus) for count, cpus in sizes if count > cpus]
-    shared = None
-    if crowded:
-        count, cpus = max(crowded, key=lambda size: size[0] / size[1])
-        shared = f"{count} ranks shared {cpus} CPUs"
+    count, cpus = max(sizes, key=lambda size: size[0] / size[1], default=(0, 0))
+    shared = f"{count} ranks shared {cpus} CPUs" if count > cpus else None
+    if shared is not None:
         notes.append(f"{shared}: the forecast holds for ranks with a CPU or a device each")
     return Forecast(found, measured.step_s, traced, notes, shared)
 
@@ -432,17 +408,17 @@ def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
             f"not fill evenly"
         )
     attention = pipeline.costs.attention
-    costs = replace(measured.costs.costs(pipeline.pp, stages, jitter=True), attention=attention)
+    of_stages = cut(measured.costs.stages, stages)
+    costs = replace(measured.costs, stages=of_stages, attention=attention)
     draws = [replace(costs, seed=seed) for seed in range(_SEEDS)]
     if costs.jitter <= _QUIET:  # all draws would be the same step
         draws = [replace(costs, jitter=0.0)]
     configs = [pipeline.config]
     if registered()[pipeline.name].needs_costs:
         # An order made for costs, here in the form of --pipeline-costs, need not be the best.
-        whole = measured.costs.costs(pipeline.pp, pipeline.pp)
         input_gradient, weight, latency = (
-            float(f"{time / whole.forward:.3g}")
-            for time in (whole.input, whole.weight, whole.latency)
+            float(f"{time / costs.forward:.3g}")
+            for time in (costs.input, costs.weight, costs.latency)
         )
         given = Costs(1.0, input_gradient, weight, latency=latency, attention=attention)
         configs.append(replace(pipeline.config, costs=given))
@@ -481,16 +457,13 @@ def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
 
 
 def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
-    begins: dict[int, list[float]] = defaultdict(list)
-    ends: dict[int, list[float]] = defaultdict(list)
-    durations: dict[int, list[float]] = defaultdict(list)
+    # By step: begin and end of each rank's pipeline on one clock, and how long its step took.
+    steps: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
     fixed, activations = [], []
     for survey in run.surveys:
         for step in survey.complete_steps:
             end = step.begin_ns + step.duration_ns - step.after_ns + survey.file.shift_ns
-            begins[step.number].append(end - step.pipeline_ns)
-            ends[step.number].append(end)
-            durations[step.number].append(step.duration_ns)
+            steps[step.number].append((end - step.pipeline_ns, end, step.duration_ns))
         mine = figures([survey])
         # Measured once for each stage, in the first recorded step: a maximum over steps finds it.
         kept = max((step.activation_bytes for step in survey.steps), default=0)
@@ -499,10 +472,11 @@ def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
             activations.append(kept * schedule.num_stages / schedule.pp)
     if not fixed:
         notes.append("no rank recorded what a forward keeps: memory is not predicted")
+    columns = [tuple(zip(*ranks, strict=True)) for ranks in steps.values()]
     # A step is as long as that of its slowest rank.
-    step_s = statistics.median(map(max, durations.values())) / 1e9
+    step_s = statistics.median(max(durations) for _, _, durations in columns) / 1e9
     # From the first action of any rank to the last.
-    pipeline_s = statistics.median(max(ends[step]) - min(begins[step]) for step in ends) / 1e9
+    pipeline_s = statistics.median(max(ends) - min(begins) for begins, ends, _ in columns) / 1e9
     layers = run.surveys[0].header.settings.get("num_layers")
     return _Measured(
         schedule,

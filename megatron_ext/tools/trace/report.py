@@ -49,9 +49,6 @@ _LEGEND = (
     ("move", "send, receive"),
     ("after", "reduce, optimizer"),
 )
-_INPUT = "input"
-"""How the cause of a wait for another rank begins."""
-
 _Row = dict[str, Any]
 
 
@@ -89,11 +86,9 @@ def page(run: Run) -> str:
     found, predictions = None, list[Prediction]()
     try:
         found = predict(run)
-        predictions = [
-            p for p in found.predictions if p.bounds_memory or p.schedule == found.measured
-        ]
-        # The fastest that bound memory, and in any case the traced schedule's own.
-        predictions = predictions[:8] + [p for p in predictions[8:] if p.schedule == found.measured]
+        predictions = [p for p in found.predictions if p.bounds_memory][:8]
+        if found.own is not None and found.own not in predictions:
+            predictions.append(found.own)
     except (DataError, ScheduleError) as error:
         notes.append(f"no forecast: {error}")
     whole = total.busy_ns + sum(total.idle_ns.values()) or 1
@@ -104,7 +99,7 @@ def page(run: Run) -> str:
         "flags": [best.flags for best in found.recommended] if found else [],
         "forecast": [
             [
-                p.schedule + (" (traced)" if found and p.schedule == found.measured else ""),
+                p.schedule + (" (traced)" if found and p is found.own else ""),
                 f"{1e3 * p.step_s:.1f}",
                 f"{100 * p.bubble_ratio:.1f} %",
                 "" if p.memory_bytes is None else f"{p.memory_bytes / 2**30:.2f}",
@@ -145,18 +140,16 @@ def _verdict(
     total: Step, found: Forecast | None, slowest: list[tuple[str, float]]
 ) -> list[tuple[str, str]]:
     """Return (question, answer) pairs: where the time goes, what to change, what to mistrust."""
-    whole = total.busy_ns + sum(total.idle_ns.values()) + total.after_ns or 1
-    waits = sum(ns for cause, ns in total.idle_ns.items() if cause.startswith(_INPUT))
-    parts = ", ".join(
-        f"{100 * ns / whole:.0f} % {what}"
-        for what, ns in (
-            ("in actions", total.busy_ns),
-            ("waiting for other ranks", waits),
-            ("in other gaps", sum(total.idle_ns.values()) - waits),
-            ("in the reduction of gradients and the optimizer", total.after_ns),
-        )
-        if ns >= 0.005 * whole
-    )
+    waits = sum(ns for cause, ns in total.idle_ns.items() if cause.startswith("input"))
+    times = {
+        "in actions": total.busy_ns,
+        "waiting for other ranks": waits,
+        "in other gaps": sum(total.idle_ns.values()) - waits,
+        "in the reduction of gradients and the optimizer": total.after_ns,
+    }
+    whole = sum(times.values()) or 1
+    shares = {what: ns / whole for what, ns in times.items()}
+    parts = ", ".join(f"{100 * of:.0f} % {what}" for what, of in shares.items() if of >= 0.005)
     lines = [("Where the time goes", f"Of its step, a rank spends {parts}.")]
     if found is not None:
         lines.append(("What to run", found.advice))
@@ -171,17 +164,14 @@ def _verdict(
 
 def _rank(survey: RankSurvey) -> _Row:
     mine = figures([survey])
-    moving = sum(mine.idle_ns.get(cause, 0) for cause in ("send", "weights"))
-    waits = [c for c in mine.idle_ns if c not in ("send", "weights")]
     parts = [
         ("F", mine.busy_ns / 1e3, "in actions"),
-        ("move", moving / 1e3, "send"),
-        *(("wait", mine.idle_ns[cause] / 1e3, cause) for cause in waits),
+        *((_KINDS.get(cause, "wait"), ns / 1e3, cause) for cause, ns in mine.idle_ns.items()),
         ("after", mine.after_ns / 1e3, "after the pipeline"),
     ]
     return {
         "label": survey.header.label,
-        "parts": parts[:40],  # more colours nobody can tell apart
+        "parts": parts[:40],  # nobody can tell more apart
         "busy": mine.busy_ns / 1e3,
         "idle": sum(mine.idle_ns.values()) / 1e3,
         "bubble": mine.bubble_ratio,
@@ -246,20 +236,17 @@ def _measured(run: Run) -> list[_Row]:
             by_number[step.number].append(step.duration_ns)
     # A rank that died early has fewer steps: only those that all others have can be compared.
     most = max(map(len, by_number.values()))
-    ranked = sorted(
-        (max(times), number) for number, times in by_number.items() if len(times) == most
-    )
+    durations = {number: max(ns) for number, ns in by_number.items() if len(ns) == most}
+    ranked = sorted(durations, key=lambda number: durations[number])
     # One that happened, rather than a mean of several, which no rank has run.
-    chosen = {"median step": ranked[(len(ranked) - 1) // 2][1], "slowest step": ranked[-1][1]}
-    if len(ranked) == 1:
-        del chosen["slowest step"]
+    chosen = {"median step": ranked[(len(ranked) - 1) // 2]}
+    if len(ranked) > 1:
+        chosen["slowest step"] = ranked[-1]
     timelines = []
     for title, number in chosen.items():
         found: list[tuple[str, Iteration]] = []
         for survey in run.surveys[:_MAX_RANKS]:
-            iteration = next(survey.file.iterations(only=number), None)
-            if iteration is not None:
-                found.append((survey.header.label, iteration))
+            found += ((survey.header.label, each) for each in survey.file.iterations(only=number))
         begin_ns = min(each.begin_ns for _, each in found)
         length_ns = max(each.begin_ns + each.duration_ns for _, each in found) - begin_ns
         total = sum(len(each.spans) for _, each in found)

@@ -280,9 +280,7 @@ def figures(surveys: Iterable[RankSurvey]) -> Step:
     Durations are medians, what a step consists of are means, the longest wait first; memory and
     activations are those of the worst step, and numbers of actions sums.
     """
-    steps = [step for survey in surveys for step in survey.complete_steps]
-    if not steps:
-        return Step()
+    steps = [step for survey in surveys for step in survey.complete_steps] or [Step()]
     idle: dict[str, float] = defaultdict(float)
     for step in steps:
         for cause, time_ns in step.idle_ns.items():

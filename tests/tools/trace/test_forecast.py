@@ -15,7 +15,6 @@ from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.tools.trace import forecast
-from megatron_ext.tools.trace.forecast import StageCosts
 from megatron_ext.tracing.records import SCHEDULE_FILE
 from tests.commands import run_package
 from tests.tools.trace.runs import COSTS, trace_of, write_run
@@ -205,7 +204,7 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
 @settings(deadline=None)  # other work on the machine is no failure
 @given(st.lists(st.floats(0.1, 9), min_size=1, max_size=8), st.integers(1, 24))
 def test_cutting_a_model_anew_keeps_its_work(times: list[float], count: int) -> None:
-    stages = StageCosts(times, times, times, 0.0, 0.0).cut(count)
+    stages = forecast.cut([(time, time, time) for time in times], count)
     assert sum(map(sum, stages)) == pytest.approx(3 * sum(times))
     assert len(stages) == count
     assert min(map(min, stages)) > 0
