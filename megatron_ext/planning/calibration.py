@@ -54,9 +54,7 @@ def part_of(
     Multi-token prediction counts as the layers that it has.
     """
     part = layer_costs.part_of(model, kind, by, device, mode, holds_embedding=holds_embedding)
-    name = kind
-    if kind == "mtp":
-        name = model.mtp_kind
+    name = model.mtp_kind if kind == "mtp" else kind
     found = dict(device.measured).get(name)
     if found is None:
         return part

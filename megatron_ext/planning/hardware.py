@@ -52,35 +52,38 @@ class DeviceKind:
     attention_backward: float = 0.371
     attention_8bit: float = 1.6
     """How much faster attention in 8 bits is."""
-    memory: float = 0.61
+    memory: float = 0.556
     """Share of the peak traffic that elementwise kernels reach."""
     collective: float = 0.67
     """Share of a link in a node that gathers and scatters reach."""
-    network: float = 0.93
+    network: float = 0.94
     """Share of a link to other nodes that these and messages reach."""
-    all_to_all: float = 0.74
+    all_to_all: float = 0.855
     kernel_s: float = 4e-6
     """Least time of a kernel."""
-    gemm_grouped: float = 0.81
+    gemm_grouped: float = 0.863
     """Of these shares, what products of experts reach."""
-    gemm_fused: float = 0.74
+    gemm_fused: float = 0.77
     """Of these shares, what they reach in one kernel with activation and quantization."""
-    scan_bytes: float = 92.0
+    activation: float = 5.3
+    """Bytes of traffic for each element that goes into or comes out of the activation of experts
+    that are several kernels."""
+    scan_bytes: float = 74.0
     """Traffic of a Mamba-2 layer's forward beside its products, for each of its channels."""
-    launch_s: float = 19.5e-6
+    launch_s: float = 21.3e-6
     """Of the host, for each kernel that is in no graph."""
-    split_launches: float = 1.82
+    split_launches: float = 1.73
     """How many more launches layers take whose parts alternate with those of another batch, where
     the dispatcher is `alltoall`."""
-    biases: float = 57.0
+    biases: float = 50.0
     """Bytes of traffic for each activation of experts with biases, beyond those without."""
-    biases_fused: float = 11.4
+    biases_fused: float = 14.3
     """The same where experts are one kernel."""
-    exposed: float = 0.365
+    exposed: float = 0.245
     """Share of the shorter of kernels and launches that shows where the host waits for counts."""
-    overlap: float = 0.66
+    overlap: float = 0.68
     """Share of communication that computation hides where a technique runs both at once."""
-    pair_overlap: float = 0.85
+    pair_overlap: float = 0.86
     """The same of experts' exchanges in a pair."""
     gemm_weight: float = 0.945
     """Of these shares, what weight gradients reach, which add to fp32."""
@@ -127,7 +130,7 @@ _SIMUMAX = (
     "(514 products, 32 attentions, collectives in a node); no step of training among them"
 )
 _HALF = (
-    "chosen, with 28 others, for the least error on half of the configurations of "
+    "chosen, with 29 others, for the least error on half of the configurations of "
     "Megatron-Bridge's performance summary; benchmarks/planner.py says which"
 )
 _ESTIMATE = "as on B200; not measured on this device"
@@ -137,6 +140,7 @@ _COMMON = dict.fromkeys(("kernel_s", "message_s", "hop_s", "collective", "gemm_w
 _COMMON |= dict.fromkeys(
     (
         *("memory", "all_to_all", "gemm_grouped", "gemm_fused", "scan_bytes", "launch_s"),
+        "activation",
         *("exposed", "split_launches", "biases", "biases_fused", "overlap", "pair_overlap"),
         "network",
         *("attention_forward", "attention_backward"),
@@ -161,12 +165,12 @@ _HOPPER: dict[str, Any] = {
     "processors": 132,
     "flops": 989e12,
     "flops_8bit": 1979e12,
-    "gemm": 0.658,
-    "gemm_8bit": 0.600,
-    "gemm_block": 0.600,
+    "gemm": 0.652,
+    "gemm_8bit": 0.639,
+    "gemm_block": 0.639,
     "attention_forward": 0.55,
     "attention_backward": 0.42,
-    "memory": 0.68,
+    "memory": 0.745,
     "link_bytes": 450 * _GB,
     "network_bytes": 50 * _GB,
     "sources": _COMMON
@@ -200,7 +204,7 @@ _BLACKWELL: dict[str, Any] = {
     },
 }
 # The host of these is a Grace, and a rack is one node.
-_RACK: dict[str, Any] = {"node_size": 64, "launch_s": 15.8e-6}
+_RACK: dict[str, Any] = {"node_size": 64, "launch_s": 16.0e-6}
 # Exponentials take half as long as on B200.
 _ULTRA: dict[str, Any] = {"attention_forward": 0.70, "attention_backward": 0.537}
 
@@ -216,10 +220,10 @@ DEVICES = {
             flops_8bit=4500e12,
             flops_4bit=9000e12,
             network_bytes=50 * _GB,
-            gemm=0.554,
-            gemm_8bit=0.513,
-            gemm_block=0.483,
-            gemm_4bit=0.590,
+            gemm=0.535,
+            gemm_8bit=0.510,
+            gemm_block=0.468,
+            gemm_4bit=0.622,
             **_BLACKWELL,
         ),
         DeviceKind(
@@ -229,10 +233,10 @@ DEVICES = {
             flops_8bit=5000e12,
             flops_4bit=10000e12,
             network_bytes=50 * _GB,
-            gemm=0.602,
-            gemm_8bit=0.557,
-            gemm_block=0.524,
-            gemm_4bit=0.641,
+            gemm=0.590,
+            gemm_8bit=0.562,
+            gemm_block=0.515,
+            gemm_4bit=0.686,
             **_BLACKWELL,
             **_RACK,
         ),
@@ -243,10 +247,10 @@ DEVICES = {
             flops_8bit=4500e12,
             flops_4bit=13500e12,
             network_bytes=100 * _GB,
-            gemm=0.603,
-            gemm_8bit=0.558,
-            gemm_block=0.525,
-            gemm_4bit=0.428,
+            gemm=0.562,
+            gemm_8bit=0.536,
+            gemm_block=0.491,
+            gemm_4bit=0.435,
             **_BLACKWELL,
             **_ULTRA,
         ),
@@ -257,10 +261,10 @@ DEVICES = {
             flops_8bit=5000e12,
             flops_4bit=15000e12,
             network_bytes=100 * _GB,
-            gemm=0.704,
-            gemm_8bit=0.652,
-            gemm_block=0.613,
-            gemm_4bit=0.500,
+            gemm=0.721,
+            gemm_8bit=0.688,
+            gemm_block=0.630,
+            gemm_4bit=0.559,
             **_BLACKWELL,
             **_RACK,
             **_ULTRA,

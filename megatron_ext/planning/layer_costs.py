@@ -44,9 +44,8 @@ ASSUMPTIONS = {
     "experts": "tokens balanced; all-to-all of one copy of a token for each rank and node, with "
     "--moe-token-dispatcher-type alltoall of all; where a forward has a partner in a pair, the "
     "share `pair_overlap` of it runs behind the computation of both",
-    "recomputation": "of layers, norms, networks, experts and MLA's up projections; flash "
-    "attention keeps no scores, so core_attn saves nothing; moe_act and shared_experts count as "
-    "kept",
+    "recomputation": "of layers, norms, networks, experts, their activations and MLA's up "
+    "projections; flash attention keeps no scores, so core_attn saves nothing",
     "precision": "products of layers, not attention, embedding or output; quantizing an element "
     "moves 6 (fp8), 3.5 (mxfp8) or 10 bytes (nvfp4), of which the last two are fitted",
     "data parallelism": "gradients are reduced in fp32, with --grad-reduce-in-bf16 in bf16, behind "
@@ -190,9 +189,7 @@ class _Ledger:
         self.traffic = device.memory_bytes * device.memory
         self.forward: defaultdict[str, float] = defaultdict(float)
         self.saved: defaultdict[str, float] = defaultdict(float)
-        self.waiting = 0.0
-        self.input = self.weight = 0.0
-        self.exchange = self.dummies = 0.0
+        self.input = self.weight = self.waiting = self.exchange = self.dummies = 0.0
         self.launches = 0.0
         """Kernels of the forward that the host starts one by one; a backward has twice as many."""
         self.waits = False
@@ -274,7 +271,12 @@ class _Ledger:
     def launch(self, module: str, kernels: float) -> None:
         """Count kernels that are in no graph."""
         graphs = self.by.techniques.graphs
-        outside = {"none": True, "router": module != "router", "layers": module == "moe"}
+        outside = {
+            "none": True,
+            "router": module not in ("router", "shared_experts"),
+            "mamba": module != "mamba",
+            "layers": module in ("moe", "moe_act"),
+        }
         if outside.get(graphs, False):
             self.launches += kernels
             self.waits |= module == "moe"
@@ -305,20 +307,15 @@ def part_of(
 ) -> Part:
     """Return what a layer or an end costs; `mtp` is all layers of multi-token prediction.
 
-    Args:
-        model: The sizes.
-        kind: The part.
-        by: How a micro-batch is divided.
-        device: What runs it.
-        mode: The modules that are recomputed, or `FULL`.
-        holds_embedding: Whether the embedding's weights are on the rank anyway, so that tied output
-            layers and MTP need no copy.
+    `mode` has the modules that are recomputed. With `holds_embedding` the embedding's weights are
+    on the rank anyway, so that tied output layers and MTP need no copy.
     """
     t, hidden = by.tensor, float(model.hidden)
     rows = by.sequence * by.micro_batch / by.context
     wide = rows * hidden / t  # elements of [s, b, h] on this rank
     table = model.vocabulary * hidden / t
-    books = _Ledger(device, by, is_low=kind not in ("embedding", "loss"))
+    is_low = kind not in ("embedding", "loss") or (kind == "loss" and by.techniques.outputs_in_8bit)
+    books = _Ledger(device, by, is_low=is_low)
     # Transformer Engine gathers what a product takes after it is quantized (its function
     # `gather_along_first_dim`), and scatters sums in bf16.
     exchange = sum(gather_s(device, size * rows * hidden, t) for size in (books.bytes, 2)) / 2
@@ -332,8 +329,10 @@ def part_of(
     if kind == "loss":
         books.linear("base", rows, hidden, model.vocabulary / t, gathers=True)
         logits = rows * model.vocabulary / t
-        each = 10 if by.fused_loss else 22
-        books.pass_over("base", each * logits + 6 * wide, 10 * logits + 6 * wide, 8)
+        passes = (10, 10) if by.fused_loss else (22, 10)
+        if by.fused_loss and by.techniques.loses_in_place:
+            passes = (6, 4)
+        books.pass_over("base", passes[0] * logits + 6 * wide, passes[1] * logits + 6 * wide, 8)
         books.wait("base", exchange, exchange)
         books.keep("base", 4 * wide, _kept_by_norm(model, wide, hidden) + 2 * wide)
         weights = hidden * model.norm_weights
@@ -425,7 +424,7 @@ def _experts(
     books.pass_over("moe", passes, passes, 6)
     books.saved["moe"] += books.bytes * chosen * width
     books.experts(chosen / local, width, up, local)
-    act = _activation(books, model, "moe", chosen * model.expert_ffn)
+    act = _activation(books, model, "moe_act", chosen * model.expert_ffn)
     if model.biases:
         each = device.biases_fused if by.techniques.fuses_experts else device.biases
         passes = each * chosen * up
@@ -438,10 +437,10 @@ def _experts(
         books.pass_over("moe", 2 * books.saved["moe"], 2 * books.saved["moe"], 2)
     if model.shared_ffn:
         own = model.shared_ffn / t
-        books.linear("moe", rows, hidden, own * (2 if model.gated else 1), gathers=True)
-        act = max(act, _activation(books, model, "moe", rows * own))
-        books.linear("moe", rows, own, hidden)
-        books.wait("moe", 2 * exchange, 2 * exchange)
+        books.linear("shared_experts", rows, hidden, own * (2 if model.gated else 1), gathers=True)
+        act = max(act, _activation(books, model, "shared_experts", rows * own))
+        books.linear("shared_experts", rows, own, hidden)
+        books.wait("shared_experts", 2 * exchange, 2 * exchange)
         weights += hidden * own * (3 if model.gated else 2)
     once = model.top_k if by.techniques.sends_once else 0
     there = 2 * all_to_all_s(device, 2 * chosen * width, by.expert, once)
@@ -529,7 +528,7 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
         rate *= device.attention_8bit
     forward = square / (rate * device.attention_forward) + 5 * device.kernel_s
     backward = 2.5 * square / (rate * device.attention_backward) + 5 * device.kernel_s
-    books.wait("attention", forward, backward)
+    books.wait("core_attn", forward, backward)
     books.launch("attention", 10)
     if by.context > 1:
         round_s = gather_s(device, 2 * rows * by.context * each, by.context, t)
@@ -551,8 +550,14 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
 def _activation(books: _Ledger, model: ModelSizes, module: str, elements: float) -> float:
     """Add the activation function; return the bytes of its gradients."""
     inputs = 2 if model.gated else 1
-    books.saved[module] += elements * (2 * inputs + books.bytes)
-    books.pass_over(module, 2 * elements * (inputs + 1), 2 * elements * (2 * inputs + 1))
+    # Recomputed alone, an activation's input stays.
+    books.saved["moe" if module == "moe_act" else module] += 2 * inputs * elements
+    books.saved[module] += books.bytes * elements
+    # Outside the fused kernel, a compiled one multiplies by the experts' probabilities in fp32, and
+    # its backward reads all twice.
+    again = module == "moe_act" and not books.by.techniques.fuses_experts
+    each = elements * (books.device.activation if again else 2.0)
+    books.pass_over(module, each * (inputs + 1), each * (2 * inputs + 1))
     return 2 * elements * (inputs + 1)
 
 
@@ -565,7 +570,9 @@ def _closed(
     transient: float,
 ) -> Part:
     """Return the part, with the modules of the mode recomputed."""
-    modules = set(books.forward) | set(books.saved) if mode == FULL else mode
+    modules = set(books.forward) | set(books.saved) if mode == FULL else set(mode)
+    if "moe" in mode:
+        modules |= {"moe_act", "router", "shared_experts"}
     again = sum(books.forward[module] for module in modules)
     dropped = sum(books.saved[module] for module in modules)
     saved = kept_whole if mode == FULL else sum(books.saved.values()) - dropped

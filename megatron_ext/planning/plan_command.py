@@ -220,7 +220,9 @@ def _job(args: argparse.Namespace) -> Question:
             raise ArgumentsError(f"--fix {item}: there is no {key}; use {', '.join(FIXABLE)}")
         if key == "recompute":
             fixed[key] = frozenset() if value == "none" else frozenset(value.split("+"))
-            known = set().union(*recompute_modes(model))
+            # Of recipes, too, which the search does not try.
+            others = {"core_attn", "mlp", "moe_act", "shared_experts"} if model.num_experts else ()
+            known = set().union(*recompute_modes(model), others)
             if not fixed[key] <= known:
                 raise ArgumentsError(
                     f"--fix {item}: {model.name} has {', '.join(sorted(known))}, or none; use these"
@@ -385,33 +387,17 @@ def _explain(found: Found) -> None:
 
 def as_dict(plan: Layout) -> dict[str, Any]:
     """Return the figures of a plan under the keys of `plan --json`."""
-    sizes = plan.sizes
+    own = "step_s bound_s mfu memory_gib static_gib kept_gib schedule pairs hidden layout shares"
     return {
-        "step_s": plan.step_s,
-        "bound_s": plan.bound_s,
+        **{name: getattr(plan, name) for name in [*own.split(), "limit", "flags"]},
+        **{name: getattr(plan.sizes, name) for name in ["tp", "pp", "cp", "ep", "micro_batch"]},
+        "num_microbatches": plan.sizes.num_microbatches,
+        "vp": plan.chunks,
+        "recompute": _mode_name(plan.sizes.mode),
         "tokens_per_s_per_gpu": plan.tokens_per_s,
         "tflops_per_gpu": plan.tflops,
-        "mfu": plan.mfu,
-        "memory_gib": list(plan.memory_gib),
-        "static_gib": list(plan.static_gib),
-        "kept_gib": list(plan.kept_gib),
         # What `_without_limit` gives a device, for a forecast of what does not fit.
         "fits": plan.job.device.memory_gib < 1e9,
-        "tp": sizes.tp,
-        "pp": sizes.pp,
-        "vp": plan.chunks,
-        "cp": sizes.cp,
-        "ep": sizes.ep,
-        "micro_batch": sizes.micro_batch,
-        "num_microbatches": sizes.num_microbatches,
-        "schedule": plan.schedule,
-        "pairs": plan.pairs,
-        "hidden": plan.hidden,
-        "recompute": _mode_name(sizes.mode),
-        "layout": plan.layout,
-        "shares": list(plan.shares),
-        "limit": plan.limit,
-        "flags": plan.flags,
         "techniques": plan.job.techniques.flags,
     }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
-Graphs = Literal["none", "router", "layers", "step"]
+Graphs = Literal["none", "router", "mamba", "layers", "step"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp8", "mxfp8", "nvfp4")
 
 
@@ -20,8 +20,13 @@ class Techniques:
     """Of the products in layers; `fp8` scales by tensor, `mxfp8` and `nvfp4` by block."""
     attends_in_8bit: bool = False
     """Whether attention is in 8 bits, too."""
+    outputs_in_8bit: bool = False
+    """Whether the output layer is, too, in `mxfp8`."""
+    loses_in_place: bool = False
+    """Whether Transformer Engine computes a fused loss, whose gradients take the logits' place."""
     graphs: Graphs = "none"
-    """CUDA graphs: `router` has the router alone, `layers` all but the experts, `step` all."""
+    """CUDA graphs: `router` has router and shared experts alone, `mamba` such layers, `layers` all
+    but the experts, `step` all."""
     fuses_experts: bool = False
     """Whether products of all experts, activation and quantization are one kernel."""
     sends_once: bool = False
@@ -43,6 +48,7 @@ class Techniques:
             "none": "",
             "router": "--cuda-graph-impl transformer_engine --cuda-graph-scope moe_router "
             "moe_preprocess",
+            "mamba": "--cuda-graph-impl transformer_engine --cuda-graph-scope mamba",
             "layers": "--cuda-graph-impl transformer_engine --cuda-graph-scope attn mamba mlp "
             "moe_router moe_preprocess",
             "step": "--cuda-graph-impl local --cuda-graph-scope full_iteration",
@@ -53,6 +59,8 @@ class Techniques:
             "--use-transformer-engine-op-fuser": self.fuses_experts,
             "--tp-comm-overlap": self.overlaps_tensor,
             "--fp8-dot-product-attention": self.attends_in_8bit,
+            "--fp8-output-proj": self.outputs_in_8bit,
+            "--cross-entropy-fusion-impl te": self.loses_in_place,
             "--transformer-impl local": self.is_local,
         }
         return " ".join(word for word, is_asked in words.items() if word and is_asked)
@@ -70,20 +78,26 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision = "bf16") -> 
     parser.add_argument("--cuda-graph-impl", default="transformer_engine")
     parser.add_argument("--cuda-graph-scope", "--cuda-graph-modules", nargs="*", default=[])
     parser.add_argument("--moe-token-dispatcher-type", default="flex")
-    parser.add_argument("--use-transformer-engine-op-fuser", action="store_true")
-    parser.add_argument("--overlap-moe-expert-parallel-comm", action="store_true")
-    parser.add_argument("--disable-tp-comm-overlap-ag", action="store_true")
-    parser.add_argument("--fp8-dot-product-attention", action="store_true")
-    parser.add_argument("--grad-reduce-in-bf16", action="store_true")
+    parser.add_argument("--cross-entropy-fusion-impl", default="native")
+    switches = (
+        "use-transformer-engine-op-fuser overlap-moe-expert-parallel-comm "
+        "disable-tp-comm-overlap-ag fp8-dot-product-attention fp8-output-proj grad-reduce-in-bf16"
+    )
+    for name in switches.split():
+        parser.add_argument(f"--{name}", action="store_true")
     given, _ = parser.parse_known_args(list(flags))
     graphs: Graphs = "none"
     if given.cuda_graph_impl != "none":
         whole = "full_iteration" in (given.cuda_graph_impl, *given.cuda_graph_scope)
-        alone = given.cuda_graph_scope and not {"attn", "mamba"} & set(given.cuda_graph_scope)
-        graphs = "step" if whole else "router" if alone else "layers"
+        scope = set(given.cuda_graph_scope)
+        graphs = "step" if whole else "layers"
+        if scope and "attn" not in scope and not whole:
+            graphs = "mamba" if "mamba" in scope else "router"
     return Techniques(
         precision=precision,
         attends_in_8bit=given.fp8_dot_product_attention,
+        outputs_in_8bit=precision == "mxfp8" and given.fp8_output_proj,
+        loses_in_place=given.cross_entropy_fusion_impl == "te",
         graphs=graphs,
         fuses_experts=given.use_transformer_engine_op_fuser,
         sends_once="flex" in given.moe_token_dispatcher_type,

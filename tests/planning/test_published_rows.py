@@ -40,9 +40,9 @@ def test_rows_that_nothing_was_fitted_to_are_as_close_as_the_documentation_says(
 ) -> None:
     own = [each for each in rows if each[0]["source"] == "Megatron-Bridge"]
     others = [abs(error) for row, _, error, _ in own if not row["fitted"]]
-    assert (len(own), len(others)) == (144, 70)
-    assert statistics.mean(others) <= 0.07
-    assert max(others) <= 0.175
+    assert (len(own), len(others)) == (143, 70)
+    assert statistics.mean(others) <= 0.058
+    assert max(others) <= 0.205
 
 
 def test_no_layout_by_hand_is_better_balanced_than_the_cut() -> None:
