@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 _SEEDS = 5
 """Number of simulated steps with different jitter; their mean is the prediction."""
+_LAUNCH_S = 1e-4
+"""Of a host for an action of its device, which traces do not have: what counts is that it launches
+ahead."""
 _QUIET = 0.01
 """Jitter below this is negligible."""
 _EQUAL = 0.005
@@ -278,8 +281,12 @@ class _Measured:
     schedule: Schedule
     costs: Costs
     step_s: float
+    launch_s: float
+    """Time of a host to launch an action; 0: it computes."""
     outside_s: float
     """Of a step: what is not in the pipeline."""
+    optimizer_s: float
+    """Of it: what grows with the copies of the weights; 0 where replicas share the optimizer."""
     fixed_bytes: float | None
     """Memory of a rank besides activations, with the weights once."""
     activation_bytes: float
@@ -431,20 +438,24 @@ def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
             steps = [commands.evaluate(schedule, drawn) for drawn in draws]
         else:
             policies = partial(each.policy, count)
-            steps = [simulate_dynamic(schedule, policies, drawn) for drawn in draws]
+            steps = [
+                simulate_dynamic(schedule, policies, replace(drawn, launch=measured.launch_s))
+                for drawn in draws
+            ]
             label += f" dpp {dynamic.policy}"
             flags += f" --use-dpp --dpp-policy {dynamic.policy}"
+        # Gradients and optimizer state come with each copy of the weights.
+        weights = static.weight_copies / measured.schedule.weight_copies
+        outside_s = measured.outside_s + (weights - 1) * measured.optimizer_s
         memory = None
         if measured.fixed_bytes is not None:
             peak = max(max(activation_peaks(step.schedule, measured.stash_ratio)) for step in steps)
-            # Gradients and optimizer state come with each copy of the weights.
-            weights = static.weight_copies / measured.schedule.weight_copies
             memory = round(measured.fixed_bytes * weights + peak * measured.activation_bytes)
         traffic, hides = measured.traffic, costs.all_to_all
         prediction = Prediction(
             label,
             flags,
-            step_s=statistics.fmean(step.makespan for step in steps) + measured.outside_s,
+            step_s=statistics.fmean(step.makespan for step in steps) + outside_s,
             bubble_ratio=statistics.fmean(step.bubble_ratio for step in steps),
             memory_bytes=memory,
             bounds_memory=dynamic is None or dynamic.policy == DynamicOrder.policy,
@@ -477,12 +488,20 @@ def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
     step_s = statistics.median(max(durations) for _, _, durations in columns) / 1e9
     # From the first action of any rank to the last.
     pipeline_s = statistics.median(max(ends) - min(begins) for begins, ends, _ in columns) / 1e9
-    layers = run.surveys[0].header.settings.get("num_layers")
+    settings = run.surveys[0].header.settings
+    layers = settings.get("num_layers")
+    optimizers: dict[int, float] = defaultdict(float)
+    for survey in () if settings.get("use_distributed_optimizer") else run.surveys:
+        for step in survey.complete_steps:
+            optimizers[step.number] = max(optimizers[step.number], step.optimizer_ns)
     return _Measured(
         schedule,
         measured_costs(run, schedule),
         step_s,
+        # Ranks of devices choose while an action runs, which is another order than afterwards.
+        launch_s=_LAUNCH_S if settings.get("device", "cpu") != "cpu" else 0.0,
         outside_s=max(0.0, step_s - pipeline_s),
+        optimizer_s=statistics.median(optimizers.values() or [0.0]) / 1e9,
         fixed_bytes=max(fixed) if fixed else None,
         activation_bytes=max(activations, default=0.0),  # the worst rank bounds what fits
         num_layers=layers if isinstance(layers, int) else None,

@@ -48,6 +48,7 @@ class Step(NamedTuple):
     """The rest of `pipeline_ns` by cause: `input of rank 3`, `slot`, `leader`, `send`, `other`."""
     after_ns: float = 0
     """From the last action to the end of the iteration: reduction, optimizer and so on."""
+    optimizer_ns: float = 0
     memory_bytes: int = 0
     peak_live: float = 0
     """Most activations of one stage that it kept at once; a weight stash may count more than 1."""
@@ -217,6 +218,9 @@ def _step(found: RankSurvey, iteration: Iteration) -> Step:
         busy_ns=busy,
         idle_ns=dict(idle),
         after_ns=iteration.duration_ns - end,
+        optimizer_ns=sum(
+            span.end_ns - span.begin_ns for span in iteration.spans if span.name == "optimizer"
+        ),
         memory_bytes=given("memory_bytes", 0),
         peak_live=max(live_counts(tuple(row), found.stash_ratio, found.slices), default=0.0),
         actions=len(work),

@@ -55,6 +55,7 @@ def write_run(
     ramp: Sequence[int] = (),
     pairs: bool = False,
     slices: int = 1,
+    optimizer_s: float = 0.0,
     sampling: Tracing = Tracing(iterations=100),  # noqa: B008 - it is frozen
 ) -> Path:
     """Simulate some steps and record them; return the folder of the run.
@@ -97,6 +98,8 @@ def write_run(
                 for half in halves:
                     record(recorder, clock, origin, half, *times, costs)
             clock.now_ns = origin + step_ns - MS
+            if optimizer_s:
+                recorder.add("optimizer", clock.now_ns - round(1e9 * optimizer_s), {})
             recorder.notes |= {"out_of_order": 2, "microbatches": count}
             if rank == 0:
                 recorder.notes["lengths"] = dict(enumerate(sizes))

@@ -61,6 +61,36 @@ def test_uneven_stages_stay_uneven(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("shares", "more_s"), [(False, 0.006), (True, 0.0)])
+def test_twins_update_both_copies_unless_they_share_the_optimizer(
+    tmp_path: Path, shares: bool, more_s: float
+) -> None:
+    about = {"transport": "torch", "use_distributed_optimizer": shares}
+    runs = (
+        predicted(write_run(tmp_path / str(took), settings=about, optimizer_s=took))
+        for took in (0.0, 0.006)
+    )
+    without, updated = runs
+    for name, more in (("1f1b", 0.0), ("dualpipe overlap=False", more_s)):
+        assert updated[name].step_s - without[name].step_s == pytest.approx(more, abs=1e-6)
+
+
+@pytest.mark.parametrize(("device", "launches"), [("cpu", False), ("musa", True)])
+def test_dynamic_orders_are_those_of_the_device(
+    tmp_path: Path, device: str, launches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that launches chooses before its device is idle, one that computes afterwards."""
+    seen, simulate_dynamic = [], forecast.simulate_dynamic
+
+    def spied(schedule, policies, costs):
+        seen.append(costs.launch > 0)
+        return simulate_dynamic(schedule, policies, costs)
+
+    monkeypatch.setattr(forecast, "simulate_dynamic", spied)
+    predicted(write_run(tmp_path, settings={"transport": "torch", "device": device}))
+    assert set(seen) == {launches}
+
+
 def test_exchanges_of_experts_tell_what_pairs_hide(tmp_path: Path) -> None:
     costs = replace(EVEN, all_to_all=0.4)
     with_pairs = forecast.forecast(write_run(tmp_path, costs=costs, pairs=True))
