@@ -17,11 +17,12 @@ from tests.transport.native_ranks import store
 from . import fake
 
 if TYPE_CHECKING:
-    from megatron_ext.devices.backend import DeviceBackend
+    from megatron_ext.devices.backend import Device
     from megatron_ext.runtime.compute import Tensors
     from megatron_ext.runtime.ordering import Order, RunAhead
+    from megatron_ext.runtime.program import Table
     from megatron_ext.schedules import Action
-    from megatron_ext.schedules.table import Table
+
 
 LONG_S = 60.0
 SHAPE = (64, 32)
@@ -60,7 +61,7 @@ class OneKernel:
         return []
 
 
-def this_rank() -> tuple[int, DeviceBackend, torch.device]:
+def this_rank() -> tuple[int, Device, torch.device]:
     """Return this rank, the backend bound to its device, and the device."""
     me = int(os.environ["RANK"])
     backend = devices.current()

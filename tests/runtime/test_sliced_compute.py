@@ -60,9 +60,9 @@ def one_stage_here(*args: Any) -> Captured:
     from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
     from megatron.core.utils import unwrap_model
 
-    from megatron_ext.config import hosting
+    from megatron_ext.config import stages
 
-    hosting.check_ranks = lambda *_: None
+    stages.check_ranks = lambda *_: None
     build, weight_of = GPTModel.__init__, GPTModel.shared_embedding_or_output_weight
     named, gradients = capture._named, capture._gradients
 
