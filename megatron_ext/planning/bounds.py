@@ -111,7 +111,7 @@ class CutBound:
 
     @cached_property
     def _fixed(self) -> list[Part]:
-        """What each stage has at least."""
+        """The least that each stage computes and keeps, whatever the cut."""
         found = []
         for s, kinds in enumerate(self._kinds):
             parts = [self.first] * (s == 0) + [self.last] * (s == len(self.least) - 1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -97,18 +98,18 @@ Choice = int | tuple[int, int]
 as a pair."""
 
 
-class Order:
+class Order(ABC):
     """The order in which one rank runs its actions in one step."""
 
     def expected(self) -> list[Expected]:
         """Return the messages that the order itself receives, beyond those of the actions."""
         return []
 
+    @abstractmethod
     def __iter__(self) -> Iterator[Choice]:
         """Yield choices; the caller runs each before it takes the next."""
-        raise NotImplementedError
 
-    def handed(self, message: Message) -> None:
+    def handed(self, message: Message) -> None:  # noqa: B027 - a table is an order already
         """Record that a tensor is available for another stage of this rank."""
 
 

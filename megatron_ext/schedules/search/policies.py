@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from copy import copy
@@ -47,7 +48,7 @@ class Patience:
     """By position of the head: what it saves in the table's pair, alone 0. Empty: no pairs."""
 
 
-class Policy:
+class Policy(ABC):
     """Chooses the actions of one rank, for one step.
 
     The positions that it chooses are those of the rank's row in `schedule`.
@@ -70,16 +71,16 @@ class Policy:
         """Return how long to wait before choosing, measured from when the rank became idle."""
         return 0.0
 
+    @abstractmethod
     def looks_ahead(self) -> bool:
         """Return whether to choose while the last action still runs on the device.
 
         Only if nothing that may arrive until then would change the choice.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def choose(self) -> int | None:
         """Choose the next action: its position in the rank's row, or None if none may run."""
-        raise NotImplementedError
 
     def with_partner(self, index: int) -> tuple[int, ...]:
         """Return the action that was just chosen, and with pairs what runs with it.
