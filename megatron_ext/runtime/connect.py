@@ -192,7 +192,10 @@ def open_native(
     """
     config, environment = required().config, required().environment
     local_world_size = environment.local_world_size
-    host = environment.rendezvous_host
+    ip = None  # no other host connects over shared memory
+    if wire != "shm":
+        host = environment.rendezvous_host
+        ip = own_address(config.node_ips, rank, num_ranks, local_world_size, host)
     # The number tells a transport from those that earlier configurations opened in this store.
     run_id = "/".join([label, *environment.run, str(count_transport(label))])
     return NativeTransport(
@@ -201,7 +204,7 @@ def open_native(
         peers,
         run_id=run_id,
         wire=wire,
-        ip=own_address(wire, config.node_ips, rank, num_ranks, local_world_size, host),
+        ip=ip,
         rail=environment.local_rank,
         ranks_per_node=local_world_size,
         slots=slots,

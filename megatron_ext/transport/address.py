@@ -17,9 +17,6 @@ from megatron_ext.version import __version__
 
 Wire = Literal["auto", "shm", "tcp", "rdma"]
 
-NOT_PROBED = "it was not probed"
-"""Why a process that did not look for RDMA has none."""
-
 
 @dataclass(frozen=True)
 class Address:
@@ -39,12 +36,12 @@ class Address:
     ip: str = ""
     """IP address on which the process listens for TCP; empty if it does not."""
     port: int = 0
-    no_rdma: str = NOT_PROBED
+    no_rdma: str = "it was not probed"
     """Why the process has no RDMA; empty if it has."""
 
     @classmethod
-    def new(cls, wire: Wire, no_rdma: str = NOT_PROBED) -> Address:
-        """Return the address of this process, before it listens for TCP."""
+    def new(cls, wire: Wire) -> Address:
+        """Return the address of this process, before it listens for TCP or probes RDMA."""
         return cls(
             version=__version__,
             byte_order=sys.byteorder,
@@ -56,7 +53,6 @@ class Address:
             name=f"megatron_ext-{secrets.token_hex(8)}",
             # A connection begins with it: ranks read it from the job's store, strangers cannot.
             secret=secrets.token_hex(16),
-            no_rdma=no_rdma,
         )
 
     @classmethod
@@ -148,65 +144,36 @@ def _require_reachable(rank: int, address: Address) -> None:
 
 
 def own_address(
-    wire: Wire,
     node_ips: Sequence[str],
     rank: int,
     world_size: int,
     ranks_per_node: int | None,
     rendezvous_host: str,
-) -> str | None:
-    """Return the address of this host for processes on others; None over shared memory.
+) -> str:
+    """Return the IP address of this host for processes on others.
 
     Args:
-        wire: The wire that needs it.
-        node_ips: See `node_address`; empty: the address on the route to `rendezvous_host`.
+        node_ips: Addresses or host names (`--node-ips`), one for each node, in the order of ranks,
+            or one for each rank. Empty: the address on the route to `rendezvous_host` counts.
         rank: Global rank of this process.
         world_size: Number of ranks.
         ranks_per_node: Number of ranks on each node; None: all.
         rendezvous_host: Host of the job's rendezvous (MASTER_ADDR).
 
     Raises:
-        TransportError: The address is not usable, or there is no route.
-    """
-    if wire == "shm":
-        return None
-    ip = node_address(node_ips, rank, world_size, ranks_per_node or world_size)
-    return address_towards(rendezvous_host) if ip is None else ip
-
-
-def node_address(
-    node_ips: Sequence[str], rank: int, world_size: int, local_world_size: int
-) -> str | None:
-    """Return the IP address of this rank's host, from `--node-ips`.
-
-    Args:
-        node_ips: IP addresses or host names: one for each node, in the order of ranks, or one for
-            each rank; may be empty.
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        local_world_size: Number of ranks on each node.
-
-    Returns:
-        The address; None if `node_ips` is empty.
-
-    Raises:
-        TransportError: The number of addresses is wrong, or this host's address is unusable.
+        TransportError: The number of addresses is wrong, this host's address is unusable, or there
+            is no route.
     """
     if not node_ips:
-        return None
+        return address_towards(rendezvous_host)
+    local_world_size = ranks_per_node or world_size
     num_nodes = max(1, world_size // local_world_size)
-    if len(node_ips) == world_size:
-        return _resolved(node_ips[rank], num_nodes)
-    if len(node_ips) == num_nodes:
-        return _resolved(node_ips[rank // local_world_size], num_nodes)
-    raise TransportError(
-        f"--node-ips has {len(node_ips)} addresses; give one for each of the {num_nodes} nodes or "
-        f"for each of the {world_size} ranks"
-    )
-
-
-def _resolved(name: str, num_nodes: int) -> str:
-    """Resolve this host's entry of `--node-ips`, an IP address or a name, to an IP address."""
+    if len(node_ips) not in (num_nodes, world_size):
+        raise TransportError(
+            f"--node-ips has {len(node_ips)} addresses; give one for each of the {num_nodes} nodes "
+            f"or for each of the {world_size} ranks"
+        )
+    name = node_ips[rank if len(node_ips) == world_size else rank // local_world_size]
     try:
         ip = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from types import ModuleType
+from typing import NamedTuple
 
 from megatron_ext.errors import TransportError
+
+_log = logging.getLogger(__name__)
 
 _MODULE = "megatron_ext.transport._C"
 _REMEDY = (
@@ -46,3 +50,42 @@ def require_native() -> ModuleType:
             f"The native module {_MODULE} is not usable: {module}. {_REMEDY}."
         ) from module
     return module
+
+
+class RdmaProbe(NamedTuple):
+    """Whether this host can use RDMA."""
+
+    usable: bool
+    finding: str
+    """The port that links will use, or the step that failed, and how."""
+    remedy: str = ""
+
+    @property
+    def why_not(self) -> str:
+        """Finding and remedy in one line; empty if this host can use RDMA."""
+        return "" if self.usable else "; ".join(filter(None, [self.finding, self.remedy]))
+
+
+def probe_rdma(address: str | None = None, *, sysfs: str = "/sys") -> RdmaProbe:
+    """Try what an RDMA link needs: libibverbs, a port and a GID, memory, a queue pair to itself.
+
+    Args:
+        address: IP address of this host that the port must have (see `--node-ips`). None: the best
+            port is chosen.
+        sysfs: Mount point of sysfs; another directory in tests.
+
+    Raises:
+        TransportError: The address or a variable MEGATRON_EXT_IB_* is malformed. What is missing
+            is a finding, as `auto` probes every machine, and most have no RDMA.
+    """
+    try:
+        found = require_native().probe_rdma(address or "", sysfs)
+    except TransportError as error:
+        return RdmaProbe(False, f"native module: {error}")
+    except ValueError as error:
+        raise TransportError(str(error)) from error
+    _log.debug("RDMA: %s", "; ".join(f"{step.step}: {step.text}" for step in found))
+    last = found[-1]  # the first step that failed, if any did
+    if not last.is_good:
+        return RdmaProbe(False, f"{last.step}: {last.text}", last.remedy)
+    return RdmaProbe(True, next(step.text for step in found if step.step == "port"))

@@ -26,11 +26,9 @@ from megatron_ext.errors import (
     TransportTimeout,
 )
 from megatron_ext.message import Message, MessageKind
-from megatron_ext.transport.address import NOT_PROBED
 from megatron_ext.transport.base import Expected, Stats
 from megatron_ext.transport.dtypes import CAPSULE_CODE_OF, CODE_OF, plain, tensor_on
 from megatron_ext.transport.native import require_native
-from megatron_ext.transport.rdma_probe import probe
 from megatron_ext.transport.rendezvous import Store, connect_peers
 
 if TYPE_CHECKING:
@@ -162,14 +160,9 @@ class NativeTransport:
         self._expected: dict[tuple[int, int], Expected] = {}
         # Source and tag of arrivals that `poll` has yet to return, in order.
         self._unreported: dict[tuple[int, int], None] = {}
-        no_rdma = NOT_PROBED
-        if wire in ("auto", "rdma"):
-            rdma = probe(ip)
-            no_rdma = "" if rdma.usable else rdma.reason
         connections = connect_peers(
-            store, rank, peers, run_id=run_id, timeout_s=connect_timeout_s, wire=wire, ip=ip,
-            no_rdma=no_rdma,
-        )  # fmt: skip
+            store, rank, peers, run_id=run_id, timeout_s=connect_timeout_s, wire=wire, ip=ip
+        )
         self._hosts = {peer: connection.host for peer, connection in connections.items()}
         self._wires = {peer: connection.wire for peer, connection in connections.items()}
         self._for_device = for_device

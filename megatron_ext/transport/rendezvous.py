@@ -14,19 +14,19 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from megatron_ext.errors import TransportError
 from megatron_ext.transport.address import (
-    NOT_PROBED,
     Address,
     Wire,
     address_towards,
     choose_wire,
 )
+from megatron_ext.transport.native import probe_rdma
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.05
@@ -71,105 +71,60 @@ class Connection(NamedTuple):
     socket: socket.socket
 
 
-class Hello(NamedTuple):
-    """A connection and its first line. The caller checks whether it is a peer's."""
+def _hellos(
+    rank: int, listeners: Sequence[socket.socket], max_visits: int, deadline: float
+) -> Generator[tuple[socket.socket, bytes], None, None]:
+    """Yield connections, each with its first line, until a deadline (time.monotonic)."""
+    # All are read concurrently: a client that sends nothing, or one byte at a time, delays nobody
+    # but itself. By connection the line so far and its deadline, in the order of deadlines.
+    visits: dict[socket.socket, tuple[bytes, float]] = {}
 
-    link: socket.socket
-    text: bytes
-    """The line, with its line feed."""
+    def leave(link: socket.socket) -> None:
+        selector.unregister(link)
+        del visits[link]
 
+    def refuse(link: socket.socket, why: str) -> None:
+        _log.warning("rank %d refused a connection: %s", rank, why)
+        leave(link)
+        link.close()
 
-class _Visit:
-    def __init__(self) -> None:
-        self.text = b""
-        self.deadline = time.monotonic() + HELLO_S
-
-
-class Reception:
-    """Accepts connections and reads the first line of each, concurrently.
-
-    As a context manager it closes the remaining connections on exit.
-
-    Args:
-        rank: Global rank of this process, for the log.
-        listeners: Non-blocking listening sockets.
-        num_peers: Number of peers that will connect.
-    """
-
-    def __init__(self, rank: int, listeners: Sequence[socket.socket], num_peers: int) -> None:
-        self._rank = rank
-        self._listeners = listeners
-        self._max_visits = num_peers + _MAX_STRANGERS
-        # A client that sends nothing, or one byte at a time, delays nobody but itself.
-        self._selector = selectors.DefaultSelector()
-        # Connections without a complete hello, in the order of their deadlines.
-        self._visits: dict[socket.socket, _Visit] = {}
+    with selectors.DefaultSelector() as selector:
         for listener in listeners:
-            self._selector.register(listener, selectors.EVENT_READ)
-
-    def __enter__(self) -> Reception:
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close all connections that have not sent a hello."""
-        for link in list(self._visits):
-            self._leave(link).close()
-        self._selector.close()
-
-    def next(self, deadline: float) -> Hello | None:
-        """Return the next complete hello; None at the deadline (seconds of time.monotonic)."""
-        while True:
-            now = time.monotonic()
-            for link in [link for link, visit in self._visits.items() if visit.deadline <= now]:
-                self._refuse(link, f"it sent no hello within {HELLO_S:g} s")
-            first = min([deadline, *(visit.deadline for visit in self._visits.values())])
-            for key, _ in self._selector.select(max(0.0, first - time.monotonic())):
-                assert isinstance(key.fileobj, socket.socket)
-                if key.fileobj in self._listeners:
-                    self._accept(key.fileobj)
-                elif (hello := self._read(key.fileobj)) is not None:
-                    return hello
-            if time.monotonic() >= deadline:
-                return None
-
-    def _accept(self, listener: socket.socket) -> None:
+            selector.register(listener, selectors.EVENT_READ)
         try:
-            link, _ = listener.accept()
-        except OSError:
-            return  # the client has closed the connection
-        if len(self._visits) >= self._max_visits:
-            self._refuse(next(iter(self._visits)), "too many others wait to send a hello")
-        link.setblocking(False)
-        self._visits[link] = _Visit()
-        self._selector.register(link, selectors.EVENT_READ)
-
-    def _read(self, link: socket.socket) -> Hello | None:
-        visit = self._visits.get(link)
-        if visit is None:
-            return None  # rejected since the select
-        try:
-            part = link.recv(HELLO_BYTES)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            self._refuse(link, str(error))
-            return None
-        visit.text += part
-        if not part or len(visit.text) > HELLO_BYTES:
-            self._refuse(link, "it sent no valid hello")
-        elif visit.text.endswith(b"\n"):
-            return Hello(self._leave(link), visit.text)
-        return None
-
-    def _refuse(self, link: socket.socket, why: str) -> None:
-        _log.warning("rank %d refused a connection: %s", self._rank, why)
-        self._leave(link).close()
-
-    def _leave(self, link: socket.socket) -> socket.socket:
-        self._selector.unregister(link)
-        del self._visits[link]
-        return link
+            while (now := time.monotonic()) < deadline:
+                for link in [link for link, (_, until) in visits.items() if until <= now]:
+                    refuse(link, f"it sent no hello within {HELLO_S:g} s")
+                first = min([deadline, *(until for _, until in visits.values())])
+                for key, _ in selector.select(first - now):
+                    link = key.fileobj  # type: ignore[assignment]
+                    if link in listeners:
+                        with suppress(OSError):  # the client has closed the connection
+                            visitor, _ = link.accept()
+                            if len(visits) >= max_visits:
+                                refuse(next(iter(visits)), "too many others wait to send a hello")
+                            visitor.setblocking(False)
+                            visits[visitor] = b"", time.monotonic() + HELLO_S
+                            selector.register(visitor, selectors.EVENT_READ)
+                    elif link in visits:  # else refused since the select
+                        text, until = visits[link]
+                        try:
+                            part = link.recv(HELLO_BYTES)
+                        except BlockingIOError:
+                            continue
+                        except OSError as error:
+                            refuse(link, str(error))
+                            continue
+                        text += part
+                        visits[link] = text, until
+                        if not part or len(text) > HELLO_BYTES:
+                            refuse(link, "it sent no valid hello")
+                        elif text.endswith(b"\n"):
+                            leave(link)
+                            yield link, text
+        finally:
+            for link in visits:
+                link.close()
 
 
 class _Rendezvous:
@@ -185,8 +140,6 @@ class _Rendezvous:
         self._timeout_s = timeout_s
         self._mine = mine
         self._known: dict[int, Address] = {}
-        # The wire of each peer that this rank has connected to.
-        self._called: dict[int, str] = {}
 
     def run(self, peers: Iterable[int], ip: str | None) -> dict[int, Connection]:
         """Connect to all peers. The lower rank of each pair is the client."""
@@ -200,28 +153,39 @@ class _Rendezvous:
                 for peer in sorted(lower):  # both sides of an impossible pair raise
                     choose_wire(self._rank, self._mine, peer, self._address(peer))
                 for peer in higher:
-                    made[peer] = self._call(peer)
-                with Reception(self._rank, listeners, len(lower)) as reception:
+                    while True:
+                        try:
+                            made[peer] = self._call(peer)
+                            break
+                        # With a fresh address: the last one may be an earlier run's. The other
+                        # error: the peer's backlog is full.
+                        except (ConnectionError, BlockingIOError):
+                            time.sleep(_RETRY_S)
+                max_visits = len(lower) + _MAX_STRANGERS
+                with closing(_hellos(self._rank, listeners, max_visits, self._deadline)) as hellos:
                     while lower:
-                        self._answer_one(reception, lower, made)
+                        link, text = next(hellos, (None, b""))
+                        if link is None:
+                            raise self._timed_out(f"rank {min(lower)} to connect")
+                        self._answer(link, text, lower, made)
                 for peer in higher:
                     made[peer] = self._answered(peer, made[peer])
             except BaseException as error:
                 for connection in made.values():
                     connection.socket.close()
                 if isinstance(error, TransportError) and self._known:
-                    self._give_up(str(error))  # before peers find the listeners closed
+                    self._give_up(str(error), made)  # before peers find the listeners closed
                 raise
             return made
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, made: Mapping[int, Connection]) -> None:
         """Publish the reason for all known peers, and wake those that this rank connected to."""
         note = {"reason": reason, "to": [address.secret for address in self._known.values()]}
         self._store.set(f"{self._prefix}{self._rank}", _GAVE_UP.decode() + json.dumps(note))
-        for peer, wire in self._called.items():
+        for peer in made.keys() - range(self._rank):
             with suppress(OSError, TransportError):  # the peer has ended too
                 ring = f"{self._rank} gave up\n"
-                self._connected(wire, peer, self._known[peer], _RING_S, ring).close()
+                self._connected(made[peer].wire, peer, self._known[peer], _RING_S, ring).close()
 
     def _listen(self, stack: ExitStack, num_lower: int, ip: str | None) -> list[socket.socket]:
         # In the abstract namespace, with a random name: it leaves no file behind.
@@ -269,26 +233,27 @@ class _Rendezvous:
         return address
 
     def _call(self, peer: int) -> Connection:
-        """Connect and send the hello."""
-        while True:  # with a fresh address: the last one may be an earlier run's
-            address = self._address(peer)
-            wire, why = choose_wire(self._rank, self._mine, peer, address)
-            left_s = self._left_s(f"rank {peer} to listen")
-            self._called[peer] = wire
-            try:
-                link = self._connected(wire, peer, address, left_s, self._hello(address))
-            except (ConnectionError, BlockingIOError):  # the latter: the peer's backlog is full
-                time.sleep(_RETRY_S)
-                continue
-            except OSError as error:  # such as a time-out or a missing route
-                raise TransportError(
-                    f"rank {self._rank} on host {self._mine.host} cannot connect to rank {peer} on "
-                    f"host {address.host} ({wire}, {address.ip or 'unix socket'}): {error}"
-                ) from error
-            # A line where there is something better, which the reason names.
-            level = logging.INFO if (self._mine.wire, wire) == ("auto", "tcp") else logging.DEBUG
-            _log.log(level, "rank %d and rank %d: %s (%s)", self._rank, peer, wire, why)
-            return Connection(wire, address.host, link)
+        """Connect and send the hello.
+
+        Raises:
+            ConnectionError, BlockingIOError: The peer does not listen, or not yet.
+        """
+        address = self._address(peer)
+        wire, why = choose_wire(self._rank, self._mine, peer, address)
+        left_s = self._left_s(f"rank {peer} to listen")
+        try:
+            link = self._connected(wire, peer, address, left_s, self._hello(address))
+        except (ConnectionError, BlockingIOError):
+            raise
+        except OSError as error:  # such as a time-out or a missing route
+            raise TransportError(
+                f"rank {self._rank} on host {self._mine.host} cannot connect to rank {peer} on "
+                f"host {address.host} ({wire}, {address.ip or 'unix socket'}): {error}"
+            ) from error
+        # A line where there is something better, which the reason names.
+        level = logging.INFO if (self._mine.wire, wire) == ("auto", "tcp") else logging.DEBUG
+        _log.log(level, "rank %d and rank %d: %s (%s)", self._rank, peer, wire, why)
+        return Connection(wire, address.host, link)
 
     # The secrets of both sides as published: so processes of two jobs never connect to each other,
     # and neither do those of a job and of an earlier run under the same run id.
@@ -315,18 +280,14 @@ class _Rendezvous:
             raise
         return link
 
-    def _answer_one(
-        self, reception: Reception, lower: set[int], made: dict[int, Connection]
+    def _answer(
+        self, link: socket.socket, hello: bytes, lower: set[int], made: dict[int, Connection]
     ) -> None:
         """Authenticate one connection; reject it if it is not a peer's."""
-        hello = reception.next(self._deadline)
-        if hello is None:
-            raise self._timed_out(f"rank {min(lower)} to connect")
-        link = hello.link
         try:
             if link.family == socket.AF_UNIX:
                 self._require_same_user(link, "a process")
-            rank, _, sent = hello.text.rstrip(b"\n").partition(b" ")
+            rank, _, sent = hello.rstrip(b"\n").partition(b" ")
             peer = int(rank) if rank.isdigit() else -1
             if peer not in lower:
                 raise TransportError("it does not know the secrets of this run")
@@ -352,23 +313,19 @@ class _Rendezvous:
     def _answered(self, peer: int, call: Connection) -> Connection:
         """Return a connection over which the peer has sent its secret."""
         # A peer that received a damaged hello closes the connection; this rank connects again.
-        refused = TransportError(
-            f"rank {peer} refused the connection of rank {self._rank}, or ended; see its log"
-        )
         for attempt in range(1, _MAX_CALLS + 1):
             if self._read_answer(peer, call.socket):
                 return call
-            address = self._address(peer)  # raises the peer's reason, if it published one
-            if attempt == _MAX_CALLS:
-                break
-            left_s = self._left_s(f"rank {peer} to listen")
-            try:
-                link = self._connected(call.wire, peer, address, left_s, self._hello(address))
-            except OSError as error:
-                self._address(peer)
-                raise refused from error
-            call = call._replace(socket=link)
-        raise refused
+            self._address(peer)  # raises the peer's reason, if it published one
+            if attempt < _MAX_CALLS:
+                try:
+                    call = self._call(peer)
+                except OSError:
+                    self._address(peer)
+                    break
+        raise TransportError(
+            f"rank {peer} refused the connection of rank {self._rank}, or ended; see its log"
+        )
 
     def _read_answer(self, peer: int, link: socket.socket) -> bool:
         """Read a peer's answer. Return False, with the socket closed, if it hung up instead."""
@@ -429,9 +386,8 @@ def connect_peers(
     timeout_s: float,
     wire: Wire = "auto",
     ip: str | None = None,
-    no_rdma: str = NOT_PROBED,
 ) -> dict[int, Connection]:
-    """Connect this process to the peers of its job.
+    """Connect this process to the peers of its job; return a socket for each.
 
     Args:
         store: Key-value store for the addresses. Its own time-out detects a rank that never
@@ -443,13 +399,11 @@ def connect_peers(
         wire: Wire of all pairs; `auto`: the best that each pair has. The same on all ranks.
         ip: IP address of this host to listen on and to connect from. None: one that only this host
             reaches.
-        no_rdma: Why this process has no RDMA; empty if it has.
-
-    Returns:
-        For each peer a connected socket and its wire.
 
     Raises:
         TransportError: A peer does not appear, or the wire is unavailable; names peer and reason.
     """
-    mine = Address.new(wire, no_rdma)
+    mine = Address.new(wire)
+    if wire in ("auto", "rdma"):
+        mine = replace(mine, no_rdma=probe_rdma(ip).why_not)
     return _Rendezvous(store, rank, run_id, timeout_s, mine).run(frozenset(peers) - {rank}, ip)

@@ -17,9 +17,9 @@ PROBE = f"""
 import json, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import witness
-from megatron_ext.transport.rdma_probe import probe
-result = probe(*sys.argv[1:])
-print(json.dumps([result.usable, result.reason, witness.differences()]))
+from megatron_ext.transport.native import probe_rdma
+result = probe_rdma(*sys.argv[1:])
+print(json.dumps([result.usable, result.why_not or result.finding, witness.differences()]))
 """
 # A root without capabilities, whose memory may be locked in small amounts only.
 WEAK_ROOT = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "prlimit", "--memlock=65536"]

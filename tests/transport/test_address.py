@@ -13,10 +13,10 @@ from megatron_ext.transport.address import (
     Wire,
     address_towards,
     choose_wire,
-    node_address,
+    own_address,
 )
 
-HERE = Address.new("auto", no_rdma="no libibverbs")
+HERE = replace(Address.new("auto"), no_rdma="no libibverbs")
 ABLE = replace(HERE, no_rdma="")
 ELSEWHERE = replace(ABLE, host="other", boot_id="other")
 
@@ -74,21 +74,24 @@ def test_addresses_are_read_as_they_were_written() -> None:
 
 
 def test_node_ips_are_those_of_nodes_or_of_ranks() -> None:
+    def own(node_ips: list[str], rank: int, world_size: int, ranks_per_node: int | None) -> str:
+        return own_address(node_ips, rank, world_size, ranks_per_node, "127.0.0.5")
+
     nodes, ranks = ["10.0.0.1", "10.0.0.2"], [f"10.0.1.{rank}" for rank in range(8)]
-    assert [node_address(nodes, rank, 8, 4) for rank in (0, 3, 4, 7)] == [
+    assert [own(nodes, rank, 8, 4) for rank in (0, 3, 4, 7)] == [
         nodes[0], nodes[0], nodes[1], nodes[1],
     ]  # fmt: skip
-    assert [node_address(ranks, rank, 8, 4) for rank in range(8)] == ranks
-    assert node_address([], 0, 8, 4) is None
-    assert node_address(["localhost"], 0, 2, 2) in {"127.0.0.1", "::1"}
+    assert [own(ranks, rank, 8, 4) for rank in range(8)] == ranks
+    assert own([], 0, 8, 4) == "127.0.0.1"  # on the route to the rendezvous
+    assert own(["localhost"], 0, 2, None) in {"127.0.0.1", "::1"}
     with pytest.raises(TransportError, match="has 3 addresses; give one for each of the 2 nodes"):
-        node_address(ranks[:3], 0, 8, 4)
+        own(ranks[:3], 0, 8, 4)
     with pytest.raises(TransportError, match=r"127\.0\.0\.1 on this host, which the other 1"):
-        node_address(["127.0.0.1", "10.0.0.2"], 0, 8, 4)
+        own(["127.0.0.1", "10.0.0.2"], 0, 8, 4)
     with pytest.raises(TransportError, match=r"0\.0\.0\.0 stands for every address"):
-        node_address(["0.0.0.0"], 0, 2, 2)
+        own(["0.0.0.0"], 0, 2, 2)
     with pytest.raises(TransportError, match=r"no\.host\.invalid is not an address"):
-        node_address(["no.host.invalid"], 0, 8, 8)
+        own(["no.host.invalid"], 0, 8, None)
 
 
 def test_the_way_to_the_rendezvous_gives_the_address() -> None:

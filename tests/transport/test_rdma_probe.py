@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.errors import TransportError
 from megatron_ext.transport import native as native_module
-from megatron_ext.transport.rdma_probe import probe
+from megatron_ext.transport.native import probe_rdma
 from tests.rdma_vm import witness
 
 from .fake_verbs import build_fake_verbs, make_sysfs
@@ -28,10 +28,10 @@ def sysfs(fake_library, tmp_path, monkeypatch) -> str:
 
 
 def test_a_usable_device_is_told_with_its_port_and_gid(sysfs):
-    result = probe(sysfs=sysfs)
-    assert result.usable
-    assert result.reason == "fake0 port 1 GID 1 (::ffff:10.77.0.1), MTU 1024"
-    assert [finding.step for finding in result.findings] == [
+    found = "fake0 port 1 GID 1 (::ffff:10.77.0.1), MTU 1024"
+    assert probe_rdma(sysfs=sysfs) == (True, found, "")
+    assert probe_rdma(sysfs=sysfs).why_not == ""
+    assert [step.step for step in native_module.require_native().probe_rdma("", sysfs)] == [
         "library", "devices", "port", "memory", "queue pair",
     ]  # fmt: skip
 
@@ -50,31 +50,33 @@ def test_what_is_missing_is_told_in_one_line_with_a_remedy(
     sysfs, monkeypatch, fault, reason, remedy
 ):
     monkeypatch.setenv("FAKE_VERBS", fault)
-    result = probe(sysfs=sysfs)
+    result = probe_rdma(sysfs=sysfs)
     assert not result.usable
-    assert reason in result.reason
-    assert remedy in result.findings[-1].remedy
-    assert "\n" not in result.reason
+    assert reason in result.finding
+    assert remedy in result.remedy
+    assert result.why_not.startswith(result.finding)
+    assert result.why_not.endswith(result.remedy)
+    assert "\n" not in result.why_not
 
 
 def test_an_address_chooses_the_gid(sysfs):
-    assert "GID 3 (2001:db8::1)" in probe("2001:db8::1", sysfs=sysfs).reason
-    assert "does not have the address 10.9.9.9" in probe("10.9.9.9", sysfs=sysfs).reason
+    assert "GID 3 (2001:db8::1)" in probe_rdma("2001:db8::1", sysfs=sysfs).finding
+    assert "does not have the address 10.9.9.9" in probe_rdma("10.9.9.9", sysfs=sysfs).why_not
 
 
 def test_malformed_settings_are_errors(sysfs, monkeypatch):
     with pytest.raises(TransportError, match="got 'node7'"):
-        probe("node7", sysfs=sysfs)
+        probe_rdma("node7", sysfs=sysfs)
     monkeypatch.setenv("MEGATRON_EXT_IB_RETRY", "7")
     with pytest.raises(TransportError, match="MEGATRON_EXT_IB_RETRY must be a number from 0 to 6"):
-        probe(sysfs=sysfs)
+        probe_rdma(sysfs=sysfs)
 
 
 def test_without_the_native_module_that_is_the_finding(monkeypatch):
     monkeypatch.setattr(native_module, "_load", lambda: ImportError("no such module"))
-    result = probe()
+    result = probe_rdma()
     assert not result.usable
-    assert "no such module" in result.reason
+    assert "no such module" in result.why_not
 
 
 def test_this_machine_is_judged_as_pyverbs_judges_it(native, monkeypatch):

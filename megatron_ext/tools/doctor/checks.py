@@ -253,19 +253,18 @@ def check_memlock() -> Iterator[Diagnosis]:
 def check_rdma() -> Iterator[Diagnosis]:
     """Try every step of an RDMA link, down to a queue pair."""
     # Listing devices is not enough: limits, permissions and GIDs show at the queue pair only.
-    from megatron_ext.transport import rdma_probe
+    from megatron_ext.transport.native import probe_rdma
 
     try:
-        result = rdma_probe.probe()
+        usable, finding, remedy = probe_rdma()
     except MegatronExtError as error:
         yield Diagnosis.of("FAIL", "RDMA", error)
         return
-    last = result.findings[-1]
-    if result.usable:
-        yield Diagnosis("OK", "RDMA", result.reason)
+    if usable:
+        yield Diagnosis("OK", "RDMA", finding)
     else:
-        remedy = last.remedy or "--pipeline-transport tcp needs none of this"
-        yield Diagnosis("WARN", "RDMA", f"{last.step}: {last.text}", remedy)
+        remedy = remedy or "--pipeline-transport tcp needs none of this"
+        yield Diagnosis("WARN", "RDMA", finding, remedy)
 
 
 MACHINE = (
