@@ -23,12 +23,13 @@ Contract with the executor:
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, cycle
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +40,6 @@ from megatron.core.utils import (
     prepare_input_tensors_for_wgrad_compute,
 )
 
-from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.offloading import is_offloading
 from megatron_ext.upstream.signatures import parameters
 
@@ -61,11 +61,13 @@ class SplitBackward:
         # A plain attribute: autograd runs CUDA backwards in its own thread, which sees neither
         # thread-locals nor context variables of the caller.
         self._key: _Key | None = None
-        self._waiting: dict[_Key, list[WeightGradient]] = {}
-        self._marked: list[torch.nn.Parameter] = []
-        # By id of a weight: the stream in which its layer runs backward.
+        # By id of the weight, or of the first one of a layer with several. Weights and gradients
+        # keep the order of their records, which decides the bits.
+        self._waiting: dict[_Key, dict[int, list[WeightGradient]]] = {}
+        # By the same id: the stream in which the layer runs backward.
         self._streams: dict[int, Any] = {}
-        self._modules: dict[int, DelayedModules] = {}
+        self._marked: list[torch.nn.Parameter] = []
+        self._postponing: dict[int, PostponingLayers] = {}
         self._progress: Progress | None = None
         self.has_deferred = False
         """Whether any layer of this process has left a weight gradient to W."""
@@ -78,17 +80,17 @@ class SplitBackward:
     @property
     def overwrites_first(self) -> bool:
         """Whether layers overwrite their weight gradients at a step's first micro-batch."""
-        return any(modules.overwrites_first for modules in self._modules.values())
+        return any(layers.overwrites_first for layers in self._postponing.values())
 
-    def register_modules(self, stage: int, module: torch.nn.Module) -> None:
-        """Register the model chunk of a stage, so that W reaches its Transformer Engine layers.
+    def register_modules(self, stage: int, chunk: torch.nn.Module) -> None:
+        """Register the model chunk of a stage, so that its Transformer Engine layers leave W here.
 
         Call it before each step; known chunks cost nothing. Without it, layers built to postpone
         their weight gradients would do so forever.
         """
-        known = self._modules.get(stage)
-        if known is None or known.module is not module:
-            self._modules[stage] = DelayedModules(module)
+        known = self._postponing.get(stage)
+        if known is None or known.chunk is not chunk:
+            self._postponing[stage] = PostponingLayers(chunk, self._put)
 
     def defer(self, stage: int, microbatch: int) -> _Deferral:
         """Return a context in which layers defer their weight gradients to `run`.
@@ -96,25 +98,8 @@ class SplitBackward:
         Enter it for the forward, where layers record the key, and again for the backward, which
         may rerun forwards (recomputation).
         """
-        modules = self._modules.get(stage)
-        postpones = modules is not None and bool(modules.weights)
-        return _Deferral(self, (stage, microbatch), modules if postpones else None)
-
-    def begin(self, key: _Key, modules: DelayedModules | None) -> None:
-        """Enter the context of `defer`."""
-        assert self._key is None, f"{key} inside {self._key}"
-        self._key = key
-        if modules is not None:
-            self.has_deferred = True
-            modules.begin(key[1])
-
-    def end(self, modules: DelayedModules | None) -> None:
-        """Leave the context of `defer`, also on error."""
-        self._key = None
-        if modules is not None:
-            modules.end()
-        if self._marked:
-            self._unmark()
+        layers = self._postponing.get(stage)
+        return _Deferral(self, (stage, microbatch), layers if layers and layers.layers else None)
 
     @contextmanager
     def reporting(self, progress: Progress) -> Iterator[None]:
@@ -130,63 +115,63 @@ class SplitBackward:
 
         They go into `main_grad`, or into `grad` without DDP. Operands are freed weight by weight. A
         stage without deferred weights does nothing.
-
-        Raises:
-            ScheduleError: Transformer Engine's store is FIFO, and an older micro-batch comes first.
         """
-        # By the id of the weight. Weights and gradients keep their order, which decides the bits.
-        by_weight: dict[int, list[WeightGradient]] = {}
-        for gradient in self._waiting.pop((stage, microbatch), []):
-            by_weight.setdefault(id(gradient.weight), []).append(gradient)
-        modules = self._modules.get(stage)
-        remaining = set(by_weight)
-        if modules is not None:
-            remaining |= modules.weights
-
-        def finished(*weights: int) -> None:
-            remaining.difference_update(weights)
-            if self._progress is not None:
-                self._progress(remaining)
-
+        waiting = self._waiting.pop((stage, microbatch), {})
+        remaining = {id(w) for gradients in waiting.values() for w in gradients[0].weights}
         # With sequence parallelism this all-gathers the inputs again, one gradient ahead of the
         # GEMMs, so that they overlap: a collective, so all tensor-parallel ranks of a stage compute
         # the same gradients in the same order.
-        ahead = deque(zip(chain.from_iterable(by_weight.values()), cycle(_BUFFERS), strict=False))
+        ahead = deque(zip(chain.from_iterable(waiting.values()), cycle(_BUFFERS), strict=False))
 
         def fetch() -> None:
             if ahead:
                 gradient, buffer = ahead.popleft()
                 gradient.fetch(buffer)
 
-        finished()
+        def report() -> None:
+            if self._progress is not None:
+                self._progress(remaining)
+
+        report()
         fetch()
-        for weight, gradients in by_weight.items():
+        for weight, gradients in waiting.items():
+            done = gradients[0].weights
             with in_stream(self._streams[weight]):
                 accumulate(gradients, fetch)
-            finished(weight)
-        if modules is not None:
-            modules.run(microbatch, finished)
+            remaining.difference_update(map(id, done))
+            report()
 
     def pending(self) -> list[_Key]:
         """Return the (stage, micro-batch) keys whose W has not run, sorted."""
-        of_modules = {(s, m) for s, modules in self._modules.items() for m in modules.waiting}
-        return sorted(of_modules.union(self._waiting))
+        return sorted(self._waiting)
 
     def clear(self) -> None:
         """Drop all deferred gradients after a failed step."""
         self._key = None
         self._waiting.clear()
         self._unmark()
-        for modules in self._modules.values():
-            modules.clear()
 
     def _record(self, key: _Key, gradient: WeightGradient) -> None:
         # Its operands may be messages: a received gradient, or an activation that the first layer
         # uses directly. They stay until W.
+        weight = gradient.weights[0]
         self.has_deferred = True
-        self._waiting.setdefault(key, []).append(gradient)
-        self._streams[id(gradient.weight)] = stream_of_backward(gradient.weight)
-        self._marked.append(gradient.weight)
+        self._waiting.setdefault(key, {}).setdefault(id(weight), []).append(gradient)
+        self._streams[id(weight)] = stream_of_backward(weight)
+        self._marked += gradient.weights
+
+    def _put(self, layer: Any, operands: list[Any], product: Callable[..., Any]) -> None:
+        """Take what a Transformer Engine layer queues, in place of `WeightGradStore.put`."""
+        assert self._key is not None, "layers postpone inside `defer` only"
+        if any(getattr(layer, name, False) for name in _GATHERS_IN_USER_BUFFERS):
+            operands = [_copied(operand) for operand in operands]
+        gradient: Any = _QueuedGradients(layer)
+        found = self._waiting.get(self._key, {}).get(id(gradient.weights[0]))
+        if found is None:
+            self._record(self._key, gradient)
+        else:
+            gradient = found[0]
+        gradient.entries.put([operands, product])
 
     def _unmark(self) -> None:
         """Reset the flags that kept DDP's hooks from adding placeholder gradients."""
@@ -201,25 +186,36 @@ class SplitBackward:
 class _Deferral:
     """The context of `defer`."""
 
-    __slots__ = ("_key", "_modules", "_split")
+    __slots__ = ("_key", "_layers", "_split")
 
-    def __init__(self, split: SplitBackward, key: _Key, modules: DelayedModules | None) -> None:
-        self._split, self._key, self._modules = split, key, modules
+    def __init__(self, split: SplitBackward, key: _Key, layers: PostponingLayers | None) -> None:
+        self._split, self._key, self._layers = split, key, layers
 
     def __enter__(self) -> None:
-        self._split.begin(self._key, self._modules)
+        split = self._split
+        assert split._key is None, f"{self._key} inside {split._key}"
+        split._key = self._key
+        if self._layers is not None:
+            self._layers.postpone(on=True)
 
     def __exit__(self, *_: object) -> None:
-        self._split.end(self._modules)
+        split = self._split
+        split._key = None
+        if self._layers is not None:
+            self._layers.postpone(on=False)
+        if split._marked:
+            split._unmark()
 
 
 # -- weight gradients that wait --------------------------------------------------------------------
 
 
 class WeightGradient(Protocol):
-    """A deferred weight-gradient GEMM."""
+    """The deferred gradients of a layer's weights, mostly of one."""
 
-    weight: torch.nn.Parameter
+    @property
+    def weights(self) -> Sequence[torch.nn.Parameter]:
+        """The weights, always in the same order."""
 
     def fetch(self, buffer: str) -> None:
         """Start to gather an operand that other ranks have a part of, if there is one.
@@ -227,8 +223,8 @@ class WeightGradient(Protocol):
         It may take Megatron's global memory of the name `buffer`.
         """
 
-    def compute(self) -> torch.Tensor | None:
-        """Return the gradient; None: the GEMM kernel has accumulated it into `main_grad`."""
+    def compute(self) -> Sequence[torch.Tensor | None]:
+        """Return the gradients; None: the GEMM kernel has accumulated it into `main_grad`."""
 
 
 Record = Callable[[WeightGradient], None]
@@ -279,29 +275,37 @@ def in_stream(stream: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def accumulate(products: list[WeightGradient], fetch: Callable[[], None]) -> None:
-    """Compute one weight's deferred gradients, accumulate them and drop their operands.
+    """Compute the deferred gradients of a layer, accumulate them and drop their operands.
 
     They go to `main_grad`, or to `grad` without DDP. `fetch` starts the gather of the operands of a
     later gradient, just before one is computed. `products` is empty afterwards.
     """
-    weight = products[0].weight
-    total: torch.Tensor | None = None
+    weights = products[0].weights
     # Unfused gradients are summed first, in the order of their records, and the sum is added once,
     # as autograd does for several uses of a weight in one backward: the same bits.
+    totals: list[torch.Tensor | None] = [None for _ in weights]
     products.reverse()
     while products:
         fetch()
-        product = products.pop().compute()
-        total = product if total is None or product is None else total.add_(product)
-    if total is None:
-        return
-    gradient = getattr(weight, "main_grad", None)
-    if gradient is None:
-        gradient = weight.grad
-    if gradient is None:
-        weight.grad = total.view_as(weight)
-    else:
-        gradient.add_(total.view_as(gradient))
+        _add(totals, products.pop().compute())
+    for weight, total in zip(weights, totals, strict=True):
+        if total is None:
+            continue
+        gradient = getattr(weight, "main_grad", None)
+        if gradient is None:
+            gradient = weight.grad
+        if gradient is None:
+            weight.grad = total.view_as(weight)
+        else:
+            gradient.add_(total.view_as(gradient))
+
+
+def _add(totals: list[torch.Tensor | None], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Add to each sum its gradient, if there is one."""
+    for index, gradient in enumerate(gradients):
+        total = totals[index]
+        if gradient is not None:
+            totals[index] = gradient if total is None else total.add_(gradient)
 
 
 class _Unchanged:
@@ -341,7 +345,7 @@ class _LinearGradient:
         fused: bool,
     ) -> None:
         self._record, self._fused = record, fused
-        self.weight = weight
+        self.weights = (weight,)
         self.input = input_.detach()  # without its graph
         # Over which sequence parallelism splits the input; None if it is whole.
         self._gather_group = gather_group
@@ -350,8 +354,9 @@ class _LinearGradient:
 
     def append(self, grad_output: torch.Tensor) -> None:
         """Record the deferred gradient; called by upstream's backward."""
-        if getattr(self.weight, "main_grad", self) is None:
-            del self.weight.main_grad  # upstream's backward set it: no DDP, no such attribute
+        [weight] = self.weights
+        if getattr(weight, "main_grad", self) is None:
+            del weight.main_grad  # upstream's backward set it: no DDP, no such attribute
         self.grad_output = grad_output.detach()  # without its graph, which holds this object
         self._unchanged = _Unchanged(self.input, grad_output)
         self._record(self)
@@ -367,7 +372,7 @@ class _LinearGradient:
         )
         self._gathered = whole, arrival
 
-    def compute(self) -> torch.Tensor | None:
+    def compute(self) -> list[torch.Tensor | None]:
         """Return the gradient, or accumulate it if fused."""
         self._unchanged.check(self.input, self.grad_output)
         total_input = self.input
@@ -378,14 +383,14 @@ class _LinearGradient:
             self.grad_output, total_input
         )
         if not self._fused:
-            return torch.matmul(grad_output.t(), total_input)
-        main_grad = self.weight.main_grad
+            return [torch.matmul(grad_output.t(), total_input)]
+        main_grad = self.weights[0].main_grad
         kernels = layers.fused_weight_gradient_mlp_cuda
         if main_grad.dtype == torch.float32:
             kernels.wgrad_gemm_accum_fp32(total_input, grad_output, main_grad)
         else:
             kernels.wgrad_gemm_accum_fp16(total_input, grad_output, main_grad)
-        return None
+        return [None]
 
 
 class _Returning(torch.autograd.Function):
@@ -467,18 +472,17 @@ class _GroupedGradient:
         product: torch.autograd.graph.GradientEdge,
         grad_output: torch.Tensor,
     ) -> None:
-        self.weight, self.grad_output = weight, grad_output
+        self.weights, self.grad_output = (weight,), grad_output
         self._experts, self._product = experts, product
         self._unchanged = _Unchanged(grad_output)
 
     def fetch(self, buffer: str) -> None:
         """Do nothing: this rank has all operands."""
 
-    def compute(self) -> torch.Tensor:
+    def compute(self) -> Sequence[torch.Tensor]:
         """Return the gradient."""
         self._unchanged.check(self.grad_output)
-        (gradient,) = torch.autograd.grad(self._product, self._experts, self.grad_output)
-        return gradient
+        return torch.autograd.grad(self._product, self._experts, self.grad_output)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -563,130 +567,72 @@ def overwrites_first(module: torch.nn.Module) -> bool:
     )
 
 
-class DelayedModules:
-    """The layers of one stage that postpone their weight gradients themselves.
+class PostponingLayers:
+    """The layers of a stage that postpone their weight gradients themselves.
 
-    Once registered here, the layers of its model chunk postpone between `begin` and `end` only.
+    Once registered here, the layers of its model chunk do so between `postpone(on=True)` and
+    `postpone(on=False)` only, and hand to `put` what they queue: layer, operands, product.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        self.overwrites_first = overwrites_first(module)
-        built: list[Any] = []
-        for layer in module.modules():
+    def __init__(self, chunk: torch.nn.Module, put: Callable[..., None]) -> None:
+        self.chunk = chunk
+        self.overwrites_first = overwrites_first(chunk)
+        self.layers: list[Any] = []
+        self._unfused: list[Any] = []
+        for layer in chunk.modules():
             store: Any = getattr(layer, "wgrad_store", None)
-            if store is not None and store.context is not None:  # built to postpone
-                store.disable_delay_wgrad_compute()
-                built.append(layer)
-        self._layers = [layer for layer in reversed(built) if _can_postpone(layer)]
-        self.weights = frozenset(weight for layer in self._layers for weight in _weights(layer))
-        """Ids of the parameters of the layers that postpone."""
-        self.waiting: dict[int, Counter[int]] = {}
-        """By micro-batch whose W has not run, oldest first: queued entries by id of the layer."""
-        self._microbatch = 0
-        # By id of a layer: the stream in which it runs backward.
-        self._streams: dict[int, Any] = {}
-        for layer in self._layers:
-            layer.wgrad_store.put = partial(self._put, layer)
-        self._unfused = [
-            weight
-            for layer in self._layers
-            if not layer.fuse_wgrad_accumulation
-            for weight in _matrices(layer)
-            if hasattr(weight, "main_grad")
-        ]
+            if store is None or store.context is None:
+                continue  # not built to postpone
+            store.disable_delay_wgrad_compute()
+            if not _can_postpone(layer):
+                continue
+            self.layers.append(layer)
+            store.put = partial(put, layer)
+            if not layer.fuse_wgrad_accumulation:
+                self._unfused += [w for w in _matrices(layer) if hasattr(w, "main_grad")]
 
-    def begin(self, microbatch: int) -> None:
-        """Let the layers postpone the weight gradients of a micro-batch."""
-        self._microbatch = microbatch
-        self._switch(on=True)
-        for weight in self._unfused:
-            # DDP's hooks fire in I, want a gradient and add it, unless it is added already.
-            gradient = weight.main_grad.new_zeros((), dtype=weight.dtype)
-            weight.grad, weight.grad_added_to_main_grad = gradient.expand(weight.shape), True
-
-    def end(self) -> None:
-        """Let the layers compute their weight gradients in the backward again."""
-        self._switch(on=False)
-        for weight in self._unfused:
-            weight.grad, weight.grad_added_to_main_grad = None, False
-
-    def _put(self, layer: Any, operands: list[Any], product: Callable[..., Any]) -> None:
-        """Queue the operands of a weight gradient in place of `WeightGradStore.put`."""
-        if any(getattr(layer, name, False) for name in _GATHERS_IN_USER_BUFFERS):
-            operands = [_copied(operand) for operand in operands]
-        self._streams[id(layer)] = stream_of_backward(next(layer.parameters()))
-        type(layer.wgrad_store).put(layer.wgrad_store, operands, product)
-        # The queues do not know micro-batches.
-        self.waiting.setdefault(self._microbatch, Counter())[id(layer)] += 1
-
-    def _switch(self, *, on: bool) -> None:
-        for layer in self._layers:
+    def postpone(self, *, on: bool) -> None:
+        """Let the layers postpone their weight gradients, or compute them in the backward."""
+        for layer in self.layers:
             store = layer.wgrad_store
             (store.enable_delay_wgrad_compute if on else store.disable_delay_wgrad_compute)()
-
-    def run(self, microbatch: int, finished: Callable[..., None]) -> None:
-        """Compute a micro-batch's postponed weight gradients, last layer first.
-
-        `finished` is called after each layer with the ids of its parameters.
-
-        Raises:
-            ScheduleError: TE's store is FIFO, and this is not the oldest micro-batch in it.
-        """
-        if microbatch not in self.waiting:
-            return
-        oldest = next(iter(self.waiting))
-        if oldest != microbatch:
-            raise ScheduleError(
-                f"W of micro-batch {microbatch} comes before W of {oldest}, but Transformer Engine "
-                f"computes weight gradients in the order of the backwards; use a schedule that "
-                f"keeps this order, or --transformer-impl local"
-            )
-        queued = self.waiting.pop(microbatch)
-        self._switch(on=True)
-        try:
-            for layer in self._layers:
-                with in_stream(self._streams.get(id(layer))), _biases_are_done(layer):
-                    _compute(layer, queued[id(layer)])
-                finished(*_weights(layer))
-        finally:
-            self._switch(on=False)
-
-    def clear(self) -> None:
-        """Drop all queued operands."""
-        self.waiting.clear()
-        for layer in self._layers:
-            with layer.wgrad_store.context.mutex:
-                layer.wgrad_store.context.queue.clear()
+        for weight in self._unfused:
+            weight.grad, weight.grad_added_to_main_grad = None, on
+            if on:
+                # DDP's hooks fire in I, want a gradient and add it, unless it is added already.
+                gradient = weight.main_grad.new_zeros((), dtype=weight.dtype)
+                weight.grad = gradient.expand(weight.shape)
 
 
-def _compute(layer: Any, number: int) -> None:
-    """Run a layer's `backward_dw` for so many entries of its queue.
+class _QueuedGradients:
+    """The entries of one layer in one micro-batch: one for each use of each of its weights."""
 
-    Without gradient accumulation fusion `backward_dw` leaves a gradient in `grad`, over what is
-    there, and W adds it to `main_grad`: DDP's hook has fired in I.
-    """
-    weights = [] if layer.fuse_wgrad_accumulation else _matrices(layer)
-    older = [weight.grad for weight in weights]
-    # Summed first and added once, as autograd does for several uses of a weight: the same bits.
-    totals: list[Any] = [None] * len(weights)
-    queue = layer.wgrad_store.context
-    remaining = queue.qsize() - number
-    while queue.qsize() > remaining:
-        for weight in weights:
-            weight.grad = None
-        layer.backward_dw()  # one entry, or two in a layer with two weights
-        for index, weight in enumerate(weights):
-            if weight.grad is not None:
-                total = totals[index]
-                totals[index] = weight.grad if total is None else total + weight.grad
-    for weight, kept, total in zip(weights, older, totals, strict=True):
-        main_grad = getattr(weight, "main_grad", None)
-        weight.grad = kept
-        if total is not None and main_grad is not None:
-            main_grad.add_(total)
-        elif total is not None:
-            weight.grad = total if kept is None else kept + total
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self.weights = _matrices(layer)
+        # In place of the layer's own queue, which does not know micro-batches.
+        self.entries: SimpleQueue[list[Any]] = SimpleQueue()
+
+    def fetch(self, buffer: str) -> None:
+        """Do nothing: this rank has all operands."""
+
+    def compute(self) -> list[torch.Tensor | None]:
+        """Run the layer's `backward_dw`; return what it does not accumulate itself."""
+        self._layer.wgrad_store.context = self.entries
+        totals: list[torch.Tensor | None] = [None for _ in self.weights]
+        # Without gradient accumulation fusion `backward_dw` leaves a gradient in `grad`, over what
+        # is there: DDP's hook has fired in I.
+        unfused = [] if self._layer.fuse_wgrad_accumulation else self.weights
+        older = [weight.grad for weight in unfused]
+        with _computing(self._layer):
+            while not self.entries.empty():
+                for weight in unfused:
+                    weight.grad = None
+                self._layer.backward_dw()  # one entry, or two in a layer with two weights
+                _add(totals, [weight.grad for weight in unfused])
+        for weight, gradient in zip(unfused, older, strict=True):
+            weight.grad = gradient
+        return totals
 
 
 # Settings of a layer with --tp-comm-overlap whose operands may lie in a buffer that the backward of
@@ -709,10 +655,6 @@ def _matrices(layer: Any) -> list[Any]:
     return [one for name, one in named if "weight" in name and "layer_norm" not in name]
 
 
-def _weights(layer: Any) -> list[int]:
-    return [id(parameter) for parameter in layer.parameters(recurse=False)]
-
-
 def _can_postpone(layer: Any) -> bool:
     """Return whether a layer's `backward_dw` sets the gradients of its own weights, and no more."""
     # Of several weights put together it would set the gradient of the copy.
@@ -730,16 +672,18 @@ def _can_postpone(layer: Any) -> bool:
 
 
 @contextmanager
-def _biases_are_done(layer: Any) -> Iterator[None]:
-    """Keep `backward_dw` from setting bias gradients."""
+def _computing(layer: Any) -> Iterator[None]:
+    """Let `backward_dw` set gradients of weights, and none of biases."""
     # It does so for every bias without a `grad`, the normal state after DDP's hooks. It would fail,
     # because autograd has computed these gradients in I and the layer does not have them.
     named = layer.named_parameters(recurse=False)
     biases = [bias for name, bias in named if "bias" in name and bias.grad is None]
     for bias in biases:
         bias.grad = bias.detach()  # any tensor of that shape
+    layer.wgrad_store.enable_delay_wgrad_compute()
     try:
         yield
     finally:
+        layer.wgrad_store.disable_delay_wgrad_compute()
         for bias in biases:
             bias.grad = None

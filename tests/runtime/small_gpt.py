@@ -126,7 +126,7 @@ def deferred(model: DistributedDataParallel) -> set[str]:
     with splits().defer(0, 0):
         forward(model, 0).backward()
     names = {id(weight): name for name, weight in model.module.named_parameters()}
-    waiting = {names[id(gradient.weight)] for gradient in splits()._waiting[0, 0]}
+    waiting = {names[weight] for weight in splits()._waiting[0, 0]}
     untouched = {name for name, g in gradients(model).items() if not g.any()}
     assert waiting <= untouched
     splits().clear()

@@ -8,16 +8,14 @@ docs/devices.md says how to build the library on such a machine; without it thes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.errors import ScheduleError
 from megatron_ext.patches.split_backward import prepare_config
-from megatron_ext.runtime.split import DelayedModules, SplitBackward, overwrites_first
+from megatron_ext.runtime.split import PostponingLayers, SplitBackward, overwrites_first
 
 te = pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
 
@@ -117,54 +115,39 @@ def _queue(name: str, layer: Any, done: list[str], microbatch: int) -> None:
         layer.wgrad_store.put([torch.ones(1)] * 3, product)
 
 
-@contextmanager
-def _postponing(delayed: DelayedModules, microbatch: int = 0) -> Iterator[None]:
-    delayed.begin(microbatch)
-    yield
-    delayed.end()
+def _registered(model: torch.nn.Module) -> SplitBackward:
+    split = SplitBackward()
+    split.register_modules(0, model)
+    return split
 
 
 def test_they_postpone_only_where_told() -> None:
     layers = _layers()
-    model = torch.nn.ModuleDict(layers)
-    delayed = DelayedModules(model)
-    assert delayed.weights >= {id(p) for n, p in model.named_parameters() if "weight" in n}
+    split = _registered(torch.nn.ModuleDict(layers))
     stores = [layer.wgrad_store for layer in layers.values()]
     assert not any(store.delay_wgrad_compute() for store in stores)
-    with _postponing(delayed):
+    with split.defer(0, 0):
         assert all(store.delay_wgrad_compute() for store in stores)
     assert not any(store.delay_wgrad_compute() for store in stores)
 
 
-def test_their_backward_dw_computes_a_micro_batch_last_layer_first() -> None:
+def test_their_backward_dw_computes_a_micro_batch_in_the_order_of_its_backward() -> None:
     layers, done = _layers(), []
-    delayed = DelayedModules(torch.nn.ModuleDict(layers))
+    split = _registered(torch.nn.ModuleDict(layers))
     for microbatch in range(2):
-        with _postponing(delayed, microbatch):
+        with split.defer(0, microbatch):
             for name, layer in layers.items():
                 _queue(name, layer, done, microbatch)
-    assert [*delayed.waiting] == [0, 1]
-    with pytest.raises(ScheduleError, match="W of micro-batch 1 comes before W of 0"):
-        delayed.run(1, lambda *_: None)
-    finished: list[int] = []
-    for microbatch in range(2):
+    assert split.pending() == [(0, 0), (0, 1)]
+    remaining: list[int] = []
+    for microbatch in (1, 0):
         done.clear()
-        delayed.run(microbatch, lambda *weights: finished.extend(weights))
-        assert list(dict.fromkeys(done)) == [f"{name} {microbatch}" for name in reversed(layers)]
+        with split.reporting(lambda weights: remaining.append(len(weights))):
+            split.run(0, microbatch)
+        assert list(dict.fromkeys(done)) == [f"{name} {microbatch}" for name in layers]
         assert len(done) == 5, "the network has two weights"
-    assert set(finished) == delayed.weights
-    assert not delayed.waiting
-
-
-def test_what_is_queued_can_be_dropped() -> None:
-    layers, done = _layers(), []
-    delayed = DelayedModules(torch.nn.ModuleDict(layers))
-    with _postponing(delayed):
-        for name, layer in layers.items():
-            _queue(name, layer, done, 0)
-    delayed.clear()
-    assert not delayed.waiting
-    assert all(layer.wgrad_store.context.empty() for layer in layers.values())
+    assert remaining == [6, 5, 4, 2, 0] * 2
+    assert not split.pending()
 
 
 @pytest.mark.parametrize(
@@ -180,18 +163,17 @@ def test_layers_that_add_their_bias_stay_whole(
     settings: dict[str, Any], postpone: set[str]
 ) -> None:
     layers = _layers(**settings)
-    delayed = DelayedModules(torch.nn.ModuleDict(layers))
-    with _postponing(delayed):
+    with _registered(torch.nn.ModuleDict(layers)).defer(0, 0):
         found = {n for n, layer in layers.items() if layer.wgrad_store.delay_wgrad_compute()}
     assert found == postpone
 
 
 def test_a_bias_that_megatron_adds_keeps_its_gradient() -> None:
     layer = te.Linear(8, 8, **_BUILT, bias=True, return_bias=True)
-    delayed = DelayedModules(torch.nn.ModuleDict({"one": layer}))
-    with _postponing(delayed):
+    split = _registered(torch.nn.ModuleDict({"one": layer}))
+    with split.defer(0, 0):
         layer.wgrad_store.put([torch.ones(1)], lambda _: (None, torch.ones(8)))
-    delayed.run(0, lambda *_: None)
+    split.run(0, 0)
     assert layer.bias.grad is None
 
 
@@ -231,8 +213,8 @@ def _main_grads(stage: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.usefixtures("kernels")
 def test_each_w_adds_what_the_backward_of_its_micro_batch_left() -> None:
-    whole, stage, split = _stage(delay=False), _stage(delay=True), SplitBackward()
-    split.register_modules(0, stage)
+    whole, stage = _stage(delay=False), _stage(delay=True)
+    split = _registered(stage)
     for microbatch in range(3):
         with split.defer(0, microbatch):
             loss = _loss(stage, microbatch)
@@ -284,6 +266,8 @@ def test_all_weights_of_megatrons_layer_postpone() -> None:
     )
     prepare_config(config)
     layer = build_module(get_gpt_layer_with_transformer_engine_spec(), config=config)
-    delayed = DelayedModules(layer)
-    assert delayed.weights >= {id(p) for n, p in layer.named_parameters() if n.endswith(".weight")}
+    names = {id(parameter): name for name, parameter in layer.named_parameters()}
+    postponing = PostponingLayers(layer, lambda *_: None).layers
+    found = {names[id(p)] for each in postponing for p in each.parameters(recurse=False)}
+    assert found >= {name for name in names.values() if name.endswith(".weight")}
     assert overwrites_first(layer)

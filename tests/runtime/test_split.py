@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext, suppress
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,7 +144,7 @@ def operands_die() -> None:
     model = small_gpt.build()
     with splits().defer(0, 0):
         small_gpt.forward(model, 0).backward()
-    waiting = splits()._waiting[0, 0]
+    waiting = list(chain(*splits()._waiting[0, 0].values()))
     operands = [weakref.ref(t) for g in waiting for t in (g.input, g.grad_output)]
     assert len(operands) == 2 * 9
     del waiting

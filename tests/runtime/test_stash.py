@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ class _Held(Observer):
         elif kind == "I":
             storages = {
                 operand.untyped_storage().data_ptr(): operand.untyped_storage().nbytes()
-                for gradient in splits()._waiting[place]
+                for gradient in chain(*splits()._waiting[place].values())
                 for operand in (gradient.input, gradient.grad_output)  # type: ignore[attr-defined]
             }
             self.held[place] = sum(storages.values())

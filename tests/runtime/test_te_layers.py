@@ -13,7 +13,6 @@ import torch
 
 from megatron_ext.config import incompatible
 from megatron_ext.config.incompatible import te_leaves_whole, why_not_split
-from megatron_ext.errors import ScheduleError
 from megatron_ext.patches.split_backward import prepare_config
 from megatron_ext.runtime import split
 from megatron_ext.runtime.split import SplitBackward
@@ -383,8 +382,7 @@ def test_gradients_of_biases_without_ddp_stay() -> None:
 def test_a_layer_of_two_weights_with_biases_is_left_whole() -> None:
     layer = _TwoWeights(delay=True)
     layer.use_bias, layer.fc1_bias = True, torch.nn.Parameter(torch.zeros(4))
-    delayed = split.DelayedModules(layer)
-    assert not delayed.weights
+    assert not split.PostponingLayers(layer, layer.wgrad_store.put).layers
     assert not layer.wgrad_store.enabled
 
 
@@ -400,12 +398,14 @@ def test_a_backward_that_is_not_split_computes_all() -> None:
     assert all(map(torch.allclose, _main_grads(chunk), _main_grads(whole)))
 
 
-def test_another_order_is_refused() -> None:
-    chunk, split = _Chunk(delay=True), SplitBackward()
+def test_ws_may_run_in_another_order_than_backwards() -> None:
+    chunk, whole, split = _Chunk(delay=True), _Chunk(delay=False), SplitBackward()
     split.register_modules(0, chunk)
-    _backwards(split, chunk, 2, stage=0)
-    with pytest.raises(ScheduleError, match="W of micro-batch 1 comes before W of 0"):
-        split.run(0, 1)
+    _backwards(split, chunk, 3, stage=0)
+    for microbatch in (1, 2, 0):
+        split.run(0, microbatch)
+        _loss(whole, microbatch).backward()
+        assert all(map(torch.allclose, _main_grads(chunk), _main_grads(whole)))
 
 
 def test_what_a_failed_step_left_is_dropped() -> None:
