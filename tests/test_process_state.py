@@ -1,4 +1,4 @@
-"""A process holds five things, and what a user asked for is read in one place."""
+"""A process holds four things, and what a user asked for is read in one place."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "megatron_ext"
-FIVE = {
+FOUR = {
     "patches/registry.py: REGISTRY",
     "config/active.py: _PROCESS",
     "devices/__init__.py: _PROCESS",
-    "devices/host.py: _THREAD",
     "runtime/routes.py: _CURRENT",
 }
-"""The registry of patches, the active configuration, the device, the host's stream of each thread
-(as torch keeps CUDA's), the store of routes, which also work without a configuration."""
+"""The registry of patches, the active configuration, the device, and the store of routes, which
+also work without a configuration."""
 CODE = {"schedules/generators/catalog.py: _GENERATORS"}
 """Filled by decorators while modules are imported, also those of users; no state of a run."""
 OTHER_PROCESSES = ("tools/launch/",)
@@ -114,7 +113,7 @@ def state(name: str, tree: ast.Module) -> list[str]:
 
 def test_a_process_holds_five_things() -> None:
     found = {line for name, tree in sources() for line in state(name, tree)}
-    assert found == FIVE | CODE
+    assert found == FOUR | CODE
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import torch
 from torch_musa import host_waits
 
 from megatron_ext import devices
-from megatron_ext.devices.backend import TimingEvent
 from megatron_ext.schedules import Kind
 
 from .ops import Op, OpTimes
@@ -29,7 +28,7 @@ class DeviceProbe(Probe):
 
     def __init__(self, times: OpTimes, device: torch.device) -> None:
         super().__init__(times, device)
-        self._timed: list[tuple[tuple[int, Kind, int], TimingEvent, TimingEvent]] = []
+        self._timed: list[tuple[tuple[int, Kind, int], torch.Event, torch.Event]] = []
 
     def meet(self) -> None:
         """Wait for all ranks, with the host's time of a point in the stream of an idle device."""
@@ -68,7 +67,7 @@ class DeviceProbe(Probe):
         lasts_us = 1e6 * self.times.seconds(kind, stage, microbatch)
         torch.ops.fake_musa.spend(self.device.index, lasts_us)
 
-    def add(self, name: tuple[int, Kind, int], begin: TimingEvent, end: TimingEvent) -> None:
+    def add(self, name: tuple[int, Kind, int], begin: torch.Event, end: torch.Event) -> None:
         """Note an op and the events around it."""
         self._timed.append((name, begin, end))
 
@@ -78,7 +77,7 @@ class DeviceProbe(Probe):
         self._timed, peak, self.peak_live = [], self.peak_live, 0
         return ops, peak
 
-    def _at_s(self, event: TimingEvent) -> float:
+    def _at_s(self, event: torch.Event) -> float:
         return self._zero_s + 1e-3 * self._zero.elapsed_time(event)
 
 
@@ -101,7 +100,7 @@ class TimedOp:
             self._probe.add(name, self._begin, self._end)
 
 
-def _event() -> TimingEvent:
+def _event() -> torch.Event:
     event = devices.current().timing_event()
     assert event is not None, "the device is the host"
     return event

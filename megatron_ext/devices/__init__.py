@@ -17,30 +17,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.devices.backend import Device, Redirect
 from megatron_ext.errors import ArgumentsError, DeviceError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "CHOICES",
-    "Device",
-    "Redirect",
-    "VISIBLE_DEVICES",
-    "arguments_for",
-    "count_devices",
-    "current",
-    "device_of",
-    "keep_for_ever",
-    "off_cuda",
-    "on_cpu",
-    "on_cuda",
-    "requested",
-    "reset",
-    "select",
-    "take",
-]
+    from megatron_ext.devices.backend import Device
 
 CHOICES = ("auto", "cuda", "musa", "cpu")
 """Values of `--device-backend` and `MEGATRON_EXT_DEVICE`."""
@@ -165,18 +147,13 @@ def keep_for_ever(what: object) -> None:
 
 
 def _make(name: str) -> Device:
-    if name == "cuda":
-        from megatron_ext.devices.cuda import CudaDevice
+    from megatron_ext.devices.cpu import CpuDevice
+    from megatron_ext.devices.cuda import CudaDevice
+    from megatron_ext.devices.musa import MusaDevice
 
-        return CudaDevice()
-    if name == "musa":
-        from megatron_ext.devices.musa import MusaDevice
-
-        return MusaDevice()
-    if name == "cpu":
-        from megatron_ext.devices.cpu import CpuDevice
-
-        return CpuDevice()
+    for made in (CudaDevice, MusaDevice, CpuDevice):
+        if made.name == name:
+            return made()
     raise DeviceError(f"there is no device backend {name!r}; choose one of {', '.join(CHOICES)}")
 
 

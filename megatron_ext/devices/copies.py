@@ -15,8 +15,8 @@ import torch
 _log = logging.getLogger(__name__)
 
 
-class Ended(NamedTuple):
-    """The completion of copies (`backend.Copied`)."""
+class Copied(NamedTuple):
+    """The completion of copies."""
 
     runtime: Any
     device: torch.device
@@ -24,14 +24,20 @@ class Ended(NamedTuple):
     """Events behind the copies, or their streams."""
 
     def wait(self) -> None:
-        """Sleep until the copies are done."""
+        """Sleep until the copies are done; callable from any thread.
+
+        Raises:
+            RuntimeError: The device failed, in these copies or in earlier work.
+        """
         with self.runtime.device(self.device):  # a new thread is on the first device
             for mark in self.marks:
                 mark.synchronize()
 
 
-class StreamCopies:
-    """Copies with a separate stream for each direction.
+class Copies:
+    """Asynchronous copies, in a stream of their own for each direction.
+
+    Until a copy is complete, its source must not change, and only work on the device may use it.
 
     Args:
         runtime: `torch.cuda`, or a module with the same interface.
@@ -56,13 +62,11 @@ class StreamCopies:
 
     def to_host(
         self, tensor: torch.Tensor, target: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Ended]:
-        """Start a copy to pinned memory, ordered after all work of the current stream.
+    ) -> tuple[torch.Tensor, Copied]:
+        """Start the copy of a contiguous device tensor, after all work of the current stream.
 
-        Args:
-            tensor: Contiguous. The caller keeps it, unchanged, until the copy is done.
-            target: Of the same shape and dtype, in registered memory; the caller keeps it, too.
-                None: memory of torch's caching allocator of pinned memory.
+        It goes to `target`, of the same shape and dtype in memory that `pin` has registered, or to
+        new pinned memory.
         """
         host = target
         if host is None:
@@ -70,14 +74,12 @@ class StreamCopies:
         self._down.wait_stream(self._runtime.current_stream(self._device))
         with self._runtime.stream(self._down):
             host.copy_(tensor.detach(), non_blocking=True)
-        return host, Ended(self._runtime, self._device, (self._mark(self._down),))
+        return host, Copied(self._runtime, self._device, (self._mark(self._down),))
 
-    def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Ended]:
-        """Start a copy to the device; the current stream waits for it.
+    def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copied]:
+        """Start a copy to the device, which blocks if the tensor is not pinned.
 
-        Args:
-            tensor: The caller keeps it, unchanged, until the copy is done. If it is not pinned,
-                the copy blocks.
+        Work that the current stream gets later waits for it.
         """
         # The copy waits for no computation: its stream owns the memory, and the allocator learns
         # below that the current stream uses it.
@@ -89,10 +91,13 @@ class StreamCopies:
         current = self._runtime.current_stream(self._device)
         current.wait_event(copied)
         copy.record_stream(current)
-        return copy, Ended(self._runtime, self._device, (copied,))
+        return copy, Copied(self._runtime, self._device, (copied,))
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        """Register host memory, so that copies from it are asynchronous."""
+        """Register host memory (whole pages) with the device; return whether it succeeded.
+
+        If not, this logs a warning, and copies from there block.
+        """
         if self._pinning is None:
             _log.warning(
                 "the runtime of %s cannot register host memory: messages are copied to the "
@@ -115,7 +120,7 @@ class StreamCopies:
         return code == 0
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`."""
+        """Undo `pin`, before the memory is freed."""
         assert self._pinning is not None, "nothing was pinned"
         _, unregister = self._pinning
         unregister(address)

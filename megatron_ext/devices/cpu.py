@@ -2,19 +2,19 @@
 
 Upstream asserts CUDA in its first line. Redirects let the host answer calls of `torch.cuda` (see
 `host`), let every CUDA device name mean the CPU (see `translate`), and make every process group a
-gloo group. Features that need a GPU are off by default (`argument_defaults`) or refused with the
-reason (`argument_rules`). Meant for laptops, CI and tests, not for speed.
+gloo group. Meant for laptops, CI and tests, not for speed.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices import host
-from megatron_ext.devices.backend import Redirect
+from megatron_ext.devices.backend import Device, Redirect
 from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, Lack, flag
 from megatron_ext.devices.translate import (
     answering,
@@ -33,31 +33,33 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroupGloo
 
-    from megatron_ext.devices.backend import Sharing
-
-_ENVIRONMENT = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": (
-        "1",
-        "upstream refuses tensor parallelism without it on the device generation that we report",
-    ),
-    "TORCHDYNAMO_DISABLE": ("1", "compiling small host kernels takes longer than running them"),
-}
-
-_DEFAULTS: dict[str, tuple[object, str]] = {
-    "transformer_impl": ("local", "Transformer Engine has no CPU kernels"),
-    "apply_rope_fusion": (False, "the fused rotary embedding is a CUDA kernel"),
-    "gradient_accumulation_fusion": (False, "fused gradient accumulation is a CUDA kernel"),
-    "no_persist_layer_norm": (True, "the persistent layer norm is a CUDA kernel"),
-    "masked_softmax_fusion": (False, "the fused softmax is a CUDA kernel"),
-    "distributed_backend": ("gloo", "NCCL moves GPU memory only"),
-    # All groups are gloo groups already, and each costs two threads; whoever wants them has them.
-    "enable_gloo_process_groups": (False, ""),
-}
+    from megatron_ext.devices.sharing import Sharing
 
 
-def argument_rules() -> tuple[Lack, ...]:
-    """Return the combinations of arguments that upstream cannot run on the host."""
-    return (
+class CpuDevice(Device):
+    """The `cpu` backend with gloo collectives."""
+
+    name = "cpu"
+    distributed_backend = "gloo"
+    reaches_peers = False
+    environment: Mapping[str, tuple[str, str]] = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": (
+            "1",
+            "upstream refuses tensor parallelism without it on the generation that we report",
+        ),
+        "TORCHDYNAMO_DISABLE": ("1", "compiling small host kernels takes longer than running them"),
+    }
+    argument_defaults: Mapping[str, tuple[object, str]] = {
+        "transformer_impl": ("local", "Transformer Engine has no CPU kernels"),
+        "apply_rope_fusion": (False, "the fused rotary embedding is a CUDA kernel"),
+        "gradient_accumulation_fusion": (False, "fused gradient accumulation is a CUDA kernel"),
+        "no_persist_layer_norm": (True, "the persistent layer norm is a CUDA kernel"),
+        "masked_softmax_fusion": (False, "the fused softmax is a CUDA kernel"),
+        "distributed_backend": ("gloo", "NCCL moves GPU memory only"),
+        # All groups are gloo groups already, each of two threads; whoever wants them has them.
+        "enable_gloo_process_groups": (False, ""),
+    }
+    lacks = (
         *TRANSFORMER_ENGINE_ONLY,
         *CUDA_ONLY,
         Lack(
@@ -72,17 +74,7 @@ def argument_rules() -> tuple[Lack, ...]:
             "forks then",
         ),
     )
-
-
-class CpuDevice:
-    """The `cpu` backend with gloo collectives."""
-
-    name = "cpu"
-    distributed_backend = "gloo"
-    reaches_peers = False
-    environment: Mapping[str, tuple[str, str]] = _ENVIRONMENT
-    argument_defaults: Mapping[str, tuple[object, str]] = _DEFAULTS
-    known_lacks: tuple[str, ...] = (
+    known_lacks = (
         r"(Transformer Engine and )?Apex (is|are) not installed",
         r"Only transformer-engine>=",
         r"'pin_memory' argument is set as true",
@@ -98,16 +90,11 @@ class CpuDevice:
 
     def redirects(self) -> Iterator[Redirect]:
         """List the redirects that make `torch.cuda` and its names mean the host."""
-        yield from _namespace()
-        yield from _accelerator()
+        yield from _namespaces()
         yield from spelling_redirects("cpu")
-        yield from tensor_redirects(translator("cpu", indexed=False), pinning=False)
+        yield from tensor_redirects(translator("cpu"), pinning=False)
         yield from collective_redirects("gloo")
         yield from _gloo()
-
-    def argument_errors(self, args: Any) -> list[str]:
-        """Apply `argument_rules`."""
-        return [rule.message for rule in argument_rules() if rule.refuses(args)]
 
     def torch_device(self, _local_rank: int = 0) -> torch.device:
         """Return the host."""
@@ -139,30 +126,40 @@ class CpuDevice:
         )
 
 
-# -- the host's answers ----------------------------------------------------------------------------
-
 _ANSWERS = "answers for the host in place of a GPU"
-_NO_WORK = "has nothing to do on the host"
 _NO_ACCELERATOR = "the host is not an accelerator, though a CUDA build of torch reports one"
 
-# Functions of `torch.cuda` that `torch.accelerator` has as well.
-_SHARED = (
-    "current_stream",
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "memory_allocated",
-    "memory_reserved",
-    "memory_stats",
-    "reset_peak_memory_stats",
-    "set_stream",
-)
+# Functions of `torch.accelerator`, by the name that `torch.cuda` has for them.
+_OF_ACCELERATOR = {
+    "current_device": "current_device_index",
+    "current_stream": "current_stream",
+    "device": "device_index",
+    "empty_cache": "empty_cache",
+    "max_memory_allocated": "max_memory_allocated",
+    "max_memory_reserved": "max_memory_reserved",
+    "memory_allocated": "memory_allocated",
+    "memory_reserved": "memory_reserved",
+    "memory_stats": "memory_stats",
+    "reset_peak_memory_stats": "reset_peak_memory_stats",
+    "set_device": "set_device_index",
+    "set_stream": "set_stream",
+    "synchronize": "synchronize",
+}
 
 
-def _answers() -> dict[str, Callable[[Any], object]]:
-    """Return the host's replacements for functions and classes of `torch.cuda`, by name."""
+def _namespaces() -> Iterator[Redirect]:
+    """List the redirects of `torch.cuda`, and of `torch.accelerator`, which torch itself calls."""
     import torch
 
-    return {
+    generator, nothing = torch.default_generator, returning(None)
+
+    def seed(seed: int) -> None:
+        generator.manual_seed(int(seed))
+
+    def set_state(new_state: torch.Tensor, *_device: Any, **_named: Any) -> None:
+        generator.set_state(new_state)
+
+    answers: dict[str, Callable[[Any], object]] = {
         # The device. Not an index: without an accelerator torch can place nothing on number 0.
         "is_available": returning(True),
         "is_initialized": returning(True),
@@ -170,34 +167,31 @@ def _answers() -> dict[str, Callable[[Any], object]]:
         "is_current_stream_capturing": returning(False),
         "device_count": to(host.local_world_size),
         "current_device": returning(torch.device("cpu")),
-        "device": to(host.DeviceContext),
+        "device": to(nullcontext),
         "get_device_capability": returning((8, 0)),
         "get_device_name": answering(lambda: host.properties().name),
         "get_device_properties": answering(host.properties),
         # Streams and events.
         "Event": to(host.Event),
         "Stream": to(host.Stream),
-        "StreamContext": to(host.StreamContext),
-        "current_stream": answering(host.current_stream),
-        "default_stream": answering(host.default_stream),
-        "set_stream": calling(host.set_stream),
-        "stream": calling(host.StreamContext),
+        "StreamContext": to(nullcontext),
+        "current_stream": returning(host.STREAM),
+        "default_stream": returning(host.STREAM),
+        "stream": answering(nullcontext),
         # Random numbers. torch.manual_seed calls manual_seed_all, which must not call it back:
         # the generator's own method does not.
         "default_generators": to(host.Generators()),
-        "get_rng_state": answering(torch.default_generator.get_state),
-        "get_rng_state_all": answering(lambda: [torch.default_generator.get_state()]),
-        "initial_seed": to(torch.default_generator.initial_seed),
-        "manual_seed": calling(_manual_seed),
-        "manual_seed_all": calling(_manual_seed),
-        "seed": to(torch.default_generator.seed),
-        "seed_all": returning(None),
-        "set_rng_state": calling(_set_rng_state),
-        "set_rng_state_all": to(lambda states: _set_rng_state(states[0])),
+        "get_rng_state": answering(generator.get_state),
+        "get_rng_state_all": answering(lambda: [generator.get_state()]),
+        "initial_seed": to(generator.initial_seed),
+        "manual_seed": calling(seed),
+        "manual_seed_all": calling(seed),
+        "seed": to(generator.seed),
+        "set_rng_state": calling(set_state),
+        "set_rng_state_all": to(lambda states: set_state(states[0])),
         # torch queues a call until CUDA is initialised, which never happens here: restored random
         # number states would silently be lost.
         "_lazy_call": to(lambda function, **_kwargs: function()),
-        "_lazy_init": returning(None),
         # Memory.
         "device_memory_used": answering(host.rss_bytes),
         "max_memory_allocated": answering(host.peak_rss_bytes),
@@ -210,68 +204,34 @@ def _answers() -> dict[str, Callable[[Any], object]]:
         "memory_stats": answering(host.memory_stats),
         "reset_peak_memory_stats": answering(host.reset_peak_rss),
     }
-
-
-def _namespace() -> Iterator[Redirect]:
-    """List the redirects of functions and classes of `torch.cuda`."""
-    import torch
-
-    answers = _answers()
+    for name in ("_lazy_init", "empty_cache", "init", "ipc_collect", "seed_all", "set_device",
+                 "set_stream", "synchronize"):  # fmt: skip
+        answers[name] = nothing
     for kind in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long"):
         answers[f"{kind}Tensor"] = to(getattr(torch, f"{kind}Tensor"))
     for name, make in answers.items():
-        if not hasattr(torch.cuda, name):  # newer than the oldest supported torch
-            continue
-        yield Redirect(f"torch.cuda:{name}", make, _ANSWERS)
+        if hasattr(torch.cuda, name):  # some are newer than the oldest supported torch
+            yield Redirect(f"torch.cuda:{name}", make, _ANSWERS)
     for name in ("get_rng_state", "set_rng_state"):
         yield Redirect(f"torch.cuda.random:{name}", answers[name], _ANSWERS)
-    for name in ("empty_cache", "init", "ipc_collect", "set_device", "synchronize"):
-        yield Redirect(f"torch.cuda:{name}", returning(None), _NO_WORK)
     yield from nvtx_redirects()
-    yield Redirect("torch:Tensor.record_stream", returning(None), _NO_WORK)
-
-
-def _accelerator() -> Iterator[Redirect]:
-    """List the redirects of `torch.accelerator`, which torch itself calls."""
-    import torch
+    yield Redirect("torch:Tensor.record_stream", nothing, "has nothing to do on the host")
 
     # The CUDA build of torch names CUDA there even without a GPU, and trusts
     # `torch.cuda.is_available`, which we have redirected.
-    answers = _answers()
-    found: dict[str, Callable[[Any], object]] = {
-        "is_available": returning(False),
-        "current_accelerator": returning(None),
-        "device_count": returning(0),
-    }
-    for name, make in found.items():
-        yield Redirect(f"torch.accelerator:{name}", make, _NO_ACCELERATOR)
-    host_device = returning(torch.device("cpu"))
-    yield Redirect("torch._C:_get_accelerator", host_device, _NO_ACCELERATOR)
-    # From torch 2.14 on `torch.get_device_module` calls this one instead.
-    yield Redirect("torch._C:_accelerator_getAccelerator", returning(None), _NO_ACCELERATOR)
+    for target, make in (
+        ("torch.accelerator:is_available", returning(False)),
+        ("torch.accelerator:current_accelerator", nothing),
+        ("torch.accelerator:device_count", returning(0)),
+        ("torch._C:_get_accelerator", returning(torch.device("cpu"))),
+        # From torch 2.14 on `torch.get_device_module` calls this one instead.
+        ("torch._C:_accelerator_getAccelerator", nothing),
+    ):
+        yield Redirect(target, make, _NO_ACCELERATOR)
     # Code that skips the check, because torch.cuda is available, gets the answers of torch.cuda.
-    shared = {name: answers[name] for name in _SHARED}
-    shared["current_device_index"] = answers["current_device"]
-    shared["device_index"] = calling(host.DeviceContext)
-    shared |= dict.fromkeys(("empty_cache", "set_device_index", "synchronize"), returning(None))
-    for name, make in shared.items():
-        if hasattr(torch.accelerator, name):  # some are newer than torch 2.7
-            yield Redirect(f"torch.accelerator:{name}", make, _ANSWERS)
-
-
-def _manual_seed(seed: int) -> None:
-    import torch
-
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _set_rng_state(new_state: torch.Tensor, *_device: Any, **_named: Any) -> None:
-    import torch
-
-    torch.default_generator.set_state(new_state)
-
-
-# -- gloo ------------------------------------------------------------------------------------------
+    for name, here in _OF_ACCELERATOR.items():
+        if hasattr(torch.accelerator, here):
+            yield Redirect(f"torch.accelerator:{here}", answers[name], _ANSWERS)
 
 
 def _gloo() -> Iterator[Redirect]:

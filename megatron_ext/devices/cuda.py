@@ -1,28 +1,23 @@
-"""NVIDIA GPUs, which upstream is written for; nothing is redirected."""
+"""NVIDIA GPUs, which upstream is written for; nothing is redirected or refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatron_ext.devices.backend import Accelerator
+from megatron_ext.devices.backend import Device
 from megatron_ext.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.devices.backend import Copies, Redirect, Sharing
+    from megatron_ext.devices.sharing import Sharing
 
 
-class CudaDevice(Accelerator):
+class CudaDevice(Device):
     """The `cuda` backend with NCCL collectives."""
 
     name = "cuda"
     distributed_backend = "nccl"
-    reaches_peers = True
-    environment: Mapping[str, tuple[str, str]] = {}
-    argument_defaults: Mapping[str, tuple[object, str]] = {}
-    known_lacks: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
         """Check for a CUDA build of torch and at least one visible GPU."""
@@ -37,27 +32,11 @@ class CudaDevice(Accelerator):
             return "torch sees no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES"
         return None
 
-    def redirects(self) -> Iterable[Redirect]:
-        """Redirect nothing."""
-        return ()
-
-    def argument_errors(self, _args: Any) -> list[str]:
-        """Refuse nothing: upstream checks its own arguments for this device."""
-        return []
-
-    def copies(self, device: torch.device) -> Copies:
-        """Copy in streams, with host memory registered by `cudaHostRegister`."""
-        from megatron_ext.devices.copies import StreamCopies
-
-        driver = self.runtime.cudart()
-        pinning = driver.cudaHostRegister, driver.cudaHostUnregister
-        return StreamCopies(self.runtime, device, pinning)
-
     def sharing(self, device: torch.device) -> Sharing:
         """Share by the IPC calls of CUDA's runtime."""
         import torch
 
-        from megatron_ext.devices.sharing import RuntimeSharing
+        from megatron_ext.devices.sharing import Sharing
 
         if torch.version.cuda is None:
             raise DeviceError(
@@ -65,7 +44,7 @@ class CudaDevice(Accelerator):
                 "--pipeline-device-path staged"
             )
         library = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"
-        return RuntimeSharing(self.runtime, device, library, "cuda")
+        return Sharing(self.runtime, device, library, "cuda")
 
 
 def why_idle() -> str | None:

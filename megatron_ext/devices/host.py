@@ -1,4 +1,4 @@
-"""Streams, events, random numbers and memory counters of the host, in the shape of `torch.cuda`'s.
+"""A stream, events, random numbers and memory counters of the host, in the shape of `torch.cuda`'s.
 
 The "device" generator is torch's default generator. Memory counters report the operating system's
 figures.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
-import threading
+import re
+import resource
 import time
 from collections import defaultdict
 from contextlib import suppress
@@ -56,14 +57,20 @@ class Event:
 
 
 class Stream:
-    """Stand-in for a stream: the host runs everything in order."""
+    """The host's stream, which runs everything in order; each call returns the same one."""
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+    cuda_stream = stream_id = 0
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Stream:
+        """Return the stream, whatever device or priority it is for."""
+        return STREAM
+
+    @property
+    def device(self) -> Any:
+        """The host."""
         import torch
 
-        self.device = torch.device("cpu")
-        self.cuda_stream = 0
-        self.stream_id = 0
+        return torch.device("cpu")
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record `event`, or a new one, and return it."""
@@ -85,56 +92,8 @@ class Stream:
         """Wait for another stream: nothing to wait for."""
 
 
-# By thread, as CUDA's: a thread of the transport must not change the stream of the one that trains.
-_THREAD = threading.local()
-
-
-def current_stream() -> Stream:
-    """Return the stream that this thread has set."""
-    found: Stream | None = getattr(_THREAD, "current", None)
-    return default_stream() if found is None else found
-
-
-def default_stream() -> Stream:
-    """Return this thread's first stream."""
-    if not hasattr(_THREAD, "default"):
-        _THREAD.default = Stream()
-    found: Stream = _THREAD.default
-    return found
-
-
-def set_stream(stream: Stream | None) -> None:
-    """Make `stream` this thread's current stream."""
-    if stream is not None:
-        _THREAD.current = stream
-
-
-class StreamContext:
-    """`with torch.cuda.stream(s)`: the current stream is `s` inside; `None` changes nothing."""
-
-    def __init__(self, stream: Stream | None) -> None:
-        self.stream = stream
-        self._outer: Stream | None = None
-
-    def __enter__(self) -> None:
-        self._outer = current_stream()
-        set_stream(self.stream)
-
-    def __exit__(self, *_exc: object) -> None:
-        set_stream(self._outer)
-
-
-class DeviceContext:
-    """`with torch.cuda.device(i)`: there is one host, so nothing changes."""
-
-    def __init__(self, device: Any) -> None:
-        self.idx = device
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, *_exc: object) -> None:
-        """Do nothing."""
+STREAM: Stream = object.__new__(Stream)
+"""The one stream, on every thread."""
 
 
 class Generators:
@@ -198,13 +157,9 @@ def memory_stats() -> defaultdict[str, int]:
 
 
 def _status_bytes(field: str) -> int:
-    """Read a kB field of /proc/self/status; on systems without it, the peak of getrusage."""
+    """Read a field of /proc/self/status; where a sandbox has none, the peak of getrusage."""
     with suppress(OSError):
-        for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name == field:
-                return int(value.split()[0]) * 1024
-    import resource
-
-    kilobytes_except_macos = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes_except_macos * (1 if platform.system() == "Darwin" else 1024)
+        found = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(errors="replace"), re.M)
+        if found is not None:
+            return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

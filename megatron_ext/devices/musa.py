@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices import translate
-from megatron_ext.devices.backend import Accelerator, Copies, Redirect, Sharing
+from megatron_ext.devices.backend import Device, Redirect
 from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, Lack, flag
 from megatron_ext.devices.translate import calling, nvtx_redirects, to
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     import torch
+
+    from megatron_ext.devices.sharing import Sharing
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,17 +40,6 @@ _ENVIRONMENT = {
     "MCCL_PROTOS": ("2", "the protocol that Moore Threads trains Megatron models with"),
     "MCCL_CHECK_POINTERS": ("0", "checking every pointer of every collective costs time"),
     "MUSA_KERNEL_TIMEOUT": ("3200000", "waiting for a peer is not a hung kernel"),
-}
-
-_ENVIRONMENT_WITHOUT_TRITON = {
-    "TORCHDYNAMO_DISABLE": ("1", "this build of torch has no Triton to compile functions with"),
-}
-
-_ENVIRONMENT_WITH_TORCHADA = {
-    "TORCHADA_FORCE_CUDA_AVAILABLE": (
-        "1",
-        "torchada leaves torch.cuda.is_available alone otherwise, which upstream asserts first",
-    ),
 }
 
 _DEFAULTS: dict[str, tuple[object, str]] = {
@@ -70,25 +61,27 @@ _GROUPED_GEMM = Lack(
 )
 
 
-class MusaDevice(Accelerator):
+class MusaDevice(Device):
     """The `musa` backend with MCCL collectives."""
 
     name = "musa"
     distributed_backend = "mccl"
-    reaches_peers = True
-
-    known_lacks: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self.environment: Mapping[str, tuple[str, str]] = {
-            **_ENVIRONMENT,
-            **({} if find_spec("triton") else _ENVIRONMENT_WITHOUT_TRITON),
-            **(_ENVIRONMENT_WITH_TORCHADA if find_spec("torchada") else {}),
-        }
-        self.argument_defaults: Mapping[str, tuple[object, str]] = {
-            **_DEFAULTS,
-            **({} if _has_te() else _DEFAULTS_WITHOUT_TE),
-        }
+        self.environment = dict(_ENVIRONMENT)
+        if find_spec("triton") is None:
+            self.environment["TORCHDYNAMO_DISABLE"] = (
+                "1",
+                "this build of torch has no Triton to compile functions with",
+            )
+        if find_spec("torchada") is not None:
+            self.environment["TORCHADA_FORCE_CUDA_AVAILABLE"] = (
+                "1",
+                "upstream asserts torch.cuda.is_available first, which torchada else leaves alone",
+            )
+        has_te = find_spec("transformer_engine") is not None
+        self.argument_defaults = _DEFAULTS if has_te else _DEFAULTS | _DEFAULTS_WITHOUT_TE
+        self.lacks = CUDA_ONLY + ((_GROUPED_GEMM,) if has_te else TRANSFORMER_ENGINE_ONLY)
 
     def missing(self) -> str | None:
         """Check for the MUSA build of torch and its extension."""
@@ -105,7 +98,7 @@ class MusaDevice(Accelerator):
 
     def redirects(self) -> Iterator[Redirect]:
         """List the redirects from CUDA names to MUSA, without those that torchada makes."""
-        cuda_to_musa = translate.translator("musa", indexed=True)
+        cuda_to_musa = translate.translator("musa")
         yield from translate.spelling_redirects("musa")
         yield from _completions(cuda_to_musa)
         # Two translations of one name would translate what the other has translated already.
@@ -116,32 +109,11 @@ class MusaDevice(Accelerator):
         yield from translate.tensor_redirects(cuda_to_musa, pinning=True)
         yield from translate.collective_redirects("mccl")
 
-    def argument_errors(self, args: Any) -> list[str]:
-        """Refuse features that need NVIDIA's libraries or a missing Transformer Engine."""
-        rules = CUDA_ONLY + ((_GROUPED_GEMM,) if _has_te() else TRANSFORMER_ENGINE_ONLY)
-        return [rule.message for rule in rules if rule.refuses(args)]
-
-    def copies(self, device: torch.device) -> Copies:
-        """Copy in streams; register host memory if torch_musa has a call for it."""
-        from megatron_ext.devices.copies import StreamCopies
-
-        # Not all releases of torch_musa bind these calls; without them copies wait for the host.
-        driver = self.runtime.musart()
-        register = getattr(driver, "musaHostRegister", None)
-        unregister = getattr(driver, "musaHostUnregister", None)
-        pinning = (register, unregister) if register and unregister else None
-        return StreamCopies(self.runtime, device, pinning)
-
     def sharing(self, device: torch.device) -> Sharing:
         """Share by the IPC calls of MUSA's runtime, which are named like CUDA's."""
-        from megatron_ext.devices.sharing import RuntimeSharing
+        from megatron_ext.devices.sharing import Sharing
 
-        return RuntimeSharing(self.runtime, device, "libmusart.so", "musa")
-
-
-@functools.cache
-def _has_te() -> bool:
-    return find_spec("transformer_engine") is not None
+        return Sharing(self.runtime, device, "libmusart.so", "musa")
 
 
 def _musa() -> Any:
@@ -153,7 +125,7 @@ def _musa() -> Any:
 
 def _torchada() -> ModuleType | None:
     """Import torchada if it is installed; the import activates its translation."""
-    # `_ENVIRONMENT_WITH_TORCHADA` has configured it: the device is armed before its redirects.
+    # `MusaDevice.environment` has configured it: the device is armed before its redirects.
     if find_spec("torchada") is None:
         _LOG.info("torch.cuda means torch.musa: redirected by megatron_ext")
         return None

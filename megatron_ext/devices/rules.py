@@ -6,27 +6,21 @@ Shared by the backends other than CUDA. Every message names the flag, the reason
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Lack:
-    """A combination of upstream arguments that the backend cannot run.
-
-    Args:
-        refuses: Whether parsed arguments request the combination.
-        message: Value, rule and remedy.
-    """
+class Lack(NamedTuple):
+    """A combination of upstream arguments that the backend cannot run."""
 
     refuses: Callable[[Any], bool]
+    """Whether parsed arguments request the combination."""
     message: str
 
 
-def flag(dest: str) -> Callable[[Any], bool]:
-    """Return a `Lack.refuses` that tests one switch."""
+def flag(*dests: str) -> Callable[[Any], bool]:
+    """Return a `Lack.refuses` that tests whether any of some switches is on."""
     # Not `args.dest`, here and below: a YAML configuration may lack any argument.
-    return lambda args: bool(getattr(args, dest, False))
+    return lambda args: any(getattr(args, dest, False) for dest in dests)
 
 
 def _not_in(dest: str, *allowed: object) -> Callable[[Any], bool]:
@@ -41,8 +35,7 @@ CUDA_ONLY = (
     Lack(
         lambda args: (
             _not_in("cuda_graph_impl", "none", None)(args)
-            or bool(getattr(args, "enable_cuda_graph", False))
-            or bool(getattr(args, "external_cuda_graph", False))
+            or flag("enable_cuda_graph", "external_cuda_graph")(args)
         ),
         "CUDA graphs record GPU work; leave --cuda-graph-impl at none",
     ),
@@ -56,10 +49,7 @@ CUDA_ONLY = (
         "--inprocess-restart aborts and rebuilds NCCL communicators; leave it out",
     ),
     Lack(
-        lambda args: (
-            bool(getattr(args, "profile", False))
-            and not getattr(args, "use_pytorch_profiler", False)
-        ),
+        lambda args: flag("profile")(args) and not flag("use_pytorch_profiler")(args),
         "--profile starts Nsight through the CUDA runtime; add --use-pytorch-profiler",
     ),
     Lack(flag("nccl_ub"), "--use-nccl-ub registers GPU buffers with NCCL; leave it out"),
@@ -73,7 +63,7 @@ CUDA_ONLY = (
         "--pipeline-model-parallel-comm-backend chooses between NCCL and UCC on GPUs; leave it out",
     ),
     Lack(
-        lambda args: flag("use_megatron_fsdp")(args) or flag("use_torch_fsdp2")(args),
+        flag("use_megatron_fsdp", "use_torch_fsdp2"),
         "--use-megatron-fsdp and --use-torch-fsdp2 build CUDA device meshes; use "
         "--use-distributed-optimizer to shard optimizer state",
     ),

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_ext.devices.backend import SharedBuffer
-from megatron_ext.devices.copies import Ended
+from megatron_ext.devices.copies import Copied
 from megatron_ext.errors import DeviceError
 
 # Size of the handle of a buffer or event, the same in all versions of both runtimes.
@@ -37,8 +37,28 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
-class RuntimeSharing:
+@dataclass
+class SharedBuffer:
+    """Device memory that its owner writes and one other process reads."""
+
+    num_bytes: int
+    handle: bytes
+    """Opaque bytes for the other process: for its `open`, or for the owner's `attach`."""
+    address: int
+    storage: torch.UntypedStorage
+    """A non-owning view of the same bytes."""
+    used: Any
+    """Event of this process: its last write or read is done."""
+    used_there: Any = None
+    """The same event of the other process, once this process has opened it."""
+
+
+class Sharing:
     """Shares memory by a runtime with CUDA's interface. All calls come from one thread.
+
+    Owner and reader take turns: after `push` the owner notifies the reader, which calls `pull` and
+    notifies the owner, which may `push` again once `is_read`. Neither call blocks: `pull` makes its
+    device wait for the push. Errors of the driver raise RuntimeError with the driver's text.
 
     Args:
         runtime: `torch.cuda`, or a module with the same interface.
@@ -49,6 +69,9 @@ class RuntimeSharing:
     Raises:
         DeviceError: The library does not exist or lacks a function.
     """
+
+    name: str
+    """Name of the device, valid in all processes of the host."""
 
     def __init__(self, runtime: Any, device: torch.device, library: str, prefix: str) -> None:
         self._runtime = runtime
@@ -85,7 +108,7 @@ class RuntimeSharing:
         return None
 
     def make(self, num_bytes: int) -> SharedBuffer:
-        """Allocate and export a buffer; if memory is short, free torch's cache first."""
+        """Allocate memory of at least that size, which another process can open."""
         # Not of torch's allocator: its own way to share is private and keeps a reference count in a
         # file under /dev/shm that outlives a killed process, and its expandable segments cannot be
         # exported. The driver frees this memory with its last user.
@@ -94,7 +117,7 @@ class RuntimeSharing:
         arguments = ctypes.byref(address), ctypes.c_size_t(num_bytes)
         try:
             self._call("Malloc", *arguments)
-        except RuntimeError:
+        except RuntimeError:  # memory is short
             self._runtime.empty_cache()
             self._call("Malloc", *arguments)
         try:
@@ -123,16 +146,16 @@ class RuntimeSharing:
         return buffer
 
     def attach(self, buffer: SharedBuffer, handle: bytes) -> None:
-        """Open the other side's event."""
+        """Know when the reader of an own buffer has read it, by the handle that `open` created."""
         with self._runtime.device(self._device):
             buffer.used_there = self._runtime.Event.from_ipc_handle(self._device, handle)
 
     def is_read(self, buffer: SharedBuffer) -> bool:
-        """Query the reader's event."""
+        """Return whether the device of an own buffer's reader has copied the last message out."""
         return buffer.used_there is None or bool(buffer.used_there.query())
 
     def push(self, buffer: SharedBuffer, tensor: torch.Tensor) -> None:
-        """Copy into a buffer in a separate stream."""
+        """Copy a tensor into an own buffer after all queued work; the caller may free it."""
         tensor = tensor.detach().to(self._device).contiguous()
         with self._runtime.device(self._device):
             self._out.wait_stream(self._runtime.current_stream(self._device))
@@ -143,14 +166,14 @@ class RuntimeSharing:
             tensor.record_stream(self._out)
             self._out.record_event(buffer.used)
 
-    def pushed(self, buffer: SharedBuffer) -> Ended:
-        """Return the completion of the last push."""
-        return Ended(self._runtime, self._device, (buffer.used,))
+    def pushed(self, buffer: SharedBuffer) -> Copied:
+        """Return the completion of the last `push` into a buffer, until the next one."""
+        return Copied(self._runtime, self._device, (buffer.used,))
 
     def pull(
         self, buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Copy out of a buffer in a separate stream; the current stream waits for it."""
+        """Copy a tensor out of another process's buffer; work queued later sees it."""
         # Events of both processes order the work of the two devices, as in TensorPipe's channel for
         # CUDA IPC: no host thread waits.
         with self._runtime.device(self._device):
@@ -164,12 +187,12 @@ class RuntimeSharing:
             copy.record_stream(current)
         return copy
 
-    def copied(self) -> Ended:
-        """Return the completion of all pushes and pulls."""
-        return Ended(self._runtime, self._device, (self._out, self._in))
+    def copied(self) -> Copied:
+        """Return the completion of all pushes and pulls of this process."""
+        return Copied(self._runtime, self._device, (self._out, self._in))
 
     def free(self, buffer: SharedBuffer) -> None:
-        """Free the memory of an own buffer."""
+        """Free an own buffer that no other process has mapped any more."""
         self._call("Free", ctypes.c_void_p(buffer.address))
 
     def unmap(self, buffer: SharedBuffer) -> None:

@@ -8,11 +8,11 @@ with another device, or without one, pass through unchanged.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from megatron_ext import devices
@@ -60,16 +60,11 @@ def returning(result: Any) -> Callable[[Any], object]:
     return answering(lambda: result)
 
 
-def translator(kind: str, *, indexed: bool) -> Translator:
-    """Build the translator onto a device type.
-
-    Args:
-        kind: torch's name of the device type, such as `cpu`.
-        indexed: Keep the device index (a machine may hold several of that kind).
-    """
+def translator(kind: str) -> Translator:
+    """Build the translator onto a device type by torch's name; accelerators keep their index."""
     import torch
 
-    plain = torch.device(kind)
+    plain, indexed = torch.device(kind), kind != "cpu"
 
     def translate(device: Any) -> Any:
         if isinstance(device, str):
@@ -88,22 +83,24 @@ def translator(kind: str, *, indexed: bool) -> Translator:
     return translate
 
 
-def translated_argument(function: Callable[..., Any], translate: Translator) -> Callable[..., Any]:
-    """Translate the parameter `device` of a function, by name or by position.
+def translated_argument(
+    function: Callable[..., Any], translate: Translator, name: str = "device"
+) -> Callable[..., Any]:
+    """Translate one parameter of a function, given by name or by position.
 
     A function without that parameter is returned as it is.
     """
     names = list(inspect.signature(function).parameters)
-    if "device" not in names:
+    if name not in names:
         return function
-    position = names.index("device")
+    position = names.index(name)
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         if len(args) > position:
             args = (*args[:position], translate(args[position]), *args[position + 1 :])
-        elif "device" in kwargs:
-            kwargs["device"] = translate(kwargs["device"])
+        elif name in kwargs:
+            kwargs[name] = translate(kwargs[name])
         return function(*args, **kwargs)
 
     return call
@@ -183,16 +180,11 @@ def tensor_redirects(translate: Translator, *, pinning: bool) -> Iterator[Redire
 
     yield Redirect("torch:Tensor.cuda", to(cuda), "tensor.cuda() means the device in use")
 
-    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load(*args: Any, **kwargs: Any) -> Any:
-            if "map_location" in kwargs:
-                kwargs["map_location"] = translate(kwargs["map_location"])
-            return original(*args, **kwargs)
-
-        return load
-
-    yield Redirect("torch:load", loading, "loads tensors to the device that upstream spells")
+    yield Redirect(
+        "torch:load",
+        functools.partial(translated_argument, translate=translate, name="map_location"),
+        "loads tensors to the device that upstream spells",
+    )
     if not pinning:
         yield Redirect(
             "torch:Tensor.pin_memory",
@@ -222,11 +214,7 @@ def _translated_factory(
 
 
 def spelling_redirects(kind: str) -> Iterator[Redirect]:
-    """List the redirects of functions that accept or return a device type by its name.
-
-    Args:
-        kind: torch's name of the device type in use.
-    """
+    """List the redirects of functions that accept or return a device type by torch's name."""
     yield Redirect(
         "torch:Tensor.type",
         _translated_type,
@@ -249,17 +237,11 @@ def spelling_redirects(kind: str) -> Iterator[Redirect]:
             "upstream uses it to test whether a tensor is on the device in use",
         )
 
-    def device_type(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("device_type") == "cuda":
-                kwargs["device_type"] = kind
-            elif "cuda" in args[:2]:  # after `self` in methods
-                args = tuple(kind if value == "cuda" else value for value in args)
-            return original(*args, **kwargs)
-
-        return call
-
+    device_type = functools.partial(
+        translated_argument,
+        translate=lambda given: kind if given == "cuda" else given,
+        name="device_type",
+    )
     yield Redirect(
         "torch.amp.autocast_mode:autocast.__init__",
         device_type,
@@ -324,12 +306,7 @@ def collective_redirects(backend: str) -> Iterator[Redirect]:
 
 def nvtx_redirects() -> Iterator[Redirect]:
     """List the redirects of the markers for NVIDIA's profiler, which raise in other builds."""
-
-    @contextlib.contextmanager
-    def unmarked(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-        yield
-
     reason = "marks ranges for NVIDIA's profiler, which sees no other device"
     for name in ("mark", "range_end", "range_pop", "range_push", "range_start"):
         yield Redirect(f"torch.cuda.nvtx:{name}", returning(0), reason)
-    yield Redirect("torch.cuda.nvtx:range", to(unmarked), reason)
+    yield Redirect("torch.cuda.nvtx:range", answering(nullcontext), reason)

@@ -12,7 +12,7 @@ from megatron_ext.patches.point import Patch
 from megatron_ext.patches.registry import REGISTRY
 
 if TYPE_CHECKING:
-    from megatron_ext.devices import Device
+    from megatron_ext.devices.backend import Device
 
 
 def arm() -> Device:
@@ -39,7 +39,6 @@ def arm() -> Device:
                 fn=redirect.make,
                 kind="set",
                 feature=device.name,
-                creates=redirect.creates,
             )
             for redirect in device.redirects()
         )

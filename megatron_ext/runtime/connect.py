@@ -25,7 +25,7 @@ from megatron_ext.transport.torch_dist import Pair, TorchTransport
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.config.pipeline_config import TransportName
-    from megatron_ext.devices.backend import Sharing
+    from megatron_ext.devices.sharing import Sharing
     from megatron_ext.runtime.program import Peers, Shapes, Table
     from megatron_ext.schedules.table.route_plan import Route
     from megatron_ext.transport.address import Wire

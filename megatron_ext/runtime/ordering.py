@@ -28,7 +28,7 @@ from megatron_ext.schedules.table.costs import AHEAD
 from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
-    from megatron_ext.devices.backend import Device, TimingEvent
+    from megatron_ext.devices.backend import Device
     from megatron_ext.runtime.program import Table
     from megatron_ext.schedules.search.policies import Policy
     from megatron_ext.transport.base import Transport
@@ -351,12 +351,12 @@ class RunAhead:
         self._unfinished: deque[object] = deque()
         self._error: BaseException | None = None
         # Start of the action that is being launched.
-        self._began: TimingEvent | None = None
+        self._began: torch.Event | None = None
         self._wake: Callable[[], None] | None = None
         # Seconds that the device spent on actions that have ended, kept for a listener.
         self._ended_s: list[float] = []
         self._changed = threading.Condition()
-        self._events: queue.SimpleQueue[tuple[TimingEvent | None, TimingEvent] | None] = (
+        self._events: queue.SimpleQueue[tuple[torch.Event | None, torch.Event] | None] = (
             queue.SimpleQueue()
         )
         # It sleeps on the events, because a device's own waits have no time-out. A daemon: a device
@@ -390,7 +390,7 @@ class RunAhead:
         self._began = self._event()
         self._began.record()
 
-    def record(self, action: object) -> TimingEvent:
+    def record(self, action: object) -> torch.Event:
         """Mark the end of an action behind all work of the current stream; return the event."""
         event = self._event()
         event.record()
@@ -435,7 +435,7 @@ class RunAhead:
                 f"{name} failed on {self._device}: {self._error}"
             ) from self._error
 
-    def _event(self) -> TimingEvent:
+    def _event(self) -> torch.Event:
         event = self._backend.timing_event()
         assert event is not None, "the device is the host"
         return event

@@ -122,10 +122,9 @@ def _calibrate(args: argparse.Namespace) -> int:
 def device_here() -> tuple[str, float | None]:
     """Return name and memory of this machine's device; None: it has no memory of its own."""
     from megatron_ext import devices
-    from megatron_ext.devices.backend import Accelerator
 
     device = devices.current()
-    if not isinstance(device, Accelerator):
+    if devices.on_cpu():
         return device.name, None
     here = device.runtime.get_device_properties(0)
     return here.name, here.total_memory / 2**30

@@ -23,8 +23,9 @@ from megatron_ext.files import cannot_write
 from megatron_ext.tracing.records import ACTION_NAMES, FILE_NAME, FORMAT, Header
 
 if TYPE_CHECKING:
-    from megatron_ext.devices import Device
-    from megatron_ext.devices.backend import TimingEvent
+    import torch
+
+    from megatron_ext.devices.backend import Device
 
 _LOG = logging.getLogger(__name__)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -99,7 +100,7 @@ class DeviceClock:
         event.record()
         return event
 
-    def _event(self) -> TimingEvent:
+    def _event(self) -> torch.Event:
         event = self._device.timing_event()
         assert event is not None, "devices without events take the clock of the host"
         return event

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.errors import TransportError, TransportTimeout
 
 if TYPE_CHECKING:
-    from megatron_ext.devices.backend import Copied
+    from megatron_ext.devices.copies import Copied
 
 
 class Afterwards:

@@ -29,7 +29,7 @@ from megatron_ext.transport.dtypes import CODE_OF, DTYPE_OF
 from megatron_ext.transport.native import require_native
 
 if TYPE_CHECKING:
-    from megatron_ext.devices.backend import SharedBuffer, Sharing
+    from megatron_ext.devices.sharing import SharedBuffer, Sharing
     from megatron_ext.message import Message
     from megatron_ext.transport.base import Stats
     from megatron_ext.transport.native_transport import NativeTransport

@@ -22,7 +22,7 @@ from megatron_ext.transport.dtypes import plain, tensor_on
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.devices.backend import Copies
+    from megatron_ext.devices.copies import Copies
     from megatron_ext.message import Message
     from megatron_ext.transport.base import Expected, Stats, Transport
     from megatron_ext.transport.native_transport import NativeTransport

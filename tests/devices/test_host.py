@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from megatron_ext.devices import host
 
@@ -13,7 +14,7 @@ def test_events_really_time() -> None:
     begin, end = host.Event(enable_timing=True), host.Event(enable_timing=True)
     begin.record()
     time.sleep(0.02)
-    end.record(host.current_stream())
+    end.record(host.STREAM)
     assert 20 <= begin.elapsed_time(end) < 20_000
     assert end.query()
 
@@ -24,19 +25,12 @@ def test_an_event_that_was_not_recorded_has_no_time() -> None:
         recorded.elapsed_time(host.Event())
 
 
-def test_the_current_stream_follows_the_context() -> None:
-    outer = host.current_stream()
-    side = host.Stream(priority=-1)
-    with host.StreamContext(side):
-        assert host.current_stream() is side
-        with host.StreamContext(None):
-            assert host.current_stream() is side
-    assert host.current_stream() is outer is host.default_stream()
+def test_the_host_has_one_stream() -> None:
+    assert host.Stream() is host.Stream(0, priority=-1) is host.STREAM
+    assert host.STREAM.device == torch.device("cpu")
 
 
 def test_memory_counters_follow_the_process() -> None:
-    import torch
-
     size = 64 << 20
     before = host.rss_bytes()
     block = torch.ones(size, dtype=torch.uint8)
