@@ -14,18 +14,17 @@ import torch.distributed as dist
 
 from megatron_ext import devices
 from megatron_ext.config.active import count_transport, required
+from megatron_ext.errors import TransportError
 from megatron_ext.schedules.search.policies import arena_slots
 from megatron_ext.transport.address import own_address
-from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport, Reach, find_reach
+from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport, find_reach
 from megatron_ext.transport.native_transport import NativeTransport
-from megatron_ext.transport.paired import PairedTransport
 from megatron_ext.transport.staging import staged
 from megatron_ext.transport.torch_dist import Pair, TorchTransport
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.config.pipeline_config import TransportName
-    from megatron_ext.devices.sharing import Sharing
     from megatron_ext.runtime.program import Peers, Shapes, Table
     from megatron_ext.schedules.table.route_plan import Route
     from megatron_ext.transport.address import Wire
@@ -64,8 +63,8 @@ def open_transport(
     this rank. Stages exchange tensors of `shapes`, `[s, b, h]` each, and `dtype`.
 
     Raises:
-        TransportError: The transport is not available here; says why.
-        DeviceError: The direct path between devices is not available.
+        TransportError: The transport, or the chosen path between devices, is not available; says
+            why.
     """
     me, backend, timeout_s = dist.get_rank(), devices.current(), pipeline.timeout_s
     peers = {rank for pair in pairs for rank in pair} - {me}
@@ -102,60 +101,56 @@ def open_transport(
             device=device,
         )
 
-    def direct(
-        host: NativeTransport, sharing: Sharing | None, peers: Set[int] | None = None
-    ) -> DirectTransport:
-        """Open the direct transport; with `peers` it shares its host transport with another one."""
-        assert sharing is not None
-        transport = DirectTransport(
-            host,
-            sharing,
-            me,
-            timeout_s=timeout_s,
-            peers=peers,
-            owns_host=peers is None,
-            reports_copies=pipeline.dynamic is not None,
-        )
-        # At exit too, see `through_host`.
-        atexit.register(transport.close)
-        return transport
-
-    def between_devices(reach: Reach) -> Transport:
-        """Open the best path for each pair of ranks: direct where devices reach each other."""
-        # Only a dynamic order asks what has arrived, which torch.distributed cannot answer; under a
-        # table it serves the other pairs, and the native core stays out of their way.
+    needs_ipc = pipeline.config.device_path == "ipc"
+    if not (needs_ipc or (pipeline.config.tries_ipc and backend.reaches_peers)):
         if pipeline.transport == "torch":
-            left = {pair for pair in pairs if reach.direct.isdisjoint(pair)}
-            others = over_torch(left)  # collective, even if this rank has no such pair
-            if not reach.direct:
-                return others
-            straight = direct(native(reach.direct, NOTE_BYTES, "shm"), reach.sharing)
-            return PairedTransport(straight, others) if left else straight
+            return over_torch(pairs)
+        return through_host(native(peers, None, pipeline.transport), device, timeout_s)
+
+    # By settings that are the same on all ranks: this branch is collective.
+    reach = find_reach(peers, lambda: backend.sharing(device))
+    if needs_ipc and not reach.is_complete:
+        reasons = (f"with that of rank {peer}: {why}" for peer, why in reach.reasons.items())
+        raise TransportError(
+            f"rank {me}: its device cannot exchange tensors "
+            f"{'; '.join(reasons) or 'where those of other ranks cannot'}; take "
+            f"--pipeline-device-path staged"
+        )
+    direct = peers - reach.reasons.keys()
+    # Only a dynamic order asks what has arrived, which torch.distributed cannot answer; under a
+    # table it serves the other pairs, and the native core stays out of their way.
+    rest: Transport | None = None
+    if pipeline.transport == "torch":
+        left = {pair for pair in pairs if direct.isdisjoint(pair)}
+        others = over_torch(left)  # collective, even if this rank has no such pair
+        rest = others if left or not direct else None
+        host = native(direct, NOTE_BYTES, "shm") if direct else None
+    else:
         # Slots have the same size on all ranks, so short ones are for jobs without another pair.
         host = native(peers, NOTE_BYTES if reach.is_complete else None, pipeline.transport)
-        if not reach.direct:
-            return through_host(host, device, timeout_s)
-        if not reach.reasons:
-            return direct(host, reach.sharing)
-        # First: exit hooks run in reverse, so it closes last, and the host transport with it.
-        rest = through_host(host, device, timeout_s)
-        return PairedTransport(direct(host, reach.sharing, reach.direct), rest)
-
-    # By settings that are the same on all ranks: each branch is collective.
-    if pipeline.config.tries_ipc and backend.reaches_peers:
-        reach = find_reach(peers, lambda: backend.sharing(device))
-        transport = between_devices(reach)
-        wires = transport.stats().wires
-        for peer, reason in sorted(reach.reasons.items()):  # it logs itself which pairs are direct
-            if me < peer:
-                _LOG.info("rank %d and rank %d: %s, not ipc: %s", me, peer, wires[peer], reason)
-        return transport
-    if pipeline.transport == "torch":
-        return over_torch(pairs)
-    if pipeline.config.device_path == "ipc":
-        sharing = backend.sharing(device)
-        return direct(native(peers, NOTE_BYTES, pipeline.transport), sharing)
-    return through_host(native(peers, None, pipeline.transport), device, timeout_s)
+        if reach.reasons or not direct:
+            # Its exit hook runs after that of the direct transport, as hooks run in reverse.
+            rest = through_host(host, device, timeout_s)
+    transport = rest
+    if direct:
+        assert host is not None
+        assert reach.sharing is not None
+        transport = DirectTransport(
+            host,
+            reach.sharing,
+            me,
+            timeout_s=timeout_s,
+            peers=direct,
+            rest=rest,
+            reports_copies=pipeline.dynamic is not None,
+        )
+        atexit.register(transport.release)  # as in `through_host`
+    assert transport is not None
+    wires = transport.stats().wires
+    for peer, reason in sorted(reach.reasons.items()):  # it logs itself which pairs are direct
+        if me < peer:
+            _LOG.info("rank %d and rank %d: %s, not ipc: %s", me, peer, wires[peer], reason)
+    return transport
 
 
 def slots_of(pipeline: Pipeline, routes: tuple[Route, ...] = ()) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,15 @@ import torch.distributed as dist
 from megatron_ext.errors import DeviceError, MessageMismatch, TransportError
 from megatron_ext.transport.address import Address
 from megatron_ext.transport.afterwards import Afterwards
-from megatron_ext.transport.base import Expected
+from megatron_ext.transport.base import Expected, Stats
 from megatron_ext.transport.dtypes import CODE_OF, DTYPE_OF
 from megatron_ext.transport.native import require_native
+from megatron_ext.transport.torch_dist import TorchTransport
 
 if TYPE_CHECKING:
     from megatron_ext.devices.sharing import SharedBuffer, Sharing
     from megatron_ext.message import Message
-    from megatron_ext.transport.base import Stats
+    from megatron_ext.transport.base import Transport
     from megatron_ext.transport.native_transport import NativeTransport
 
 _log = logging.getLogger(__name__)
@@ -55,13 +56,8 @@ _TAKEN_S = 10.0
 # How long `close` then waits for peers to unmap the buffers, so that it can free them.
 _UNMAPPED_S = 0.5
 
-# Header of the greeting: name of the sender's device. The handle of its first buffer follows.
-_NAME = struct.Struct("32s")
-
 # How long the death of a peer may stay undetected after a copy from its memory has failed.
 _NOTICED_S = 0.5
-
-_REMEDY = "take --pipeline-device-path staged"
 
 
 @dataclass
@@ -77,26 +73,24 @@ class _Peer:
 
 
 class DirectTransport:
-    """Carries tensors between devices of the processes of one host.
+    """Carries tensors between devices of the processes of one host, and the rest another way.
 
-    Credits and decisions arrive on the host, which acts on them; all other messages arrive on the
-    device. All calls come from one thread. The constructor shakes hands with all peers, so each of
-    them has to construct its transport too.
+    Between these devices credits and decisions arrive on the host, which acts on them; all other
+    messages arrive on the device. All calls come from one thread.
 
     Args:
-        host: Carries the buffer numbers and notes, with slots of `NOTE_BYTES` or more.
+        host: Carries the buffer numbers and notes, with slots of `NOTE_BYTES` or more; closed with
+            this transport.
         sharing: The memory sharing of this process's device.
         rank: Global rank of this process.
-        timeout_s: How long to wait for the peers.
+        timeout_s: How long a step waits for the copies of the previous one.
         reports_copies: Whether a message arrives when its tensor is there, and the notice of its
             launch (`Message.notice`) before. Otherwise it arrives when the sender has launched
             its computation, which is enough for a receiver that follows a table.
-        peers: Global ranks of the peers; None: all of `host`.
-        owns_host: Whether `host` is closed with this transport, which then also starts its steps.
-
-    Raises:
-        TransportError: A peer is on another host or not connected by shared memory, or its device
-            and this one cannot map each other's memory. Both sides raise it.
+        peers: Global ranks of the peers whose devices this one reaches (`find_reach`), all over
+            shared memory; None: all of `host`.
+        rest: For the other peers, closed with this transport: one over the same `host`, or a
+            `TorchTransport`.
     """
 
     def __init__(
@@ -108,12 +102,16 @@ class DirectTransport:
         timeout_s: float,
         reports_copies: bool = False,
         peers: Collection[int] | None = None,
-        owns_host: bool = True,
+        rest: Transport | None = None,
     ) -> None:
         self._host = host
-        self._owns_host = owns_host
         self._sharing = sharing
         self._timeout_s = timeout_s
+        self._rest = rest
+        # torch.distributed counts also the calls that it does not carry.
+        self._in_order = rest if isinstance(rest, TorchTransport) else None
+        # Otherwise the rest starts the steps of `host`, and closes it.
+        self._owns_host = rest is None or self._in_order is not None
         # A dynamic order chooses by what has arrived, so for it this thread sends one more message,
         # an empty one, once the tensor is in the buffer.
         self._copies = Afterwards("copies", self._give_up) if reports_copies else None
@@ -125,12 +123,9 @@ class DirectTransport:
         self._peers = {
             peer: _Peer() for peer in host.stats().wires if peers is None or peer in peers
         }
-        try:
-            self._meet(rank, timeout_s)
-        except (RuntimeError, TransportError) as error:
-            host.abort(str(error))
-            host.close()
-            raise TransportError(f"rank {rank}: {error}") from error
+        for peer in self._peers:
+            if rank < peer:
+                _log.info("rank %d and rank %d: ipc (from device to device)", rank, peer)
         # For `close`, which may run at exit, where Python starts no threads any more.
         self._last = Afterwards("last copies", self._give_up)
 
@@ -138,6 +133,11 @@ class DirectTransport:
         """Start a step. For device tensors the host receives buffer numbers, as bytes (uint8)."""
         if self._copies is not None:
             self._copies.finish(self._timeout_s)  # their tags contain its number
+        if self._rest is not None:
+            # Before the notes: it starts the step of a host transport of both.
+            others = [item for item in expected if item.source not in self._peers]
+            self._rest.begin(others, slots)
+            expected = [item for item in expected if item.source in self._peers]
         notes: list[Expected] = []
         for item in expected:
             source, message = item.source, item.message
@@ -158,6 +158,14 @@ class DirectTransport:
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Send a tensor. The device copies it once it has computed it."""
+        if self._rest is not None and target not in self._peers:
+            self._rest.isend(tensor, target, message)
+            return
+        self._push(tensor, target, message)
+        if self._in_order is not None:
+            self._in_order.count_call()
+
+    def _push(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         if self._copies is not None:
             self._copies.check()
         if message.for_host:
@@ -195,6 +203,14 @@ class DirectTransport:
             MessageMismatch: The tensor's shape or dtype is not the expected one.
             TransportError: The message did not arrive in time, the copy failed or the peer is gone.
         """
+        if self._rest is not None and source not in self._peers:
+            return self._rest.recv(source, message, timeout_s)
+        tensor = self._pull(source, message, timeout_s)
+        if self._in_order is not None:
+            self._in_order.count_call()
+        return tensor
+
+    def _pull(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         if message.for_host:
             return self._host.recv(source, message, timeout_s)
         text = self._host.recv(
@@ -215,8 +231,10 @@ class DirectTransport:
                 f"{expected.shape or 'any'} and {expected.dtype}; give all ranks the same flags"
             )
         try:
-            answer = self._map(source, number, handle) if handle else b""
-            buffer = self._peers[source].mapped[number]
+            mapped = self._peers[source].mapped
+            if handle:
+                mapped[number] = self._sharing.open(handle)
+            buffer = mapped[number]
             if math.prod(shape) * dtype.itemsize > buffer.num_bytes:
                 raise RuntimeError(f"{shape} of {dtype} is more than {buffer.num_bytes} bytes")
             tensor = self._sharing.pull(buffer, shape, dtype)
@@ -225,14 +243,15 @@ class DirectTransport:
         # The device orders the reuse behind this copy, so the note need not wait for it. The sender
         # may be gone by now.
         with suppress(TransportError):
-            self._host.note(source, _RELEASE.pack(number) + answer)
+            # The peer can wait for this process by its handle of a buffer that it has just lent.
+            self._host.note(source, _RELEASE.pack(number) + (buffer.handle if handle else b""))
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
         """Return the messages that arrived, in the sense of `reports_copies`."""
         if self._copies is not None:
             self._copies.check()
-        return self._host.poll(timeout_s)
+        return (self._rest or self._host).poll(timeout_s)
 
     def wake(self) -> None:
         """End a `poll`."""
@@ -241,8 +260,10 @@ class DirectTransport:
     def flush(self, timeout_s: float) -> None:
         """Wait until all peers can receive their messages; devices order the reuse of buffers."""
         deadline_s = time.perf_counter() + timeout_s
+        if self._rest is not None:
+            self._rest.flush(timeout_s)
         if self._copies is not None:
-            self._copies.finish(timeout_s)
+            self._copies.finish(max(0.0, deadline_s - time.perf_counter()))
         while self._coming:
             self._host.recv(*self._coming[0], max(0.0, deadline_s - time.perf_counter()))
             self._coming.pop(0)
@@ -252,9 +273,20 @@ class DirectTransport:
         """Abort for good. Peers may still read the buffers, which stay until this process exits."""
         self._given_up = True
         self._host.abort(reason)
+        if self._rest is not None:
+            self._rest.abort(reason)
 
     def close(self) -> None:
-        """Wait for peers to receive their messages, then free the memory that nobody uses."""
+        """Release the memory, then close the transport of the rest."""
+        self.release()
+        if self._rest is not None:
+            self._rest.close()
+
+    def release(self) -> None:
+        """Wait for peers to receive their messages, then free the memory that nobody uses.
+
+        To be called at exit at the latest.
+        """
         if self._closed:
             return
         self._closed = True
@@ -290,49 +322,22 @@ class DirectTransport:
 
     def stats(self) -> Stats:
         """Return the totals since the transport was opened."""
-        return replace(
-            self._host.stats(),
-            messages=self._num_messages,
-            bytes=self._num_bytes,
-            wires=dict.fromkeys(self._peers, "ipc"),
+        wires = dict.fromkeys(self._peers, "ipc")
+        found = replace(
+            self._host.stats(), messages=self._num_messages, bytes=self._num_bytes, wires=wires
         )
-
-    def _meet(self, rank: int, timeout_s: float) -> None:
-        """Exchange device names and a first buffer with each peer, then the results of mapping."""
-        for target, wire in self._host.stats().wires.items():
-            if target in self._peers and wire != "shm":
-                raise TransportError(
-                    f"rank {target} is reached over {wire}, but devices share memory only within "
-                    f"one host and over shm; {_REMEDY}"
-                )
-        for target, peer in self._peers.items():
-            number, handle = self._lend(peer, 1)
-            peer.free[number] = peer.lent.pop(number)
-            self._host.note(target, _NAME.pack(self._sharing.name.encode()) + handle)
-        problems: dict[int, str] = {}
-        for source in self._peers:
-            hello, handle = self._host.noted(source, timeout_s) or b"", b""
-            name = _NAME.unpack_from(hello)[0].rstrip(b"\0").decode()
-            problem = self._sharing.why_unreachable(name) or ""
-            if not problem:
-                try:
-                    handle = self._map(source, 0, hello[_NAME.size :])
-                except RuntimeError as error:
-                    problem = f"memory of device {name} cannot be mapped: {error}"
-            problems[source] = problem
-            self._host.note(source, problem.encode() + b"\0" + handle)
-        for source, peer in self._peers.items():
-            answer = self._host.noted(source, timeout_s) or b""
-            theirs, _, handle = answer.partition(b"\0")
-            reason = problems[source] or theirs.decode()
-            if reason:
-                raise TransportError(
-                    f"its device cannot exchange tensors with that of rank {source}: {reason}; "
-                    f"{_REMEDY}"
-                )
-            self._sharing.attach(peer.free[0], handle)
-            if rank < source:
-                _log.info("rank %d and rank %d: ipc (from device to device)", rank, source)
+        if self._rest is None:
+            return found
+        rest = self._rest.stats()
+        wires = {**rest.wires, **wires}
+        if not self._owns_host:  # the rest has counted the notes and waits of both
+            return replace(rest, bytes=found.bytes + rest.bytes, wires=wires)
+        return Stats(
+            found.messages + rest.messages,
+            found.bytes + rest.bytes,
+            found.waited_s + rest.waited_s,
+            wires,
+        )
 
     def _lend(self, peer: _Peer, num_bytes: int) -> tuple[int, bytes]:
         """Lend the smallest fitting buffer, or a new one; return its number, and handle if new."""
@@ -349,11 +354,6 @@ class DirectTransport:
         number = len(peer.free) + len(peer.lent)
         peer.lent[number] = self._sharing.make(num_bytes)
         return number, peer.lent[number].handle
-
-    def _map(self, source: int, number: int, handle: bytes) -> bytes:
-        """Map a peer's buffer; return the handle with which the peer can wait for this process."""
-        buffer = self._peers[source].mapped[number] = self._sharing.open(handle)
-        return buffer.handle
 
     def _take_back(self, source: int, timeout_s: float = 0.0) -> None:
         """Process the release notes of a peer. With a time-out, wait for the first one."""
@@ -392,30 +392,26 @@ class DirectTransport:
         raise TransportError(f"{what}: {error}") from error
 
 
-@dataclass(frozen=True)
-class Reach:
-    """The peers whose devices this rank's device reaches directly."""
+class Reach(NamedTuple):
+    """How this rank's device reaches those of its peers."""
 
     sharing: Sharing | None
     """The memory sharing of this rank's device; None if it has none."""
-    direct: frozenset[int]
-    """Global ranks of the peers that it reaches."""
     reasons: dict[int, str]
-    """By global rank of each other peer: why not."""
+    """By global rank of each peer that it does not reach: why not."""
     is_complete: bool
-    """Whether every pair of the job is direct."""
+    """Whether the devices of every pair of the job reach each other."""
 
 
-@dataclass(frozen=True)
-class _Offer:
+class _Offer(NamedTuple):
     """A rank's device, for the ranks that try to reach it."""
 
     address: Address
-    device: str = ""
+    device: str
     """Name of its device, valid in all processes of its host."""
-    handle: bytes = b""
+    handle: bytes
     """Of a buffer on its device."""
-    problem: str = ""
+    problem: str
     """Why its device cannot share memory; empty if it can."""
 
 
@@ -435,34 +431,27 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
         require_native()  # carries the notes beside the memory
         sharing = make_sharing()
         buffer = sharing.make(1)
-        offer = _Offer(mine, sharing.name, buffer.handle)
+        offer = _Offer(mine, sharing.name, buffer.handle, "")
     except (DeviceError, RuntimeError, TransportError) as error:
-        offer = _Offer(mine, problem=f"rank {me} cannot share memory of its device: {error}")
-    offers: list[_Offer] = [offer] * size
+        offer = _Offer(mine, "", b"", f"rank {me} cannot share memory of its device: {error}")
+    offers = [offer] * size
     dist.all_gather_object(offers, offer)
-    found = {peer: _why_not(sharing, offer, offers[peer]) for peer in peers}
-    everybody: list[dict[int, str]] = [found] * size
+    found = {}
+    for peer in peers:
+        theirs = offers[peer]
+        reason = mine.why_no_memory_with(theirs.address) or offer.problem or theirs.problem
+        if not reason and sharing is not None:
+            try:
+                reason = sharing.why_unreachable(theirs.device) or ""
+                if not reason:
+                    sharing.unmap(sharing.open(theirs.handle))
+            except RuntimeError as error:
+                reason = f"memory of device {theirs.device} cannot be mapped: {error}"
+        if reason:
+            found[peer] = reason
+    everybody = [found] * size
     dist.all_gather_object(everybody, found)
     if sharing is not None and buffer is not None:
         sharing.free(buffer)  # its peers have unmapped it
-    reasons = {peer: found[peer] or everybody[peer].get(me, "") for peer in peers}
-    return Reach(
-        sharing,
-        frozenset(peer for peer, reason in reasons.items() if not reason),
-        {peer: reason for peer, reason in reasons.items() if reason},
-        not any(reason for theirs in everybody for reason in theirs.values()),
-    )
-
-
-def _why_not(sharing: Sharing | None, mine: _Offer, theirs: _Offer) -> str:
-    """Map the buffer of a peer and unmap it; return the reason if that fails, else nothing."""
-    reason = mine.address.why_no_memory_with(theirs.address) or mine.problem or theirs.problem
-    if reason or sharing is None:
-        return reason
-    reason = sharing.why_unreachable(theirs.device) or ""
-    if not reason:
-        try:
-            sharing.unmap(sharing.open(theirs.handle))
-        except RuntimeError as error:
-            reason = f"memory of device {theirs.device} cannot be mapped: {error}"
-    return reason
+    theirs_of_me = {peer: everybody[peer][me] for peer in peers if me in everybody[peer]}
+    return Reach(sharing, theirs_of_me | found, not any(everybody))

@@ -19,12 +19,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_ext import devices
 from megatron_ext.errors import PeerAborted, PeerDied, TransportError
 from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
-from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
+from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport, Reach, find_reach
 from megatron_ext.transport.native_transport import NativeTransport
 from tests.ranks import run_ranks
 from tests.transport.native_ranks import store
@@ -181,7 +182,7 @@ def test_random_messages_are_the_same_bit_by_bit_and_leave_nothing() -> None:
         for low, high in ((0, 1), (0, 2), (1, 2))
     ]
     for _, num_buffers, num_left in found:
-        assert 0 < num_buffers[-1] <= 2 * 2 * 11  # one for each message under way, and the first
+        assert 0 < num_buffers[-1] <= 2 * 2 * 10  # one for each message under way
         assert num_left == 0
 
 
@@ -213,7 +214,7 @@ def _one_way() -> tuple[int, int, int]:
 
 def test_there_are_as_many_buffers_as_messages_under_way() -> None:
     for first, second, third in run_ranks(2, _one_way, device="musa"):
-        assert first == second == third == 21  # and the first one of the other way
+        assert first == second == third == 21  # and the answer's
 
 
 def _error_of(call: Callable[[], object]) -> tuple[str, str]:
@@ -224,24 +225,29 @@ def _error_of(call: Callable[[], object]) -> tuple[str, str]:
     return "no error", ""
 
 
-def _refused(wire: str, cannot_reach: int) -> tuple[str, str]:
-    if _rank() == cannot_reach:
+def _reach(cannot_reach: int) -> Reach:
+    me = _rank()
+    devices.current().bind(me)
+    dist.init_process_group("gloo")
+    if me == cannot_reach:
         torch.musa.can_device_access_peer = lambda *_devices: False
-    return _error_of(lambda: _open(wire=wire))
+    found = find_reach([1 - me], lambda: devices.current().sharing(_device()))
+    return found._replace(sharing=None)
 
 
 @pytest.mark.parametrize(
-    ("wire", "cannot_reach", "env", "reason"),
+    ("cannot_reach", "env", "reason"),
     [
-        ("tcp", -1, {}, "reached over tcp"),
-        ("shm", 1, {}, "the driver says that device 0000:02:00.0 cannot access device 0000:01:00"),
-        ("shm", -1, {"FAKE_MUSA_NO_IPC": "1"}, "operation not supported (error 801"),
+        (-1, {}, ""),
+        (1, {}, "the driver says that device 0000:02:00.0 cannot access device 0000:01:00"),
+        (-1, {"FAKE_MUSA_NO_IPC": "1"}, "operation not supported (error 801"),
     ],
 )
-def test_what_is_not_possible_is_told_by_both_ranks(wire, cannot_reach, env, reason) -> None:
-    for kind, told in run_ranks(2, _refused, wire, cannot_reach, env=env, device="musa"):
-        assert kind == "TransportError"
-        assert reason in told
+def test_what_is_not_possible_is_told_to_both_ranks(cannot_reach, env, reason) -> None:
+    for rank, reach in enumerate(run_ranks(2, _reach, cannot_reach, env=env, device="musa")):
+        assert reach.is_complete == (not reason)
+        assert list(reach.reasons) == [1 - rank] * bool(reason)
+        assert all(reason in told for told in reach.reasons.values())
 
 
 def _without_memory() -> tuple[str, str]:
