@@ -25,8 +25,8 @@ from megatron_ext.config.active import (
 )
 from megatron_ext.config.flags import in_fields
 from megatron_ext.config.hosting import Preflight, inspect
-from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig, is_of_type
-from megatron_ext.config.stages import ModelBuild, batches_of, build_of, with_stash
+from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
+from megatron_ext.config.stages import ModelBuild, batches_of, flags_for, with_stash
 from megatron_ext.disaggregation.role_settings import roles_in_words
 from megatron_ext.errors import ArgumentsError, DeviceError, ScheduleError
 from megatron_ext.patches.registry import REGISTRY
@@ -315,22 +315,15 @@ def configure(
             f"configure takes a PipelineConfig, not a {type(config).__name__}; for example "
             'configure(PipelineConfig(schedule="zb-v"), pipeline_ranks=4, ...)'
         )
-    needed = {
-        "pipeline_ranks": pipeline_ranks,
-        "num_microbatches": num_microbatches,
-        "num_layers": num_layers,
-    }
-    others = {"world_size": world_size, "mtp_num_layers": mtp_num_layers, "seed": seed}
-    sizes = {name: v for name, v in {**needed, **others}.items() if v is not None}
-    for name, value in sizes.items():
-        least = 1 if name in needed or name == "world_size" else 0
-        if not is_of_type(value, int) or value < least:
-            raise ArgumentsError(f"{name} {value!r} must be a whole number of at least {least}")
-    if not is_of_type(layout, str | None):
-        raise ArgumentsError(f"layout {layout!r} must be a string in Megatron's notation")
-    missing = [name for name in needed if name not in sizes]
-    if missing and (sizes or layout is not None):
-        raise ArgumentsError(f"configure needs all sizes; give {', '.join(missing)} too")
+    has_sizes = _check_sizes(
+        pipeline_ranks=pipeline_ranks,
+        num_microbatches=num_microbatches,
+        num_layers=num_layers,
+        world_size=world_size,
+        mtp_num_layers=mtp_num_layers,
+        seed=seed,
+        layout=layout,
+    )
     clear_configuration()
     if config.device != "auto":
         # Before the patches are armed: they import Megatron for the device that is chosen then.
@@ -348,7 +341,7 @@ def configure(
             "disaggregation needs a training loop that supports both roles; start Megatron's own "
             "with --forward-backward-disaggregating"
         )
-    if not sizes:
+    if not has_sizes:
         hosts.check_some_host()
         await_host(config)
         return None
@@ -382,21 +375,46 @@ def configure(
     found = inspect(given, config) if has_work else Preflight()
     try:
         found.raise_refusals()
+        hosted = found.pipeline or found.transport_only
+        if hosted is None:
+            hosted = Pipeline(replace(config, schedule=name), pipeline_ranks, num_microbatches)
+        cut = found.arguments
+        if found.pipeline is None:  # Megatron's own schedule, whose model is cut by the same rules
+            cut, _ = flags_for(given, hosted.placement, name)
     except (ArgumentsError, ScheduleError) as error:
         raise type(error)(in_fields(str(error))) from None
-    build = build_of(
-        found.pipeline
-        or found.transport_only
-        or Pipeline(replace(config, schedule=name), pipeline_ranks, num_microbatches),
-        num_layers,
-        mtp_num_layers=mtp_num_layers,
-        layout=found.arguments.get("pipeline_model_parallel_layout", layout),
-    )
     _activate(found, config, config, world_size, seed)
     for line in (*found.changes, *found.notices):
         if required().environment.local_rank == 0:
             _LOG.warning("%s", in_fields(line))
-    return build
+    placement = hosted.placement
+    chunks = placement.num_stages // placement.num_ranks
+    return ModelBuild(
+        pipeline_model_parallel_size=placement.num_ranks,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_model_parallel_layout=cut.get("pipeline_model_parallel_layout", layout),
+        replicas=config.twins,
+        num_microbatches=hosted.num_microbatches,
+        variable_seq_lengths=config.variable_seq_lengths,
+        stages_of=placement.stages_of,
+    )
+
+
+def _check_sizes(**given: object) -> bool:
+    """Check what `configure` gets besides the configuration; return whether it is anything."""
+    sizes = {name: value for name, value in given.items() if value is not None}
+    for name, value in sizes.items():
+        least = 0 if name in ("mtp_num_layers", "seed") else 1
+        if name == "layout":
+            if not isinstance(value, str):
+                raise ArgumentsError(f"layout {value!r} must be a string in Megatron's notation")
+        elif not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ArgumentsError(f"{name} {value!r} must be a whole number of at least {least}")
+    needed = ("pipeline_ranks", "num_microbatches", "num_layers")
+    missing = [name for name in needed if name not in sizes]
+    if missing and sizes:
+        raise ArgumentsError(f"configure needs all sizes; give {', '.join(missing)} too")
+    return bool(sizes)
 
 
 def count_recomputation(built: Any) -> None:

@@ -25,7 +25,6 @@ from megatron_ext.schedules.table.memory import stash_ratio
 from megatron_ext.schedules.table.table_files import load_csv
 
 if TYPE_CHECKING:
-    from megatron_ext.config.active import Pipeline
     from megatron_ext.schedules.table.placement import Placement
 
 _LAYOUT = "--pipeline-model-parallel-layout"
@@ -35,13 +34,8 @@ _PATTERN = "--hybrid-layer-pattern"
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-# Arguments that allow stages with different numbers of layers.
-_UNEVEN = (
-    "pipeline_model_parallel_layout",
-    "heterogeneous_layers_config_path",
-    "heterogeneous_layers_config_encoded_json",
-)
-
+# Arguments with a file or text that describes each layer.
+_HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 
 # Placements that deal stages out round-robin, as Megatron does.
 _DEALT = ("linear", "loop")
@@ -222,7 +216,8 @@ def flags_for(
         )
     # A table fixes the number of stages. The user's cut stays where it makes that many; else it
     # says what the ends compute besides their layers, and the layers are spread evenly by it.
-    if not auto and _fits(args, cut_flag, placement):
+    makes = placement.name in _DEALT and layers_of_flags(args, placement) is not None
+    if makes and not auto:
         if not cut_flag and chunks > 1:
             wanted["num_virtual_stages_per_pipeline_rank"] = chunks
         return wanted, []
@@ -270,25 +265,37 @@ def flags_for(
     return wanted, [line + (f" in place of {', '.join(instead)}" if instead else "")]
 
 
-def _fits(args: Namespace, cut_flag: str, placement: Placement) -> bool:
-    """Return whether Megatron makes the stages of a placement of the user's own flags."""
-    if placement.name not in _DEALT:
-        return False  # only a layout places them so
-    chunks, given = placement.num_stages // placement.num_ranks, vars(args).get
+def layers_of_flags(args: Namespace, placement: Placement) -> list[int] | None:
+    """Return the layers of each stage if the user's flags make Megatron build these stages."""
+    (cut_flag, value), given = _cut_flag(args), vars(args).get
+    layers, stages, ranks = _num_layers(args), placement.num_stages, placement.num_ranks
+    chunks, pattern = stages // ranks, _pattern(args)
     if (cut_flag or chunks == 1) and _makes(args) != chunks:
-        return False
-    pattern = _pattern(args) or ""
-    if "|" in pattern or any(given(dest) is not None for dest in _UNEVEN):
-        return True
-    ends = [int(count) for dest in _ENDS if (count := given(dest)) is not None]
-    if ends:  # layers of the first and the last rank, which spread over the chunks of each
-        middle, between = _num_layers(args) - sum(ends), placement.num_ranks - len(ends)
-        if any(count < 1 or count % chunks for count in ends) or middle < between:
-            return False
-        return not (middle % (between * chunks) if between else middle)
-    if pattern and chunks > 1:
-        return False  # Megatron cuts a pattern for one stage on each rank only
-    return _num_split(args) % placement.num_stages == 0
+        return None
+    if cut_flag == _LAYOUT:
+        return [stage.count("t") for stage in parse_layout(value)]
+    if cut_flag == _PATTERN:
+        return [len(segment) for segment in value.split("|")]
+    if any(given(dest) is not None for dest in _HETEROGENEOUS):
+        return spread(layers, stages)
+    ends = [given(dest) for dest in _ENDS]
+    if counts := [int(count) for count in ends if count is not None]:
+        # Layers of the first and the last rank, which spread over the chunks of each.
+        middle, between = layers - sum(counts), ranks - len(counts)
+        each, rest = divmod(middle, between * chunks) if between else (0, middle)
+        if any(count < 1 or count % chunks for count in counts) or middle < between or rest:
+            return None
+        first, last = (each if count is None else count // chunks for count in ends)
+        of_rank = [first, *[each] * (ranks - 2), last]
+        return [of_rank[rank] for rank in placement.rank_of]
+    each, rest = divmod(_num_split(args), stages)
+    # Megatron cuts a pattern for one stage on each rank only.
+    if rest or (pattern and chunks > 1):
+        return None
+    found = [each] * stages
+    for stage, dest in zip((0, -1), _COUNTED, strict=True):
+        found[stage] -= bool(given(dest))
+    return found
 
 
 def _ends(args: Namespace, layout: str | None, ranks: int) -> tuple[float, float]:
@@ -391,34 +398,6 @@ class ModelBuild:
             }
             for index, stage in enumerate(self.stages_of[rank])
         ]
-
-
-def build_of(
-    pipeline: Pipeline,
-    num_layers: int,
-    *,
-    mtp_num_layers: int | None = None,
-    layout: str | None = None,
-) -> ModelBuild:
-    """Return the settings to build the model with; without a layout, split as evenly as possible.
-
-    Raises:
-        ScheduleError: The layout is not of this model, or no model can have these stages.
-    """
-    placement = pipeline.placement
-    chunks = placement.num_stages // placement.num_ranks
-    # Where stages are dealt out and layers divide, Megatron needs no layout to make the same cut.
-    if placement.name not in _DEALT or layout or num_layers % placement.num_stages:
-        layout = layout_string(num_layers, placement, mtp_num_layers=mtp_num_layers, layout=layout)
-    return ModelBuild(
-        pipeline_model_parallel_size=placement.num_ranks,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        pipeline_model_parallel_layout=layout,
-        replicas=pipeline.config.twins,
-        num_microbatches=pipeline.num_microbatches,
-        variable_seq_lengths=pipeline.config.variable_seq_lengths,
-        stages_of=placement.stages_of,
-    )
 
 
 def check_ranks(args: Namespace, config: PipelineConfig) -> None:

@@ -136,7 +136,14 @@ def _prepare(
     _refuse_decentralized(settings.container)
     active.required().host = _Hosted(settings, arguments)
     settings.keep(_COMPLETED)
-    settings.write({**entrances.rewritten(arguments), **_stages()})
+    written = entrances.rewritten(arguments)
+    if (chosen := active.pipeline()) is not None:
+        # What Megatron's parser derives from them.
+        chunks = chosen.placement.num_stages // chosen.placement.num_ranks
+        written["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
+        if "overlap_p2p_comm" in written:
+            written["batch_p2p_comm"] = False
+    settings.write(written)
     settings.container.set_data_parallel_size()
     # Once, also where a container is prepared again.
     _remove_hook(settings.container.model)
@@ -156,22 +163,6 @@ def _arguments(settings: Settings) -> Namespace:
     from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe
 
     return settings.arguments(world_size=get_world_size_safe(), rank=get_rank_safe())
-
-
-def _stages() -> dict[str, Any]:
-    """Return the settings for chunks per rank and P2P mode that Megatron's parser would derive."""
-    chosen = active.pipeline()
-    if chosen is None:
-        return {}
-    placement = chosen.placement
-    chunks = placement.num_stages // placement.num_ranks
-    overlaps = chunks > 1 and placement.num_ranks == 2
-    wanted: dict[str, Any] = {
-        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None
-    }
-    if overlaps:  # the only way in which Megatron accepts chunks on two ranks
-        wanted |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    return wanted
 
 
 def _suit_device(settings: Settings) -> None:

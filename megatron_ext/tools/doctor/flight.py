@@ -32,6 +32,7 @@ from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import techniques_of_flags
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
 from megatron_ext.schedules.search.policies import arena_slots
+from megatron_ext.schedules.table.placement import loop
 from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
@@ -302,45 +303,19 @@ def planned(
     if pp == 1:
         plan = forecast(free, sizes, "none", 1)
     else:
-        counts = _counts(found, args, name)
-        chunks = len(counts) * twins // pp
-        plan = forecast(free, sizes, name, chunks, counts)
+        hosted = Namespace(**{"num_layers": None, **vars(args), **found.arguments})
+        placement = loop(pp, stages.chunks_of_megatron(args))
+        if found.pipeline is not None:
+            placement = found.pipeline.placement
+        counts = stages.layers_of_flags(hosted, placement)
+        if counts is None:
+            raise ScheduleError(
+                f"{args.num_layers} layers do not divide into {placement.num_stages} stages of "
+                f"{name}, which Megatron refuses; add {_OURS} {name} --pipeline-layout auto, which "
+                "cuts them unevenly"
+            )
+        plan = forecast(free, sizes, name, placement.num_stages * twins // pp, counts)
     return job, None if plan is None else replace(plan, job=job)
-
-
-def _counts(found: Preflight, args: Namespace, name: str) -> list[int]:
-    """Return the layers of each stage.
-
-    Raises:
-        ScheduleError: They do not divide.
-    """
-    layout = found.arguments.get("pipeline_model_parallel_layout") or stages.layout_text(
-        getattr(args, "pipeline_model_parallel_layout", None)
-    )
-    if layout:
-        return [stage.count("t") for stage in stages.parse_layout(layout)]
-    pp, layers = args.pipeline_model_parallel_size, args.num_layers
-    if found.pipeline is not None:
-        count = found.pipeline.placement.num_stages
-    else:
-        count = pp * stages.chunks_of_megatron(args)
-    ends = [getattr(args, f"decoder_{end}_pipeline_num_layers", None) for end in ("first", "last")]
-    if count != pp:
-        ends = [None, None]
-    # Embedding and loss may count as a layer each.
-    spare = [bool(getattr(args, f"account_for_{end}_in_pipeline_split", False))
-             for end in ("embedding", "loss")]  # fmt: skip
-    others = count - sum(map(bool, ends))
-    each = (layers + sum(spare) - sum(filter(None, ends))) // max(1, others)
-    counts = [each] * count
-    counts[0] = ends[0] or each - spare[0]
-    counts[-1] = ends[1] or counts[-1] - spare[1]
-    if sum(counts) != layers:
-        raise ScheduleError(
-            f"{layers} layers do not divide into {count} stages of {name}, which Megatron refuses; "
-            f"add {_OURS} {name} --pipeline-layout auto, which cuts them unevenly"
-        )
-    return counts
 
 
 _CHANGES = {
