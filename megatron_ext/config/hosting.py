@@ -180,14 +180,6 @@ def inspect(
     name, roles = config.schedule, config.disaggregation
     over_torch = roles is None and _torch_is_best(config, ranks, here=here)
     carries = name is None and roles is None and not over_torch and config.wire != "torch"
-    subjects = flags.FLAG_OF | {
-        "balance": f"--pipeline-balance {config.balance}",
-        "schedule": f"--pipeline-schedule {name}",
-        "slices": f"--pipeline-slices {config.slices}",
-        "transport": f"--pipeline-transport {config.wire}",
-    }
-    if roles is not None or config.dynamic is not None:  # they imply it
-        subjects["microbatch_rng"] = flags.FLAG_OF["dynamic" if roles is None else "disaggregation"]
 
     # The sizes first: what ends one of these checks leaves the rest of it without a subject.
     table, placement = None, None if roles is None else linear(args.pipeline_model_parallel_size)
@@ -200,7 +192,8 @@ def inspect(
         placement = found.pipeline.placement
     with found.collecting("num_layers"):
         if placement is not None and (here or getattr(args, "num_layers", None)):
-            subject = subjects["schedule" if roles is None else "disaggregation"]
+            brought_by = "schedule" if roles is None else "disaggregation"
+            subject = incompatible.flag_of(config, brought_by)
             found.arguments, found.changes = stages.flags_for(args, placement, subject)
         elif found.pipeline is not None:
             found.notices.append("the cut into stages is not checked: there is no --num-layers")
@@ -211,8 +204,8 @@ def inspect(
         args = copy(args)
         vars(args).update(incompatible.drop(found, args, incompatible.DROPPED_BY_ROLES))
     incompatible.imply(found, config, args)
-    for what, rules in incompatible.rules_of(config, table, args):
-        found.refusals += incompatible.refusals(subjects[what], args, rules)
+    for subject, rules in incompatible.rules_of(config, table, args):
+        found.refusals += incompatible.refusals(subject, args, rules)
     if found.pipeline is not None:
         incompatible.drop(found, args, incompatible.dropped(found.pipeline.full))
         with found.collecting("transformer_impl"):

@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_ext.config.flags import FLAG_OF, in_fields
 from megatron_ext.disaggregation.role_settings import profiles_with_torch
 from megatron_ext.errors import ArgumentsError, ScheduleError
 
@@ -467,13 +468,7 @@ DROPPED_BY_ROLES = RULES["dropped_by_roles"] + RULES["dropped"] + RULES["dropped
 
 
 def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refusal]:
-    """Return the settings that exclude a feature.
-
-    Args:
-        subject: The feature, as the user chose it.
-        args: Settings by Megatron's argument names; missing ones are off.
-        rules: One group of `RULES`, or several together.
-    """
+    """Return the settings that exclude a feature, which is named as the user chose it."""
     return [
         Refusal(
             rule.reads[0],
@@ -488,18 +483,17 @@ def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refus
 def rules_of(
     config: PipelineConfig, table: Schedule | None, args: Namespace
 ) -> list[tuple[str, tuple[Rule, ...]]]:
-    """Return the rules of a configuration and of its table, each group by the field that brings it.
+    """Return the rules of a configuration and of its table, each group by the flag that brings it.
 
-    Args:
-        config: The pipeline.
-        table: That of the schedule; without a schedule that of Megatron's own, where our transport
-            carries its messages. None: there is none, so its rules stay out.
-        args: Settings by Megatron's argument names.
+    The table is that of the schedule, or of Megatron's own where our transport carries its
+    messages. None: there is none, so its rules stay out.
     """
     is_stock, has_roles = config.is_stock, config.disaggregation is not None
+    chooses, draws = config.dynamic is not None, config.draws_by_microbatch
+    drawing = "disaggregation" if has_roles else "dynamic" if chooses else "microbatch_rng"
     groups = [
-        ("microbatch_rng", "microbatch_rng", config.draws_by_microbatch),
-        ("microbatch_rng", "stock_microbatch_rng", config.draws_by_microbatch and is_stock),
+        (drawing, "microbatch_rng", draws),
+        (drawing, "stock_microbatch_rng", draws and is_stock),
         ("balance", "pack", config.balance == "pack"),
         ("slices", "slices", config.slices > 1),
         ("variable_seq_lengths", "lengths", config.variable_seq_lengths),
@@ -510,7 +504,7 @@ def rules_of(
         ("transport", "transport", is_stock and table is not None),
     ]
     if table is not None and not is_stock:
-        placement, chooses = table.placement, config.dynamic is not None
+        placement = table.placement
         sizes = (getattr(args, f"{kind}_parallel_size", None) or 1 for kind in _OF_REPLICA)
         replicas = (getattr(args, "world_size", None) or 1) // math.prod(sizes)
         # Tensor-, context- and expert-parallel ranks follow one leader; replicas do not.
@@ -524,7 +518,14 @@ def rules_of(
             ("dynamic", "dynamic", chooses and has_replicas),
             ("dynamic", "crossed", chooses and bool(placement.twin_hops)),
         ]
-    return [(field, RULES[group]) for field, group, applies in groups if applies]
+    return [(flag_of(config, field), RULES[group]) for field, group, applies in groups if applies]
+
+
+def flag_of(config: PipelineConfig, field: str) -> str:
+    """Return a flag as the user chose it, with its value where it has several."""
+    values = {"schedule": config.schedule, "transport": config.wire}
+    values |= {"balance": config.balance, "slices": str(config.slices)}
+    return f"{FLAG_OF[field]} {values.get(field) or ''}".rstrip()
 
 
 def dropped(table: Schedule) -> tuple[Rule, ...]:
@@ -652,22 +653,12 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
         )
     else:
         placed = RULES["placed"] if pipeline.is_folded else ()
-        groups.append(("schedule", dropped(pipeline.full) + placed))
-    values = {
-        "balance": config.balance,
-        "slices": config.slices,
-        "schedule": pipeline.name,
-        "transport": config.wire,
-    }
+        groups.append((flag_of(config, "schedule"), dropped(pipeline.full) + placed))
     wrong = [
-        str(refusal)
-        for name, rules in groups
-        # Megatron's other objects know nothing of experts.
-        if name != "pairs" or overlaps is not None
-        for refusal in refusals(f"{name} {values.get(name, '')}".rstrip(), args, rules)
+        refusal for flag, rules in groups for refusal in refusals(in_fields(flag), args, rules)
     ]
     if wrong:
-        raise ArgumentsError("\n".join(wrong))
+        raise ArgumentsError("\n".join(map(str, wrong)))
 
 
 def why_not_split(config: Any) -> str | None:
