@@ -10,6 +10,7 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import dedent
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_origin, get_type_hints
 
 from megatron_ext.config.pipeline_config import (
@@ -43,128 +44,106 @@ REMOVED = {"--fbd-forward-device": "leave it out: forward ranks compute on the s
 
 # Help texts by flag, with the field that it sets, `part.field` for one of a part, and how its value
 # is called. The field's type says what values there are; without a field a flag is a switch.
-_HELP = {
-    "--device-backend device": (
-        "Device that Megatron runs on. auto picks CUDA, else MUSA, else the CPU. Programs that "
-        "build their arguments themselves set MEGATRON_EXT_DEVICE instead."
-    ),
-    "--ext-list-patches": "Print the table of patches on rank 0 before training.",
-    "--pipeline-schedule schedule NAME": (
-        f"Pipeline schedule: {', '.join(registered())}, or csv:FILE. `megatron-ext plan` compares "
-        "them. Without it Megatron's own 1F1B or interleaved schedule runs."
-    ),
-    "--enable-bitpipe-schedule": "The same as --pipeline-schedule bitpipe.",
-    **{
-        generator.flag(
-            key
-        ): f"Option of --pipeline-schedule {generator.name} (default: {values[0]})."
-        for generator in registered().values()
-        for key, values in generator.options.items()
-    },
-    "--pipeline-transport transport": (
-        "Transport between pipeline ranks, under Megatron's own schedules too: torch.distributed, "
-        "shared memory of one host, TCP or RDMA; over the last three, GPU tensors go through "
-        "pinned memory. auto picks the best for each pair of ranks: GPUs of one host exchange "
-        "tensors directly if they can; other pairs use torch.distributed, or RDMA or TCP with "
-        "--use-dpp (default: torch; with --use-dpp: auto)."
-    ),
-    "--node-ips node_ips ADDRESS": (
-        "Addresses for --pipeline-transport auto, tcp and rdma: one for each node, in the order of "
-        "ranks, or one for each rank (default: those on the route to MASTER_ADDR)."
-    ),
-    "--pipeline-device-path device_path": (
-        "How GPU tensors reach ranks of the same host over --pipeline-transport shm or auto: "
-        "staged through pinned memory, or from GPU to GPU by CUDA IPC, which every pair of GPUs "
-        "must support. auto: under --pipeline-transport auto by CUDA IPC where a pair can, "
-        "otherwise staged (default: auto)."
-    ),
-    "--pipeline-checksum checksums": (
-        "Checksum the bytes of each message over --pipeline-transport auto, shm, tcp or rdma, so "
-        "that faulty memory or a faulty network ends the job instead of changing its results. "
-        "Costs about a copy at both ends. Descriptors of messages always have a checksum."
-    ),
-    "--pipeline-costs costs F,I,W[,LATENCY[,LAUNCH]]": (
-        "Durations, in any consistent unit, of forward, input gradient and weight gradient on 1/pp "
-        "of the model, of a message, and of launching an action on a device. The schedule is "
-        f"generated and simulated for them (default: {UNIT})."
-    ),
-    "--pipeline-layout": (
-        "Cut the layers so that the busiest rank works least: embedding, dense layers, experts, "
-        "multi-token prediction and loss weigh what they cost (default: as many layers to each "
-        "stage, or Megatron's own flags)."
-    ),
-    "--pipeline-slices slices K": (
-        "Cut the sequence of each micro-batch into K slices of equal cost, which run through the "
-        "pipeline one by one: about 1/K of the bubble, and of the activations beyond one "
-        "micro-batch (default: 1, whole micro-batches)."
-    ),
-    "--pipeline-balance balance": (
-        "For data of variable or packed lengths. order: let the micro-batches of a step enter the "
-        "pipeline in an order that follows from their lengths. pack: before that, share out the "
-        "micro-batches of all data-parallel replicas by cost. The gradient is the same sum in "
-        "another order (default: off)."
-    ),
-    "--pipeline-length-costs length_costs A,B": (
-        "With --pipeline-balance or --pipeline-slices: a sample of L tokens costs A*L + B*L^2, in "
-        "any unit, for example as `megatron-ext plan --lengths FILE --trace-dir DIR` measures it "
-        "(default: what follows from the shape of the model)."
-    ),
-    f"{_DPP} dynamic": (
-        "Dynamic pipeline parallelism: each rank runs the next action that is ready, instead of "
-        "waiting for the next one of the table. The table is that of --pipeline-schedule, by "
-        "default interleaved where the model has virtual stages, else 1f1b."
-    ),
-    "--dpp-policy dynamic.policy": (
-        f"With {_DPP}: which action runs first if several are ready. hint follows the table and "
-        "its bound on memory, the others may keep the activations of all micro-batches (default: "
-        f"{next(iter(POLICIES))})."
-    ),
-    "--dpp-extra-activations dynamic.extra_activations N": (
-        f"With {_DPP} and hint: micro-batches that a rank may keep beyond the table's peak "
-        f"(default: {DynamicOrder().margin})."
-    ),
-    "--variable-seq-lengths variable_seq_lengths": (
-        "Micro-batches may have sequences of different lengths, up to --max-position-embeddings: "
-        "shapes travel with the tensors, under every schedule."
-    ),
-    "--microbatch-rng microbatch_rng": (
-        "Draw dropout masks by iteration, stage and micro-batch, so that all schedules, Megatron's "
-        "own too, draw the same ones. Implied by --use-dpp."
-    ),
-    f"{FLAG} disaggregation": (
-        "Run forward passes and backward passes in different processes: 2 x TP x PP processes for "
-        "each replica, so the data-parallel size is halved and has to be even."
-    ),
-    "--ignore-forward-tensor-parallel disaggregation.merged": (
-        f"With {FLAG}: one forward process replaces all tensor-parallel ranks of its stage, so a "
-        "replica has (TP + 1) x PP processes."
-    ),
-    "--fbd-activations disaggregation.activations": (
-        f"With {FLAG}: recompute: backward ranks run the forward again; ship: forward ranks send "
-        "them the input of each layer, which needs full uniform recomputation (default: "
-        f"{Disaggregation.activations})."
-    ),
-    "--trace tracing": (
-        "Record a timeline of each rank in benchmark/<run>/; see `megatron-ext aggregate` and "
-        "`megatron-ext report`."
-    ),
-    "--trace-interval tracing.interval N": (
-        f"With --trace: length of an interval, in iterations (default: {Tracing.interval})."
-    ),
-    "--trace-iterations tracing.iterations K": (
-        "With --trace: record the first K iterations of each interval (default: "
-        f"{Tracing().num_iterations}, or all of a shorter interval)."
-    ),
-    "--trace-dir tracing.directory DIR": (
-        "With --trace: output folder of this run (default: in benchmark/, named after the run's "
-        "sizes)."
-    ),
-    "--hang-timeout hang_timeout_s SECONDS": (
-        "End the job when a training step makes no progress for this long, and name the rank that "
-        "the others wait for (default: the process groups' time-out applies)."
-    ),
-    **{f"{flag} - VALUE": f"Ignored: {reason}." for flag, reason in DROPPED.items()},
-}
+_OPTIONS = "\n".join(
+    f"{generator.flag(key)}\n"
+    f"    Option of --pipeline-schedule {generator.name} (default: {values[0]})."
+    for generator in registered().values()
+    for key, values in generator.options.items()
+)
+_IGNORED = "\n".join(f"{flag} - VALUE\n    Ignored: {reason}." for flag, reason in DROPPED.items())
+_HELP = f"""
+--device-backend device
+    Device that Megatron runs on. auto picks CUDA, else MUSA, else the CPU. Programs that build
+    their arguments themselves set MEGATRON_EXT_DEVICE instead.
+--ext-list-patches
+    Print the table of patches on rank 0 before training.
+--pipeline-schedule schedule NAME
+    Pipeline schedule: {", ".join(registered())}, or csv:FILE. `megatron-ext plan` compares them.
+    Without it Megatron's own 1F1B or interleaved schedule runs.
+--enable-bitpipe-schedule
+    The same as --pipeline-schedule bitpipe.
+{_OPTIONS}
+--pipeline-transport transport
+    Transport between pipeline ranks, under Megatron's own schedules too: torch.distributed, shared
+    memory of one host, TCP or RDMA; over the last three, GPU tensors go through pinned memory. auto
+    picks the best for each pair of ranks: GPUs of one host exchange tensors directly if they can;
+    other pairs use torch.distributed, or RDMA or TCP with --use-dpp (default: torch; with
+    --use-dpp: auto).
+--node-ips node_ips ADDRESS
+    Addresses for --pipeline-transport auto, tcp and rdma: one for each node, in the order of ranks,
+    or one for each rank (default: those on the route to MASTER_ADDR).
+--pipeline-device-path device_path
+    How GPU tensors reach ranks of the same host over --pipeline-transport shm or auto: staged
+    through pinned memory, or from GPU to GPU by CUDA IPC, which every pair of GPUs must support.
+    auto: under --pipeline-transport auto by CUDA IPC where a pair can, otherwise staged (default:
+    auto).
+--pipeline-checksum checksums
+    Checksum the bytes of each message over --pipeline-transport auto, shm, tcp or rdma, so that
+    faulty memory or a faulty network ends the job instead of changing its results. Costs about a
+    copy at both ends. Descriptors of messages always have a checksum.
+--pipeline-costs costs F,I,W[,LATENCY[,LAUNCH]]
+    Durations, in any consistent unit, of forward, input gradient and weight gradient on 1/pp of the
+    model, of a message, and of launching an action on a device. The schedule is generated and
+    simulated for them (default: {UNIT}).
+--pipeline-layout
+    Cut the layers so that the busiest rank works least: embedding, dense layers, experts,
+    multi-token prediction and loss weigh what they cost (default: as many layers to each stage, or
+    Megatron's own flags).
+--pipeline-slices slices K
+    Cut the sequence of each micro-batch into K slices of equal cost, which run through the pipeline
+    one by one: about 1/K of the bubble, and of the activations beyond one micro-batch (default: 1,
+    whole micro-batches).
+--pipeline-balance balance
+    For data of variable or packed lengths. order: let the micro-batches of a step enter the
+    pipeline in an order that follows from their lengths. pack: before that, share out the
+    micro-batches of all data-parallel replicas by cost. The gradient is the same sum in another
+    order (default: off).
+--pipeline-length-costs length_costs A,B
+    With --pipeline-balance or --pipeline-slices: a sample of L tokens costs A*L + B*L^2, in any
+    unit, for example as `megatron-ext plan --lengths FILE --trace-dir DIR` measures it (default:
+    what follows from the shape of the model).
+{_DPP} dynamic
+    Dynamic pipeline parallelism: each rank runs the next action that is ready, instead of waiting
+    for the next one of the table. The table is that of --pipeline-schedule, by default interleaved
+    where the model has virtual stages, else 1f1b.
+--dpp-policy dynamic.policy
+    With {_DPP}: which action runs first if several are ready. hint follows the table and its bound
+    on memory, the others may keep the activations of all micro-batches (default:
+    {next(iter(POLICIES))}).
+--dpp-extra-activations dynamic.extra_activations N
+    With {_DPP} and hint: micro-batches that a rank may keep beyond the table's peak (default:
+    {DynamicOrder().margin}).
+--variable-seq-lengths variable_seq_lengths
+    Micro-batches may have sequences of different lengths, up to --max-position-embeddings: shapes
+    travel with the tensors, under every schedule.
+--microbatch-rng microbatch_rng
+    Draw dropout masks by iteration, stage and micro-batch, so that all schedules, Megatron's own
+    too, draw the same ones. Implied by --use-dpp.
+{FLAG} disaggregation
+    Run forward passes and backward passes in different processes: 2 x TP x PP processes for each
+    replica, so the data-parallel size is halved and has to be even.
+--ignore-forward-tensor-parallel disaggregation.merged
+    With {FLAG}: one forward process replaces all tensor-parallel ranks of its stage, so a replica
+    has (TP + 1) x PP processes.
+--fbd-activations disaggregation.activations
+    With {FLAG}: recompute: backward ranks run the forward again; ship: forward ranks send them the
+    input of each layer, which needs full uniform recomputation (default:
+    {Disaggregation.activations}).
+--trace tracing
+    Record a timeline of each rank in benchmark/<run>/; see `megatron-ext aggregate` and
+    `megatron-ext report`.
+--trace-interval tracing.interval N
+    With --trace: length of an interval, in iterations (default: {Tracing.interval}).
+--trace-iterations tracing.iterations K
+    With --trace: record the first K iterations of each interval (default:
+    {Tracing().num_iterations}, or all of a shorter interval).
+--trace-dir tracing.directory DIR
+    With --trace: output folder of this run (default: in benchmark/, named after the run's sizes).
+--hang-timeout hang_timeout_s SECONDS
+    End the job when a training step makes no progress for this long, and name the rank that the
+    others wait for (default: the process groups' time-out applies).
+{_IGNORED}
+"""
 _PARTS = {"dynamic": DynamicOrder, "disaggregation": Disaggregation, "tracing": Tracing}
 _CHOICES = {
     "--device-backend": DEVICES,
@@ -192,6 +171,12 @@ class _Row(NamedTuple):
     """Keywords for argparse."""
 
 
+def entries(text: str) -> list[tuple[str, str]]:
+    """Return the entries of a list: lines at its margin, and the indented ones after them."""
+    found = re.findall(r"((?:^\S.*\n)+)((?:^ +.*\n)+)", dedent(f"{text}\n"), re.MULTILINE)
+    return [(" ".join(key.split()), " ".join(value.split())) for key, value in found]
+
+
 def _row(key: str, text: str) -> _Row:
     flag, path, metavar, *_ = [*key.split(), "", ""]
     part, _, name = path.strip("-").rpartition(".")
@@ -215,7 +200,7 @@ def _row(key: str, text: str) -> _Row:
     return _Row(flag, part, name, getattr(kind, "parse", None), options)
 
 
-_ROWS = [_row(key, text) for key, text in _HELP.items()]
+_ROWS = [_row(key, text) for key, text in entries(_HELP)]
 
 DESTINATIONS = {flag[2:].replace("-", "_") for flag in (*REMOVED, *(row.flag for row in _ROWS))}
 """Names of our flags' values."""

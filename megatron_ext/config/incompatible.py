@@ -14,7 +14,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_ext.config.flags import FLAG_OF, in_fields
+from megatron_ext.config.flags import FLAG_OF, entries, in_fields
 from megatron_ext.disaggregation.role_settings import profiles_with_torch
 from megatron_ext.errors import ArgumentsError, ScheduleError
 
@@ -44,7 +44,7 @@ class Rule(NamedTuple):
     flag: str
     reason: str
     remedy: str
-    """Flags to leave out, use or add in place of those; `{subject}` is the feature's own flag."""
+    """Flags to leave out, use or add in place of those; `SUBJECT` is the feature's own flag."""
     when: Callable[..., Any]
     """Whether their values, None for missing ones, are refused."""
 
@@ -67,10 +67,10 @@ class Refusal(NamedTuple):
         return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
 
 
-# Rules by what brings them. A key says which settings are refused, perhaps after what a message
-# calls them: `a` is set, `a=x,y` is or holds one of these, `a!=x,y` another, `a>1` is above a
-# number or an argument, `!a` the contrary; `a | b & c` is (a or b) and c. A text has the reason
-# and, where it is not just to leave the flags out, the remedy.
+# Rules by what brings them. The lines at the margin say which settings are refused, perhaps after
+# what a message calls them: `a` is set, `a=x,y` is or holds one of these, `a!=x,y` another, `a>1`
+# is above a number or an argument, `!a` the contrary; `a | b & c` is (a or b) and c. The indented
+# lines have the reason and, where it is not just to leave the flags out, the remedy.
 _GRAPHS = (
     "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph): "
     # The switches are deprecated; Megatron turns them into the setting, but only after us.
@@ -84,305 +84,244 @@ _HYBRID = (
     "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): "
     "is_hybrid_model | hybrid_override_pattern | hybrid_layer_pattern"
 )
-_TEXTS: dict[str, dict[str, str]] = {
-    # For every schedule.
-    "schedule": {
-        _GRAPHS: "they are recorded in the order of Megatron's own schedules",
-        "--cpu-offloading-num-layers: cpu_offloading | cpu_offloading_num_layers": (
-            "Megatron takes it without a pipeline only; use --recompute-granularity selective "
-            "instead"
-        ),
-        "--use-megatron-fsdp or --use-torch-fsdp2: "
-        "use_megatron_fsdp | use_custom_fsdp | use_torch_fsdp2": (
-            "they gather and free weights by the order of Megatron's own schedules; use "
-            "--use-distributed-optimizer instead"
-        ),
-        _ENCODER_DECODER: (
-            "Megatron has no pipeline for them either; leave {subject} and "
-            "--pipeline-model-parallel-size out"
-        ),
-        "use_legacy_models": "legacy models do not know their stage",
-        "ckpt_format=torch_dcp,fsdp_dtensor": (
-            "Megatron takes them with FSDP only; use --ckpt-format torch_dist"
-        ),
-        "moe_paged_stash | moe_expert_rank_capacity_factor": (
-            "activations are stashed in the order of Megatron's own schedules, and steps that "
-            "overflow are repeated; leave them out, or use Megatron's own schedule"
-        ),
-        # Weight rematerialisation, 0.19 and later: more shards than tensor-parallel ranks.
-        "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards above "
-        "the tensor-parallel size: tensor_parallel_num_weight_shards>tensor_model_parallel_size | "
-        "expert_tensor_parallel_num_weight_shards>expert_tensor_parallel_size,"
-        "tensor_model_parallel_size": (
-            "weights are gathered in the order of Megatron's own schedules; leave them out, or use "
-            "Megatron's own schedule"
-        ),
-    },
+_TEXTS = {
+    # For every schedule. Weights have more shards than tensor-parallel ranks where 0.19 and later
+    # rematerialise them.
+    "schedule": f"""
+        {_GRAPHS}
+            they are recorded in the order of Megatron's own schedules
+        --cpu-offloading-num-layers: cpu_offloading | cpu_offloading_num_layers
+            Megatron takes it without a pipeline only; use --recompute-granularity selective instead
+        --use-megatron-fsdp or --use-torch-fsdp2: use_megatron_fsdp | use_custom_fsdp |
+        use_torch_fsdp2
+            they gather and free weights by the order of Megatron's own schedules; use
+            --use-distributed-optimizer instead
+        {_ENCODER_DECODER}
+            Megatron has no pipeline for them either; leave SUBJECT and
+            --pipeline-model-parallel-size out
+        use_legacy_models
+            legacy models do not know their stage
+        ckpt_format=torch_dcp,fsdp_dtensor
+            Megatron takes them with FSDP only; use --ckpt-format torch_dist
+        moe_paged_stash | moe_expert_rank_capacity_factor
+            activations are stashed in the order of Megatron's own schedules, and steps that
+            overflow are repeated; leave them out, or use Megatron's own schedule
+        --tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards above the
+        tensor-parallel size: tensor_parallel_num_weight_shards>tensor_model_parallel_size |
+        expert_tensor_parallel_num_weight_shards>expert_tensor_parallel_size,tensor_model_parallel_size
+            weights are gathered in the order of Megatron's own schedules; leave them out, or use
+            Megatron's own schedule""",
     # What a schedule of ours does itself, or does without: dropped where flags are read, refused
     # where a program has already built its configuration.
-    "dropped": {
-        "delay_wgrad_compute": "weight gradients run where the table says",
-        "defer_embedding_wgrad_compute": (
-            "weight gradients run where the table says, that of the output layer too"
-        ),
-    },
+    "dropped": """
+        delay_wgrad_compute
+            weight gradients run where the table says
+        defer_embedding_wgrad_compute
+            weight gradients run where the table says, that of the output layer too""",
     # The same of schedules that split backwards.
-    "dropped_by_split": {
-        "overlap_dispatch_backward_with_experts_wgrad": (
-            "the table postpones the weight gradients of experts already"
-        ),
-    },
+    "dropped_by_split": """
+        overlap_dispatch_backward_with_experts_wgrad
+            the table postpones the weight gradients of experts already""",
     # The same of schedules with one stage on each rank.
-    "dropped_by_line": {
-        "overlap_param_gather_with_optimizer_step": (
-            "it gathers the first of several chunks while the others take their step, and each "
-            "rank has one chunk"
-        ),
-    },
-    # The same of forward and backward ranks.
-    "dropped_by_roles": {
-        "overlap_moe_expert_parallel_comm": "forwards and backwards are on different ranks",
-        # fp4_param is 0.16's name of the same.
-        "--fp8-param-gather or --fp4-param-gather: "
-        "fp8_param_gather | fp4_param_gather | fp4_param | reuse_grad_buf_for_mxfp8_param_ag": (
-            "new weights travel to forward ranks, which cast them, in the precision of the model; "
-            "leave it out"
-        ),
-    },
+    "dropped_by_line": """
+        overlap_param_gather_with_optimizer_step
+            it gathers the first of several chunks while the others take their step, and each rank
+            has one chunk""",
+    # The same of forward and backward ranks. fp4_param is 0.16's name of --fp4-param-gather.
+    "dropped_by_roles": """
+        overlap_moe_expert_parallel_comm
+            forwards and backwards are on different ranks
+        --fp8-param-gather or --fp4-param-gather: fp8_param_gather | fp4_param_gather | fp4_param |
+        reuse_grad_buf_for_mxfp8_param_ag
+            new weights travel to forward ranks, which cast them, in the precision of the model;
+            leave it out""",
     # For schedules that split backwards.
-    "split": {
-        "num_distributed_optimizer_instances>1 & overlap_grad_reduce": (
-            "gradients of weights and of the rest are complete at different times; leave one of "
-            "them out, or use --pipeline-schedule 1f1b or interleaved"
-        ),
-        "--use-transformer-engine-op-fuser with experts: use_transformer_engine_op_fuser & "
-        "num_experts": (
-            "Megatron keeps the fused experts outside the module tree, so W would not reach their "
-            "weight gradients; leave it out, or use --pipeline-schedule 1f1b or interleaved"
-        ),
-    },
+    "split": """
+        num_distributed_optimizer_instances>1 & overlap_grad_reduce
+            gradients of weights and of the rest are complete at different times; leave one of them
+            out, or use --pipeline-schedule 1f1b or interleaved
+        --use-transformer-engine-op-fuser with experts: use_transformer_engine_op_fuser &
+        num_experts
+            Megatron keeps the fused experts outside the module tree, so W would not reach their
+            weight gradients; leave it out, or use --pipeline-schedule 1f1b or interleaved""",
     # For schedules that put the first and the last stage on one rank.
-    "folded": {
-        # The first two are 0.16's; from 0.17 on the pattern itself has the cuts.
-        "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): is_hybrid_model | "
-        "hybrid_override_pattern & !hybrid_layer_pattern": (
-            "only --hybrid-layer-pattern, from 0.17 on, says which layers a stage has; use "
-            "--pipeline-schedule 1f1b or zb-h1"
-        ),
-        "non_persistent_ckpt_type=local": (
-            "those files identify layers by rank and chunk; use --non-persistent-ckpt-type global"
-        ),
-    },
+    # Hybrid models of 0.16 have the first two; from 0.17 on the pattern itself has the cuts.
+    "folded": """
+        hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): is_hybrid_model |
+        hybrid_override_pattern & !hybrid_layer_pattern
+            only --hybrid-layer-pattern, from 0.17 on, says which layers a stage has; use
+            --pipeline-schedule 1f1b or zb-h1
+        non_persistent_ckpt_type=local
+            those files identify layers by rank and chunk; use --non-persistent-ckpt-type global""",
     # For models that a program builds for such a schedule.
-    "placed": {
-        "decoder_first_pipeline_num_layers | decoder_last_pipeline_num_layers | "
-        "account_for_embedding_in_pipeline_split | account_for_loss_in_pipeline_split": (
-            "the layout that configure returns cuts the model"
-        ),
-    },
+    "placed": """
+        decoder_first_pipeline_num_layers | decoder_last_pipeline_num_layers |
+        account_for_embedding_in_pipeline_split | account_for_loss_in_pipeline_split
+            the layout that configure returns cuts the model""",
     # For schedules of two mirrored pipelines.
-    "twins": {
-        "use_mp_args_from_checkpoint_args": (
-            "a checkpoint holds the sizes of one of the two mirrored pipelines"
-        ),
-    },
+    "twins": """
+        use_mp_args_from_checkpoint_args
+            a checkpoint holds the sizes of one of the two mirrored pipelines""",
     # For forwards and backwards that run as pairs, through Megatron's schedule plans.
-    "pairs": {
-        "recompute_granularity=full & fp8 | fp4 | distribute_saved_activations": (
-            "those recompute layers in another way than a plan; use --recompute-granularity "
-            "selective without --recompute-method and --recompute-num-layers"
-        ),
-        "recompute_modules=moe": (
-            "a plan cuts a layer behind the router, and would keep there, copied for each expert, "
-            "what this drops; use --recompute-modules core_attn, layernorm, mla_up_proj, mlp or "
-            "moe_act"
-        ),
-        "moe_shared_expert_overlap": (
-            "the shared expert hides the communication that a partner would hide; leave one of "
-            "them out"
-        ),
-        "--mtp-use-repeated-layer, --mtp-detach-heads or --mtp-hsm: mtp_num_layers & "
-        "mtp_use_repeated_layer | mtp_detach_heads | mtp_hsm": (
-            "plans of multi-token prediction know none of them and would train another model"
-        ),
-        _HYBRID: "they have no plans in every release; leave {subject} out",
-        "variable_seq_lengths": (
-            "Megatron's forward step gives plans no lengths; leave one of them out"
-        ),
-        "fine_grained_activation_offloading": (
-            "activations return from the host by the backwards that run alone; use "
-            "--recompute-granularity selective instead"
-        ),
-    },
+    "pairs": f"""
+        recompute_granularity=full & fp8 | fp4 | distribute_saved_activations
+            those recompute layers in another way than a plan; use --recompute-granularity selective
+            without --recompute-method and --recompute-num-layers
+        recompute_modules=moe
+            a plan cuts a layer behind the router, and would keep there, copied for each expert,
+            what this drops; use --recompute-modules core_attn, layernorm, mla_up_proj, mlp or
+            moe_act
+        moe_shared_expert_overlap
+            the shared expert hides the communication that a partner would hide; leave one of them
+            out
+        --mtp-use-repeated-layer, --mtp-detach-heads or --mtp-hsm: mtp_num_layers &
+        mtp_use_repeated_layer | mtp_detach_heads | mtp_hsm
+            plans of multi-token prediction know none of them and would train another model
+        {_HYBRID}
+            they have no plans in every release; leave SUBJECT out
+        variable_seq_lengths
+            Megatron's forward step gives plans no lengths; leave one of them out
+        fine_grained_activation_offloading
+            activations return from the host by the backwards that run alone; use
+            --recompute-granularity selective instead""",
     # For random numbers by micro-batch.
-    "microbatch_rng": {
-        _GRAPHS: "they replay the recorded random numbers; leave one of them out",
-    },
+    "microbatch_rng": f"""
+        {_GRAPHS}
+            they replay the recorded random numbers; leave one of them out""",
     # The same under Megatron's own schedules.
-    "stock_microbatch_rng": {
-        "overlap_moe_expert_parallel_comm": (
-            "it interleaves two micro-batches, and each has its own random numbers; add "
-            "--pipeline-schedule interleaved, or leave one of them out"
-        ),
-    },
+    "stock_microbatch_rng": """
+        overlap_moe_expert_parallel_comm
+            it interleaves two micro-batches, and each has its own random numbers; add
+            --pipeline-schedule interleaved, or leave one of them out""",
     # For ranks that choose their order.
-    "chosen": {
-        "fine_grained_activation_offloading": (
-            "activations return from the host in the order of a table; use --recompute-granularity "
-            "selective instead"
-        ),
-    },
-    # For data-parallel replicas that choose their order independently.
-    "dynamic": {
-        "moe_router_load_balancing_type=global_aux_loss": (
-            "it reduces over data-parallel replicas inside each layer, and they run their layers "
-            "in different orders; use --moe-router-load-balancing-type aux_loss or seq_aux_loss"
-        ),
-        # With --tp-only-amax-red the reduction stays among tensor-parallel ranks, which share
-        # one order.
-        "fp8_recipe=delayed & fp8 & !tp_only_amax_red": (
-            "scales are reduced over data-parallel replicas inside each layer, and they run their "
-            "layers in different orders; use --fp8-recipe tensorwise"
-        ),
-    },
+    "chosen": """
+        fine_grained_activation_offloading
+            activations return from the host in the order of a table; use --recompute-granularity
+            selective instead""",
+    # For data-parallel replicas that choose their order independently. Under --tp-only-amax-red the
+    # reduction stays among tensor-parallel ranks, which share one order.
+    "dynamic": """
+        moe_router_load_balancing_type=global_aux_loss
+            it reduces over data-parallel replicas inside each layer, and they run their layers in
+            different orders; use --moe-router-load-balancing-type aux_loss or seq_aux_loss
+        fp8_recipe=delayed & fp8 & !tp_only_amax_red
+            scales are reduced over data-parallel replicas inside each layer, and they run their
+            layers in different orders; use --fp8-recipe tensorwise""",
     # For ranks that choose their order and get activations from their twin.
-    "crossed": {
-        "--overlap-param-gather with --bitpipe-routing twin: overlap_param_gather": (
-            "twins gather parameters for each other, and start their chunks in different orders; "
-            "use --bitpipe-routing local, or leave it out"
-        ),
-    },
+    "crossed": """
+        --overlap-param-gather with --bitpipe-routing twin: overlap_param_gather
+            twins gather parameters for each other, and start their chunks in different orders; use
+            --bitpipe-routing local, or leave it out""",
     # For micro-batches that data-parallel replicas share out.
-    "pack": {
-        "moe_router_load_balancing_type=global_aux_loss": (
-            "it depends on which micro-batches the replicas run at the same time; use "
-            "--moe-router-load-balancing-type aux_loss or seq_aux_loss, or --pipeline-balance "
-            "order"
-        ),
-    },
+    "pack": """
+        moe_router_load_balancing_type=global_aux_loss
+            it depends on which micro-batches the replicas run at the same time; use
+            --moe-router-load-balancing-type aux_loss or seq_aux_loss, or --pipeline-balance order
+    """,
     # For micro-batches of different lengths.
-    "lengths": {
-        "moe_token_dispatcher_type=allgather & num_experts": (
-            "it gathers tokens in buffers of one size; use --moe-token-dispatcher-type alltoall"
-        ),
-        _GRAPHS: "they replay tensors of one shape; leave one of them out",
-    },
+    "lengths": f"""
+        moe_token_dispatcher_type=allgather & num_experts
+            it gathers tokens in buffers of one size; use --moe-token-dispatcher-type alltoall
+        {_GRAPHS}
+            they replay tensors of one shape; leave one of them out""",
     # For micro-batches in slices of their sequence.
-    "slices": {
-        "transformer_impl!=local,transformer_engine": (
-            "only their attention keeps keys and values between slices; use --transformer-impl "
-            "local or transformer_engine"
-        ),
-        "context_parallel_size>1": (
-            "it divides the sequence too; leave it out, or leave --pipeline-slices out"
-        ),
-        "moe_router_load_balancing_type!=none,aux_loss,seq_aux_loss": (
-            "it balances the tokens of a slice, not of a micro-batch; use "
-            "--moe-router-load-balancing-type aux_loss or seq_aux_loss"
-        ),
-        "--moe-expert-capacity-factor: moe_expert_capacity_factor!=none": (
-            "an expert drops the tokens of a slice that are too many for it, not of a micro-batch"
-        ),
-        "--mtp-use-repeated-layer: mtp_num_layers & mtp_use_repeated_layer": (
-            "a layer that runs twice would keep keys and values of two kinds; leave it out"
-        ),
-        _HYBRID: "only attention keeps its state between slices; leave --pipeline-slices out",
-        "--experimental-attention-variant: "
-        "experimental_attention_variant | linear_attention_type": (
-            "only DotProductAttention keeps keys and values between slices; leave "
-            "--pipeline-slices out"
-        ),
-        "window_size": (
-            "Megatron's mask of a window begins with the slice; leave --pipeline-slices out"
-        ),
-        "packed sequences (--sft, --dataloader-inter-document-masking) with --micro-batch-size "
-        "above 1: sft | dataloader_inter_document_masking & micro_batch_size>1": (
-            "Megatron packs the slices of several samples into one; use --micro-batch-size 1"
-        ),
-        "reset_attention_mask & tensor_model_parallel_size>1": (
-            "tensor-parallel ranks receive the mask in a buffer of the whole one's form; leave one "
-            "of them out"
-        ),
-        # Transformer Engine has a softmax of its own, and Megatron's kernel exists in 16 bits only.
-        "fused softmax in 16 bits: masked_softmax_fusion & !transformer_impl=transformer_engine & "
-        "fp16 | bf16": "its kernel takes as many queries as keys; add --no-masked-softmax-fusion",
-        "fp8 | fp4": "scales follow from whole micro-batches; use --bf16 instead",
-        "fused rotary positions with --multi-latent-attention: multi_latent_attention & "
-        "apply_rope_fusion": (
-            "its tables of rotary positions begin with the slice; add --no-rope-fusion"
-        ),
-        "fine_grained_activation_offloading": (
-            "keys and values stay on the device from slice to slice; use --recompute-granularity "
-            "selective instead"
-        ),
-    },
+    # Transformer Engine has a softmax of its own, and Megatron's kernel exists in 16 bits only.
+    "slices": f"""
+        transformer_impl!=local,transformer_engine
+            only their attention keeps keys and values between slices; use --transformer-impl local
+            or transformer_engine
+        context_parallel_size>1
+            it divides the sequence too; leave it out, or leave --pipeline-slices out
+        moe_router_load_balancing_type!=none,aux_loss,seq_aux_loss
+            it balances the tokens of a slice, not of a micro-batch; use
+            --moe-router-load-balancing-type aux_loss or seq_aux_loss
+        --moe-expert-capacity-factor: moe_expert_capacity_factor!=none
+            an expert drops the tokens of a slice that are too many for it, not of a micro-batch
+        --mtp-use-repeated-layer: mtp_num_layers & mtp_use_repeated_layer
+            a layer that runs twice would keep keys and values of two kinds; leave it out
+        {_HYBRID}
+            only attention keeps its state between slices; leave --pipeline-slices out
+        --experimental-attention-variant: experimental_attention_variant | linear_attention_type
+            only DotProductAttention keeps keys and values between slices; leave --pipeline-slices
+            out
+        window_size
+            Megatron's mask of a window begins with the slice; leave --pipeline-slices out
+        packed sequences (--sft, --dataloader-inter-document-masking) with --micro-batch-size above
+        1: sft | dataloader_inter_document_masking & micro_batch_size>1
+            Megatron packs the slices of several samples into one; use --micro-batch-size 1
+        reset_attention_mask & tensor_model_parallel_size>1
+            tensor-parallel ranks receive the mask in a buffer of the whole one's form; leave one of
+            them out
+        fused softmax in 16 bits: masked_softmax_fusion & !transformer_impl=transformer_engine &
+        fp16 | bf16
+            its kernel takes as many queries as keys; add --no-masked-softmax-fusion
+        fp8 | fp4
+            scales follow from whole micro-batches; use --bf16 instead
+        fused rotary positions with --multi-latent-attention: multi_latent_attention &
+        apply_rope_fusion
+            its tables of rotary positions begin with the slice; add --no-rope-fusion
+        fine_grained_activation_offloading
+            keys and values stay on the device from slice to slice; use --recompute-granularity
+            selective instead""",
     # For forward and backward ranks.
-    "roles": {
-        "fine_grained_activation_offloading": (
-            "activations return from the host by the backwards of the same rank; use "
-            "--recompute-granularity selective instead"
-        ),
-        "moe_input_jitter_eps": "both roles would draw their own noise",
-        # Its steps are forward only from 0.20 on, which both roles take for an evaluation.
-        "freeze_all_layers": "backward ranks have nothing to do; leave one of them out",
-        "moe_use_upcycling | ckpt_convert_format": (
-            "forward ranks neither load nor save checkpoints, so another run has to convert them; "
-            "leave one of them out"
-        ),
-        "ignore_forward_tensor_parallel & num_experts": (
-            "shards of experts are not merged; leave --ignore-forward-tensor-parallel out"
-        ),
-        "fbd_activations=ship & mtp_num_layers": (
-            "forward ranks ship the inputs of a stage's layers, not those of multi-token "
-            "prediction; use --fbd-activations recompute"
-        ),
-        "--fbd-activations ship and hybrid models (--hybrid-override-pattern, "
-        "--hybrid-layer-pattern): fbd_activations=ship & is_hybrid_model | hybrid_override_pattern "
-        "| hybrid_layer_pattern": (
-            "forward ranks ship the inputs of a block of transformer layers; use --fbd-activations "
-            "recompute"
-        ),
-        "use_tp_pp_dp_mapping": (
-            "the two roles of a stage are neighbours in the default order of ranks"
-        ),
-        "use_mp_args_from_checkpoint_args": (
-            "the parallel sizes on the command line determine the roles"
-        ),
-        "rerun_mode=report_stats": "it reruns each step, and forward ranks do not",
-        "error_injection_rate": (
-            "injected errors are found by rerunning steps, and forward ranks do not rerun them"
-        ),
-        "full_validation | multiple_validation_sets": "backward ranks do not read that data",
-        "--fbd-activations ship alone: fbd_activations=ship & !recompute_granularity=full | "
-        "!recompute_method=uniform | !recompute_num_layers=1": (
-            "backward ranks recompute each layer from its shipped input; add "
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or "
-            "use --fbd-activations recompute"
-        ),
-        "fbd_activations=ship & fp8 | fp4 | distribute_saved_activations": (
-            "those recompute layers in another way; use --fbd-activations recompute"
-        ),
-        "--ignore-forward-tensor-parallel and dropout: ignore_forward_tensor_parallel & "
-        "hidden_dropout | attention_dropout": (
-            "one process draws other masks than the shards of a stage; add --hidden-dropout 0 "
-            "--attention-dropout 0, or leave it out"
-        ),
-    },
+    # Steps of --freeze-all-layers are forward only from 0.20 on; both roles take them for an
+    # evaluation.
+    "roles": """
+        fine_grained_activation_offloading
+            activations return from the host by the backwards of the same rank; use
+            --recompute-granularity selective instead
+        moe_input_jitter_eps
+            both roles would draw their own noise
+        freeze_all_layers
+            backward ranks have nothing to do; leave one of them out
+        moe_use_upcycling | ckpt_convert_format
+            forward ranks neither load nor save checkpoints, so another run has to convert them;
+            leave one of them out
+        ignore_forward_tensor_parallel & num_experts
+            shards of experts are not merged; leave --ignore-forward-tensor-parallel out
+        fbd_activations=ship & mtp_num_layers
+            forward ranks ship the inputs of a stage's layers, not those of multi-token prediction;
+            use --fbd-activations recompute
+        --fbd-activations ship and hybrid models (--hybrid-override-pattern,
+        --hybrid-layer-pattern): fbd_activations=ship & is_hybrid_model | hybrid_override_pattern |
+        hybrid_layer_pattern
+            forward ranks ship the inputs of a block of transformer layers; use --fbd-activations
+            recompute
+        use_tp_pp_dp_mapping
+            the two roles of a stage are neighbours in the default order of ranks
+        use_mp_args_from_checkpoint_args
+            the parallel sizes on the command line determine the roles
+        rerun_mode=report_stats
+            it reruns each step, and forward ranks do not
+        error_injection_rate
+            injected errors are found by rerunning steps, and forward ranks do not rerun them
+        full_validation | multiple_validation_sets
+            backward ranks do not read that data
+        --fbd-activations ship alone: fbd_activations=ship & !recompute_granularity=full |
+        !recompute_method=uniform | !recompute_num_layers=1
+            backward ranks recompute each layer from its shipped input; add --recompute-granularity
+            full --recompute-method uniform --recompute-num-layers 1, or use --fbd-activations
+            recompute
+        fbd_activations=ship & fp8 | fp4 | distribute_saved_activations
+            those recompute layers in another way; use --fbd-activations recompute
+        --ignore-forward-tensor-parallel and dropout: ignore_forward_tensor_parallel &
+        hidden_dropout | attention_dropout
+            one process draws other masks than the shards of a stage; add --hidden-dropout 0
+            --attention-dropout 0, or leave it out""",
     # For a transport of ours under Megatron's own schedules.
-    "transport": {
-        "use_ring_exchange_p2p": "it replaces the transport too; leave one of them out",
-        _ENCODER_DECODER: (
-            "Megatron has no pipeline for them either; leave {subject} and "
-            "--pipeline-model-parallel-size out"
-        ),
-        "microbatch_group_size_per_vp_stage": "Megatron's usual order identifies the messages",
-        # From 0.18 on the scope is an implementation.
-        "CUDA graphs of a whole step (--cuda-graph-impl or --cuda-graph-scope full_iteration): "
-        "cuda_graph_scope=full_iteration | cuda_graph_impl=full_iteration": (
-            "a graph cannot record transfers by the host; leave them out, or use "
-            "--pipeline-transport torch"
-        ),
-    },
+    # From 0.18 on the scope of CUDA graphs is an implementation.
+    "transport": f"""
+        use_ring_exchange_p2p
+            it replaces the transport too; leave one of them out
+        {_ENCODER_DECODER}
+            Megatron has no pipeline for them either; leave SUBJECT and
+            --pipeline-model-parallel-size out
+        microbatch_group_size_per_vp_stage
+            Megatron's usual order identifies the messages
+        CUDA graphs of a whole step (--cuda-graph-impl or --cuda-graph-scope full_iteration):
+        cuda_graph_scope=full_iteration | cuda_graph_impl=full_iteration
+            a graph cannot record transfers by the host; leave them out, or use --pipeline-transport
+            torch""",
 }
 
 
@@ -395,9 +334,9 @@ _SPELT = {
 }
 
 
-def _rule(key: str, text: str) -> Rule:
+def _rule(settings: str, text: str) -> Rule:
     """Return a rule of `_TEXTS`."""
-    words, _, conditions = key.rpartition(": ")
+    words, _, conditions = settings.rpartition(": ")
     terms = [
         [_CONDITION.fullmatch(one).groups() for one in term.split(" | ")]  # type: ignore[union-attr]
         for term in conditions.split(" & ")
@@ -457,7 +396,8 @@ def _listed(words: list[str], last: str) -> str:
 
 
 RULES = {
-    group: tuple(_rule(key, text) for key, text in texts.items()) for group, texts in _TEXTS.items()
+    group: tuple(_rule(settings, text) for settings, text in entries(texts))
+    for group, texts in _TEXTS.items()
 }
 """By feature, field or kind of table: the settings of Megatron's to refuse."""
 
@@ -473,7 +413,7 @@ def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refus
         Refusal(
             rule.reads[0],
             f"{subject} cannot run with {rule.flag}: {rule.reason}",
-            rule.remedy.replace("{subject}", subject),
+            rule.remedy.replace("SUBJECT", subject),
         )
         for rule in rules
         if rule.refuses(args)
