@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,12 +45,12 @@ class Rule(NamedTuple):
     reason: str
     remedy: str
     """Flags to leave out, use or add in place of those; `SUBJECT` is the feature's own flag."""
-    when: Callable[..., Any]
-    """Whether their values, None for missing ones, are refused."""
+    terms: list[list[tuple[str, ...]]]
+    """Conditions; it refuses where one of each term holds."""
 
     def refuses(self, args: Namespace) -> bool:
         """Return whether the settings are refused."""
-        return bool(self.when(*(getattr(args, dest, None) for dest in self.reads)))
+        return all(any(_holds(args, *condition) for condition in term) for term in self.terms)
 
 
 class Refusal(NamedTuple):
@@ -334,53 +334,48 @@ _SPELT = {
 }
 
 
-def _rule(settings: str, text: str) -> Rule:
-    """Return a rule of `_TEXTS`."""
-    words, _, conditions = settings.rpartition(": ")
-    terms = [
-        [_CONDITION.fullmatch(one).groups() for one in term.split(" | ")]  # type: ignore[union-attr]
-        for term in conditions.split(" & ")
-    ]
-    compared = [bound for term in terms for _, _, how, bound in term if how == ">"]
-    names = [name for term in terms for _, name, _, _ in term]
-    names += [name for bound in compared for name in bound.split(",") if not bound.isdigit()]
-    reads = tuple(dict.fromkeys(names))
-
-    def holds(*values: Any) -> bool:
-        given = dict(zip(reads, values, strict=True))
-        return all(
-            any(_is(given, name, how, wanted) != bool(no) for no, name, how, wanted in term)
+def rules_of_text(text: str) -> tuple[Rule, ...]:
+    """Return the rules of a text in the notation above."""
+    found = []
+    for settings, why in entries(text):
+        words, _, conditions = settings.rpartition(": ")
+        terms = [
+            [_CONDITION.fullmatch(one).groups("") for one in term.split(" | ")]  # type: ignore[union-attr]
+            for term in conditions.split(" & ")
+        ]
+        names = [name for term in terms for _, name, *_ in term]
+        bounds = [name for term in terms for *_, how, many in term if how == ">"
+                  for name in many.split(",") if not name.isdigit()]  # fmt: skip
+        reads = tuple(dict.fromkeys(names + bounds))
+        flags = " and ".join(
+            _listed([_in_words(*one) for _, *one in term], "or")
             for term in terms
+            if not any(no for no, *_ in term)
         )
-
-    flags = " and ".join(
-        _listed([_in_words(*one) for _, *one in term], "or")
-        for term in terms
-        if not any(no for no, *_ in term)
-    )
-    reason, _, remedy = text.partition("; ")
-    usual = f"leave {'it' if len(reads) == 1 else 'them'} out"
-    return Rule(reads, words or flags, reason, remedy or usual, holds)
+        reason, _, remedy = why.partition("; ")
+        usual = f"leave {'it' if len(reads) == 1 else 'them'} out"
+        found.append(Rule(reads, words or flags, reason, remedy or usual, terms))
+    return tuple(found)
 
 
-def _is(given: dict[str, Any], name: str, how: str | None, wanted: str) -> bool:
-    """Return whether the value of an argument meets a condition."""
-    value = given[name]
-    if how is None:
-        return bool(value)
+def _holds(args: Namespace, no: str, name: str, how: str, wanted: str) -> bool:
+    """Return whether the value of an argument, None for a missing one, meets a condition."""
+    value = getattr(args, name, None)
     if how == ">":
-        names = [] if wanted.isdigit() else wanted.split(",")
-        bound = next((given[one] for one in names if given[one]), 1) if names else int(wanted)
-        return bool((value or 0) > bound)
+        bounds = [int(one) if one.isdigit() else getattr(args, one, None)
+                  for one in wanted.split(",")]  # fmt: skip
+        return ((value or 0) > next(filter(None, bounds), 1)) != bool(no)
+    if not how:
+        return bool(value) != bool(no)
     values = value if isinstance(value, (list, tuple)) else [value]
     # A value may be an enumeration's member.
     named = [str(one).rpartition(".")[2] for one in values if one is not None]
-    return any((one in wanted.split(",")) == (how == "=") for one in named)
+    return any((one in wanted.split(",")) == (how == "=") for one in named) != bool(no)
 
 
-def _in_words(name: str, how: str | None, wanted: str) -> str:
+def _in_words(name: str, how: str, wanted: str) -> str:
     flag = _SPELT.get(name, f"--{name.replace('_', '-')}")
-    if how is None:
+    if not how:
         return flag
     if how == ">":
         return f"{flag} above {wanted}"
@@ -395,10 +390,7 @@ def _listed(words: list[str], last: str) -> str:
     return f"{', '.join(before)} {last} {end}" if before else end
 
 
-RULES = {
-    group: tuple(_rule(settings, text) for settings, text in entries(texts))
-    for group, texts in _TEXTS.items()
-}
+RULES = {group: rules_of_text(text) for group, text in _TEXTS.items()}
 """By feature, field or kind of table: the settings of Megatron's to refuse."""
 
 _OF_REPLICA = ("tensor_model", "pipeline_model", "context")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron_ext.config import stages
 from megatron_ext.config.flags import read_words
 from megatron_ext.config.hosting import preflight
-from megatron_ext.config.incompatible import Rule
+from megatron_ext.config.incompatible import rules_of_text
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.layout_search import (
     Layout,
@@ -71,56 +71,26 @@ class Diagnosis:
         return f"{self.level:<4} {self.check}: {self.found}{remedy}"
 
 
-_CUT = (
-    "pipeline_model_parallel_size",
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "pipeline_model_parallel_layout",
-)
 _OURS = "--pipeline-schedule"
-KNOWN_HANGS = (
-    Rule(
-        ("variable_seq_lengths", *_CUT),
-        "--variable-seq-lengths",
-        "two ranks exchange shapes in both directions at once, and swap them: hangs or fails "
-        "(Megatron-LM#1450; docs/hangs.md)",
-        f"add {_OURS} interleaved, whose messages have names",
-        # Ranks hold several chunks each, by whichever flag cuts them.
-        lambda varies, pp, chunks, layers, layout: varies and pp == 2
-        and (chunks or layers or (layout and layout.count("|") + 1 > pp)),
-    ),
-    Rule(
-        ("variable_seq_lengths", "pipeline_model_parallel_size"),
-        "--variable-seq-lengths",
-        "with four or more stages, ranks exchange shapes in an order that hangs where the calls of "
-        "a batch are started one by one (Megatron-LM#5100; docs/hangs.md)",
-        f"add {_OURS} 1f1b, whose messages carry their shape",
-        lambda varies, pp: varies and pp >= 4,
-    ),
-    Rule(
-        ("pipeline_model_parallel_layout",),
-        "--pipeline-model-parallel-layout",
-        "the last stage has nothing but the loss, which was reported to hang (Megatron-LM#1852)",
-        "give the last stage a layer: ...|tL",
-        lambda layout: layout and set(stages.parse_layout(layout)[-1]) == {"L"},
-    ),
-    Rule(
-        ("pipeline_model_parallel_size", "cuda_graph_impl", "enable_cuda_graph"),
-        "CUDA graphs",
-        "with pipeline parallelism were reported to hang (Megatron-LM#3802)",
-        "leave --cuda-graph-impl and --enable-cuda-graph out",
-        lambda pp, kind, graphs: pp > 1 and (graphs or kind not in (None, "none")),
-    ),
-    Rule(
-        ("expert_model_parallel_size", "overlap_grad_reduce", "world_size"),
-        "--overlap-grad-reduce",
-        "with experts on several ranks of 64 or more devices, all-to-all and reduction can wait "
-        "for each other (Megatron-LM#5749)",
-        "leave --overlap-grad-reduce out if it hangs, and add --hang-timeout 300, which names the "
-        "collectives",
-        lambda experts, overlaps, world: (experts or 1) > 1 and overlaps and (world or 0) >= 64,
-    ),
-)  # fmt: skip
+KNOWN_HANGS = rules_of_text(f"""
+    --variable-seq-lengths: variable_seq_lengths & pipeline_model_parallel_size=2 & num_chunks>1
+        two ranks exchange shapes in both directions at once, and swap them: hangs or fails
+        (Megatron-LM#1450, docs/hangs.md); add {_OURS} interleaved, whose messages have names
+    --variable-seq-lengths: variable_seq_lengths & pipeline_model_parallel_size>3
+        with four or more stages, ranks exchange shapes in an order that hangs where the calls of a
+        batch are started one by one (Megatron-LM#5100, docs/hangs.md); add {_OURS} 1f1b, whose
+        messages carry their shape
+    --pipeline-model-parallel-layout: ends_without_layers
+        the last stage has nothing but the loss, which was reported to hang (Megatron-LM#1852); give
+        the last stage a layer: ...|tL
+    CUDA graphs: pipeline_model_parallel_size>1 & enable_cuda_graph | cuda_graph_impl!=none
+        with pipeline parallelism were reported to hang (Megatron-LM#3802); leave --cuda-graph-impl
+        and --enable-cuda-graph out
+    --overlap-grad-reduce: overlap_grad_reduce & expert_model_parallel_size>1 & world_size>63
+        with experts on several ranks of 64 or more devices, all-to-all and reduction can wait for
+        each other (Megatron-LM#5749); leave --overlap-grad-reduce out if it hangs, and add
+        --hang-timeout 300, which names the collectives
+""")
 """Of Megatron's own schedules, except the last, which no schedule causes."""
 
 
@@ -147,6 +117,10 @@ def check_training(
     for kind in ("tensor_model", "pipeline_model", "context", "expert_model"):
         name = f"{kind}_parallel_size"
         setattr(args, name, getattr(args, name, None) or 1)
+    last = stages.parse_layout(getattr(args, "pipeline_model_parallel_layout", None) or "tL")[-1]
+    args.ends_without_layers = last == "L"
+    with suppress(ArgumentsError):  # refused above
+        args.num_chunks = stages.chunks_of_megatron(args)
     # Our messages have names, so that the order in which ranks send cannot swap them.
     for rule in KNOWN_HANGS if found.pipeline is None else KNOWN_HANGS[-1:]:
         if rule.refuses(args):
