@@ -166,13 +166,8 @@ def reason_of(error: BaseException) -> str:
 class UpstreamMismatch(MegatronExtError):
     """The installed Megatron is not the one that a patch was written for.
 
-    Args:
-        target: The patched place, as `module:attribute.path`.
-        expected: What the patch relies on, for example a signature.
-        found: What is there instead.
-        installed: Version of the Megatron that was found.
-        supported: Version range or pin that this package supports.
-        remedy: What to do about it; by default, install the supported version.
+    The target is `module:attribute.path`; `expected` and `found` are signatures or the like. The
+    usual remedy is to install a supported version.
     """
 
     def __init__(

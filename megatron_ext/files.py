@@ -33,12 +33,6 @@ def scratch_folder(path: Path) -> Iterator[Path]:
     """Create a temporary folder for intermediate files, on the same disk as the output.
 
     For an output that is written in place, use the system's temporary folder.
-
-    Args:
-        path: The file that the user has named.
-
-    Raises:
-        OSError: The folder cannot be created.
     """
     beside = Path(os.path.realpath(path)).parent if is_replaceable(path) else None
     with tempfile.TemporaryDirectory(prefix=".part-", dir=beside) as folder:
@@ -50,9 +44,6 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write, which then replaces the file, or the target of a link.
 
     If the block raises, the file is unchanged. Devices and pipes are yielded themselves.
-
-    Args:
-        path: The file that the user has named.
 
     Raises:
         OSError: It cannot be written.

@@ -348,10 +348,9 @@ def draws_by_microbatch() -> bool:
 
 
 def begin_iteration(number: int) -> None:
-    """Set the number of the training step that begins, for random numbers by micro-batch.
+    """Set the number of the training step that begins, counted over all resumed runs.
 
-    Args:
-        number: The step, counted over all resumed runs.
+    Random numbers by micro-batch depend on it.
     """
     found = active()
     if found is not None:

@@ -51,13 +51,10 @@ _REWRITTEN = "megatron_ext_rewritten"
 
 
 def prepare(args: Namespace, requested: PipelineConfig | None = None) -> None:
-    """Activate a configuration, and set the arguments that let Megatron host it.
+    """Activate a configuration, and set the arguments that let Megatron host it, in place.
 
-    A second call with the same arguments changes nothing; upstream's tools may make one.
-
-    Args:
-        args: Parsed arguments with upstream's names; changed in place.
-        requested: The argument of `configure`; None: the flags say what to run.
+    The configuration is the argument of `configure`; None: flags among the arguments choose it. A
+    second call with the same arguments changes nothing; upstream's tools may make one.
 
     Raises:
         ArgumentsError: The flags contradict each other, or Megatron's own flags.
@@ -73,27 +70,24 @@ def prepare(args: Namespace, requested: PipelineConfig | None = None) -> None:
             setattr(given, dest, before)
     found = inspect(given, requested)
     found.raise_refusals()
-    vars(args).update(vars(given))
-    vars(args).pop(_REWRITTEN, None)
     # What an earlier call had changed is taken back even where this one changes nothing.
-    if found.arguments:
-        old = {dest: getattr(args, dest, None) for dest in found.arguments}
-        changes = {dest: (old[dest], value) for dest, value in found.arguments.items()}
-        vars(args).update({**found.arguments, _REWRITTEN: changes})
-    _log_on_first_rank(given, *found.changes, *found.notices)
-    assert found.config is not None
+    changes = {dest: (vars(given).get(dest), value) for dest, value in found.arguments.items()}
+    vars(args).pop(_REWRITTEN, None)
+    vars(args).update(
+        {**vars(given), **found.arguments, **({_REWRITTEN: changes} if changes else {})}
+    )
+    if getattr(args, "rank", 0) == 0:
+        _log(*found.changes, *found.notices)
     size, seed = int(getattr(given, "world_size", None) or 1), getattr(given, "seed", None)
-    _activate(found, found.config, requested, size, seed)
+    _activate(found, requested, size, seed)
 
 
 def _activate(
-    found: Preflight,
-    config: PipelineConfig,
-    requested: PipelineConfig | None,
-    world_size: int,
-    seed: int | None,
+    found: Preflight, requested: PipelineConfig | None, world_size: int, seed: int | None
 ) -> None:
     """Put a checked configuration in force."""
+    config = found.config or requested
+    assert config is not None
     activate_configuration(
         Active(
             config,
@@ -123,7 +117,7 @@ def check(args: Namespace) -> None:
             clear_configuration()
             raise
     if getattr(args, "rank", 0) == 0:
-        _log_on_first_rank(args, *_what_runs(args, found))
+        _log(*_what_runs(args, found))
 
 
 def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
@@ -249,9 +243,9 @@ def warning(pipeline: Pipeline) -> str | None:
     )
 
 
-def _log_on_first_rank(args: Namespace, *lines: str) -> None:
-    """Log notices on rank 0, as warnings: scripts without logging set-up hide lower levels."""
-    for line in lines if getattr(args, "rank", 0) == 0 else ():
+def _log(*lines: str) -> None:
+    """Log notices, as warnings: scripts without logging set-up hide lower levels."""
+    for line in lines:
         _LOG.warning("%s", line)
 
 
@@ -383,10 +377,9 @@ def configure(
             cut, _ = flags_for(given, hosted.placement, name)
     except (ArgumentsError, ScheduleError) as error:
         raise type(error)(in_fields(str(error))) from None
-    _activate(found, config, config, world_size, seed)
-    for line in (*found.changes, *found.notices):
-        if required().environment.local_rank == 0:
-            _LOG.warning("%s", in_fields(line))
+    _activate(found, config, world_size, seed)
+    if required().environment.local_rank == 0:
+        _log(*map(in_fields, found.changes + found.notices))
     placement = hosted.placement
     chunks = placement.num_stages // placement.num_ranks
     return ModelBuild(
@@ -436,7 +429,7 @@ def count_recomputation(built: Any) -> None:
     pipeline.schedule(pipeline.num_microbatches)
     found.config, found.pipeline = counted, pipeline
     if found.environment.local_rank == 0:
-        _LOG.warning("%s", running(pipeline))
+        _log(running(pipeline))
 
 
 def await_host(config: PipelineConfig) -> None:

@@ -248,11 +248,7 @@ def requested_flags(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def parse_words(words: Sequence[str], source: str) -> Namespace:
-    """Return what words set that are flags of this package and nothing else.
-
-    Args:
-        words: As on a command line.
-        source: Where they come from, for error messages.
+    """Return what words of a source set, which are flags of this package and nothing else.
 
     Raises:
         ArgumentsError: One is no flag of ours, or has no such value.
@@ -327,14 +323,7 @@ def _number(word: str) -> int | float | str:
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add our group of flags to a parser, once.
-
-    Args:
-        parser: Upstream's parser.
-
-    Returns:
-        The same parser.
-    """
+    """Add our group of flags to a parser, once; return it."""
     if not any(group.title == "megatron_ext" for group in parser._action_groups):
         group = parser.add_argument_group(title="megatron_ext")
         for row in _ROWS:
@@ -350,9 +339,6 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
 
     Missing settings get their defaults: a namespace that upstream built from a YAML file holds
     none of our flags.
-
-    Args:
-        args: Parsed arguments with upstream's names, as the user gave them.
 
     Raises:
         ArgumentsError: The flags contradict each other; see `ConfigurationError.in_flags`.

@@ -91,12 +91,7 @@ class Preflight:
         return not self.refusals
 
     def raise_refusals(self) -> None:
-        """Raise all refusals as one error, a line for each.
-
-        Raises:
-            ArgumentsError: Settings exclude each other.
-            ScheduleError: The schedule does not exist, or not for these sizes.
-        """
+        """Raise all refusals as one `ArgumentsError` or `ScheduleError`, a line for each."""
         if self.refusals:
             of_schedule = all(refusal.error is ScheduleError for refusal in self.refusals)
             kind = ScheduleError if of_schedule else ArgumentsError
@@ -165,10 +160,8 @@ def inspect(
 ) -> Preflight:
     """Check a configuration: what it takes, changes and refuses, and what follows for Megatron.
 
-    Args:
-        args: Arguments with upstream's names, not yet validated by Megatron.
-        requested: The pipeline, as for `configure`; None: the flags choose it.
-        here: Whether this is a process of the job, with its device and its software.
+    Megatron has not validated the arguments yet. Without a request their flags choose the pipeline.
+    `here` in a process of the job, with its device and its software.
     """
     found = Preflight()
     with found.collecting("flags"):

@@ -43,8 +43,7 @@ pipeline, or also on the data-parallel replica that runs them."""
 class ConfigurationError(ArgumentsError):
     """A value of a configuration is impossible, or two values exclude each other.
 
-    Args:
-        message: With flags, as a command line shows it; a program sees their fields instead.
+    Made of a message with flags, as a command line shows it; a program sees their fields instead.
     """
 
     def __init__(self, message: str) -> None:
@@ -56,11 +55,7 @@ class ConfigurationError(ArgumentsError):
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicOrder:
-    """Each rank chooses the order of its actions at run time.
-
-    Raises:
-        ConfigurationError: The values are impossible.
-    """
+    """Each rank chooses the order of its actions at run time."""
 
     policy: PolicyName = "hint"
     """The rule that picks one of several ready actions (`schedules/search/policies.py`)."""
@@ -90,11 +85,7 @@ class DynamicOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Disaggregation:
-    """Forward passes and backward passes run in different processes.
-
-    Raises:
-        ConfigurationError: The values are impossible.
-    """
+    """Forward passes and backward passes run in different processes."""
 
     activations: Activations = "recompute"
     """`recompute`: backward ranks run the forward again; `ship`: they receive each layer's input,
@@ -109,11 +100,7 @@ class Disaggregation:
 
 @dataclass(frozen=True, kw_only=True)
 class Tracing:
-    """The iterations to record: the first few of each interval.
-
-    Raises:
-        ConfigurationError: The numbers are impossible.
-    """
+    """The iterations to record: the first few of each interval."""
 
     interval: int = 100
     """Length of an interval, in iterations."""
