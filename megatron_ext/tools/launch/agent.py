@@ -36,9 +36,8 @@ import psutil
 
 from megatron_ext.devices import count_devices
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.tools.launch import process, runs
-from megatron_ext.tools.launch.logs import MARK
-from megatron_ext.tools.launch.runs import Json
+from megatron_ext.tools.launch import runs
+from megatron_ext.tools.launch.runs import RANK_MARK, Json
 from megatron_ext.transport.address import source_address
 from megatron_ext.upstream import parent
 from megatron_ext.version import code_hash, installed
@@ -171,9 +170,9 @@ def _interface_of(address: str) -> str | None:
 class _Job:
     """A job that runs here: its process, and why it is stopped, if it is."""
 
-    def __init__(self, request: Json, argv: list[str], environment: dict[str, str]) -> None:
-        self._request, self._since = request, time.time()
+    def __init__(self, argv: list[str], environment: dict[str, str], request: Json) -> None:
         self.stopped: str | None = None
+        self._grace_s, self._silence_s = request["grace_s"], request["silence_s"]
         agent_pid = os.getpid()
         parent.adopt_orphans()
         self.child = subprocess.Popen(
@@ -186,9 +185,10 @@ class _Job:
             preexec_fn=lambda: parent.die_with_parent(agent_pid),  # noqa: PLW1509 - needs no lock of ours
         )
         whys = {number: f"the agent got {number.name}" for number in _STOPPING}
-        whys[signal.SIGALRM] = f"the launcher was silent for {request['silence_s']:g} s"
+        whys[signal.SIGALRM] = f"the launcher was silent for {self._silence_s:g} s"
         for number, why in whys.items():
-            signal.signal(number, lambda *_, why=why: self.stop(why, request["grace_s"]))
+            signal.signal(number, lambda *_, why=why: self.stop(why, self._grace_s))
+        threading.Thread(target=self._follow_launcher, daemon=True).start()
 
     def stop(self, why: str, grace_s: float) -> None:
         """Send SIGTERM, and kill what is left after the grace."""
@@ -201,24 +201,18 @@ class _Job:
 
     def end(self) -> None:
         """Kill what is left of the job; another round catches what was forked meanwhile."""
-        run_id, node = self._request["run_id"], self._request["node"]
         for _ in range(5):
-            # Marked processes too: an orphan is in no tree of ours.
-            marked = process.marked(run_id, node, self._since)
-            left = process.descendants(os.getpid()) | marked
-            if not left:
-                return
-            process.end(left, timeout_s=2.0)
+            if left := runs.descendants(os.getpid()):  # also orphans, which are adopted
+                runs.end(left, timeout_s=2.0)
 
-    def follow_launcher(self) -> None:
+    def _follow_launcher(self) -> None:
         """Stop the job when the launcher says so, exits or falls silent."""
-        silence_s = self._request["silence_s"]
-        signal.setitimer(signal.ITIMER_REAL, silence_s)  # SIGALRM, which stops the job
+        signal.setitimer(signal.ITIMER_REAL, self._silence_s)  # SIGALRM, which stops the job
         for message in map(runs.decode, sys.stdin.buffer):
-            signal.setitimer(signal.ITIMER_REAL, silence_s)
+            signal.setitimer(signal.ITIMER_REAL, self._silence_s)
             if message is not None and message["op"] == "stop":
                 self.stop("the launcher requested it", message["grace_s"])
-        self.stop("the launcher exited", self._request["grace_s"])
+        self.stop("the launcher exited", self._grace_s)
 
 
 def _run(request: Json, directory: Path, send: Send) -> None:
@@ -228,7 +222,7 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     hello = look(request, directory)
     send(hello)
     # The launcher compares all hosts first, so that a job starts everywhere or nowhere.
-    messages = (message for message in map(runs.decode, sys.stdin.buffer) if message is not None)
+    messages = filter(None, map(runs.decode, sys.stdin.buffer))
     start = next((message for message in messages if message["op"] == "start"), None)
     if start is None:
         return
@@ -236,9 +230,9 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     environment = {
         **os.environ,
         "PYTHONUNBUFFERED": "1",  # lines of a rank are shown when they are written
-        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": MARK.decode() + "${rank} ",
-        process.RUN_ID: request["run_id"],
-        process.NODE: str(request["node"]),
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_MARK.decode() + "${rank} ",
+        runs.RUN_ID: request["run_id"],
+        runs.NODE: str(request["node"]),
     }
     if "MEGATRON_EXT_DISABLE" not in request["env"]:
         environment.pop("MEGATRON_EXT_DISABLE", None)  # meant for the agent only
@@ -246,12 +240,12 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         environment.setdefault("GLOO_SOCKET_IFNAME", hello["interface"])
     own_log = directory / ("output.log" if per_node else "torchrun.log")
     ended: Json = {"kind": "ended", "what": "the command" if per_node else "torchrun",
-                      "code": _CANNOT_START, "stopped": None, "tail": []}  # fmt: skip
+                   "code": _CANNOT_START, "stopped": None, "tail": []}  # fmt: skip
     try:
         directory.mkdir(parents=True)
-        runs.write_json(directory / "agent.json", process.record())
+        runs.write_json(directory / "agent.json", runs.record())
         log = own_log.open("wb", buffering=0)
-        job = _Job(request, start["argv"], environment)
+        job = _Job(start["argv"], environment, request)
     except OSError as error:
         reason = f"{error.filename or start['argv'][0]}: {error.strerror}"
         send({**ended, "time": time.time(), "tail": [reason]})
@@ -259,7 +253,6 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     output = job.child.stdout
     forwarder = threading.Thread(target=_forward, args=(output, log, send, per_node), daemon=True)
     forwarder.start()
-    threading.Thread(target=job.follow_launcher, daemon=True).start()
     code = job.child.wait()
     job.end()  # torchrun's end is not that of all it has started
     ended.update(code=code, stopped=job.stopped, time=time.time())
@@ -270,11 +263,11 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         with suppress(OSError, ValueError):  # it failed before it had ranks, or was killed
             failure = json.loads((directory / "failure.json").read_text())
             ended.update(what=f"rank {failure['rank']}", code=failure["exit_code"])
-            for path in _rank_logs(directory, failure["rank"] - start["first_rank"]):
+            for path in _rank_logs(directory, failure["local_rank"]):
                 lines = last_lines(path, _TAIL_LINES)
                 ended["tail"] = lines if any(map(str.strip, lines)) else ended["tail"]
     with suppress(OSError):  # a full disk: the launcher hears of the end all the same
-        runs.write_json(directory / "ended.json", ended)
+        runs.write_json(directory / "agent.json", {**runs.record(), **ended})
     last = threading.Thread(target=send, args=(ended,), daemon=True)
     last.start()
     last.join(_CLOSE_S)  # the launcher may have stopped reading
@@ -288,8 +281,8 @@ def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) ->
         if len(rest) > _CHUNK_BYTES:
             data = b"\n" + data  # a progress bar without an end
         *lines, rest = (rest + data).split(b"\n")
-        own = [line for line in lines if not line.startswith(MARK)]
-        shown = lines if every_line else [line for line in lines if line.startswith(MARK)]
+        own = [line for line in lines if not line.startswith(RANK_MARK)]
+        shown = lines if every_line else [line for line in lines if line.startswith(RANK_MARK)]
         # Neither a full disk nor a launcher that is gone may block the job.
         if own:
             with suppress(OSError):
@@ -319,14 +312,15 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def _stop(request: Json, directory: Path) -> Json:
-    agent = process.recorded(directory / "agent.json")
+    agent = runs.recorded(directory / "agent.json")
     if agent is not None:  # it ends its job in order, which takes up to the grace
-        process.send(agent, signal.SIGTERM)
-        with suppress(psutil.TimeoutExpired):
+        with suppress(psutil.Error):
+            agent.terminate()
             agent.wait(request["grace_s"])
-        process.send(agent, signal.SIGKILL)
-    left = process.marked(request["run_id"], request["node"])
-    stuck = sorted(one.pid for one in process.end(left))
+        with suppress(psutil.Error):
+            agent.kill()
+    left = runs.marked(request["run_id"], request["node"])
+    stuck = sorted(one.pid for one in runs.end(left))
     text = "nothing runs"
     if stuck:
         text = f"processes {stuck} cannot be killed (they wait for a device)"
@@ -338,12 +332,12 @@ def _stop(request: Json, directory: Path) -> Json:
 def _status(request: Json, directory: Path) -> Json:
     if not directory.is_dir():
         return {"text": "has no record of this run"}
-    state = "running, " if process.recorded(directory / "agent.json") else ""
-    with suppress(OSError, ValueError):
-        ended = json.loads((directory / "ended.json").read_text(encoding="utf-8"))
+    state = "running, " if runs.recorded(directory / "agent.json") else ""
+    with suppress(OSError, ValueError, KeyError):  # it has not ended, or could not write that
+        ended = json.loads((directory / "agent.json").read_text(encoding="utf-8"))
         why = f" ({ended['stopped']})" if ended["stopped"] else ""
         state = f"ended with {ended['code']}{why}, "
-    count = len(process.marked(request["run_id"], request["node"]))
+    count = len(runs.marked(request["run_id"], request["node"]))
     return {"text": f"{state}{count or 'no'} processes, logs in {directory}"}
 
 

@@ -7,7 +7,6 @@ torchrun itself reports the first failed rank as a drawing in its log. All else 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -15,8 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_ext import files
-from megatron_ext.tools.launch import process
+from megatron_ext.tools.launch import runs
 
 
 def _end_within(grace_s: float) -> None:
@@ -32,7 +30,7 @@ def _end_within(grace_s: float) -> None:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             failed = ended is not None and ended.si_status != 0
     time.sleep(grace_s)
-    process.end(process.descendants(os.getpid()))
+    runs.end(runs.descendants(os.getpid()))
 
 
 def main() -> int:
@@ -48,7 +46,8 @@ def main() -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         with suppress(OSError):  # a full disk, which may be why the rank failed
-            files.write_text(report, json.dumps({"rank": rank, "exit_code": failure.exitcode}))
+            about = {"rank": rank, "local_rank": failure.local_rank, "exit_code": failure.exitcode}
+            runs.write_json(report, about)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)

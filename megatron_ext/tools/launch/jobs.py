@@ -5,14 +5,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -23,10 +21,9 @@ from megatron_ext.config.hosting import preflight
 from megatron_ext.devices import count_devices
 from megatron_ext.errors import LaunchError, line_of
 from megatron_ext.files import cannot_write
-from megatron_ext.tools.launch import hostfile, process, runs, slurm
-from megatron_ext.tools.launch.logs import Display
+from megatron_ext.tools.launch import hostfile, runs, slurm
 from megatron_ext.tools.launch.plan import JobPlan, Parallel, flag_value
-from megatron_ext.tools.launch.supervise import Agents, Outcome, supervise
+from megatron_ext.tools.launch.supervise import Agents, Display, Outcome, say, supervise
 from megatron_ext.upstream import failure, parent
 from megatron_ext.upstream.person_view import PersonView
 
@@ -36,7 +33,7 @@ _FORWARDED = (
 )  # fmt: skip
 """Beginnings of the environment variables that every host gets from the launcher's environment."""
 # Of one machine or one process: a job that starts another must not pass on its own.
-_NOT_FORWARDED = ("MEGATRON_EXT_RUNS", process.RUN_ID, process.NODE, parent.AGENT_PID)
+_NOT_FORWARDED = ("MEGATRON_EXT_RUNS", runs.RUN_ID, runs.NODE, parent.AGENT_PID)
 _DEFAULTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "OMP_NUM_THREADS": "1",
@@ -99,10 +96,6 @@ def _shown_ranks(text: str, world_size: int) -> list[int]:
     return sorted(ranks)
 
 
-def _say(text: str) -> None:
-    print(f"megatron-ext: {text}", file=sys.stderr, flush=True)
-
-
 def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `launch`; `words` are the command line as typed, for a batch job that runs it later."""
     command: list[str] = args.command_words
@@ -132,7 +125,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
             print(script, end="")
         else:
             job = slurm.submit(script)
-            _say(f"job {job} is submitted; `megatron-ext status {job}` shows it, `stop {job}` "
+            say(f"job {job} is submitted; `megatron-ext status {job}` shows it, `stop {job}` "
                  f"ends it")  # fmt: skip
         return 0
     backend = flag_value(command, "--device-backend") or os.environ.get("MEGATRON_EXT_DEVICE")
@@ -179,10 +172,6 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         complete = plan.completed()
         _shown_ranks(args.show, complete.world_size)
     if not args.dry_run:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("megatron-ext: %(message)s"))
-        logger = logging.getLogger("megatron_ext")
-        logger.handlers, logger.propagate = [handler], False
         return _with_restarts(plan, hosts, args)
     if open_hosts:
         raise LaunchError(
@@ -198,7 +187,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         ranks = len(plan.hosts) * int(each) if each.isdigit() else 0
     found = preflight(flags[begin + 1 :], world_size=ranks or None)
     for line in (*found.changes, *found.notices, *(f"error: {one}" for one in found.refusals)):
-        _say(line)
+        say(line)
     return 0 if found.accepted else 2
 
 
@@ -212,7 +201,7 @@ def _with_restarts(
     after it has written all of it. Of the hosts, those beyond the plan's are spare.
     """
     if args.max_restarts and flag_value(plan.command, "--load") is None:
-        _say("warning: without --save and --load, a restart begins with the first iteration")
+        say("warning: without --save and --load, a restart begins with the first iteration")
     failed_at: list[float] = []
     number, current = 0, plan
     while True:
@@ -225,7 +214,7 @@ def _with_restarts(
         number += 1
         # Longer each time: a file server or a switch that fails takes a while to come back.
         pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (len(failed_at) - 1))
-        _say(
+        say(
             f"restart {len(failed_at)} of {args.max_restarts} in {pause_s:g} s, because of "
             f"{outcome.failure}"
         )
@@ -236,7 +225,7 @@ def _with_restarts(
         there = []
         for index, host in enumerate(hosts):
             if isinstance(answer := answers[index], str):
-                _say(f"{host.name}: {answer}")
+                say(f"{host.name}: {answer}")
             else:
                 there.append(host)
         count = len(plan.hosts)
@@ -268,51 +257,47 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> Outcome:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             runs.write_json(directory / "plan.json", plan.record())
-            runs.write_json(directory / "launcher.json", process.record())
+            runs.write_json(directory / "launcher.json", runs.record())
             log = (directory / "output.log").open("wb")
         except OSError as error:
             remedy = "make room, or set MEGATRON_EXT_RUNS to another directory"
             raise LaunchError(cannot_write(directory, error, remedy)) from None
         for warning in lines_of("warnings"):
-            _say(f"warning: {warning}")
-        _say(f"run {plan.run_id}: {plan.summary()}")
+            say(f"warning: {warning}")
+        say(f"run {plan.run_id}: {plan.summary()}")
         is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
         raw = args.raw or not is_megatrons or "--help" in plan.command
         if not raw:
             show = list(range(plan.world_size)) if len(plan.hosts) == 1 else show
-            _say(f"everything the ranks print: {log.name}")
-        with log:
-            view = None if raw else PersonView()
-            display = Display(sys.stdout.buffer, log, view)
-            try:
-                outcome = supervise(agents, plan, found, display, show)
-            finally:
-                display.close()
+            say(f"everything the ranks print: {log.name}")
+        view = None if raw else PersonView()
+        with log, closing(Display(sys.stdout.buffer, log, view)) as display:
+            outcome = supervise(agents, plan, found, display, show)
     if display.left_out:
-        _say(f"{display.left_out} lines were not shown, because the output was blocked")
+        say(f"{display.left_out} lines were not shown, because the output was blocked")
     reason = str(outcome.failure) if outcome.failure else None
     result = {"exit_code": outcome.code, "failure": reason, "stopped_by": outcome.stopped_by}
     try:
         runs.write_json(directory / "result.json", result)
     except OSError as error:
-        _say(f"warning: {directory / 'result.json'} cannot be written: {error.strerror}")
+        say(f"warning: {directory / 'result.json'} cannot be written: {error.strerror}")
     logs = f"logs: megatron-ext logs {plan.run_id}" if raw else f"everything: {log.name}"
     if outcome.failure is not None:
         lines = [line for line in outcome.failure.tail if line.strip()]
         for line in lines if view is None else lines[-1:]:
             if view is None or not view.has_shown(line):
-                _say(f"| {line}")
-        _say(f"failed first: {reason}; the job was stopped on all hosts; {logs}")
+                say(f"| {line}")
+        say(f"failed first: {reason}; the job was stopped on all hosts; {logs}")
     elif outcome.stopped_by == "SIGINT" and (display.iteration or not raw):
         saved = [flag_value(plan.command, flag) for flag in ("--save", "--load")]
         when = f"at iteration {display.iteration}; {failure.to_resume(*saved)}"
         if not display.iteration:
             when = "before the first logged iteration"
-        _say(f"interrupted {when}; {logs}")
+        say(f"interrupted {when}; {logs}")
     elif outcome.stopped_by is not None:
-        _say(f"stopped by {outcome.stopped_by}; {logs}")
+        say(f"stopped by {outcome.stopped_by}; {logs}")
     else:
-        _say(f"run {plan.run_id} succeeded; {logs}")
+        say(f"run {plan.run_id} succeeded; {logs}")
     return outcome
 
 
@@ -348,7 +333,7 @@ def manage(args: argparse.Namespace) -> int:
         print(text)
         return 0
     plan = replace(_plan_of(found, run_id), ssh=args.ssh_cmd)
-    launcher = process.recorded(root / run_id / "launcher.json")
+    launcher = runs.recorded(root / run_id / "launcher.json")
     only, more = range(len(plan.hosts)), runs.Json()
     if command == "stop":
         plan = replace(plan, grace_s=plan.grace_s if args.grace is None else args.grace)
@@ -357,8 +342,8 @@ def manage(args: argparse.Namespace) -> int:
             print(f"Slurm's job {run_id} has ended")
             return 0
         if launcher is not None:
-            process.send(launcher, signal.SIGTERM)
-            with suppress(psutil.TimeoutExpired):
+            with suppress(psutil.Error):
+                launcher.terminate()
                 launcher.wait(plan.grace_s + 5)
         # The agents are asked also after an orderly end, to show that no process is left.
     elif command == "status":

@@ -6,13 +6,13 @@ own ssh configuration, keys and jump hosts apply; ssh never prompts.
 
 from __future__ import annotations
 
-import logging
 import math
 import queue
 import re
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -22,15 +22,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from megatron_ext.tools.launch import slurm
-from megatron_ext.tools.launch.runs import Json, decode, encode
+from megatron_ext.tools.launch.runs import RANK_MARK, Json, decode, encode
 
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.hostfile import Host
-    from megatron_ext.tools.launch.logs import Display
     from megatron_ext.tools.launch.plan import JobPlan
+    from megatron_ext.upstream.person_view import PersonView
 
 MAX_SKEW_S = 5.0
 """Difference of clocks that triggers a warning, because log lines cannot be compared then."""
@@ -40,6 +40,10 @@ _ALIVE_S = 2.0
 _CLOSE_S = 5.0
 _REPORT_S = 15.0
 _SETTLE_S = 1.5
+_MAX_CHUNKS = 32
+_PATIENCE_S = 1.0
+_MARKED = re.compile(RANK_MARK + rb"(\d+) ")
+_ITERATION = re.compile(rb"iteration\s+(\d+)/\s*\d+ \|")
 
 _MEANINGS = {
     r"Invalid job id|Unable to confirm allocation|Access/permission denied": "Slurm starts nothing "
@@ -61,10 +65,14 @@ _MEANINGS = {
 }
 """Pattern in the output of ssh or the login shell -> explanation and remedy."""
 
-_logger = logging.getLogger(__name__)
-
 Event = tuple[int, Json | Literal["signal"] | None]
 """Rank of a host and its message, None if its connection has ended; or the number of a signal."""
+
+
+def say(text: str) -> None:
+    """Print a line of the launcher's own; a terminal that is gone must not keep it from its job."""
+    with suppress(OSError):
+        print(f"megatron-ext: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def reach(plan: JobPlan, host: Host, remote: Sequence[str], timeout_s: float) -> list[str]:
@@ -96,12 +104,75 @@ def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
     return f"the agent did not start there (exit code {code}): {last}"
 
 
+class Display:
+    """Shows the lines of all hosts in bounded memory.
+
+    Ranks write to files on their own host, which stay complete; torchrun follows those to show. A
+    thread writes here, because a terminal or a pipe may block for any time. If it blocks for long,
+    output is dropped and counted. The log gets every line, and so does the output, unless a view
+    shortens it. Neither is closed.
+    """
+
+    def __init__(self, output: BinaryIO, log: BinaryIO, view: PersonView | None = None) -> None:
+        self._output, self._log, self._view = output, log, view
+        self._chunks: queue.Queue[tuple[str, bytes] | None] = queue.Queue(_MAX_CHUNKS)
+        self.iteration = 0
+        """The last iteration of the training that a line named."""
+        self.is_stopping = False
+        """True if the user has stopped the job: a view has no errors to show then."""
+        self.left_out = 0
+        """Lines that were not shown."""
+        self._thread = threading.Thread(target=self._run, name="display", daemon=True)
+        self._thread.start()
+
+    def show(self, host: str, data: bytes) -> None:
+        """Show output of a host, or drop it if the display blocks for a second."""
+        try:
+            # In the thread of a connection: its host would wait as long as we do.
+            self._chunks.put((host, data), timeout=_PATIENCE_S)
+        except queue.Full:
+            self.left_out += data.count(b"\n")
+
+    def close(self) -> None:
+        """Show the rest; times out if the display blocks."""
+        with suppress(queue.Full):
+            self._chunks.put(None, timeout=_CLOSE_S)
+            self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        is_broken = False
+        while (chunk := self._chunks.get()) is not None:
+            host, data = chunk
+            every, shown = [], []
+            for marked in data.removesuffix(b"\n").split(b"\n"):
+                rank = _MARKED.match(marked)
+                source = f"{host}:{rank[1].decode()}" if rank else host
+                # torchrun repeats the mark within a line that pauses.
+                line = _MARKED.sub(b"", marked) if rank else marked
+                every.append(b"[%s] %s\n" % (source.encode(), line))
+                if found := _ITERATION.search(line):
+                    self.iteration = int(found[1])
+                if self._view is not None and not self.is_stopping:
+                    shown += self._view.feed(line.decode(errors="replace"), source)
+            text = b"".join(every)
+            with suppress(OSError, ValueError):  # a full disk; the hosts still have the lines
+                self._log.write(text)
+                self._log.flush()
+            if self._view is not None:
+                text = "".join(f"{line}\n" for line in shown).encode()
+            if text and not is_broken:
+                try:
+                    self._output.write(text)
+                    self._output.flush()
+                except (OSError, ValueError):
+                    is_broken = True  # the reader of our output is gone (`| head`); the job goes on
+
+
 class _Connection:
     """An agent on a host: its process or that of ssh, and whatever else that prints."""
 
     def __init__(self, host: str, argv: Sequence[str], put: Callable[[Json | None], None]) -> None:
         self.host, self._put = host, put
-        self.display: Display | None = None  # gets the lines of ranks
         self.heard_at = time.monotonic()
         self._noise: deque[str] = deque(maxlen=20)
         # A file, which never blocks the process; a pipe that nobody reads would.
@@ -115,7 +186,7 @@ class _Connection:
         )
         threading.Thread(target=self._read, daemon=True).start()
 
-    def send(self, message: Json) -> None:
+    def send(self, **message: object) -> None:
         """Send a message; if the agent has exited, an event says so."""
         assert self.process.stdin is not None
         with suppress(OSError, ValueError):
@@ -126,12 +197,9 @@ class _Connection:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.heard_at = time.monotonic()
-            message = decode(line)
-            if message is None:
+            if (message := decode(line)) is None:
                 self._noise.append(line.decode(errors="replace").rstrip())
-            elif message["kind"] == "log" and self.display is not None:
-                self.display.show(self.host, message["text"].encode(errors="surrogateescape"))
-            elif message["kind"] not in ("alive", "log"):
+            else:
                 self._put(message)
         with suppress(subprocess.TimeoutExpired):  # for the exit code
             self.process.wait(_CLOSE_S)
@@ -162,6 +230,7 @@ class Agents:
         self.plan = plan
         self.connections: dict[int, _Connection] = {}
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.display: Display | None = None  # gets the lines of ranks
 
     def __enter__(self) -> Agents:
         return self
@@ -173,6 +242,14 @@ class Agents:
             thread.start()
         for thread in threads:
             thread.join()
+
+    def _put(self, index: int, message: Json | None) -> None:
+        kind = None if message is None else message["kind"]
+        if message is not None and kind == "log" and self.display is not None:
+            text = message["text"].encode(errors="surrogateescape")
+            self.display.show(self.plan.hosts[index].name, text)
+        elif kind not in ("alive", "log"):
+            self.events.put((index, message))
 
     def next_event(self, until: float) -> Event:
         """Return the next event, or host -1 when there is none until a time."""
@@ -197,12 +274,11 @@ class Agents:
         answers: dict[int, Json | str] = {}
         for index in asked:
             host = self.plan.hosts[index]
-            # Bound now: the loop goes on before the connection puts anything.
-            put = partial(lambda index, message: self.events.put((index, message)), index)
             try:
                 command = reach(self.plan, host, argv, timeout_s)
-                self.connections[index] = _Connection(host.name, command, put)
-                self.connections[index].send(self.plan.request(index, op) | more)
+                connection = _Connection(host.name, command, partial(self._put, index))
+                self.connections[index] = connection
+                connection.send(**self.plan.request(index, op) | more)
             except (OSError, ValueError, TypeError) as error:
                 answers[index] = f"its agent cannot be started: {error}"
         deadline = time.monotonic() + timeout_s
@@ -301,13 +377,13 @@ def supervise(
         stopping.append(signal.SIGHUP)
     put = agents.events.put
     previous = {each: signal.signal(each, lambda n, _: put((n, "signal"))) for each in stopping}
+    agents.display = display
     try:
         for index, connection in agents.connections.items():
             first, end = plan.first_rank(index), plan.first_rank(index + 1)
             local = [rank - first for rank in show if first <= rank < end]
             argv = plan.agent_argv(index, found[index], found[0]["port"], local)
-            connection.display = display
-            connection.send({"op": "start", "argv": argv, "first_rank": first})
+            connection.send(op="start", argv=argv)
         stopped_by, failures, lost = _watch(agents, plan, found, display)
         # A lost connection does not tell whether the agent died or only ssh: a second look does.
         with Agents(plan) as others:
@@ -336,8 +412,7 @@ def _watch(
     agents: Agents, plan: JobPlan, found: Sequence[Json], display: Display
 ) -> tuple[int | None, dict[int, Failure], set[int]]:
     """Return the signal that stopped a job, its failures by host, and the hosts that were lost."""
-    running, lost = dict(agents.connections), set[int]()
-    failures: dict[int, Failure] = {}
+    running, failures, lost = dict(agents.connections), dict[int, Failure](), set[int]()
     stopped_by: int | None = None
     is_stopping = False
     stop_at = math.inf  # when the hosts that still run are stopped, after a failure
@@ -345,7 +420,7 @@ def _watch(
 
     def send_all(**message: object) -> None:
         for each in running.values():
-            each.send(message)
+            each.send(**message)
 
     while running:
         index, message = agents.next_event(min(alive_at, stop_at))
@@ -357,11 +432,10 @@ def _watch(
             if not failures:
                 stopped_by = stopped_by or index
                 display.is_stopping = True
-            # Before the log line: a terminal that is gone must not keep the job alive.
-            send_all(op="stop", grace_s=0 if is_stopping else plan.grace_s)
             # It may be stopping already, after a signal or a failure.
+            send_all(op="stop", grace_s=0 if is_stopping else plan.grace_s)
             what = "kills the job" if is_stopping else "stops the job; once more kills it"
-            _logger.warning("%s: %s", signal.Signals(index).name, what)
+            say(f"{signal.Signals(index).name}: {what}")
             is_stopping = True
         elif isinstance(message, dict) and index in running:
             del running[index]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.tools.launch.process import marked
+from megatron_ext.tools.launch.runs import marked
 from tests.ranks import losses, require_training
 from tests.tools.launch.cluster import ADDRESSES, Cluster, cluster, commands_in, wait_until, why_not
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_ext.tools.launch import agent
 from megatron_ext.tools.launch.agent import last_lines
-from megatron_ext.tools.launch.logs import Display
+from megatron_ext.tools.launch.supervise import Display
 
 
 def forwarded(*pieces: bytes, every_line: bool = False) -> tuple[list[str], bytes]:

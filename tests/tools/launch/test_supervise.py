@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ext.tools.launch import process, runs
+from megatron_ext.tools.launch import runs
 from megatron_ext.tools.launch.hostfile import Host
 from megatron_ext.tools.launch.plan import JobPlan
 from megatron_ext.tools.launch.supervise import Failure, explain, first_failure, reach
@@ -93,7 +93,7 @@ def test_an_agent_that_hears_nothing_stops_its_job(tmp_path: Path) -> None:
     ) as agent:
         assert agent.stdin is not None
         assert agent.stdout is not None
-        start = {"op": "start", "argv": words, "first_rank": 0}
+        start = {"op": "start", "argv": words}
         agent.stdin.write(runs.encode(request) + runs.encode(start))
         agent.stdin.flush()  # and stays open
         *_, last = filter(None, map(runs.decode, agent.stdout))
@@ -102,14 +102,14 @@ def test_an_agent_that_hears_nothing_stops_its_job(tmp_path: Path) -> None:
 
 
 def test_a_record_is_of_one_process_and_not_of_its_id(tmp_path: Path) -> None:
-    record, file = process.record(), tmp_path / "agent.json"
+    record, file = runs.record(), tmp_path / "agent.json"
     file.write_text(json.dumps(record))
-    assert process.recorded(file) == psutil.Process()
+    assert runs.recorded(file) == psutil.Process()
     file.write_text(json.dumps({**record, "start": record["start"] - 60}))
-    assert process.recorded(file) is None, "the id was used again"
+    assert runs.recorded(file) is None, "the id was used again"
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         start = psutil.Process(child.pid).create_time()
         file.write_text(json.dumps({"pid": child.pid, "start": start}))
-    assert process.recorded(file) is None, "it has ended"
+    assert runs.recorded(file) is None, "it has ended"
     file.write_text("{}")
-    assert process.recorded(file) is None
+    assert runs.recorded(file) is None
