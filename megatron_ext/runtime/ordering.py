@@ -215,7 +215,10 @@ class PolicyOrder(Order):
         self._sleep(0.0)
         # On a device, choose while the last action runs if the policy looks ahead, so that a launch
         # takes no time of the device; else once the last action has ended.
-        while len(self._running) >= AHEAD or (self._running and not self.policy.looks_ahead()):
+        while len(self._running) >= AHEAD:
+            self._wait()
+        self.policy.progress.began()
+        while self._running and not self.policy.looks_ahead():
             self._wait()
         while True:
             # At the pace of this step; 0 until an action has ended.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -190,7 +192,7 @@ def test_what_arrives_behind_a_chosen_head_is_not_chosen_again() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "looks_ahead"),
     [((), (), True), ((), (FIRST_GRADIENT,), True), ((FIRST_GRADIENT,), (), False)],
-    ids=["nothing arrives", "launched after the last choice", "launched before it"],
+    ids=["nothing arrives", "launched behind the last action", "launched before it began"],
 )
 def test_a_jump_is_chosen_ahead_unless_an_input_may_come_in_time(
     before: Sequence[Message], after: Sequence[Message], looks_ahead: bool
@@ -200,18 +202,56 @@ def test_a_jump_is_chosen_ahead_unless_an_input_may_come_in_time(
     for hears in (True, False):
         policy = Hint(schedule, 0, cap=3, weights_fill=False)
         policy.progress.hears_launches = hears
-        for number in range(2):
-            for message in before if number else ():
-                policy.progress.launched(message)
+        for _ in range(2):
             index = policy.choose()
             assert index is not None
             policy.progress.finished(index)
+        for message in before:
+            policy.progress.launched(message)
+        policy.progress.began()
         for message in after:
             policy.progress.launched(message)
         assert policy.looks_ahead() is (looks_ahead and hears)
         index = policy.choose()
         assert index is not None
         assert str(schedule.rows[0][index]) == "0F2"
+
+
+class _Device:
+    """Ends its actions when the wire says so, which peers reach over ipc alone."""
+
+    def __init__(self, *polls: Message | None) -> None:
+        self._polls, self._ended = list(polls), [0.1]
+
+    def poll(self, timeout_s: float) -> Sequence[Message]:
+        event = self._polls.pop(0) if timeout_s and self._polls else ()
+        self._ended = [0.1] if event is None else []
+        return [event] if isinstance(event, Message) else []
+
+    def ended_s(self) -> list[float]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def stats(self) -> Any:
+        return SimpleNamespace(wires={1: "ipc"})
+
+    def wait_until(self, unfinished: int) -> None:
+        self._ended = []
+
+    def listen(self, wake: Any) -> None:
+        pass
+
+    wake = None
+
+
+def test_what_is_launched_while_the_last_action_queues_may_come_before_its_end() -> None:
+    schedule = generate("1f1b", 2, 4)
+    # F0 and F1 are launched. The peer launches B0, F0 ends, B0 arrives while F1 runs.
+    device: Any = _Device(FIRST_GRADIENT.notice, None, FIRST_GRADIENT)
+    policy = Hint(schedule, 0, cap=3, weights_fill=False)
+    parts = {"F": 1, "B": 1}
+    order = PolicyOrder(policy, Table(schedule, 0, slots=2), device, parts, (), TIMEOUT_S, device)
+    assert [str(schedule.rows[0][index]) for index in islice(order, 3)] == ["0F0", "0F1", "0B0"]
 
 
 class _Decisions:

@@ -48,7 +48,7 @@ class Progress:
         self._unlaunched: list[int] = []
         # Tensors that are launched and have not arrived.
         self._launched: set[Message] = set()
-        # Inputs that were launched when the last action was chosen.
+        # Inputs that were launched when the last chosen action began.
         self._launched_before: set[Message] = set()
         self.hears_launches = False
         """Whether `launched` announces each tensor of another rank before it arrives."""
@@ -166,18 +166,18 @@ class Progress:
             self._unlaunched[after] -= 1
             self._supply(after)
 
-    def chosen(self) -> None:
-        """Record that an action is chosen, and what is on its way at that time."""
+    def began(self) -> None:
+        """Record that the last chosen action begins, and what is on its way at that time."""
         self._launched_before = set(self._launched)
 
     def expects(self) -> bool:
         """Return whether a tensor may arrive before the last chosen action has ended.
 
-        Actions take about as long on all ranks. So what was launched after that choice ends later.
+        Actions take about as long on all ranks. So what was launched after its begin ends later.
         """
         return not self.hears_launches or not self._launched_before.isdisjoint(self._launched)
 
-    def begin(self, index: int) -> None:
+    def follow(self, index: int) -> None:
         """Record that an action which is not ready is chosen, to follow what it needs."""
         self._missing[index] = 0
         self._awaited |= self._launched  # all of it is for this action (`follower`)
@@ -252,6 +252,7 @@ def simulate_dynamic(
         policy, idle = chosen[rank], ends[rank][-1] if ends[rank] else 0.0
         for done in running[rank]:
             policy.progress.finished(done)
+            policy.progress.began()  # its host is free again when the action before it has ended
         running[rank] = ()
         again = idle + policy.wait()
         if now < again and not (now < idle and policy.looks_ahead()):

@@ -236,9 +236,8 @@ class Hint(Policy):
         else:
             index = self._follower()
             if index is not None:
-                self.progress.begin(index)
+                self.progress.follow(index)
         if index is not None:
-            self.progress.chosen()
             self.live += self._rest.take(index)
         return index
 
