@@ -1,8 +1,7 @@
 """Device backends `cpu`, `cuda` and `musa`, and the one of this process.
 
-The process selects once, before the import of upstream, from `MEGATRON_EXT_DEVICE` or
-`--device-backend`; `auto` picks the first whose software stack is installed. Only modules of this
-package name devices and collective backends.
+The process selects once, before the import of upstream; `auto` picks the first whose software stack
+is installed. Only modules of this package name devices and collective backends.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import logging
 import os
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -45,17 +44,13 @@ class _Selected:
 _PROCESS = _Selected()
 
 
-def requested(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name that the user requested, or `auto`; the environment precedes the flag.
-
-    Args:
-        argv: The command line; `sys.argv` if left out.
-        environ: The environment.
+def requested(argv: Sequence[str] | None = None) -> str:
+    """Return the name in the environment, else in the command line (`sys.argv`), else `auto`.
 
     Raises:
         DeviceError: The name is not one of `CHOICES`.
     """
-    name, source = environ.get(_VARIABLE), _VARIABLE
+    name, source = os.environ.get(_VARIABLE), _VARIABLE
     if not name:
         # Before any parser of Megatron's: it copies names of the device while it is imported. Once
         # flags are parsed, `config/hosting.py` checks that both agree.
@@ -120,14 +115,9 @@ def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
     return torch.empty(0, device=torch.cuda.current_device()).device
 
 
-def on_cuda() -> bool:
-    """Return whether this process computes on CUDA, the device that upstream is written for."""
-    return current().name == "cuda"
-
-
 def off_cuda() -> bool:
-    """Return whether this process computes on another device than CUDA."""
-    return not on_cuda()
+    """Return whether this process computes on another device than upstream is written for."""
+    return current().name != "cuda"
 
 
 def on_cpu() -> bool:
@@ -135,14 +125,9 @@ def on_cpu() -> bool:
     return current().name == "cpu"
 
 
-def reset() -> None:
-    """Reset the selection, so that the next `current()` selects again."""
-    _PROCESS.device = None
-
-
 def keep_for_ever(what: object) -> None:
     """Keep an object alive until the process exits, because torch holds its address."""
-    # Beyond `reset` too: a later object at the same address would be taken for this one.
+    # A later object at the same address would be taken for this one.
     _PROCESS.immortal.append(what)
 
 
@@ -158,14 +143,9 @@ def _make(name: str) -> Device:
 
 
 def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
-    """Return the arguments, by name, that the device corrects; refuse the others it cannot accept.
+    """Return those of Megatron's arguments that the device corrects; refuse what it cannot accept.
 
-    Only `--distributed-backend` is corrected, with a notice: scripts written for GPUs always name
-    NCCL, and each device has only one possible backend.
-
-    Args:
-        args: Megatron's arguments.
-        chosen: The backend that the user chose, one of `CHOICES`.
+    `chosen` is the backend that the user chose, one of `CHOICES`.
 
     Raises:
         ArgumentsError: One line for each mistake.
@@ -182,6 +162,7 @@ def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
         found = getattr(args, dest, value)
         if found == value or not reason:
             continue
+        # Scripts written for GPUs always name NCCL, and each device has only one backend.
         if dest == "distributed_backend":
             _LOG.warning("--distributed-backend %s: %s is used, %s", found, value, reason)
             wanted[dest] = value
@@ -202,9 +183,6 @@ def count_devices(directory: Path = Path("/dev")) -> int:
     """Return the number of accelerators that the drivers show, or that the environment allows.
 
     It does without torch, for commands that only plan.
-
-    Args:
-        directory: Directory of device files.
     """
     # The environment first: the drivers show also devices that this job must not use.
     for name in VISIBLE_DEVICES:

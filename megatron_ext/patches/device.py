@@ -28,19 +28,19 @@ def arm() -> Device:
         if variable not in os.environ:  # what the user has set stays
             os.environ[variable] = value
             REGISTRY.undo.callback(_unset, variable, value)
-    if not REGISTRY.ids(device.name):
+    if all(patch.feature != device.name for patch in REGISTRY):
         REGISTRY.register(
             # As `set`: redirected factories are on the hot path, where a proxy costs more than the
             # redirect.
             Patch(
-                id=f"{device.name}.{redirect.target.replace(':', '.')}",
-                target=redirect.target,
-                reason=redirect.reason,
-                fn=redirect.make,
+                f"{device.name}.{target.replace(':', '.')}",
+                target,
+                reason,
+                make,
                 kind="set",
                 feature=device.name,
             )
-            for redirect in device.redirects()
+            for target, make, reason in device.redirects()
         )
     if not isinstance(warnings.showwarning, _LacksOnce):
         before, warnings.showwarning = warnings.showwarning, _LacksOnce(device.known_lacks)
@@ -76,10 +76,3 @@ def _show_again(ours: _LacksOnce, before: Any) -> None:
     """Restore what shows warnings, unless other code has replaced it since."""
     if warnings.showwarning is ours:
         warnings.showwarning = before
-
-
-def disarm() -> None:
-    """Reset the device: restore the originals; the next `arm()` selects again."""
-    REGISTRY.remove(REGISTRY.ids(devices.current().name))
-    REGISTRY.undo.close()
-    devices.reset()

@@ -57,11 +57,6 @@ def refuses(mismatch: UpstreamMismatch | None) -> bool:
     return policy() == "error" or is_missing(mismatch)
 
 
-def version() -> str:
-    """Return the version of the Megatron that is, or would be, imported."""
-    return releases.core_version() or "(none)"
-
-
 def missing(target: str, detail: str) -> UpstreamMismatch:
     """Return the mismatch of a target that does not exist."""
     return _mismatch(target, "this name", f"{_NOTHING} ({detail})")
@@ -84,14 +79,14 @@ def log(mismatches: Sequence[UpstreamMismatch], release: releases.Release | None
     if mismatches and policy() == "warn":
         _LOG.warning(
             "MEGATRON_EXT_DRIFT=warn: Megatron %s is not what patches in use were written for: %s",
-            version(),
+            releases.core_version(),
             "; ".join(f"{mismatch.target} has {mismatch.found}" for mismatch in mismatches),
         )
     elif releases.is_newer_than_known(release):
         _LOG.warning(
             "Megatron %s is newer than this package knows (%s); all functions that the features "
             "in use rely on are those of %s",
-            version(),
+            releases.core_version(),
             SUPPORTED,
             releases.reference().version,
         )
@@ -126,7 +121,7 @@ def _mismatch(target: str, expected: str, found: str) -> UpstreamMismatch:
         target,
         expected=expected,
         found=found,
-        installed=version(),
+        installed=releases.core_version() or "(none)",
         supported=SUPPORTED,
     )
 

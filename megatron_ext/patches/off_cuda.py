@@ -16,27 +16,22 @@ from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.registry import REGISTRY
 
 _RANDOM = "megatron.core.tensor_parallel.random"
-_NOTICE = "CPU RNG state changed"
 _PARALLEL_STATE = "megatron.core.parallel_state"
 
 PATCHES = PatchTable()
 
 
-class _WithoutNotice(logging.Filter):
-    """Drops the notice while the patches are active; everything else passes."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to keep the record."""
-        return not (REGISTRY.active and on_cpu() and str(record.msg).startswith(_NOTICE))
-
-
-_FILTER = _WithoutNotice()
+def _is_other(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("CPU RNG state changed")
 
 
 @PATCHES.row("tensor_parallel.rng_notice", f"{_RANDOM}:CudaRNGStatesTracker.__init__", when=on_cpu)
 def _quieten(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Megatron reports each use of the device's generator, here the host's, as a change."""
-    logging.getLogger(_RANDOM).addFilter(_FILTER)  # adds it once
+    logger = logging.getLogger(_RANDOM)
+    if _is_other not in logger.filters:
+        logger.addFilter(_is_other)
+        REGISTRY.undo.callback(logger.removeFilter, _is_other)
     call(*args, **kwargs)
 
 

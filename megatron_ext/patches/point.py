@@ -141,22 +141,14 @@ class PatchPoint(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return str(self.__wrapped__.__qualname__)
 
 
-@dataclass(frozen=True)
-class Row:
-    """The state of one patch, as `megatron-ext patches list` shows it."""
+@dataclass(frozen=True, kw_only=True)
+class Row(Patch):
+    """A patch with its state, as `megatron-ext patches list` shows it."""
 
-    id: str
-    target: str
-    kind: str
-    feature: str
-    order: int
     state: State
     intact: bool
     active: bool
     drift: str
-    reason: str
-    releases: str = ""
-    required: bool = True
 
 
 @dataclass

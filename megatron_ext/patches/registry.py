@@ -18,7 +18,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import fields
 from functools import cached_property, partial, update_wrapper
 from types import ModuleType
 from typing import Any
@@ -75,10 +74,6 @@ class Registry:
         for patches in self._ids.values():
             yield from patches
 
-    def __contains__(self, patch: Patch) -> bool:
-        """Return whether a patch is registered."""
-        return any(known is patch for known in self._ids.get(patch.id, ()))
-
     # -- registering and switching ---------------------------------------------------------------
 
     def register(self, patches: Iterable[Patch]) -> None:
@@ -90,7 +85,7 @@ class Registry:
         modules = set()
         for patch in patches:
             others = self._ids.setdefault(patch.id, [])
-            if patch in self:
+            if any(known is patch for known in others):
                 continue
             for other in others:
                 if patch.since < other.until and other.since < patch.until:
@@ -286,9 +281,8 @@ class Registry:
             state = "skipped"
         elif drift.is_missing(site.mismatch) and not (patch.required and wanted):
             state = "absent"
-        shared = {f.name: getattr(patch, f.name) for f in fields(Row) if hasattr(patch, f.name)}
         return Row(
-            **shared,
+            **vars(patch),
             state=state,
             intact=site.intact(),
             active=self.active and wanted and site.is_installed,
@@ -320,10 +314,6 @@ class Registry:
         if not self._has_logged:
             self._has_logged = True
             drift.log(mismatches, self.release)
-
-    def ids(self, feature: str) -> list[str]:
-        """Return the ids of all rows of a feature."""
-        return [patch.id for patch in self if patch.feature == feature]
 
     def sites(self) -> list[Site]:
         """Return the targets that are patched now."""

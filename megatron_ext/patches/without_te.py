@@ -79,11 +79,8 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int, int]]:
     """Yield where each sequence of a packed batch begins and ends, without empty ones.
 
-    Args:
-        packed: Upstream's `PackedSeqParams`. Its `cu_seqlens_q`, int32 `[sequences + 1]`, are the
-            sums of the lengths from 0 on; `cu_seqlens_q_padded` those of the lengths with padding.
-        num_tokens: Tokens of the batch.
-        of: "q" for queries, "kv" for keys and values.
+    Upstream's `PackedSeqParams` has the sums of the lengths from 0 on, int32 `[sequences + 1]`:
+    `cu_seqlens_q` of queries, `cu_seqlens_kv` of keys and values, `..._padded` with padding.
 
     Raises:
         UserError: They do not lie in the batch in ascending order.

@@ -47,23 +47,20 @@ _HARMLESS = re.compile(
     re.IGNORECASE,
 )
 # Lines of Megatron's that become one short line, at the first time.
-_STAGES = tuple(
-    (re.compile(pattern), shown)
-    for pattern, shown in (
-        (r"> initializing torch distributed", "connecting the ranks"),
-        (r"building \w+ model", "building the model"),
-        (r"loading checkpoint from", "loading the checkpoint"),
-        (
-            r"successfully loaded checkpoint from (.+?)(?: \[.*\])? at iteration\s+(\d+)$",
-            "continues from iteration {1} of {0}",
-        ),
-        (r"> building train, validation, and test datasets", "preparing the data"),
-        (
-            r"successfully saved checkpoint from iteration\s+(\d+) to (.+?)(?: \[.*)?$",
-            "saved iteration {0} to {1}",
-        ),
-        (r"exiting program (?:at|after) ([^\]]*)", "stops after {0}"),
-    )
+_STAGES = (
+    (r"> initializing torch distributed", "connecting the ranks"),
+    (r"building \w+ model", "building the model"),
+    (r"loading checkpoint from", "loading the checkpoint"),
+    (
+        r"successfully loaded checkpoint from (.+?)(?: \[.*\])? at iteration\s+(\d+)$",
+        "continues from iteration {1} of {0}",
+    ),
+    (r"> building train, validation, and test datasets", "preparing the data"),
+    (
+        r"successfully saved checkpoint from iteration\s+(\d+) to (.+?)(?: \[.*)?$",
+        "saved iteration {0} to {1}",
+    ),
+    (r"exiting program (?:at|after) ([^\]]*)", "stops after {0}"),
 )
 
 
@@ -149,7 +146,15 @@ class PersonView:
                 f"{_loss(name)} {_number(value)}" for name, value in _TESTED.findall(found[3])
             )
             return [f"{found[2] or 'validation'} at iteration {found[1]}: {values}"]
-        if self._noted(line):
+        # Numbers that later lines show.
+        if found := _BUBBLE.search(line):
+            self._bubble = found[1]
+            return []
+        if found := _SEQ_LENGTH.match(line):
+            self.seq_length = self.seq_length or int(found[1])
+            return []
+        if counts := _PARAMETERS.findall(line):
+            self._parameters |= {rank: int(count) for rank, count in counts}
             return []
         if _OURS.match(line):
             self.failed = self.failed or "error: " in line
@@ -160,17 +165,6 @@ class PersonView:
             return self._once(f"warning: {_WARNED_AT.sub('', line).strip()}")
         return self._stage(line)
 
-    def _noted(self, line: str) -> bool:
-        """Keep a number that later lines show."""
-        if found := _BUBBLE.search(line):
-            self._bubble = found[1]
-        elif found := _SEQ_LENGTH.match(line):
-            self.seq_length = self.seq_length or int(found[1])
-        elif counts := _PARAMETERS.findall(line):
-            self._parameters |= {rank: int(count) for rank, count in counts}
-            return True
-        return found is not None
-
     def _stage(self, line: str) -> list[str]:
         if found := _WORLD.search(line):
             sizes = re.findall(r"([a-z -]+?)(?:-model)?-parallel size: (\d+)", found[2])
@@ -180,7 +174,7 @@ class PersonView:
             total = sum(self._parameters.values()) / 1e6
             return self._once(f"training {total:,.1f} million parameters" if total else "training")
         for pattern, shown in _STAGES:
-            if found := pattern.search(line):
+            if found := re.search(pattern, line):
                 return self._once(shown.format(*found.groups()))
         return []
 

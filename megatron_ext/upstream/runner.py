@@ -58,9 +58,6 @@ def choose(script: str) -> Path | None:
         if (tree / script).is_file():
             return tree / script
     version, release = releases.core_version(), releases.installed_release()
-    fetch = (
-        f"`megatron-ext upstream fetch`, or set MEGATRON_LM_PATH to a {releases.reference().tag}"
-    )
     if script == "pretrain_bert.py" and release is not None and release >= (0, 18):
         raise UserError(
             f"megatron-core {version} has no {script}; Megatron has BERT up to 0.17: "
@@ -70,12 +67,14 @@ def choose(script: str) -> Path | None:
         raise UserError(f"there is no {script}, neither here nor in the Megatron-LM tree {tree}")
     if script != "pretrain_gpt.py":
         raise UserError(
-            f"there is no {script} here; the scripts of Megatron-LM need its tree: {fetch}"
+            f"there is no {script} here; the scripts of Megatron-LM need its tree: "
+            f"{upstream.how_to_get()}"
         )
     if not releases.has_training():
         raise UserError(
-            f"megatron-core {version} has no training loop, Megatron-LM's tree has: {fetch}; or "
-            "take Python 3.12 or later and pip install 'megatron-core>=0.17,<0.21', which bring one"
+            f"megatron-core {version} has no training loop, Megatron-LM's tree has: "
+            f"{upstream.how_to_get()}; or take Python 3.12 or later and pip install "
+            "'megatron-core>=0.17,<0.21', which bring one"
         )
     return None
 

@@ -13,9 +13,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_ext.errors import UpstreamMismatch, UserError
 from megatron_ext.upstream import releases
@@ -26,32 +26,22 @@ URL = "https://github.com/NVIDIA/Megatron-LM"
 _FETCH_TIMEOUT_S = 900
 
 
-def _how_to_get() -> str:
+def how_to_get() -> str:
+    """Return how a user gets the tree of the installed release."""
     return (
-        "Get it with `megatron-ext upstream fetch`, or set MEGATRON_LM_PATH to a checkout of "
-        f"Megatron-LM at {releases.reference().tag}"
+        "`megatron-ext upstream fetch`, or set MEGATRON_LM_PATH to a checkout of Megatron-LM at "
+        f"{releases.reference().tag}"
     )
 
 
-@dataclass(frozen=True)
-class TreeStatus:
-    """The state of a Megatron-LM tree: its version, and its commit if it is a git checkout."""
+class TreeStatus(NamedTuple):
+    """The state of a Megatron-LM tree."""
 
     version: str
     commit: str | None
-    modified: tuple[str, ...]
-
-    @property
-    def problems(self) -> list[str]:
-        """One sentence for each difference from the reference of the installed megatron-core."""
-        _, tag, commit = releases.reference()
-        found = []
-        if tag != f"core_v{self.version}":
-            found.append(f"version is {self.version}, expected {tag}")
-        if self.commit is not None and self.commit != commit:
-            found.append(f"commit is {self.commit[:12]}, expected {commit[:12]} ({tag})")
-        found.extend(f"{name} is modified" for name in self.modified)
-        return found
+    """None where it is no git checkout."""
+    problems: list[str]
+    """One sentence for each difference from the reference of the installed megatron-core."""
 
 
 def cache_dir() -> Path:
@@ -123,7 +113,7 @@ def require_tree() -> Path:
     if tree is None:
         raise UserError(
             "no Megatron-LM tree was found (MEGATRON_LM_PATH is not set, PYTHONPATH holds none, "
-            f"and none was fetched). {_how_to_get()}"
+            f"and none was fetched). Get it with {how_to_get()}"
         )
     check_tree(tree)
     return tree
@@ -141,7 +131,7 @@ def check_tree(tree: Path) -> None:
     if fits and installed in (None, release):
         return
     core = releases.core_version()
-    remedy = _how_to_get()
+    remedy = f"Get it with {how_to_get()}"
     if release is not None and fits:
         found = f"{release[0]}.{release[1]}"
         remedy += f"; or install its megatron-core: pip install 'megatron-core=={found}.*'"
@@ -162,16 +152,23 @@ def tree_version(tree: Path) -> str:
 
 
 def tree_status(tree: Path) -> TreeStatus:
-    """Return version, commit and locally modified Python files of a tree."""
-    commit = _git(tree, "rev-parse", "HEAD") if (tree / ".git").exists() else None
-    modified: tuple[str, ...] = ()
+    """Compare version, commit and Python files of a tree with the reference."""
+    _, tag, expected = releases.reference()
+    version, commit, problems = tree_version(tree), _git(tree, "rev-parse", "HEAD"), []
+    if tag != f"core_v{version}":
+        problems.append(f"version is {version}, expected {tag}")
     if commit is not None:
+        if commit != expected:
+            problems.append(f"commit is {commit[:12]}, expected {expected[:12]} ({tag})")
         changes = _git(tree, "status", "--porcelain", "--untracked-files=no", "--", "*.py") or ""
-        modified = tuple(line[3:] for line in changes.splitlines())
-    return TreeStatus(tree_version(tree), commit and commit.strip(), modified)
+        problems += [f"{line[2:].strip()} is modified" for line in changes.splitlines()]
+    return TreeStatus(version, commit, problems)
 
 
 def _git(tree: Path, *arguments: str) -> str | None:
+    """Return what git prints about a checkout; None where it is none, or git fails."""
+    if not (tree / ".git").exists():
+        return None
     try:
         done = subprocess.run(
             # git refuses trees that belong to another user, as those of a shared file system or a
@@ -184,15 +181,14 @@ def _git(tree: Path, *arguments: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout
+    return done.stdout.strip()
 
 
 def fetch(destination: Path | None = None, url: str = URL) -> Path:
     """Clone Megatron-LM at the installed release's tag, shallow and verified; return the path.
 
-    It clones beside the destination and renames at the end, so a broken transfer leaves nothing
-    behind. An existing tree at the right tag is kept. The destination is by default `cache_dir()`,
-    the URL may be that of a mirror.
+    A broken transfer leaves nothing behind. An existing tree at the right tag is kept. The
+    destination is by default `cache_dir()`, the URL may be that of a mirror.
 
     Raises:
         UserError: git is missing or failed, or the destination holds something else.
@@ -231,7 +227,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
             # Without it git asks for a password where a mirror needs one, and waits.
             env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
         )
-        commit = (_git(clone, "rev-parse", "HEAD") or "").strip()
+        commit = _git(clone, "rev-parse", "HEAD")
         # A tag can be moved, and a mirror can have another one of the name.
         if commit != expected:
             raise UpstreamMismatch(

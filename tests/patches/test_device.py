@@ -12,6 +12,7 @@ def disarm_and_arm_late() -> None:
     import torch
     from megatron.core.tensor_parallel import random as copied
 
+    from megatron_ext import patches
     from megatron_ext.patches import REGISTRY, device
 
     assert torch.cuda.is_available()
@@ -21,15 +22,15 @@ def disarm_and_arm_late() -> None:
     assert all(row.state == "installed" and row.intact for row in redirected)
 
     armed = torch.empty, torch.Tensor.to, torch.distributed.new_group, copied._lazy_call
-    device.disarm()
+    patches.disarm()
     assert not torch.cuda.is_available()
     assert "to" not in vars(torch.Tensor)
     assert torch.distributed.new_group.__module__ == "torch.distributed.distributed_c10d"
     assert copied._lazy_call is torch.cuda._lazy_call is not armed[3]
-    assert not [row for row in REGISTRY.rows() if row.feature == "cpu"]
+    assert {row.state for row in REGISTRY.rows() if row.feature == "cpu"} == {"off"}
 
     # Late: megatron.core has copied names of torch.cuda, which have to be found by identity.
-    device.arm()
+    patches.arm()
     assert torch.cuda.is_available()
     assert copied._lazy_call is torch.cuda._lazy_call
     assert torch.empty(1, device="cuda").device.type == "cpu"
@@ -37,24 +38,24 @@ def disarm_and_arm_late() -> None:
 
 
 def environment() -> None:
-    from megatron_ext.patches import device
+    from megatron_ext import patches
 
-    device.disarm()
+    patches.disarm()
     shown = warnings.showwarning
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "7"
     os.environ.pop("TORCHDYNAMO_DISABLE", None)
     for _ in range(2):
-        device.arm()
+        patches.arm()
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "7"  # the user's choice stays
         assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
         assert warnings.showwarning is not shown
-        device.disarm()
+        patches.disarm()
         assert warnings.showwarning is shown
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "7"
         assert "TORCHDYNAMO_DISABLE" not in os.environ
-    device.arm()
+    patches.arm()
     os.environ["TORCHDYNAMO_DISABLE"] = "0"  # changed since: no longer ours
-    device.disarm()
+    patches.disarm()
     assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
 
 
