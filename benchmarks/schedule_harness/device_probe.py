@@ -34,7 +34,7 @@ class DeviceProbe(Probe):
         """Wait for all ranks, with the host's time of a point in the stream of an idle device."""
         best_s = float("inf")
         for _ in range(_CLOCK_SAMPLES):
-            event = _event()
+            event = devices.current().timing_event()
             begin_s = time.perf_counter()
             event.record()
             devices.current().synchronize()
@@ -86,7 +86,8 @@ class TimedOp:
 
     def __init__(self, probe: DeviceProbe, *names: tuple[int, Kind, int]) -> None:
         self._probe, self._names = probe, names
-        self._begin, self._end = _event(), _event()
+        self._begin = devices.current().timing_event()
+        self._end = devices.current().timing_event()
 
     def __enter__(self) -> None:
         self._begin.record()
@@ -98,9 +99,3 @@ class TimedOp:
         self._end.record()
         for name in self._names:
             self._probe.add(name, self._begin, self._end)
-
-
-def _event() -> torch.Event:
-    event = devices.current().timing_event()
-    assert event is not None, "the device is the host"
-    return event

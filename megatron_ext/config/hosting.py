@@ -239,7 +239,7 @@ def _torch_is_best(config: PipelineConfig, world_size: int, *, here: bool) -> bo
     on_one_host = Environment.read().ranks_per_node(world_size) >= world_size
     if config.schedule is None and not on_one_host:
         return False
-    if here and not devices.current().reaches_peers:
+    if here and devices.current().is_host:
         return False
     _LOG.info(
         "--pipeline-transport auto: torch.distributed, which moves tensors between devices without "

@@ -47,8 +47,8 @@ class Device:
     distributed_backend: str
     """Backend name for `torch.distributed.init_process_group`."""
 
-    reaches_peers = True
-    """Whether this backend moves tensors between devices of one host without host memory."""
+    is_host = False
+    """Whether it is the host itself: it runs everything in order, in the host's memory."""
 
     environment: Mapping[str, tuple[str, str]] = {}
     """Environment variable -> (value, reason), set at arming unless the user has set it."""
@@ -106,8 +106,8 @@ class Device:
         """Return the peak memory of this process on the device so far."""
         return int(self.runtime.max_memory_allocated())
 
-    def timing_event(self) -> torch.Event | None:
-        """Return a new mark for the device's stream; `None` if the device is the host.
+    def timing_event(self) -> torch.Event:
+        """Return a new mark for the device's stream.
 
         A thread that waits for it sleeps, and gets a RuntimeError if work before it failed.
         """

@@ -41,7 +41,7 @@ class CpuDevice(Device):
 
     name = "cpu"
     distributed_backend = "gloo"
-    reaches_peers = False
+    is_host = True
     environment: Mapping[str, tuple[str, str]] = {
         "CUDA_DEVICE_MAX_CONNECTIONS": (
             "1",
@@ -112,8 +112,9 @@ class CpuDevice(Device):
         """Return the peak resident memory of this process."""
         return host.peak_rss_bytes()
 
-    def timing_event(self) -> None:
-        """Return None: the host's clock measures the device."""
+    def timing_event(self) -> Any:
+        """Return a moment of the host's clock."""
+        return host.Event()
 
     def copies(self, _device: torch.device) -> None:
         """Return None: the device is the host."""

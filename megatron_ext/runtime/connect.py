@@ -102,7 +102,7 @@ def open_transport(
         )
 
     needs_ipc = pipeline.config.device_path == "ipc"
-    if not (needs_ipc or (pipeline.config.tries_ipc and backend.reaches_peers)):
+    if not (needs_ipc or (pipeline.config.tries_ipc and not backend.is_host)):
         if pipeline.transport == "torch":
             return over_torch(pairs)
         return through_host(native(peers, None, pipeline.transport), device, timeout_s)

@@ -390,12 +390,12 @@ class RunAhead:
     def begin(self) -> None:
         """Mark the start of an action."""
         # Behind the wait of the current stream for its inputs, which is no time of the action.
-        self._began = self._event()
+        self._began = self._backend.timing_event()
         self._began.record()
 
     def record(self, action: object) -> torch.Event:
         """Mark the end of an action behind all work of the current stream; return the event."""
-        event = self._event()
+        event = self._backend.timing_event()
         event.record()
         with self._changed:
             self._unfinished.append(action)
@@ -438,11 +438,6 @@ class RunAhead:
                 f"{name} failed on {self._device}: {self._error}"
             ) from self._error
 
-    def _event(self) -> torch.Event:
-        event = self._backend.timing_event()
-        assert event is not None, "the device is the host"
-        return event
-
     def _watch(self) -> None:
         try:
             self._backend.bind(self._device.index)  # a new thread is on the first device
@@ -467,10 +462,3 @@ class RunAhead:
             with suppress(BaseException):  # the error to raise is the first one
                 if wake is not None:
                     wake()
-
-
-def run_ahead_of(backend: Device, device: torch.device, timeout_s: float) -> RunAhead | None:
-    """Return the bound of a rank; None if the device is the host."""
-    if backend.timing_event() is None:
-        return None
-    return RunAhead(backend, device, timeout_s=timeout_s)

@@ -36,9 +36,9 @@ from megatron_ext.runtime.ordering import (
     LedOrder,
     Order,
     PolicyOrder,
+    RunAhead,
     TableOrder,
     agree,
-    run_ahead_of,
 )
 from megatron_ext.runtime.plans import PlannedCompute
 from megatron_ext.runtime.program import (
@@ -209,7 +209,10 @@ class Runtime:
                 gloo = groups_of_ranks([members], pipeline.timeout_s, backend="gloo")
                 self.replicas = ReplicaExchange(gloo[members], device)
         # Bounds how far the host runs ahead of the device; None if the device is the host.
-        self.run_ahead = run_ahead_of(devices.current(), device, pipeline.timeout_s)
+        backend = devices.current()
+        self.run_ahead: RunAhead | None = None
+        if not backend.is_host:
+            self.run_ahead = RunAhead(backend, device, timeout_s=pipeline.timeout_s)
         self.measured = Measured()
         self._tables: dict[tuple[int, bool], Table] = {}
         # By id of the table: the table, and the latest program with the ends it was made for.

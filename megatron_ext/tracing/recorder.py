@@ -23,8 +23,6 @@ from megatron_ext.files import cannot_write
 from megatron_ext.tracing.records import ACTION_NAMES, FILE_NAME, FORMAT, Header
 
 if TYPE_CHECKING:
-    import torch
-
     from megatron_ext.devices.backend import Device
 
 _LOG = logging.getLogger(__name__)
@@ -86,7 +84,7 @@ class DeviceClock:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._base = self._event()
+        self._base = device.timing_event()
 
     def begin(self) -> int:
         """Start an iteration on an idle device, so that host and device agree on its begin."""
@@ -96,13 +94,8 @@ class DeviceClock:
 
     def stamp(self) -> Any:
         """Put a mark into the stream."""
-        event = self._event()
-        event.record()
-        return event
-
-    def _event(self) -> torch.Event:
         event = self._device.timing_event()
-        assert event is not None, "devices without events take the clock of the host"
+        event.record()
         return event
 
     def resolve(self, stamps: list[Any], begin_ns: int) -> list[int]:

@@ -71,10 +71,9 @@ def subscribe(found: Active) -> None:
         session.watchdog = Watchdog(lambda: session.state, timeout_s)
     if wanted is not None:
         device, args = devices.current(), megatron_arguments()
-        on_host = device.timing_event() is None
         session.recorder = Recorder(
             lambda: _identity(found),
-            HostClock() if on_host else DeviceClock(device),
+            HostClock() if device.is_host else DeviceClock(device),
             wanted,
             memory_bytes=device.peak_memory_bytes,
             first_iteration=lambda: int(getattr(args, "iteration", 0)) + 1,

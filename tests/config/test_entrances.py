@@ -432,7 +432,7 @@ def test_auto_leaves_tables_between_devices_to_torch(
     caplog.set_level("INFO", logger="megatron_ext")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert chosen(pipeline_transport="auto") == "auto"  # on the CPU
-    monkeypatch.setattr(devices, "current", lambda: SimpleNamespace(reaches_peers=True))
+    monkeypatch.setattr(devices, "current", lambda: SimpleNamespace(is_host=False))
     assert chosen(pipeline_transport="shm") == "shm"
     assert chosen(pipeline_transport="auto", use_dpp=True) == chosen(use_dpp=True) == "auto"
     assert chosen(pipeline_transport="auto", pipeline_device_path="ipc") == "auto"

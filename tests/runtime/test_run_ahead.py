@@ -12,7 +12,7 @@ import torch
 from megatron_ext.devices.cpu import CpuDevice
 from megatron_ext.errors import MegatronExtError, TransportTimeout
 from megatron_ext.runtime import executor as executor_module
-from megatron_ext.runtime.ordering import RunAhead, TableOrder, run_ahead_of
+from megatron_ext.runtime.ordering import RunAhead, TableOrder
 from megatron_ext.schedules import Action, generate
 from megatron_ext.schedules.table.costs import AHEAD
 from megatron_ext.transport.direct import DirectTransport
@@ -33,8 +33,7 @@ def _reserved_bytes(ahead: int) -> int:
     host = notes_to_neighbours(me, _PP, slots=4 * _MICROBATCHES)
     transport = DirectTransport(host, backend.sharing(device), me, timeout_s=LONG_S)
     table = fake.table_of(generate("1f1b", _PP, _MICROBATCHES), me)
-    bound = run_ahead_of(backend, device, LONG_S)
-    assert bound is not None
+    bound = RunAhead(backend, device, timeout_s=LONG_S)
     before = torch.cuda.memory_reserved()
     run_step(table, TableOrder(table), transport, bound, device)
     torch.cuda.synchronize()
@@ -162,7 +161,3 @@ def test_a_failure_of_the_device_reaches_the_wait() -> None:
     event.passed.set()
     with pytest.raises(MegatronExtError, match="1B4 failed on cuda:3: an illegal memory access"):
         bound.wait_until(0)
-
-
-def test_a_host_that_computes_itself_needs_no_bound() -> None:
-    assert run_ahead_of(CpuDevice(), torch.device("cpu"), LONG_S) is None

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.pipeline_config import Tracing
-from megatron_ext.devices.cpu import CpuDevice
 from megatron_ext.errors import UserError
 from megatron_ext.tools.trace.reader import open_run
 from megatron_ext.tracing.recorder import DeviceClock, Recorder
@@ -140,10 +139,6 @@ def test_device_marks_give_the_time_of_the_device(tmp_path: Path) -> None:
         ("wait", 4_510_000, 5_000_000),
     ]
     assert iteration.figures["duration_cuda"] == 5_000_000
-
-
-def test_devices_have_events_or_are_the_host() -> None:
-    assert CpuDevice().timing_event() is None
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
