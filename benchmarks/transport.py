@@ -50,7 +50,7 @@ from megatron_ext.transport.address import Wire
 from megatron_ext.transport.base import Expected, Transport
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport
-from megatron_ext.transport.staging import staged
+from megatron_ext.transport.staging import StagedTransport
 from tests.ranks import run_ranks
 
 SIZES = tuple(1 << bits for bits in (10, 16, 20, 24, 26, 28))
@@ -238,7 +238,7 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Times]:
             notes, device.sharing(place), dist.get_rank(), timeout_s=_TIMEOUT_S
         )
         wires: dict[str, _Torch] = {
-            "gpu, staged": _Ours(staged(host, device.copies(place), timeout_s=_TIMEOUT_S)),
+            "gpu, staged": _Ours(StagedTransport(host, device.copies(place), timeout_s=_TIMEOUT_S)),
             "gpu, ipc": _Ours(direct),
         }
         if backend == "cuda" and num_devices > 1:

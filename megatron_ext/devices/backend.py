@@ -82,7 +82,7 @@ class Device:
 
     @property
     def runtime(self) -> Any:
-        """`torch.cuda`, or the module with the same interface."""
+        """`torch.cuda`, or the module with its interface; that of `torch.cpu` does nothing."""
         import torch
 
         # By name: torch's stubs know no other than `cuda`, and extensions add theirs when imported.
@@ -115,8 +115,8 @@ class Device:
         event: torch.Event = self.runtime.Event(enable_timing=True, blocking=True)
         return event
 
-    def copies(self, device: torch.device) -> Copies | None:
-        """Return the copier between host and `torch_device`; `None` if the device is the host."""
+    def copies(self, device: torch.device) -> Copies:
+        """Return the copier between host and `torch_device`."""
         from megatron_ext.devices.copies import Copies
 
         driver = getattr(self.runtime, f"{self.name}rt")()

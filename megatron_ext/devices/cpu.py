@@ -102,12 +102,6 @@ class CpuDevice(Device):
 
         return torch.device("cpu")
 
-    def bind(self, _local_rank: int) -> None:
-        """Do nothing: the operating system places processes."""
-
-    def synchronize(self) -> None:
-        """Do nothing: work on the host is done when its call returns."""
-
     def peak_memory_bytes(self) -> int:
         """Return the peak resident memory of this process."""
         return host.peak_rss_bytes()
@@ -115,9 +109,6 @@ class CpuDevice(Device):
     def timing_event(self) -> Any:
         """Return a moment of the host's clock."""
         return host.Event()
-
-    def copies(self, _device: torch.device) -> None:
-        """Return None: the device is the host."""
 
     def sharing(self, _device: torch.device) -> Sharing:
         """Refuse: processes share the memory of the host without it."""

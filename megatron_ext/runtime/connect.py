@@ -19,7 +19,7 @@ from megatron_ext.schedules.search.policies import arena_slots
 from megatron_ext.transport.address import own_address
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport, find_reach
 from megatron_ext.transport.native_transport import NativeTransport
-from megatron_ext.transport.staging import staged
+from megatron_ext.transport.staging import StagedTransport
 from megatron_ext.transport.torch_dist import Pair, TorchTransport
 
 if TYPE_CHECKING:
@@ -215,7 +215,9 @@ def through_host(host: NativeTransport, device: torch.device, timeout_s: float) 
 
     It closes `host` too. `timeout_s` is how long a step waits for the sends of the previous one.
     """
-    transport = staged(host, devices.current().copies(device), timeout_s=timeout_s)
+    transport: Transport = host
+    if not (backend := devices.current()).is_host:
+        transport = StagedTransport(host, backend.copies(device), timeout_s=timeout_s)
     # A process that just ends looks to its peers as if it had died.
     atexit.register(transport.close)
     return transport

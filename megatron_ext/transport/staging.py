@@ -24,26 +24,13 @@ if TYPE_CHECKING:
 
     from megatron_ext.devices.copies import Copies
     from megatron_ext.message import Message
-    from megatron_ext.transport.base import Expected, Stats, Transport
+    from megatron_ext.transport.base import Expected, Stats
     from megatron_ext.transport.native_transport import NativeTransport
 
 _log = logging.getLogger(__name__)
 
 # How long `close` waits for the device to finish its copies.
 _CLOSE_S = 10.0
-
-
-def staged(transport: NativeTransport, copies: Copies | None, *, timeout_s: float) -> Transport:
-    """Return a transport for the tensors of a device.
-
-    Args:
-        transport: Carries host tensors; closed with the returned transport.
-        copies: The device's copy engine; None for the CPU, which needs no staging.
-        timeout_s: How long a step waits for the sends of the previous one.
-    """
-    if copies is None:
-        return transport
-    return StagedTransport(transport, copies, timeout_s=timeout_s)
 
 
 class StagedTransport:

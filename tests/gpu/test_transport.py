@@ -17,7 +17,7 @@ from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected, Transport
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport
-from megatron_ext.transport.staging import staged
+from megatron_ext.transport.staging import StagedTransport
 
 from . import processes
 
@@ -48,7 +48,7 @@ def _open(name: str, slot_bytes: int, way: str) -> Transport:
     )  # fmt: skip
     if direct:
         return DirectTransport(host, device.sharing(gpu), _rank(), timeout_s=_LONG_S)
-    return staged(host, device.copies(gpu), timeout_s=_LONG_S)
+    return StagedTransport(host, device.copies(gpu), timeout_s=_LONG_S)
 
 
 def _values(number: int, source: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected, Transport
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport
-from megatron_ext.transport.staging import staged
+from megatron_ext.transport.staging import StagedTransport
 from megatron_ext.transport.torch_dist import TorchTransport
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
@@ -65,7 +65,7 @@ def _open(way: str, me: int) -> Transport:
             timeout_s=_LONG_S,
             reports_copies=way == "ipc, telling",
         )
-    return staged(host, device.copies(here), timeout_s=_LONG_S)
+    return StagedTransport(host, device.copies(here), timeout_s=_LONG_S)
 
 
 def _overwrite(device: torch.device) -> None:
