@@ -10,7 +10,6 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from textwrap import dedent
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_origin, get_type_hints
 
 from megatron_ext.config.pipeline_config import (
@@ -22,6 +21,7 @@ from megatron_ext.config.pipeline_config import (
 )
 from megatron_ext.devices import CHOICES as DEVICES
 from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.rules import entries
 from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.search.policies import POLICIES
 from megatron_ext.schedules.table.costs import UNIT
@@ -169,12 +169,6 @@ class _Row(NamedTuple):
     """Reads the value; its mistakes are errors of the flag."""
     options: dict[str, Any]
     """Keywords for argparse."""
-
-
-def entries(text: str) -> list[tuple[str, str]]:
-    """Return the entries of a list: lines at its margin, and the indented ones after them."""
-    found = re.findall(r"((?:^\S.*\n)+)((?:^ +.*\n)+)", dedent(f"{text}\n"), re.MULTILINE)
-    return [(" ".join(key.split()), " ".join(value.split())) for key, value in found]
 
 
 def _row(key: str, text: str) -> _Row:

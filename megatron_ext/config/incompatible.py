@@ -7,16 +7,16 @@ table does both, so they exclude each other.
 from __future__ import annotations
 
 import math
-import re
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_ext.config.flags import FLAG_OF, entries, in_fields
+from megatron_ext.config.flags import FLAG_OF, in_fields
 from megatron_ext.disaggregation.role_settings import profiles_with_torch
 from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.rules import Rule, rules
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
@@ -36,23 +36,6 @@ MEGATRON_FIELDS = {
 Rules know the arguments."""
 
 
-class Rule(NamedTuple):
-    """A setting of Megatron's to refuse."""
-
-    reads: tuple[str, ...]
-    """The arguments that decide; the first one names the rule."""
-    flag: str
-    reason: str
-    remedy: str
-    """Flags to leave out, use or add in place of those; `SUBJECT` is the feature's own flag."""
-    terms: list[list[tuple[str, ...]]]
-    """Conditions; it refuses where one of each term holds."""
-
-    def refuses(self, args: Namespace) -> bool:
-        """Return whether the settings are refused."""
-        return all(any(_holds(args, *condition) for condition in term) for term in self.terms)
-
-
 class Refusal(NamedTuple):
     """A reason why a configuration cannot run, and the nearest thing that works."""
 
@@ -67,10 +50,8 @@ class Refusal(NamedTuple):
         return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
 
 
-# Rules by what brings them. The lines at the margin say which settings are refused, perhaps after
-# what a message calls them: `a` is set, `a=x,y` is or holds one of these, `a!=x,y` another, `a>1`
-# is above a number or an argument, `!a` the contrary; `a | b & c` is (a or b) and c. The indented
-# lines have the reason and, where it is not just to leave the flags out, the remedy.
+# Rules by what brings them, in the notation of `megatron_ext/rules.py`. `SUBJECT` in a remedy is
+# the feature's own flag.
 _GRAPHS = (
     "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph): "
     # The switches are deprecated; Megatron turns them into the setting, but only after us.
@@ -325,72 +306,7 @@ _TEXTS = {
 }
 
 
-_CONDITION = re.compile(r"(!?)(\w+)(?:(=|!=|>)(\S+))?")
-# Flags that are not named after their argument.
-_SPELT = {
-    "fp4": "--fp4-format",
-    "fp8": "--fp8-format",
-    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
-}
-
-
-def rules_of_text(text: str) -> tuple[Rule, ...]:
-    """Return the rules of a text in the notation above."""
-    found = []
-    for settings, why in entries(text):
-        words, _, conditions = settings.rpartition(": ")
-        terms = [
-            [_CONDITION.fullmatch(one).groups("") for one in term.split(" | ")]  # type: ignore[union-attr]
-            for term in conditions.split(" & ")
-        ]
-        names = [name for term in terms for _, name, *_ in term]
-        bounds = [name for term in terms for *_, how, many in term if how == ">"
-                  for name in many.split(",") if not name.isdigit()]  # fmt: skip
-        reads = tuple(dict.fromkeys(names + bounds))
-        flags = " and ".join(
-            _listed([_in_words(*one) for _, *one in term], "or")
-            for term in terms
-            if not any(no for no, *_ in term)
-        )
-        reason, _, remedy = why.partition("; ")
-        usual = f"leave {'it' if len(reads) == 1 else 'them'} out"
-        found.append(Rule(reads, words or flags, reason, remedy or usual, terms))
-    return tuple(found)
-
-
-def _holds(args: Namespace, no: str, name: str, how: str, wanted: str) -> bool:
-    """Return whether the value of an argument, None for a missing one, meets a condition."""
-    value = getattr(args, name, None)
-    if how == ">":
-        bounds = [int(one) if one.isdigit() else getattr(args, one, None)
-                  for one in wanted.split(",")]  # fmt: skip
-        return ((value or 0) > next(filter(None, bounds), 1)) != bool(no)
-    if not how:
-        return bool(value) != bool(no)
-    values = value if isinstance(value, (list, tuple)) else [value]
-    # A value may be an enumeration's member.
-    named = [str(one).rpartition(".")[2] for one in values if one is not None]
-    return any((one in wanted.split(",")) == (how == "=") for one in named) != bool(no)
-
-
-def _in_words(name: str, how: str, wanted: str) -> str:
-    flag = _SPELT.get(name, f"--{name.replace('_', '-')}")
-    if not how:
-        return flag
-    if how == ">":
-        return f"{flag} above {wanted}"
-    values = wanted.split(",")
-    if how == "=":
-        return f"{flag} {_listed(values, 'or')}"
-    return f"{flag} other than {_listed(values, 'and')}"
-
-
-def _listed(words: list[str], last: str) -> str:
-    *before, end = words
-    return f"{', '.join(before)} {last} {end}" if before else end
-
-
-RULES = {group: rules_of_text(text) for group, text in _TEXTS.items()}
+RULES = {group: rules(text) for group, text in _TEXTS.items()}
 """By feature, field or kind of table: the settings of Megatron's to refuse."""
 
 _OF_REPLICA = ("tensor_model", "pipeline_model", "context")

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_ext.devices.copies import Copies
-    from megatron_ext.devices.rules import Lack
     from megatron_ext.devices.sharing import Sharing
+    from megatron_ext.rules import Rule
 
 
 class Redirect(NamedTuple):
@@ -58,7 +58,7 @@ class Device:
     with another value is refused with the reason, or taken if there is none, except
     `distributed_backend`, which is corrected with a logged notice."""
 
-    lacks: tuple[Lack, ...] = ()
+    lacks: tuple[Rule, ...] = ()
     """Combinations of upstream's arguments that are refused; upstream checks those for CUDA."""
 
     known_lacks: tuple[str, ...] = ()

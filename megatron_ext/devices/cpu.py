@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices import host
 from megatron_ext.devices.backend import Device, Redirect
-from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, Lack, flag
+from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY
 from megatron_ext.devices.translate import (
     answering,
     calling,
@@ -28,6 +28,7 @@ from megatron_ext.devices.translate import (
     translator,
 )
 from megatron_ext.errors import DeviceError
+from megatron_ext.rules import rules
 
 if TYPE_CHECKING:
     import torch
@@ -62,17 +63,15 @@ class CpuDevice(Device):
     lacks = (
         *TRANSFORMER_ENGINE_ONLY,
         *CUDA_ONLY,
-        Lack(
-            flag("overlap_p2p_comm_warmup_flush"),
-            "--overlap-p2p-communication-warmup-flush relies on NCCL's stream order: with gloo the "
-            "evaluation never ends; leave it out",
-        ),
-        Lack(
-            lambda args: flag("async_save")(args) and flag("use_persistent_ckpt_worker")(args),
-            "--use-persistent-ckpt-worker would read parameters from shared memory while training "
-            "changes them (on a GPU they are copied to the host first); leave it out, --async-save "
-            "forks then",
-        ),
+        *rules("""
+            overlap_p2p_comm_warmup_flush
+                --overlap-p2p-communication-warmup-flush relies on NCCL's stream order: with gloo
+                the evaluation never ends; leave it out
+            async_save & use_persistent_ckpt_worker
+                --use-persistent-ckpt-worker would read parameters from shared memory while training
+                changes them (on a GPU they are copied to the host first); leave it out,
+                --async-save forks then
+        """),
     )
     known_lacks = (
         r"(Transformer Engine and )?Apex (is|are) not installed",

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices import translate
 from megatron_ext.devices.backend import Device, Redirect
-from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, Lack, flag
+from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY
 from megatron_ext.devices.translate import calling, nvtx_redirects, to
+from megatron_ext.rules import rules
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -54,11 +55,11 @@ _DEFAULTS_WITHOUT_TE: dict[str, tuple[object, str]] = {
     "no_persist_layer_norm": (True, "the persistent layer norm is a CUDA kernel of Apex"),
 }
 
-_GROUPED_GEMM = Lack(
-    flag("moe_grouped_gemm"),
-    "--moe-grouped-gemm is accepted by upstream from CUDA compute capability 8 on, which MUSA does "
-    "not claim; leave it out: experts then run one by one",
-)
+_GROUPED_GEMM = rules("""
+    moe_grouped_gemm
+        --moe-grouped-gemm is accepted by upstream from CUDA compute capability 8 on, which MUSA
+        does not claim; leave it out: experts then run one by one
+""")
 
 
 class MusaDevice(Device):
@@ -81,7 +82,7 @@ class MusaDevice(Device):
             )
         has_te = find_spec("transformer_engine") is not None
         self.argument_defaults = _DEFAULTS if has_te else _DEFAULTS | _DEFAULTS_WITHOUT_TE
-        self.lacks = CUDA_ONLY + ((_GROUPED_GEMM,) if has_te else TRANSFORMER_ENGINE_ONLY)
+        self.lacks = CUDA_ONLY + (_GROUPED_GEMM if has_te else TRANSFORMER_ENGINE_ONLY)
 
     def missing(self) -> str | None:
         """Check for the MUSA build of torch and its extension."""

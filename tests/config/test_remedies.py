@@ -6,11 +6,15 @@ import re
 import shlex
 from argparse import Namespace
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from megatron_ext import preflight
-from megatron_ext.config.incompatible import RULES, Rule, refusals
+from megatron_ext.config.incompatible import RULES, refusals
+
+if TYPE_CHECKING:
+    from megatron_ext.rules import Rule
 
 SIZES = (
     "--num-layers 32 --seq-length 4096 --micro-batch-size 1 --global-batch-size 128 "
