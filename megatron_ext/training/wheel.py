@@ -63,37 +63,25 @@ def main() -> None:
     # Upstream then calls it on every rank: core's builder of datasets is collective, and decides
     # by `built_here` who reads.
     _datasets.is_distributed = True  # type: ignore[attr-defined]
+    given: dict[str, Any] = {
+        "train_valid_test_dataset_provider": _datasets,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": _step,
+        "get_embedding_ranks": _embedding_ranks,
+    }
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}
-    kind = ModelType.encoder_or_decoder
     training = import_module("megatron.training.arguments")
     if not hasattr(training, "parse_and_validate_args"):
-        pretrain(
-            _datasets,
-            _model,
-            kind,
-            _step,
-            args_defaults=defaults,
-            get_embedding_ranks=_embedding_ranks,
-        )
+        pretrain(model_provider=_model, args_defaults=defaults, **given)
         return
     args = training.parse_and_validate_args(args_defaults=defaults)
     refuse(args)
     containers = import_module("megatron.training.argument_utils")
-    make_config = getattr(containers, "gpt_config_from_args", None)
-    if make_config is None:
-        container = containers.pretrain_cfg_container_from_args(args)
-        provider: dict[str, Any] = {"model_provider": _model}
+    make_container = containers.pretrain_cfg_container_from_args
+    if hasattr(containers, "gpt_config_from_args"):  # the container knows a builder
+        pretrain(make_container(args, containers.gpt_config_from_args(args)), **given)
     else:
-        container = containers.pretrain_cfg_container_from_args(args, make_config(args))
-        provider = {}  # the container knows a builder
-    pretrain(
-        container,
-        train_valid_test_dataset_provider=_datasets,
-        model_type=kind,
-        forward_step_func=_step,
-        get_embedding_ranks=_embedding_ranks,
-        **provider,
-    )
+        pretrain(make_container(args), model_provider=_model, **given)
 
 
 def refuse(args: Namespace) -> None:
