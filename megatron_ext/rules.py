@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import re
 from textwrap import dedent
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from argparse import Namespace
+from typing import NamedTuple
 
 _CONDITION = re.compile(r"(!?)(\w+)(?:(=|!=|>)(\S+))?")
 # Flags that are not named after their argument.
@@ -44,8 +41,8 @@ class Rule(NamedTuple):
         """Reason and remedy in one line."""
         return f"{self.reason}; {self.remedy}"
 
-    def refuses(self, args: Namespace) -> bool:
-        """Return whether the settings are refused; missing ones are None."""
+    def refuses(self, args: object) -> bool:
+        """Return whether attributes, None for missing ones, are refused."""
         return all(any(_holds(args, *condition) for condition in term) for term in self.terms)
 
 
@@ -79,7 +76,7 @@ def rules(text: str) -> tuple[Rule, ...]:
     return tuple(found)
 
 
-def _holds(args: Namespace, no: str, name: str, how: str, wanted: str) -> bool:
+def _holds(args: object, no: str, name: str, how: str, wanted: str) -> bool:
     value = getattr(args, name, None)
     if how == ">":
         bounds = [int(one) if one.isdigit() else getattr(args, one, None)

@@ -84,6 +84,8 @@ class Preflight:
     """The disaggregated job, in a process of it."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments by Megatron's names that let it host the pipeline."""
+    given: Namespace = field(default_factory=Namespace)
+    """The arguments that were checked, with Megatron's defaults for missing ones."""
 
     @property
     def accepted(self) -> bool:
@@ -145,6 +147,7 @@ def preflight(
     settings["pipeline_model_parallel_layout"] = layout
     settings["world_size"] = world_size or given.get("world_size")
     found = inspect(Namespace(**settings), config, here=False)
+    found.given = Namespace(**settings)
     if megatrons := setting_names():
         # What nobody knows is not approved: the caller gets its name.
         read = {dest for rules in RULES.values() for rule in rules for dest in rule.reads}

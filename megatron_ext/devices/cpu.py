@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices import host
 from megatron_ext.devices.backend import Device, Redirect
-from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY
+from megatron_ext.devices.lacks import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY
 from megatron_ext.devices.translate import (
     answering,
     calling,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices import translate
 from megatron_ext.devices.backend import Device, Redirect
-from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY
+from megatron_ext.devices.lacks import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY
 from megatron_ext.devices.translate import calling, nvtx_redirects, to
 from megatron_ext.rules import rules
 

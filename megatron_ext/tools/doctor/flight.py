@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.config import stages
-from megatron_ext.config.flags import read_words
 from megatron_ext.config.hosting import preflight
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.layout_search import (
@@ -112,11 +111,7 @@ def check_training(
         yield Diagnosis("FAIL", "training", refusal.reason, refusal.remedy)
     for line in (*found.changes, *found.notices):
         yield Diagnosis("OK", "training", line)
-    args = Namespace(**read_words(flags))
-    args.world_size = count
-    for kind in ("tensor_model", "pipeline_model", "context", "expert_model"):
-        name = f"{kind}_parallel_size"
-        setattr(args, name, getattr(args, name, None) or 1)
+    args = found.given
     last = stages.parse_layout(getattr(args, "pipeline_model_parallel_layout", None) or "tL")[-1]
     args.ends_without_layers = last == "L"
     with suppress(ArgumentsError):  # refused above
@@ -129,26 +124,24 @@ def check_training(
         return
     name = found.pipeline.name if found.pipeline else "Megatron's own schedule"
     yield Diagnosis("OK", "training", f"{name} takes these flags")
-    yield from _arenas(found, args, is_here=count is None)
+    yield from _arenas(found, is_here=count is None)
     if device is None:
         line = "memory and time are not forecast: say for which devices, as --devices 64xh100"
         yield Diagnosis("OK", "layout", line)
     else:
-        yield from _forecast(found, args, flags, device)
+        yield from _forecast(found, flags, device)
 
 
-def _arenas(found: Preflight, args: Namespace, *, is_here: bool) -> Iterator[Diagnosis]:
+def _arenas(found: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
     """Yield the shared memory of a native transport, beside what is free if it runs here."""
-    pipeline = found.pipeline or found.transport_only
-    sizes = [
-        getattr(args, name, None) for name in ("seq_length", "micro_batch_size", "hidden_size")
-    ]
-    if pipeline is None or pipeline.transport == "torch" or not all(sizes):
-        return
-    is_half = getattr(args, "bf16", False) or getattr(args, "fp16", False)
+    pipeline, given = found.pipeline or found.transport_only, vars(found.given).get
     # A message is the activation of one micro-batch.
-    values = math.prod(size for size in sizes if size)
-    each = arena_bytes(pipeline, values * (2 if is_half else 4))
+    values = math.prod(
+        given(size) or 0 for size in ("seq_length", "micro_batch_size", "hidden_size")
+    )
+    if pipeline is None or pipeline.transport == "torch" or not values:
+        return
+    each = arena_bytes(pipeline, values * (2 if given("bf16") or given("fp16") else 4))
     whole = each * pipeline.pp
     shown = f"{each / _MIB:.0f} MiB for each rank at most, {whole / _MIB:.0f} MiB for a pipeline "
     shown += "on one machine"
@@ -179,12 +172,10 @@ def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
     return most * slots * math.ceil(message_bytes / page_bytes) * page_bytes
 
 
-def _forecast(
-    found: Preflight, args: Namespace, flags: Sequence[str], device: DeviceKind
-) -> Iterator[Diagnosis]:
+def _forecast(found: Preflight, flags: Sequence[str], device: DeviceKind) -> Iterator[Diagnosis]:
     """Compare memory and waiting with what the devices have, and name better flags."""
     try:
-        job, plan = planned(found, args, flags, device)
+        job, plan = planned(found, flags, device)
     except (ArgumentsError, ScheduleError) as error:
         yield Diagnosis.of("FAIL", "layout", error)
         return
@@ -218,7 +209,7 @@ def _forecast(
 
 
 def planned(
-    found: Preflight, args: Namespace, flags: Sequence[str], device: DeviceKind
+    found: Preflight, flags: Sequence[str], device: DeviceKind
 ) -> tuple[Question, Layout | None]:
     """Return the forecast of a training whose flags were accepted, whether or not it fits.
 
@@ -226,9 +217,9 @@ def planned(
         ArgumentsError: Sizes are missing, or do not divide.
         ScheduleError: The layers do not divide into the stages.
     """
-    model = sizes_of_flags(flags, "the model")
+    model, args = sizes_of_flags(flags, "the model"), found.given
     pp, tp = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
-    cp = args.context_parallel_size
+    cp, given = args.context_parallel_size, vars(args).get
     name = found.pipeline.name if found.pipeline else base_table(stages.chunks_of_megatron(args))
     if name.startswith(CSV_PREFIX) or found.config is None or found.config.disaggregation:
         name = ""  # the planner knows neither tables of the user's own nor roles
@@ -238,7 +229,6 @@ def planned(
     sequence = model.sequence
     if sequence is None:
         raise ArgumentsError("--seq-length is missing; give the tokens, say 4096")
-    given = vars(args).get
     mode = frozenset[str]()
     if given("recompute_granularity") == "full":
         mode = frozenset({"full"})
@@ -253,7 +243,7 @@ def planned(
         tp=tp,
         pp=pp,
         cp=cp,
-        ep=args.expert_model_parallel_size,
+        ep=given("expert_model_parallel_size") or 1,
         micro_batch=batches.micro_batch,
         mode=mode,
         num_microbatches=batches.twins * batches.num_microbatches,
@@ -278,8 +268,9 @@ def planned(
         plan = forecast(free, sizes, "none", 1)
     else:
         hosted = Namespace(**{"num_layers": None, **vars(args), **found.arguments})
-        placement = loop(pp, stages.chunks_of_megatron(args))
-        if found.pipeline is not None:
+        if found.pipeline is None:
+            placement = loop(pp, stages.chunks_of_megatron(args))
+        else:
             placement = found.pipeline.placement
         counts = stages.layers_of_flags(hosted, placement)
         if counts is None:
