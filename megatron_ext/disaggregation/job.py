@@ -51,6 +51,12 @@ class Job:
         """Rank among the processes of the same role."""
         return self.ranks.role_rank(self.place)
 
+    def name_of(self, rank: int | None) -> str:
+        """Return the name of a global rank for error messages; None: this process."""
+        rank = self.rank if rank is None else rank
+        role, dp, pp, tp = self.ranks.place(rank)
+        return f"{role} rank {rank} (stage {pp}, replica {dp}, shard {tp})"
+
     @property
     def shares_weights(self) -> bool:
         """Whether each replica sends its shard of the weights to the forward ranks of all."""

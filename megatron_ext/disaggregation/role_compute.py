@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_ext.config import active
-from megatron_ext.disaggregation.ship import Layers, Replay, Saved, replaying
+from megatron_ext.disaggregation.ship import Replay, Saved, replaying, saving
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.runtime.compute import StageCompute, microbatch_rng
 from megatron_ext.runtime.program import Form
@@ -78,7 +78,7 @@ class ForwardCompute(StageCompute):
     """Computes F of a forward rank."""
 
     job: Job
-    layers: Layers | None
+    layers: Sequence[torch.nn.Module] | None
     """The layers of the stage if their outputs are shipped, else None."""
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
@@ -86,13 +86,13 @@ class ForwardCompute(StageCompute):
         stage, _, microbatch, _ = action
         schedule, draws = self.table.schedule, active.draws_by_microbatch()
         is_last = stage == schedule.num_stages - 1
-        saving: AbstractContextManager[Saved] = nullcontext(Saved(with_generators=False))
+        keeping: AbstractContextManager[Saved] = nullcontext(Saved([], []))
         if self.layers is not None:
-            saving = self.layers.saving(with_generators=draws)
+            keeping = saving(self.layers, with_generators=draws)
         # Without a graph, which R builds on the backward rank: so the forward itself does not draw
         # the numbers of its micro-batch.
         drawing = microbatch_rng(active.iteration(), stage, microbatch) if draws else nullcontext()
-        with saving as saved, torch.no_grad(), drawing:
+        with keeping as saved, torch.no_grad(), drawing:
             [made] = self.forward(stage, microbatch, inputs or [None])
         feeds_forward = not is_last and schedule.runs_forward(stage + 1)
         results: Tensors = [made] if feeds_forward else []
@@ -137,7 +137,7 @@ class ForwardCompute(StageCompute):
 class BackwardCompute(StageCompute):
     """Computes R and B of a backward rank."""
 
-    layers: Layers | None
+    layers: Sequence[torch.nn.Module] | None
     """The layers of the stage if their outputs are shipped, else None."""
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:

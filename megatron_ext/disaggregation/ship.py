@@ -8,10 +8,9 @@ always does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import random
@@ -21,63 +20,49 @@ from megatron_ext.disaggregation.worlds import roles_in_force
 from megatron_ext.errors import ScheduleError
 
 
-@dataclass
-class Saved:
+class Saved(NamedTuple):
     """Tensors of one forward that a forward rank keeps for shipping."""
 
-    with_generators: bool
-    outputs: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor]
     """Output of each layer, `[s, b, h]`."""
-    generators: list[torch.Tensor] = field(default_factory=list)
+    generators: list[torch.Tensor]
     """Generator states before each layer, uint8, if needed."""
 
 
-class Layers:
-    """The transformer layers of a stage, whose chunk is given in its wrappers.
+def layers_of(chunk: torch.nn.Module) -> Sequence[torch.nn.Module]:
+    """Return the transformer layers of a stage, whose chunk is given in its wrappers.
 
     Raises:
         ScheduleError: The model does not have exactly one block of transformer layers.
     """
+    blocks = [module for module in chunk.modules() if isinstance(module, TransformerBlock)]
+    if len(blocks) != 1:
+        raise ScheduleError(
+            f"--fbd-activations ship needs a model with one block of transformer layers, this "
+            f"one has {len(blocks)}; use --fbd-activations recompute"
+        )
+    return list(blocks[0].layers)
 
-    def __init__(self, chunk: torch.nn.Module) -> None:
-        blocks = [module for module in chunk.modules() if isinstance(module, TransformerBlock)]
-        if len(blocks) != 1:
-            raise ScheduleError(
-                f"--fbd-activations ship needs a model with one block of transformer layers, this "
-                f"one has {len(blocks)}; use --fbd-activations recompute"
-            )
-        self._layers = list(blocks[0].layers)
-        self._saved: Saved | None = None
 
-    def __len__(self) -> int:
-        return len(self._layers)
+@contextmanager
+def saving(layers: Iterable[torch.nn.Module], *, with_generators: bool) -> Iterator[Saved]:
+    """Keep the outputs of layers that run inside the block."""
+    saved = Saved([], [])
 
-    def watch(self) -> None:
-        """Register the hooks that `saving` needs."""
+    def before(_layer: torch.nn.Module, _inputs: Any) -> None:
+        host, device, states = random._get_all_rng_states()
+        tracked = (states[name].cpu() for name in sorted(states))
+        saved.generators.append(torch.cat([host, device.cpu(), *tracked]))
 
-        def before(_layer: torch.nn.Module, _inputs: Any) -> None:
-            # With dropout the backward rank has to draw the same masks.
-            if self._saved is not None and self._saved.with_generators:
-                host, device, states = random._get_all_rng_states()
-                tracked = (states[name].cpu() for name in sorted(states))
-                self._saved.generators.append(torch.cat([host, device.cpu(), *tracked]))
+    def after(_layer: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
+        saved.outputs.append(outputs[0] if isinstance(outputs, tuple) else outputs)
 
-        def after(_layer: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
-            if self._saved is not None:
-                self._saved.outputs.append(outputs[0] if isinstance(outputs, tuple) else outputs)
-
-        for layer in self._layers:
-            layer.register_forward_pre_hook(before)
-            layer.register_forward_hook(after)
-
-    @contextmanager
-    def saving(self, *, with_generators: bool) -> Iterator[Saved]:
-        """Keep the outputs of layers that run inside the block."""
-        self._saved = saved = Saved(with_generators=with_generators)
-        try:
-            yield saved
-        finally:
-            self._saved = None
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(layer.register_forward_hook(after).remove)
+            if with_generators:  # with dropout the backward rank has to draw the same masks
+                hooks.callback(layer.register_forward_pre_hook(before).remove)
+        yield saved
 
 
 class Replay:
@@ -103,7 +88,7 @@ class Replay:
         if output is None:  # of the last layer, which nobody reads if another stage follows
             output = torch.empty_like(hidden_states)
         if self._generators is not None:
-            # One row with the states of all of Megatron's generators, as `Layers.watch` saves it.
+            # One row with the states of all of Megatron's generators, as `saving` makes it.
             host, device, tracked = random._get_all_rng_states()
             names = sorted(tracked)
             sizes = [len(state) for state in (host, device, *(tracked[name] for name in names))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
@@ -19,9 +19,9 @@ from megatron.core.utils import get_model_config
 from megatron_ext.config.active import required
 from megatron_ext.devices import device_of
 from megatron_ext.disaggregation.job import Job, current
-from megatron_ext.disaggregation.link import RoleLink
+from megatron_ext.disaggregation.link import explaining_failures, open_wire
 from megatron_ext.disaggregation.role_compute import BackwardCompute, ForwardCompute, RoleEnds
-from megatron_ext.disaggregation.ship import Layers
+from megatron_ext.disaggregation.ship import layers_of
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
 from megatron_ext.disaggregation.worlds import beat, hand_over, roles_in_force
 from megatron_ext.errors import ScheduleError
@@ -35,15 +35,19 @@ from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.upstream.signatures import default_groups
 
+if TYPE_CHECKING:
+    from megatron_ext.transport.base import Transport
+
 
 @dataclass
 class RoleRuntime:
     """State that lasts from step to step."""
 
     job: Job
-    link: RoleLink
+    wire: Transport
+    """Carries tensors and weights to the neighbours of this process."""
     weights: WeightSender | WeightReceiver
-    layers: Layers | None
+    layers: Sequence[torch.nn.Module] | None
     """Layers of this stage if their inputs are shipped, else None."""
     tables: dict[int, Table] = field(default_factory=dict)
     """By number of micro-batches."""
@@ -61,7 +65,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     runtime, config = _ready(chunks), get_model_config(chunks[0])
     if call.get("forward_only"):
         beat()  # backward ranks wait for all of an evaluation, however long it takes
-        with runtime.link.explaining_failures():
+        with explaining_failures(runtime.wire):
             groups = default_groups()
             shape = _shape(config, groups, call)
             if shape is not None and shape[-1] != config.hidden_size and groups.pp.size() > 1:
@@ -74,7 +78,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     try:
         compute = _run(runtime, call, chunks)
     except BaseException as error:
-        runtime.link.wire.abort(str(error))
+        runtime.wire.abort(str(error))
         raise
     if runtime.job.role == "backward" and config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(
@@ -92,7 +96,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
 
 def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Module]) -> StageCompute:
     """Run this process's row of the table once."""
-    job, link, layers = runtime.job, runtime.link, runtime.layers
+    job, layers = runtime.job, runtime.layers
     config, is_forward = get_model_config(chunks[0]), job.role == "forward"
     given, count = call["data_iterator"], call["num_microbatches"]
     table = runtime.tables.get(count)
@@ -134,9 +138,9 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
             order=TableOrder(table),
             compute=compute,
             sync=sync,
-            transport=link.wire,
+            transport=runtime.wire,
             timeout_s=job.timeout_s,
-            name_of=link.name_of,
+            name_of=job.name_of,
             observers=observers,
         ).run()
     return compute
@@ -163,13 +167,10 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
                 "the model declares routes or boundaries, but forward and backward ranks exchange "
                 "one tensor [s, b, h]; leave --forward-backward-disaggregating out"
             )
-        link = RoleLink(job, device_of(chunks))
-        forward = job.role == "forward"
-        layers = Layers(chunks[0]) if job.activations == "ship" else None
-        if layers is not None and forward:
-            layers.watch()
-        side = WeightReceiver if forward else WeightSender
-        roles.runtime = runtime = RoleRuntime(job, link, side(job, link, chunks), layers)
+        wire = open_wire(job, device_of(chunks))
+        layers = layers_of(chunks[0]) if job.activations == "ship" else None
+        side = WeightReceiver if job.role == "forward" else WeightSender
+        roles.runtime = runtime = RoleRuntime(job, wire, side(job, wire, chunks), layers)
         # Whatever the two roles were initialised or loaded with, from here on their weights are
         # equal.
         runtime.weights.step_done(updated=True)
@@ -212,8 +213,8 @@ def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
 
 def share_exit(chunks: Sequence[torch.nn.Module], *, is_over: bool) -> bool:
     """Return whether backward ranks have found that the training ends with this step."""
-    link = _ready(chunks).link
-    return bool(hand_over("end of the training", is_over, to="forward", pause=link.wire.poll))
+    pause = _ready(chunks).wire.poll
+    return bool(hand_over("end of the training", is_over, to="forward", pause=pause))
 
 
 def share_evaluation(
@@ -223,11 +224,11 @@ def share_evaluation(
 
     There they are in fp32 on the host.
     """
-    link = _ready(chunks).link
+    pause = _ready(chunks).wire.poll
     shared = hand_over(
         "losses of an evaluation",
         {key: loss.tolist() for key, loss in losses.items()},
         to="backward",
-        pause=link.wire.poll,
+        pause=pause,
     )
     return {key: torch.tensor(loss, dtype=torch.float32) for key, loss in shared.items()}

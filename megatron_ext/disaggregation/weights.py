@@ -7,7 +7,7 @@ buckets. A forward rank receives them before its next forward.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,12 +15,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
+from megatron_ext.errors import TransportError
 from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
-    from megatron_ext.disaggregation.link import RoleLink
+    from megatron_ext.transport.base import Transport
 
 _BUCKET_BYTES = 32 << 20
 
@@ -44,15 +45,8 @@ class _Weight(NamedTuple):
         return self.parameter.numel() // self.num_shards
 
 
-class _Placed(NamedTuple):
-    """A weight in a bucket."""
-
-    weight: _Weight
-    start: int
-    """Index of its first element within one message."""
-
-
-_Bucket = list[_Placed]
+# Weights, each with the index of its first element within one message.
+_Bucket = list[tuple[_Weight, int]]
 
 
 def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
@@ -74,14 +68,18 @@ def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
     size = 0
     for weight in weights:
         size_of_one = weight.parameter.element_size()
-        other_dtype = bucket and bucket[0].weight.parameter.dtype != weight.parameter.dtype
+        other_dtype = bucket and _dtype(bucket) != weight.parameter.dtype
         if bucket and (other_dtype or (size + weight.numel) * size_of_one > _BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
-        bucket.append(_Placed(weight, size))
+        bucket.append((weight, size))
         size += weight.numel
     if bucket:
         yield bucket
+
+
+def _dtype(bucket: _Bucket) -> torch.dtype:
+    return bucket[0][0].parameter.dtype
 
 
 # By bucket: the names of weights and their first elements.
@@ -123,18 +121,25 @@ def _travels_as(buffer: torch.Tensor) -> torch.dtype:
     return torch.float32 if buffer.is_floating_point() else buffer.dtype
 
 
-class WeightSender:
-    """The side of a backward rank, with its model in its wrappers."""
+class _Side:
+    """One end of the transfers, with its model in its wrappers."""
 
-    def __init__(self, job: Job, link: RoleLink, chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]) -> None:
         self._job = job
-        self._link = link
+        self._wire = wire
         self._chunks = chunks
+        self._partners = [job.ranks.rank(place) for place in job.weight_partners]
+
+
+class WeightSender(_Side):
+    """The side of a backward rank."""
+
+    def __init__(self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]) -> None:
+        super().__init__(job, wire, chunks)
         self._buckets = list(_portions(_weights(job, chunks)))
-        self._targets = [job.ranks.rank(place) for place in job.weight_partners]
         if job.shares_weights:
             layout = bytearray(json.dumps(_layout(chunks)).encode())
-            link.wire.begin([], 1)
+            wire.begin([], 1)
             self._isend(torch.frombuffer(layout, dtype=torch.uint8), _message(job, 0, header=True))
 
     def catch_up(self) -> None:
@@ -145,19 +150,19 @@ class WeightSender:
         # With loss scaling the optimizer may have skipped the step, but buffers have changed.
         states = [buffer.to(_travels_as(buffer)) for buffer in _buffers(self._chunks)]
         parts = [state.reshape(-1).view(torch.uint8).cpu() for state in states]
-        self._link.wire.begin([], 1)
+        self._wire.begin([], 1)
         notice = torch.cat([torch.tensor([updated], dtype=torch.uint8), *parts])
         self._isend(notice, _message(self._job, 0))
         if updated:
-            self._link.wire.begin([], 1)
+            self._wire.begin([], 1)
             # Nothing is flushed: the next forwards and the loading of data overlap with these
             # sends.
             for number, flat in enumerate(self._flats(), start=1):
                 self._isend(flat.cpu(), _message(self._job, number))
 
     def _isend(self, tensor: torch.Tensor, message: Message) -> None:
-        for target in self._targets:
-            self._link.wire.isend(tensor, target, message)
+        for target in self._partners:
+            self._wire.isend(tensor, target, message)
 
     def _flats(self) -> Iterator[torch.Tensor]:
         """Yield this replica's shard of each bucket, or whole buckets with all updates gathered."""
@@ -175,31 +180,47 @@ class WeightSender:
             if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
         for bucket in self._buckets:
-            yield torch.cat([placed.weight.parameter.detach().reshape(-1) for placed in bucket])
+            yield torch.cat([weight.parameter.detach().reshape(-1) for weight, _ in bucket])
 
 
-class WeightReceiver:
-    """The side of a forward rank, with its model in its wrappers."""
+class WeightReceiver(_Side):
+    """The side of a forward rank."""
 
-    def __init__(self, job: Job, link: RoleLink, chunks: Sequence[torch.nn.Module]) -> None:
-        self._job = job
-        self._link = link
-        self._chunks = chunks
+    def __init__(self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]) -> None:
+        super().__init__(job, wire, chunks)
         self._due = 0  # transfers that have not been received yet
-        self._sources = [job.ranks.rank(place) for place in job.weight_partners]
         weights = list(_weights(job, chunks))
-        self._buckets = self._filled(weights) if job.shares_weights else list(_portions(weights))
+        if job.shares_weights:
+            message = _message(job, 0, header=True)
+            self._begin({message: torch.uint8})
+            # All backward ranks have the same layout.
+            [encoded, *_] = [self._recv(source, message) for source in self._partners]
+            layout: _Layout = json.loads(encoded.numpy().tobytes())
+            by_name = {weight.name: weight for weight in weights}
+            self._buckets = [
+                [(by_name[name], start) for name, start in bucket] for bucket in layout
+            ]
+        else:
+            self._buckets = list(_portions(weights))
 
-    def _filled(self, weights: Sequence[_Weight]) -> list[_Bucket]:
-        """Receive the layout of the buckets, the same on all backward ranks."""
-        message = _message(self._job, 0, header=True)
-        self._link.wire.begin(
-            [Expected(source, message, None, torch.uint8) for source in self._sources], 1
+    def _begin(self, expected: Mapping[Message, torch.dtype]) -> None:
+        """Expect messages from each partner."""
+        self._wire.begin(
+            [
+                Expected(source, message, None, dtype)
+                for message, dtype in expected.items()
+                for source in self._partners
+            ],
+            len(expected),
         )
-        [encoded, *_] = [self._link.recv_from(source, message) for source in self._sources]
-        layout: _Layout = json.loads(encoded.cpu().numpy().tobytes())
-        by_name = {weight.name: weight for weight in weights}
-        return [[_Placed(by_name[name], start) for name, start in bucket] for bucket in layout]
+
+    def _recv(self, source: int, message: Message) -> torch.Tensor:
+        try:
+            return self._wire.recv(source, message, self._job.timeout_s)
+        except TransportError as error:
+            raise type(error)(
+                f"{self._job.name_of(None)} waits for {self._job.name_of(source)}: {error}"
+            ) from error
 
     def step_done(self, *, updated: bool) -> None:
         """Expect a transfer; only the other side knows whether weights were updated."""
@@ -213,8 +234,8 @@ class WeightReceiver:
 
     def receive(self) -> None:
         """Receive one transfer."""
-        self._link.wire.begin([self._expected(rank, 0, torch.uint8) for rank in self._sources], 1)
-        notices = [self._link.recv_from(rank, _message(self._job, 0)) for rank in self._sources]
+        self._begin({_message(self._job, 0): torch.uint8})
+        notices = [self._recv(source, _message(self._job, 0)) for source in self._partners]
         taken = 1  # all sources hold the same buffers
         for buffer in _buffers(self._chunks):
             dtype = _travels_as(buffer)
@@ -222,25 +243,15 @@ class WeightReceiver:
             buffer.data = notices[0][taken:end].clone().view(dtype).view(buffer.shape)
             taken = end
         if any(bool(notice[0]) for notice in notices):
-            self._link.wire.begin(
-                [
-                    self._expected(rank, number, bucket[0].weight.parameter.dtype)
-                    for number, bucket in enumerate(self._buckets, start=1)
-                    for rank in self._sources
-                ],
-                len(self._buckets),
-            )
-            for number, bucket in enumerate(self._buckets, start=1):
-                message = _message(self._job, number)
-                parts = [self._link.recv_from(rank, message) for rank in self._sources]
+            messages = [_message(self._job, number + 1) for number in range(len(self._buckets))]
+            self._begin(dict(zip(messages, map(_dtype, self._buckets), strict=True)))
+            for bucket, message in zip(self._buckets, messages, strict=True):
+                parts = [self._recv(source, message) for source in self._partners]
                 if self._job.shares_weights:
                     # Ordered by replica: one bucket for each tensor-parallel rank.
                     num_shards = len(parts) // self._job.ranks.dp
                     parts = [torch.cat(parts[shard::num_shards]) for shard in range(num_shards)]
                 _unpack(bucket, parts)
-
-    def _expected(self, twin: int, number: int, dtype: torch.dtype) -> Expected:
-        return Expected(twin, _message(self._job, number), None, dtype)
 
 
 @torch.no_grad()

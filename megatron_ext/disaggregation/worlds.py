@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.utils.store import barrier
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_ext.config.active import required
@@ -45,9 +46,9 @@ class Roles:
     """State from step to step, after the first one."""
 
     def close(self) -> None:
-        """Close the links to the other ranks."""
+        """Close the wire to the other ranks."""
         if self.runtime is not None:
-            self.runtime.link.wire.close()
+            self.runtime.wire.close()
 
 
 def join(backend: str) -> None:
@@ -131,10 +132,7 @@ def leave() -> None:
     """Wait for all processes of the job."""
     # Otherwise the host of the store would exit while others still use it.
     job, store = _job(), roles_in_force().store
-    store.add(f"{_PREFIX}/left", 1)
-    if store.add(f"{_PREFIX}/left", 0) == job.ranks.num_ranks:
-        store.set(f"{_PREFIX}/all left", "")
-    store.wait([f"{_PREFIX}/all left"], timedelta(seconds=job.timeout_s))
+    barrier(store, job.ranks.num_ranks, f"{_PREFIX}/left", job.timeout_s, rank=job.rank)
 
 
 def _job() -> Job:

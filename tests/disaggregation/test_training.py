@@ -205,13 +205,13 @@ def run_counting(argv: list[str]) -> tuple[tuple[str, Captured], list[bool]]:
     """Train as one rank; also return which steps changed the weights, on backward ranks."""
     from megatron_ext.disaggregation.weights import WeightSender
 
-    send, told = WeightSender.send, []
+    send, told = WeightSender.step_done, []
 
     def counting(self: WeightSender, *, updated: bool) -> None:
         told.append(updated)
         send(self, updated=updated)
 
-    setattr(WeightSender, "send", counting)  # noqa: B010
+    setattr(WeightSender, "step_done", counting)  # noqa: B010
     return run_role(argv), told
 
 
