@@ -99,15 +99,17 @@ class TorchTransport:
         self._waiting: deque[Expected] = deque()
         # Receives in progress, by source and message.
         self._posted: dict[tuple[int, Message], _Posted] = {}
-        self._sent: dict[Pair, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
+        # Sends in progress, by target.
+        self._sent: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
         self._slots = 1
         # Most tensors that one of this rank's messages had so far.
         self._parts = 1
         self._step = 0
         # Number of `isend` and `recv` calls in this step.
         self._calls = 0
-        self._abort_key = f"{_ABORTED}/{self._me}"
-        _store().delete_key(self._abort_key)  # an earlier transport of this job may have set it
+        _store().delete_key(
+            f"{_ABORTED}/{self._me}"
+        )  # an earlier transport of this job may have set it
         wire = f"torch.distributed, {dist.get_backend(group)}"
         peers = {rank for pair in self._groups for rank in pair} - {self._me}
         self._stats = Stats(wires=dict.fromkeys(peers, wire))
@@ -128,11 +130,10 @@ class TorchTransport:
         """Send a tensor; keep its storage until the send completes."""
         if self._one_by_one:
             self._post_due()
-        pair = (self._me, target)
         self._parts = max(self._parts, message.part + message.header + 1)
         # An alias: the caller may replace the `data` of its own tensor to free the output.
         tensor = plain(tensor.detach())
-        sent, group = self._sent[pair], self._groups[pair]
+        sent, group = self._sent[target], self._groups[self._me, target]
         parts = [(tensor, False)]
         if self._shapes_travel:
             if tensor.ndim > _MAX_DIMS:
@@ -154,7 +155,7 @@ class TorchTransport:
         # all tensors of a message, and their headers.
         limit = 2 * self._slots * self._parts * (2 if self._shapes_travel else 1)
         while len(sent) > limit:
-            self._wait_sent(pair, sent.popleft()[0], None)
+            self._wait(sent.popleft()[0], target, None, None)
         self.count_call()
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
@@ -169,7 +170,7 @@ class TorchTransport:
         if posted.is_header:
             posted = self._post_message(posted, timeout_s)
         self.count_call()
-        self._wait(posted, timeout_s)
+        self._wait(posted.work, source, message, timeout_s)
         return posted.tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
@@ -184,14 +185,14 @@ class TorchTransport:
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all sends have completed."""
-        for pair, sent in self._sent.items():
+        for target, sent in self._sent.items():
             while sent:
-                self._wait_sent(pair, sent.popleft()[0], timeout_s)
+                self._wait(sent.popleft()[0], target, None, timeout_s)
 
     def abort(self, reason: str) -> None:
         """Drop all operations. Peers learn the reason when this process exits, or time out."""
         with suppress(RuntimeError, ValueError):  # the store may have gone with its process
-            _store().set(self._abort_key, reason)
+            _store().set(f"{_ABORTED}/{self._me}", reason)
         self._drop()
 
     def _drop(self) -> None:
@@ -227,27 +228,32 @@ class TorchTransport:
 
     def _post(self, item: Expected) -> None:
         source, message, shape, dtype, _ = item
-        if not self._shapes_travel:
-            if shape is None:
-                raise TransportError(f"{message}: this transport sends no shapes; name the shape")
-            self._posted[source, message] = self._start_recv(item, self._empty(shape, dtype))
-            return
-        header = self._empty((1 + _MAX_DIMS,), torch.int64)
-        posted = self._start_recv(item, header, is_header=True)
-        if self._one_by_one:
-            posted = self._post_message(posted, self._timeout_s)
+        if self._shapes_travel:
+            posted = self._start_recv(item, (1 + _MAX_DIMS,), torch.int64, is_header=True)
+            if self._one_by_one:
+                posted = self._post_message(posted, self._timeout_s)
+        elif shape is None:
+            raise TransportError(f"{message}: this transport sends no shapes; name the shape")
+        else:
+            posted = self._start_recv(item, shape, dtype)
         self._posted[source, message] = posted
 
     def _post_message(self, header: _Posted, timeout_s: float) -> _Posted:
         """Wait for a header and start the receive of its message."""
-        self._wait(header, timeout_s)
+        source, message, _, dtype, _ = header.expected
+        self._wait(header.work, source, message, timeout_s)
         ndim, *shape = header.tensor.tolist()
-        tensor = self._empty(tuple(shape[:ndim]), header.expected.dtype)
-        return self._start_recv(header.expected, tensor)
+        return self._start_recv(header.expected, tuple(shape[:ndim]), dtype)
 
     def _start_recv(
-        self, item: Expected, tensor: torch.Tensor, *, is_header: bool = False
+        self,
+        item: Expected,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        is_header: bool = False,
     ) -> _Posted:
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
         group = self._groups[item.source, self._me]
         work = dist.irecv(tensor, item.source, group, tag=self._tag(item.message, is_header))
         assert work is not None
@@ -267,42 +273,32 @@ class TorchTransport:
         tag |= _KINDS.index(message.kind)
         return tag << 2 | is_header << 1 | self._step & 1 | 1 << 30
 
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device)
+    def _wait(
+        self, work: dist.Work, peer: int, message: Message | None, timeout_s: float | None
+    ) -> None:
+        """Wait until a message of a peer has come, or without one, until a send to it completes.
 
-    def _wait_sent(self, pair: Pair, work: dist.Work, timeout_s: float | None) -> None:
-        """Wait until a send completes. None: the group's time-out applies."""
+        None as time-out: that of the group applies.
+        """
         begin = time.perf_counter()
         try:
-            self._wait_work(work, timeout_s)
+            # A wait of NCCL and MCCL blocks the device and not the host; a time-out would make the
+            # host poll. If a message never arrives, the group's time-out ends the process.
+            if timeout_s is None or not self._matches_tags:
+                timeout_s = self._timeout_s
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
+            what = f"rank {peer} did not receive what rank {self._me} sent"
+            if message is not None:
+                what = f"{message} did not come from rank {peer}"
             raise TransportError(
-                f"rank {pair[1]} did not receive what rank {pair[0]} sent: waited "
-                f"{time.perf_counter() - begin:.1f} s; {_reason(pair[1], error)}"
+                f"{what}: waited {time.perf_counter() - begin:.1f} s of {timeout_s:g} s; "
+                f"{_reason(peer, error)}"
             ) from error
-
-    def _wait(self, posted: _Posted, timeout_s: float) -> None:
-        begin = time.perf_counter()
-        try:
-            self._wait_work(posted.work, timeout_s)
-        except RuntimeError as error:
-            waited_s = time.perf_counter() - begin
-            limit_s = timeout_s if self._matches_tags else self._timeout_s
-            raise TransportError(
-                f"{posted.expected.message} did not come from rank {posted.expected.source}: "
-                f"waited {waited_s:.1f} s of {limit_s:g} s; "
-                f"{_reason(posted.expected.source, error)}"
-            ) from error
-        self._stats.waited_s += time.perf_counter() - begin
-
-    def _wait_work(self, work: dist.Work, timeout_s: float | None) -> None:
-        """Wait for an operation."""
-        # A wait of NCCL and MCCL blocks the device and not the host; a time-out would make the host
-        # poll. If a message never arrives, the group's time-out ends the process.
-        if timeout_s is None or not self._matches_tags:
-            work.wait()
-        else:
-            work.wait(timedelta(seconds=timeout_s))
+        if message is not None:
+            self._stats.waited_s += time.perf_counter() - begin
 
 
 def groups_of_ranks(

@@ -151,8 +151,9 @@ DEVICE_MUTANTS = (
     Mutant(
         "nothing waits for a receive",
         _TORCH,
-        "        if timeout_s is None or not self._matches_tags:\n            work.wait()\n",
-        "        if timeout_s is None or not self._matches_tags:\n            pass\n",
+        "            if timeout_s is None or not self._matches_tags:\n"
+        "                timeout_s = self._timeout_s\n                work.wait()\n",
+        "            if timeout_s is None or not self._matches_tags:\n                pass\n",
         _on("torch", "anything", "copies of rank 0"),
     ),
     Mutant(
