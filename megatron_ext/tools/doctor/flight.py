@@ -225,7 +225,12 @@ def planned(
         name = ""  # the planner knows neither tables of the user's own nor roles
     twins = found.config.twins if found.config else 1
     batches = stages.batches_of(args, pp, twins)
-    count = args.world_size or tp * pp * cp
+    count, experts = args.world_size or tp * pp * cp, given("expert_model_parallel_size") or 1
+    if (ranks := count // pp) % experts:
+        raise ArgumentsError(
+            f"--expert-model-parallel-size {experts} does not divide the {ranks} ranks of a stage; "
+            f"use {math.gcd(experts, ranks)}"
+        )
     sequence = model.sequence
     if sequence is None:
         raise ArgumentsError("--seq-length is missing; give the tokens, say 4096")
@@ -243,7 +248,7 @@ def planned(
         tp=tp,
         pp=pp,
         cp=cp,
-        ep=given("expert_model_parallel_size") or 1,
+        ep=experts,
         micro_batch=batches.micro_batch,
         mode=mode,
         num_microbatches=batches.twins * batches.num_microbatches,

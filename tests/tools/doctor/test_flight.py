@@ -45,6 +45,10 @@ CASES = {
         ONE.format(64) + PP.format(2) + "--num-layers 33", "layout", "FAIL",
         "33 layers do not divide into 2 stages",
     ),
+    "experts on too many ranks": (
+        ONE.format(64) + PP.format(8) + "--num-experts 8 --expert-model-parallel-size 2", "layout",
+        "FAIL", "--expert-model-parallel-size 2 does not divide the 1 ranks of a stage",
+    ),
     "no sizes": (ONE.format(64) + "--hidden-size 0", "layout", "FAIL", "--hidden-size is missing"),
     "#1450": (DEVICE + "--num-virtual-stages-per-pipeline-rank 2 --variable-seq-lengths "
               "--moe-token-dispatcher-type alltoall", "known hang", "WARN", "1450"),
