@@ -1,61 +1,55 @@
-"""Support for third-party training loops ("hosts") that call Megatron's schedules.
+"""Support for third-party training loops ("hosts") that call Megatron's schedules: Megatron-Bridge.
 
-Each host has a module with a table `PATCHES` and a function `check_installed`. The module is
-imported just before its host, so an unused host costs nothing.
+A host's module has a table `PATCHES` and is imported just before the host, so an unused host costs
+nothing.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 
 from megatron_ext.config import active
 from megatron_ext.patches import hooks
 from megatron_ext.patches.registry import REGISTRY
 
-__all__ = ["HOSTS", "arm", "check_some_host"]
+__all__ = ["arm", "check_some_host"]
 
-HOSTS = {"megatron.bridge": "megatron_ext.hosts.bridge"}
-"""The module that supports a host, by the host's package."""
+_BRIDGE = "megatron.bridge"
 
 
 def arm() -> None:
-    """Register the patches of each host just before it is imported. Idempotent."""
-    for package, module in HOSTS.items():
-        begin: Callable[[], None] = partial(_begin, module)
-        if package in sys.modules:
-            begin()
-        else:
-            hooks.before(package, begin)
+    """Register the patches of a host just before it is imported. Idempotent."""
+    if _BRIDGE in sys.modules:
+        _begin()
+    else:
+        hooks.before(_BRIDGE, _begin)
 
 
-def _begin(name: str) -> None:
+def _begin() -> None:
     from megatron_ext.config.flags import requested_flags
+    from megatron_ext.hosts import bridge
+    from megatron_ext.hosts.bridge_requirements import check_installed
 
-    module = import_module(name)
-    REGISTRY.register(module.PATCHES)
+    REGISTRY.register(bridge.PATCHES)
     found = active.active()
     if requested_flags() or (found is not None and not found.is_sized):
-        module.check_installed()
+        check_installed()
 
 
 def check_some_host() -> None:
-    """Check that at least one host is installed, and that every installed one can run.
+    """Check that a host is installed, and that it can run.
 
     Raises:
-        UserError: No host is installed, or a host lacks a requirement; names what to install.
+        UserError: No host is installed, or it lacks a requirement; names what to install.
     """
     from megatron_ext.errors import ArgumentsError
+    from megatron_ext.hosts.bridge_requirements import check_installed
 
-    here = [module for package, module in HOSTS.items() if find_spec(package) is not None]
-    if not here:
+    if find_spec(_BRIDGE) is None:
         raise ArgumentsError(
             "configure was given no sizes, and no training loop that knows them is installed; "
             "give pipeline_ranks, num_microbatches and num_layers, or pip install "
             "'megatron-bridge>=0.6,<0.7' and train with its pretrain or finetune"
         )
-    for module in here:
-        import_module(module).check_installed()
+    check_installed()

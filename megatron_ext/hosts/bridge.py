@@ -20,7 +20,6 @@ from megatron_ext import devices
 from megatron_ext.config import active, entrances
 from megatron_ext.config.flags import FLAGS, parse_words, requested_flags
 from megatron_ext.errors import ArgumentsError, DataError, ScheduleError
-from megatron_ext.hosts.bridge_requirements import check_installed
 from megatron_ext.hosts.bridge_settings import Settings
 from megatron_ext.patches import effects, folded_pipelines, schedules
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
@@ -28,8 +27,6 @@ from megatron_ext.patches.registry import REGISTRY
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
-
-__all__ = ["PATCHES", "check_installed"]
 
 _TRAINING = "megatron.bridge.training"
 
