@@ -52,7 +52,7 @@ def entries(text: str) -> list[tuple[str, str]]:
     return [(" ".join(key.split()), " ".join(value.split())) for key, value in found]
 
 
-def rules(text: str) -> tuple[Rule, ...]:
+def read_rules(text: str) -> tuple[Rule, ...]:
     """Return the rules of a text."""
     found = []
     for settings, why in entries(text):

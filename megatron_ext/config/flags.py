@@ -42,8 +42,6 @@ REMOVED = {"--fbd-forward-device": "leave it out: forward ranks compute on the s
 """Flags of the release before that are refused, each with the remedy; kept for one release."""
 
 
-# Help texts by flag, with the field that it sets, `part.field` for one of a part, and how its value
-# is called. The field's type says what values there are; without a field a flag is a switch.
 _OPTIONS = "\n".join(
     f"{generator.flag(key)}\n"
     f"    Option of --pipeline-schedule {generator.name} (default: {values[0]})."
@@ -51,6 +49,8 @@ _OPTIONS = "\n".join(
     for key, values in generator.options.items()
 )
 _IGNORED = "\n".join(f"{flag} - VALUE\n    Ignored: {reason}." for flag, reason in DROPPED.items())
+# Help texts by flag, with the field that it sets, `part.field` for one of a part, and how its value
+# is called. The field's type says what values there are; without a field a flag is a switch.
 _HELP = f"""
 --device-backend device
     Device that Megatron runs on. auto picks CUDA, else MUSA, else the CPU. Programs that build

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_ext.config.flags import FLAG_OF, in_fields
 from megatron_ext.disaggregation.role_settings import profiles_with_torch
 from megatron_ext.errors import ArgumentsError, ScheduleError
-from megatron_ext.rules import Rule, rules
+from megatron_ext.rules import Rule, read_rules
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
@@ -306,7 +306,7 @@ _TEXTS = {
 }
 
 
-RULES = {group: rules(text) for group, text in _TEXTS.items()}
+RULES = {group: read_rules(text) for group, text in _TEXTS.items()}
 """By feature, field or kind of table: the settings of Megatron's to refuse."""
 
 _OF_REPLICA = ("tensor_model", "pipeline_model", "context")

@@ -28,7 +28,7 @@ from megatron_ext.devices.translate import (
     translator,
 )
 from megatron_ext.errors import DeviceError
-from megatron_ext.rules import rules
+from megatron_ext.rules import read_rules
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ class CpuDevice(Device):
     lacks = (
         *TRANSFORMER_ENGINE_ONLY,
         *CUDA_ONLY,
-        *rules("""
+        *read_rules("""
             overlap_p2p_comm_warmup_flush
                 --overlap-p2p-communication-warmup-flush relies on NCCL's stream order: with gloo
                 the evaluation never ends; leave it out

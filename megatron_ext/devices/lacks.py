@@ -5,9 +5,9 @@ Shared by the backends other than CUDA. Every message names the flag, the reason
 
 from __future__ import annotations
 
-from megatron_ext.rules import rules
+from megatron_ext.rules import read_rules
 
-CUDA_ONLY = rules("""
+CUDA_ONLY = read_rules("""
     moe_token_dispatcher_type!=allgather,alltoall
         --moe-token-dispatcher-type flex needs DeepEP or HybridEP on GPUs; use alltoall
     cuda_graph_impl!=none | enable_cuda_graph | external_cuda_graph
@@ -34,7 +34,7 @@ CUDA_ONLY = rules("""
 """)
 """Features of NVIDIA's GPUs and libraries."""
 
-TRANSFORMER_ENGINE_ONLY = rules("""
+TRANSFORMER_ENGINE_ONLY = read_rules("""
     context_parallel_size>1
         --context-parallel-size > 1 needs Transformer Engine's attention, which is CUDA only; use
         --tensor-model-parallel-size with --sequence-parallel to split long sequences

@@ -20,7 +20,7 @@ from megatron_ext.devices import translate
 from megatron_ext.devices.backend import Device, Redirect
 from megatron_ext.devices.lacks import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY
 from megatron_ext.devices.translate import calling, nvtx_redirects, to
-from megatron_ext.rules import rules
+from megatron_ext.rules import read_rules
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -55,7 +55,7 @@ _DEFAULTS_WITHOUT_TE: dict[str, tuple[object, str]] = {
     "no_persist_layer_norm": (True, "the persistent layer norm is a CUDA kernel of Apex"),
 }
 
-_GROUPED_GEMM = rules("""
+_GROUPED_GEMM = read_rules("""
     moe_grouped_gemm
         --moe-grouped-gemm is accepted by upstream from CUDA compute capability 8 on, which MUSA
         does not claim; leave it out: experts then run one by one

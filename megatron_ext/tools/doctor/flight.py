@@ -28,7 +28,7 @@ from megatron_ext.planning.layout_search import (
 )
 from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import techniques_of_flags
-from megatron_ext.rules import rules
+from megatron_ext.rules import read_rules
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
 from megatron_ext.schedules.search.policies import arena_slots
 from megatron_ext.schedules.table.placement import loop
@@ -71,7 +71,7 @@ class Diagnosis:
 
 
 _OURS = "--pipeline-schedule"
-KNOWN_HANGS = rules(f"""
+KNOWN_HANGS = read_rules(f"""
     --variable-seq-lengths: variable_seq_lengths & pipeline_model_parallel_size=2 & num_chunks>1
         two ranks exchange shapes in both directions at once, and swap them: hangs or fails
         (Megatron-LM#1450, docs/hangs.md); add {_OURS} interleaved, whose messages have names
