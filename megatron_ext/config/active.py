@@ -203,10 +203,6 @@ class Environment:
             rendezvous_host=environ.get("MASTER_ADDR") or "localhost",
         )
 
-    def ranks_per_node(self, world_size: int) -> int:
-        """Return the number of ranks on this host."""
-        return self.local_world_size or world_size
-
 
 class Closing(Protocol):
     """Something that ends with the configuration."""

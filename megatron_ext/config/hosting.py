@@ -239,8 +239,8 @@ def _torch_is_best(config: PipelineConfig, world_size: int, *, here: bool) -> bo
         return False
     if config.device_path == "ipc" or config.checksums:  # torch.distributed has neither
         return False
-    on_one_host = Environment.read().ranks_per_node(world_size) >= world_size
-    if config.schedule is None and not on_one_host:
+    local_world_size = Environment.read().local_world_size or world_size
+    if config.schedule is None and local_world_size < world_size:
         return False
     if here and devices.current().is_host:
         return False

@@ -6,7 +6,6 @@ table does both, so they exclude each other.
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.config.flags import FLAG_OF, in_fields
+from megatron_ext.config.stages import replica_size, world_size
 from megatron_ext.disaggregation.role_settings import profiles_with_torch
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.rules import Rule, read_rules
@@ -309,8 +309,6 @@ _TEXTS = {
 RULES = {group: read_rules(text) for group, text in _TEXTS.items()}
 """By feature, field or kind of table: the settings of Megatron's to refuse."""
 
-_OF_REPLICA = ("tensor_model", "pipeline_model", "context")
-
 DROPPED_BY_ROLES = RULES["dropped_by_roles"] + RULES["dropped"] + RULES["dropped_by_line"]
 """What forward and backward ranks do themselves, or do without."""
 
@@ -353,10 +351,8 @@ def rules_of(
     ]
     if table is not None and not is_stock:
         placement = table.placement
-        sizes = (getattr(args, f"{kind}_parallel_size", None) or 1 for kind in _OF_REPLICA)
-        replicas = (getattr(args, "world_size", None) or 1) // math.prod(sizes)
         # Tensor-, context- and expert-parallel ranks follow one leader; replicas do not.
-        has_replicas = replicas * placement.twins > 1
+        has_replicas = world_size(args) // replica_size(args) * placement.twins > 1
         # Not the name of the schedule decides, but the table: a file may have any of these.
         groups += [
             ("schedule", "split", table.splits_backward),

@@ -204,7 +204,7 @@ def flags_for(
     chunks, mtp = stages // ranks, given("mtp_num_layers") or 0
     wanted: dict[str, Any] = {"pipeline_model_parallel_size": ranks}
     if chunks > 1 and ranks == 2:
-        wanted["overlap_p2p_comm"] = True  # see ModelBuild.overlaps_p2p
+        wanted["overlap_p2p_comm"] = True  # see ModelBuild.transformer
     layout = value if cut_flag == _LAYOUT else None
     auto, is_hybrid = given("pipeline_layout") == "auto", any(map(given, _HYBRID))
     if layout is not None:
@@ -357,14 +357,6 @@ class ModelBuild:
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property
-    def overlaps_p2p(self) -> bool:
-        """Whether to set Megatron's `overlap_p2p_comm`.
-
-        Our messages bypass it, but Megatron accepts several chunks on two ranks only with it.
-        """
-        return self.num_chunks > 1 and self.pipeline_model_parallel_size == 2
-
-    @property
     def groups(self) -> dict[str, int | None]:
         """Keywords for `megatron.core.parallel_state.initialize_model_parallel`."""
         return {
@@ -376,11 +368,13 @@ class ModelBuild:
     def transformer(self) -> dict[str, Any]:
         """Keywords for `megatron.core.transformer.TransformerConfig`."""
         varying = {"variable_seq_lengths": True} if self.variable_seq_lengths else {}
+        # Our messages bypass it, but Megatron accepts several chunks on two ranks only with it.
+        overlaps = self.num_chunks > 1 and self.pipeline_model_parallel_size == 2
         return {
             **self.groups,
             "pipeline_model_parallel_layout": self.pipeline_model_parallel_layout,
-            "overlap_p2p_comm": self.overlaps_p2p,
-            "batch_p2p_comm": not self.overlaps_p2p,
+            "overlap_p2p_comm": overlaps,
+            "batch_p2p_comm": not overlaps,
             **varying,
         }
 
@@ -406,11 +400,11 @@ def check_ranks(args: Namespace, config: PipelineConfig) -> None:
     Raises:
         ConfigurationError: It cannot; the message names numbers that work.
     """
-    pp, chosen = args.pipeline_model_parallel_size, f"--pipeline-schedule {config.schedule}"
-    if getattr(args, "pipeline_schedule", None) is None:  # another flag may have chosen it
-        for flag in ("--use-dpp", "--enable-bitpipe-schedule"):
-            chosen = flag if getattr(args, _dest(flag), False) else chosen
-    ranks = "--pipeline-model-parallel-size"
+    pp, ranks = args.pipeline_model_parallel_size, "--pipeline-model-parallel-size"
+    chosen, given = f"--pipeline-schedule {config.schedule}", vars(args).get
+    if given("pipeline_schedule") is None:  # another flag may have chosen it
+        switches = ("--enable-bitpipe-schedule", "--use-dpp")
+        chosen = next((flag for flag in switches if given(_dest(flag))), chosen)
     if pp < 2:
         raise ConfigurationError(
             f"{chosen} needs a pipeline, {ranks} {pp} makes none; use {ranks} {2 * config.twins}, "
@@ -638,6 +632,10 @@ def _global_batches(args: Namespace, step: int) -> tuple[list[int], str]:
 
 def world_size(args: Namespace) -> int:
     """Return the number of ranks, or where it is unknown that of one replica."""
+    return int(getattr(args, "world_size", None) or replica_size(args))
+
+
+def replica_size(args: Namespace) -> int:
+    """Return the number of ranks that hold one copy of the model, or two in mirrored pipelines."""
     sizes = ("tensor_model", "pipeline_model", "context")
-    of_replica = math.prod(getattr(args, f"{kind}_parallel_size", 1) for kind in sizes)
-    return int(getattr(args, "world_size", None) or of_replica)
+    return math.prod(getattr(args, f"{kind}_parallel_size", None) or 1 for kind in sizes)

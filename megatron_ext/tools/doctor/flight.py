@@ -225,7 +225,7 @@ def planned(
         name = ""  # the planner knows neither tables of the user's own nor roles
     twins = found.config.twins if found.config else 1
     batches = stages.batches_of(args, pp, twins)
-    count, experts = args.world_size or tp * pp * cp, given("expert_model_parallel_size") or 1
+    count, experts = stages.world_size(args), given("expert_model_parallel_size") or 1
     if (ranks := count // pp) % experts:
         raise ArgumentsError(
             f"--expert-model-parallel-size {experts} does not divide the {ranks} ranks of a stage; "
