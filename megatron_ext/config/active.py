@@ -369,11 +369,7 @@ def iteration() -> int:
 
 
 def seed_of(*key: int | str) -> int:
-    """Return a 63-bit seed derived from the run's seed and a key.
-
-    Raises:
-        ScheduleError: The run has no seed.
-    """
+    """Return a 63-bit seed derived from a key and from the run's seed, which must be there."""
     found = active()
     if found is None or found.seed is None:
         raise ScheduleError("random numbers by micro-batch need a seed; give --microbatch-rng")

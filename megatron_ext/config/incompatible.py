@@ -434,11 +434,7 @@ def drop(found: Preflight, args: Namespace, rules: Iterable[Rule]) -> dict[str, 
 
 
 def suit_layers(found: Preflight, pipeline: Pipeline, args: Namespace, *, here: bool) -> None:
-    """Give the pipeline a form that the layers of Transformer Engine can run, and notices.
-
-    Raises:
-        ArgumentsError: The table splits backwards, but these layers cannot.
-    """
+    """Give the pipeline a form that the layers of Transformer Engine can run, or refuse it."""
     if not pipeline.full.splits_backward or "transformer_impl" not in args:
         return
     subject, reason = f"--pipeline-schedule {pipeline.name}", why_te_cannot_split(args, here=here)

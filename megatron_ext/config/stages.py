@@ -45,10 +45,7 @@ _LETTERS = {"embedding": "E", "encoder": "e", "decoder": "t", "mtp": "m", "loss"
 
 
 def _cut_flag(args: Namespace) -> tuple[str, Any]:
-    """Return the user's flag about the stages of each rank and its value, or two empty ones.
-
-    Two such flags are an error.
-    """
+    """Return the user's one flag about the stages of each rank and its value, or two empty ones."""
     values = {flag: vars(args).get(_dest(flag)) for flag in (_LAYOUT, _CHUNKS, _LAYERS)}
     pattern = _pattern(args) or ""
     found = {**values, _PATTERN: pattern if "|" in pattern else None}.items()
@@ -395,11 +392,7 @@ class ModelBuild:
 
 
 def check_ranks(args: Namespace, config: PipelineConfig) -> None:
-    """Check that Megatron can host a schedule on the ranks of the whole pipeline world.
-
-    Raises:
-        ConfigurationError: It cannot; the message names numbers that work.
-    """
+    """Refuse a number of ranks on which Megatron cannot host the schedule; name one that works."""
     pp, ranks = args.pipeline_model_parallel_size, "--pipeline-model-parallel-size"
     chosen, given = f"--pipeline-schedule {config.schedule}", vars(args).get
     if given("pipeline_schedule") is None:  # another flag may have chosen it
@@ -419,11 +412,7 @@ def check_ranks(args: Namespace, config: PipelineConfig) -> None:
 
 
 def check_file(name: str, pp: int, batches: Batches) -> None:
-    """Check that the table of a file (`csv:FILE`) has the size of the run.
-
-    Raises:
-        ScheduleError: It has another one; the message names the flags to change.
-    """
+    """Refuse a run of another size than the table of a file (`csv:FILE`), with flags to change."""
     table = load_csv(name.removeprefix(CSV_PREFIX))
     if table.pp != pp:
         raise ScheduleError(

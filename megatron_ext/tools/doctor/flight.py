@@ -303,10 +303,8 @@ _CHANGES = {
 def nearest(job: Question, own: Layout) -> tuple[str, Layout | None]:
     """Return the fastest layout that fits, is faster than a fitting one, and differs in one thing.
 
-    If there is none, or it gains little where devices mostly wait, several things may differ.
-
-    Returns:
-        The difference in words, and the layout, None if nothing is better.
+    If there is none, or it gains little where devices mostly wait, several things may differ. The
+    difference comes first, in words; the layout is None if nothing is better.
     """
     sizes, limit = own.sizes, job.device.memory_gib - job.device.reserve_gib
     fixed: dict[str, Any] = {
