@@ -31,6 +31,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_block import TransformerBlock
+from torch.distributed.elastic.utils.store import barrier
 
 from benchmarks.common import machine, markdown, options, write_json
 from benchmarks.schedule_harness import ranks
@@ -41,6 +42,7 @@ from benchmarks.schedule_harness.stage import MESSAGE_SHAPE, EmulatedStage, Prob
 from benchmarks.schedule_harness.systems import Run, System
 from megatron_ext.config.active import Active, Pipeline, activate_configuration
 from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
+from megatron_ext.devices import host
 from megatron_ext.disaggregation import step, weights, worlds
 from megatron_ext.disaggregation.job import Job, current
 from megatron_ext.disaggregation.ranks import RankMap
@@ -183,12 +185,9 @@ class _RoleProbe(Probe):
     met: int = 0
 
     def meet(self) -> None:
-        store, self.met = worlds.roles_in_force().store, self.met + 1
-        where, job = f"benchmark/{self.met}", current()
+        job, self.met = current(), self.met + 1
         assert job is not None
-        if store.add(where, 1) == job.ranks.num_ranks:
-            store.set(f"{where}: all are here", "")
-        store.wait([f"{where}: all are here"])
+        barrier(worlds.roles_in_force().store, job.ranks.num_ranks, f"benchmark/{self.met}")
 
 
 def _timed(method: Callable[..., Any], probe: Probe, kind: Kind) -> Callable[..., Any]:
@@ -263,18 +262,14 @@ def measure_training(flags: list[str]) -> Trained:
     found: dict[str, float] = {}
     train = training.train
 
-    def status_mib(name: str) -> float:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
-
     @functools.wraps(train)
     def measured(*args: Any, **kwargs: Any) -> Any:
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
-        before = status_mib("VmRSS")
+        host.reset_peak_rss()
+        before = host.rss_bytes()
         begin_s = time.perf_counter()
         result = train(*args, **kwargs)
         found["step_ms"] = 1e3 * (time.perf_counter() - begin_s) / get_args().train_iters
-        found["peak_mib"] = status_mib("VmHWM") - before
+        found["peak_mib"] = (host.peak_rss_bytes() - before) / 2**20
         return result
 
     spent_s: list[float] = []
@@ -335,21 +330,17 @@ WAYS = {
 
 def cases() -> list[tuple[Case, int, int]]:
     """Return the rows of the first table: case, stages and micro-batches."""
-    rows = []
-    for pp in (1, 2, 4):
-        rows += [
-            (Case("1F1B", "1f1b"), pp, 8),
-            (Case("1F1B, full recomputation", "1f1b", recomputes=True), pp, 8),
-            (Case("1F1B, two replicas", "1f1b", replicas=2), pp, 4),
-            (Case("plain, recompute", "fbd"), pp, 8),
-            (Case("plain, ship", "fbd", activations="ship"), pp, 8),
-        ]
+    plain = [
+        (Case("1F1B", "1f1b"), 8),
+        (Case("1F1B, full recomputation", "1f1b", recomputes=True), 8),
+        (Case("1F1B, two replicas", "1f1b", replicas=2), 4),
+        (Case("plain, recompute", "fbd"), 8),
+        (Case("plain, ship", "fbd", activations="ship"), 8),
+    ]
+    rows = [(case, pp, count) for pp in (1, 2, 4) for case, count in plain]
     for tp in (2, 4):
-        for pp in (1, 2, 4):
-            rows += [
-                (Case("merged, recompute", "fbd", tp), pp, 8),
-                (Case("merged, ship", "fbd", tp, "ship"), pp, 8),
-            ]
+        merged = Case("merged, recompute", "fbd", tp), Case("merged, ship", "fbd", tp, "ship")
+        rows += [(case, pp, 8) for pp in (1, 2, 4) for case in merged]
     return rows
 
 

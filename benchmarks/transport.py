@@ -34,9 +34,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
@@ -143,28 +142,19 @@ class _Socket(_Torch):
         self._link.close()
 
 
-def native(
-    wire: Wire,
-    slot_bytes: int,
-    run_id: str,
-    spin_s: float | None = None,
-    *,
-    for_device: bool = False,
-) -> NativeTransport:
+def native(wire: Wire, slot_bytes: int, run_id: str, **options: Any) -> NativeTransport:
     """Connect the two ranks."""
+    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
     return NativeTransport(
-        dist.distributed_c10d._get_default_store(), dist.get_rank(), [1 - dist.get_rank()],
-        run_id=run_id, wire=wire, slots=8, slot_bytes=slot_bytes, spin_s=spin_s,
-        for_device=for_device,
-    )  # fmt: skip
+        store, me, [1 - me], run_id=run_id, wire=wire, slots=8, slot_bytes=slot_bytes, **options
+    )
 
 
-@dataclass
-class Times:
+class Times(NamedTuple):
     """Measurements with one wire and size."""
 
-    latency_s: list[float] = field(default_factory=list)
-    bandwidth_bytes_per_s: list[float] = field(default_factory=list)
+    latency_s: list[float]
+    bandwidth_bytes_per_s: list[float]
 
 
 def ping_pong(
@@ -234,9 +224,8 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Times]:
         arrived, tensor, count = device.synchronize, tensor.to(place), 50
         host = native("shm", num_bytes, f"gpu-staged-{num_bytes}", for_device=True)
         notes = native("shm", NOTE_BYTES, f"gpu-ipc-{num_bytes}")
-        direct = DirectTransport(
-            notes, device.sharing(place), dist.get_rank(), timeout_s=_TIMEOUT_S
-        )
+        sharing = device.sharing(place)
+        direct = DirectTransport(notes, sharing, dist.get_rank(), timeout_s=_TIMEOUT_S)
         wires: dict[str, _Torch] = {
             "gpu, staged": _Ours(StagedTransport(host, device.copies(place), timeout_s=_TIMEOUT_S)),
             "gpu, ipc": _Ours(direct),
@@ -251,13 +240,13 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Times]:
         wires = _of_host(tensor)
         pairs = [(torch.zeros_like(tensor), t) for t in (tensor, tensor.clone())]
     count = max(4, min(count, (1 << 26) // num_bytes))
-    times = {name: Times() for name in (*wires, *filter(None, [alone]))}
+    times = {name: Times([], []) for name in (*wires, *filter(None, [alone]))}
     for turn in range(rounds + 1):  # the first one warms up
         for name, wire in wires.items():
             latencies = ping_pong(wire, tensor, count, arrived)
             bandwidth = stream(wire, tensor, count, arrived)
             if turn > 0:
-                times[name].latency_s += latencies
+                times[name].latency_s.extend(latencies)
                 times[name].bandwidth_bytes_per_s.append(bandwidth)
         dist.barrier()
         if alone and dist.get_rank() == 0:  # while the other one waits
@@ -286,7 +275,7 @@ def _of_host(tensor: torch.Tensor) -> dict[str, _Torch]:
         wires["tcp, pieces"] = _Ours(native("tcp", _TCP_PIECE_BYTES, f"tcp-pieces-{num_bytes}"))
     if num_bytes <= _MAX_SHM_BYTES:
         wires["shm"] = _Ours(native("shm", num_bytes, f"whole-{num_bytes}"))
-        wires["shm, asleep"] = _Ours(native("shm", num_bytes, f"asleep-{num_bytes}", 0.0))
+        wires["shm, asleep"] = _Ours(native("shm", num_bytes, f"asleep-{num_bytes}", spin_s=0.0))
         if num_bytes > _PIECE_BYTES:
             wires["shm, pieces"] = _Ours(native("shm", _PIECE_BYTES, f"pieces-{num_bytes}"))
     return wires

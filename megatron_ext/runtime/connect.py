@@ -23,13 +23,14 @@ from megatron_ext.transport.staging import StagedTransport
 from megatron_ext.transport.torch_dist import Pair, TorchTransport
 
 if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
     from megatron_ext.config.active import Pipeline
     from megatron_ext.config.pipeline_config import TransportName
     from megatron_ext.runtime.program import Peers, Shapes, Table
     from megatron_ext.schedules.table.route_plan import Route
     from megatron_ext.transport.address import Wire
     from megatron_ext.transport.base import Transport
-    from megatron_ext.transport.rendezvous import Store
 
 
 def pairs_of(table: Table, peers: Peers) -> set[Pair]:

@@ -29,9 +29,11 @@ from megatron_ext.message import Message, MessageKind
 from megatron_ext.transport.base import Expected, Stats
 from megatron_ext.transport.dtypes import CAPSULE_CODE_OF, CODE_OF, plain, tensor_on
 from megatron_ext.transport.native import require_native
-from megatron_ext.transport.rendezvous import Store, connect_peers
+from megatron_ext.transport.rendezvous import connect_peers
 
 if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
     from megatron_ext.transport._C import Endpoint, Link, PeerReport
     from megatron_ext.transport._C import Message as Arrived
     from megatron_ext.transport.address import Wire

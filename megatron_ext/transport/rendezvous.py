@@ -17,7 +17,7 @@ import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import TransportError
 from megatron_ext.transport.address import (
@@ -27,6 +27,9 @@ from megatron_ext.transport.address import (
     choose_wire,
 )
 from megatron_ext.transport.native import probe_rdma
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.05
@@ -45,20 +48,6 @@ HELLO_S = 5.0
 # Connections without a hello that are kept, besides one for each peer. Beyond that a new one
 # replaces the oldest.
 _MAX_STRANGERS = 64
-
-
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that the rendezvous uses."""
-
-    def set(self, key: str, value: str, /) -> object:
-        """Publish or replace a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """Wait for a value and return it.
-
-        Raises:
-            RuntimeError: The value did not appear within the store's time-out.
-        """
 
 
 class Connection(NamedTuple):
@@ -390,8 +379,7 @@ def connect_peers(
     """Connect this process to the peers of its job; return a socket for each.
 
     Args:
-        store: Key-value store for the addresses. Its own time-out detects a rank that never
-            publishes one.
+        store: Holds the addresses. Its own time-out detects a rank that never publishes one.
         rank: Global rank of this process.
         peers: Global ranks to connect to; each of them must name this one.
         run_id: Distinguishes the jobs of one store. The same on all ranks.
