@@ -50,8 +50,8 @@ _LOG = logging.getLogger(__name__)
 _REWRITTEN = "megatron_ext_rewritten"
 
 
-def prepare(args: Namespace, requested: PipelineConfig | None = None) -> None:
-    """Activate a configuration, and set the arguments that let Megatron host it, in place.
+def prepare(args: Namespace, requested: PipelineConfig | None = None) -> dict[str, Any]:
+    """Activate a configuration; set and return the arguments that let Megatron host it.
 
     The configuration is the argument of `configure`; None: flags among the arguments choose it. A
     second call with the same arguments changes nothing; upstream's tools may make one.
@@ -80,6 +80,7 @@ def prepare(args: Namespace, requested: PipelineConfig | None = None) -> None:
         _log(*found.changes, *found.notices)
     size, seed = int(getattr(given, "world_size", None) or 1), getattr(given, "seed", None)
     _activate(found, requested, size, seed)
+    return found.arguments
 
 
 def _activate(
@@ -171,11 +172,6 @@ def _what_runs(args: Namespace, found: Active) -> Iterator[str]:
             "--reset-attention-mask: Megatron gives the mask to the first and the last stage only, "
             f"so layers of the {between} stages between attend across documents"
         )
-
-
-def rewritten(args: Namespace) -> dict[str, Any]:
-    """Return the arguments that `prepare` changed, with their new values."""
-    return {dest: new for dest, (_old, new) in getattr(args, _REWRITTEN, {}).items()}
 
 
 def running(pipeline: Pipeline) -> str:

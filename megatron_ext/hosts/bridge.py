@@ -129,11 +129,10 @@ def _prepare(
                 "pretrain_gpt.py"
             )
         vars(arguments).update(vars(words))
-    entrances.prepare(arguments, requested)
+    written = entrances.prepare(arguments, requested)
     _refuse_decentralized(settings.container)
     active.required().host = _Hosted(settings, arguments)
     settings.keep(_COMPLETED)
-    written = entrances.rewritten(arguments)
     if (chosen := active.pipeline()) is not None:
         # What Megatron's parser derives from them.
         chunks = chosen.placement.num_stages // chosen.placement.num_ranks
