@@ -351,18 +351,13 @@ def check_types(settings: object) -> None:
             continue
         fitting = []
         for kind in kinds_of(hint):
-            origin = get_origin(kind)
+            origin = get_origin(kind) or kind
             if origin is Literal:
                 choices = ", ".join(typing.get_args(kind))
                 raise ConfigurationError(
                     f"{name} {value!r} must be one of {choices}; use one of them"
                 )
-            if origin is tuple:
-                fitting.append("a tuple of strings")
-            elif origin is Mapping:
-                fitting.append("a dict with values by name")
-            else:
-                fitting.append(_WORDS.get(kind) or f"a {kind.__name__} object")
+            fitting.append(_WORDS.get(origin) or f"a {kind.__name__} object")
         raise ConfigurationError(f"{name} {value!r} must be {' or '.join(fitting)}")
 
 
@@ -371,6 +366,8 @@ _WORDS = {
     float: "a number",
     int: "a whole number",
     str: "a string",
+    tuple: "a tuple of strings",
+    Mapping: "a dict with values by name",
     type(None): "None",
 }
 
