@@ -15,12 +15,12 @@ from megatron_ext.message import Message
 from megatron_ext.schedules import Costs, generate, registered, simulate, validate
 from megatron_ext.schedules.drawing import render
 from megatron_ext.schedules.generators import fbd
-from megatron_ext.schedules.generators.catalog import published_bubble, published_peak
 from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.actions import Action
 from megatron_ext.schedules.table.communication import Transfer, exchanges, lower
 from megatron_ext.schedules.table.memory import slots_needed
 
+from . import published
 from .strategies import COSTS
 
 MODES = ("recompute", "ship")
@@ -41,9 +41,9 @@ def test_bubble_memory_and_order_are_as_published(
     schedule = generate("fbd", pp, num_microbatches, activations=mode)
     report = validate(schedule)
     assert report.ascending
-    assert max(report.memory.activations) <= published_peak(schedule)
+    assert max(report.memory.activations) <= published.peak(schedule)
     timeline = simulate(schedule, costs)
-    expected = published_bubble(schedule, costs)
+    expected = published.bubble(schedule, costs)
     assert expected is not None
     assert math.isclose(timeline.bubble, expected, abs_tol=1e-9)
     slower = simulate(schedule, dataclasses.replace(costs, latency=latency))

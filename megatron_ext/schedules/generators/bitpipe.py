@@ -45,7 +45,7 @@ import math
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedules.generators.catalog import Size, register
+from megatron_ext.schedules.generators.catalog import register
 from megatron_ext.schedules.generators.patterns import shortened
 from megatron_ext.schedules.search.greedy import Problem, Variant, search
 from megatron_ext.schedules.table import placement
@@ -55,33 +55,8 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.costs import Costs
 
 
-def bubble(size: Size, costs: Costs) -> float | None:
-    """Return the bubble of either order; see the module."""
-    pp, m = size.pp, size.num_microbatches
-    if size.options["order"] == "paper":
-        return _paper_bubble(pp, m, costs)
-    is_reached = pp <= 40 and m in (pp, 2 * pp - 2, 2 * pp, 3 * pp, 4 * pp)
-    if is_reached and costs.forward == costs.input == costs.weight:
-        return (pp - 2) / 4 * costs.forward
-    return None
-
-
-def _paper_bubble(pp: int, num_microbatches: int, costs: Costs) -> float | None:
-    units, rest = divmod(num_microbatches, pp)
-    if rest:
-        return None
-    if units == 1:
-        return (pp / 2 - 1) * max(costs.forward, costs.backward)
-    if costs.backward == 2 * costs.forward:
-        return (units + 1) * (pp - 2) / 2 * costs.forward
-    return None
-
-
 @register(
     "bitpipe",
-    summary="two mirrored interleaved Vs that share every rank",
-    bubble=bubble,
-    peak=lambda size: min(size.pp, size.num_microbatches),
     num_chunks=4,
     twins=2,
     options={"order": ("zb", "paper"), "routing": ("twin", "local")},

@@ -34,27 +34,11 @@ Build = Callable[..., Schedule]
 
 
 @dataclass(frozen=True)
-class Size:
-    """The sizes that a formula depends on, besides costs."""
-
-    pp: int
-    num_microbatches: int
-    num_chunks: int
-    options: Mapping[str, Option]
-
-
-@dataclass(frozen=True)
 class Generator:
-    """A registered schedule and its published properties, which tests verify for every table."""
+    """A registered schedule: what makes its tables, and which it has."""
 
     name: str
     build: Build
-    summary: str
-    """One line for listings."""
-    peak: Callable[[Size], float]
-    """Upper bound on the activations of any rank, in Ma (memory.py)."""
-    bubble: Callable[[Size, Costs], float | None] | None = None
-    """Makespan minus ideal for even stages and free links; None if no formula is known."""
     num_chunks: int = 1
     """Default number of stages on each rank."""
     free_chunks: bool = False
@@ -75,11 +59,6 @@ class Generator:
     """(ranks, micro-batches): whether a search makes the table."""
     flags: str | None = None
     """Training flags that select it, with `{chunks}`; None: `--pipeline-schedule NAME`."""
-
-    @property
-    def module(self) -> str:
-        """The module that documents it."""
-        return self.build.__module__
 
     def complete(self, chunks: int | None, options: Mapping[str, Option]) -> dict[str, Option]:
         """Check options and fill in the defaults.
@@ -131,7 +110,7 @@ def register(name: str, **settings: Any) -> Callable[[Build], Build]:
     def enter(build: Build) -> Build:
         if name in _GENERATORS:
             raise ScheduleError(
-                f"{name} is registered twice, by {_GENERATORS[name].module} and "
+                f"{name} is registered twice, by {_GENERATORS[name].build.__module__} and "
                 f"{build.__module__}; rename one of them"
             )
         _GENERATORS[name] = Generator(name=name, build=build, **settings)
@@ -280,23 +259,3 @@ def _check_bounds(generator: Generator, pp: int, num_microbatches: int, chunks: 
             f"micro-batches or slices is a table of {passes} forwards, more than the maximum of "
             f"{most}; use fewer (beyond about 4 x pp micro-batches the bubble stays the same)"
         )
-
-
-def published_bubble(schedule: Schedule, costs: Costs) -> float | None:
-    """Return the bubble by the published formula, in the unit of the costs; None without one."""
-    bubble = get(schedule.name).bubble
-    return None if bubble is None else bubble(_size(schedule), costs)
-
-
-def published_peak(schedule: Schedule) -> float:
-    """Return the published bound on activations of a generated schedule, in Ma."""
-    return get(schedule.name).peak(_size(schedule))
-
-
-def _size(schedule: Schedule) -> Size:
-    options = {
-        key: schedule.options.get(key, values[0])
-        for key, values in get(schedule.name).options.items()
-    }
-    num_chunks = schedule.num_stages // schedule.placement.num_ranks
-    return Size(schedule.pp, schedule.total_microbatches, num_chunks, options)

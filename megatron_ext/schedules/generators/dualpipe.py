@@ -18,33 +18,13 @@ micro-batches; then the twins are reduced, as data-parallel ranks are.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megatron_ext.schedules.generators.catalog import Size, register
+from megatron_ext.schedules.generators.catalog import register
 from megatron_ext.schedules.generators.dualpipe_v import step_lists
 from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Schedule
 
-if TYPE_CHECKING:
-    from megatron_ext.schedules.table.costs import Costs
 
-
-def bubble(size: Size, costs: Costs) -> float | None:
-    """Return (pp / 2 - 1)Tf for m >= 2pp at Tf = Tb = Tw."""
-    if size.num_microbatches >= 2 * size.pp and costs.forward == costs.input == costs.weight:
-        return (size.pp / 2 - 1) * costs.forward
-    return None
-
-
-@register(
-    "dualpipe",
-    summary="two mirrored pipelines that share every rank",
-    bubble=bubble,
-    peak=lambda size: size.pp + 1,
-    num_chunks=2,
-    pairs=True,
-    twins=2,
-)
+@register("dualpipe", num_chunks=2, pairs=True, twins=2)
 def dualpipe(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of one of DualPipe's two mirrored pipelines."""
     h, each = pp // 2, num_microbatches // 2

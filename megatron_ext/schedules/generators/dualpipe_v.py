@@ -24,32 +24,13 @@ Gradients are summed in the order of the micro-batches, as without a pipeline.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megatron_ext.schedules.generators.catalog import Size, register
+from megatron_ext.schedules.generators.catalog import register
 from megatron_ext.schedules.generators.patterns import expand, shortened
 from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Action, Row, Schedule
 
-if TYPE_CHECKING:
-    from megatron_ext.schedules.table.costs import Costs
 
-
-def bubble(size: Size, costs: Costs) -> float | None:
-    """Return (pp - 1)Tf / 2 for m >= 2pp at Tf = Tb = Tw."""
-    if size.num_microbatches >= 2 * size.pp and costs.forward == costs.input == costs.weight:
-        return (size.pp - 1) * costs.forward / 2
-    return None
-
-
-@register(
-    "dualpipe-v",
-    summary="DualPipe folded into a V: backwards split in the transitions only",
-    bubble=bubble,
-    peak=lambda size: size.pp + 0.5,
-    num_chunks=2,
-    pairs=True,
-)
+@register("dualpipe-v", num_chunks=2, pairs=True)
 def dualpipe_v(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of DualPipeV."""
     rows = step_lists(pp, num_microbatches)

@@ -24,28 +24,14 @@ Gradients are summed in the order of the micro-batches, as without a pipeline.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.generators.catalog import Size, register
+from megatron_ext.schedules.generators.catalog import register
 from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Action, Schedule
-
-if TYPE_CHECKING:
-    from megatron_ext.schedules.table.costs import Costs
-
-
-def bubble(size: Size, costs: Costs) -> float:
-    """Return (pp - 2)(Tf + Tb + Tw), plus pp Tf with `ship`."""
-    through = costs.work * (size.pp - 2)
-    return through + size.pp * costs.forward * (size.options["activations"] == "ship")
 
 
 @register(
     "fbd",
-    summary="forwards and backwards on different ranks: one micro-batch of activations each",
-    bubble=bubble,
-    peak=lambda _size: 2,
     options={"activations": ("recompute", "ship")},
     variants=({"activations": "recompute"}, {"activations": "ship"}),
     listed=False,

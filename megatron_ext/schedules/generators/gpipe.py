@@ -22,12 +22,7 @@ from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Action, Schedule
 
 
-@register(
-    "gpipe",
-    summary="all forwards, then all backwards",
-    bubble=lambda size, costs: (size.pp - 1) * costs.work,
-    peak=lambda size: size.num_microbatches,
-)
+@register("gpipe")
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of GPipe."""
     microbatches = range(num_microbatches)

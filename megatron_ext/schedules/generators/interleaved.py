@@ -23,38 +23,16 @@ Gradients are summed in the order of the micro-batches, as without a pipeline.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.generators.catalog import Size, register
+from megatron_ext.schedules.generators.catalog import register
 from megatron_ext.schedules.generators.patterns import alternate, shortened
 from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Action, Schedule
 
-if TYPE_CHECKING:
-    from megatron_ext.schedules.table.costs import Costs
-
-
-def bubble(size: Size, costs: Costs) -> float | None:
-    """Return (pp - 1)(Tf + Tb + Tw) / v, if the groups are full."""
-    if size.num_microbatches % size.pp:
-        return None
-    return (size.pp - 1) * costs.work / size.num_chunks
-
-
-def peak(size: Size) -> float:
-    """Return min(m, (2(pp - 1) + (v - 1)pp + 1) / v), the peak of rank 0."""
-    return min(
-        (2 * (size.pp - 1) + (size.num_chunks - 1) * size.pp + 1) / size.num_chunks,
-        size.num_microbatches,
-    )
-
 
 @register(
     "interleaved",
-    summary="1F1B with several chunks of the model on each rank: Megatron's interleaving",
-    bubble=bubble,
-    peak=peak,
     num_chunks=2,
     free_chunks=True,
     variants=({"chunks": 2}, {"chunks": 4}),

@@ -24,12 +24,7 @@ from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Action, Schedule
 
 
-@register(
-    "1f1b",
-    summary="one forward, one backward: Megatron's schedule without interleaving",
-    bubble=lambda size, costs: (size.pp - 1) * costs.work,
-    peak=lambda size: min(size.pp, size.num_microbatches),
-)
+@register("1f1b")
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of 1F1B."""
     m = num_microbatches

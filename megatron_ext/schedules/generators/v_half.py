@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 @register(
     "v-half",
-    summary="two chunks in a V at half of 1F1B's activations",
-    peak=lambda size: min((size.pp + 2) / 2, size.num_microbatches),
     num_chunks=2,
     needs_costs=True,
     searches=lambda _pp, _num_microbatches: True,

@@ -17,31 +17,13 @@ Gradients are summed in the order of the micro-batches, as without a pipeline.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megatron_ext.schedules.generators.catalog import Size, register
+from megatron_ext.schedules.generators.catalog import register
 from megatron_ext.schedules.generators.patterns import alternate
 from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Action, Schedule
 
-if TYPE_CHECKING:
-    from megatron_ext.schedules.table.costs import Costs
 
-
-def bubble(size: Size, costs: Costs) -> float | None:
-    """Return (pp - 1) max(Tf, Tb, Tf + Tb - Tw), for at least pp micro-batches."""
-    if size.num_microbatches < size.pp:
-        return None
-    forward, backward = costs.forward, costs.input
-    return (size.pp - 1) * max(forward, backward, forward + backward - costs.weight)
-
-
-@register(
-    "zb-h1",
-    summary="1F1B with split backwards: W fills the bubble, memory stays that of 1F1B",
-    bubble=bubble,
-    peak=lambda size: min(size.pp, size.num_microbatches),
-)
+@register("zb-h1")
 def zb_h1(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of ZB-H1."""
     rows = tuple(_row(rank, pp, num_microbatches) for rank in range(pp))

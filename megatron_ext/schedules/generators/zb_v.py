@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedules.generators.catalog import Size, register
+from megatron_ext.schedules.generators.catalog import register
 from megatron_ext.schedules.generators.patterns import expand, shortened
 from megatron_ext.schedules.search.greedy import Problem, Rows, Variant, search, spread
 from megatron_ext.schedules.search.simulate import simulate
@@ -35,22 +35,12 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.costs import Costs
 
 
-def bubble(size: Size, costs: Costs) -> float | None:
-    """Return (pp - 1)Tf / 2 at Tf = Tb = Tw."""
-    if size.num_microbatches >= size.pp and costs.forward == costs.input == costs.weight:
-        return (size.pp - 1) * costs.forward / 2
-    return None
-
-
 def _is_short(pp: int, num_microbatches: int) -> bool:
     return num_microbatches <= max(2 * pp - 3, pp)
 
 
 @register(
     "zb-v",
-    summary="two chunks in a V, split backwards",
-    bubble=bubble,
-    peak=lambda size: min(size.pp, size.num_microbatches),
     num_chunks=2,
     needs_costs=True,
     searches=_is_short,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.simulate import Clock, simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs
-from megatron_ext.schedules.table.memory import live_counts
+from megatron_ext.schedules.table.memory import most_alive
 from megatron_ext.schedules.table.transforms import ahead
 from megatron_ext.schedules.table.walk import stuck
 
@@ -162,7 +162,7 @@ class _Placing:
         self._schedule, self._leads, self._waits = schedule, leads, waits
         self._clock = Clock(schedule, costs)
         ranks = range(len(schedule.rows))
-        self._cap = extra + max(max(live_counts(row), default=0) for row in schedule.rows)
+        self._cap = extra + max(map(most_alive, schedule.rows))
         # By rank, stage and whether it is a forward: what has not run, the next one last.
         self._queues: list[dict[tuple[int, bool], list[Action]]] = [{} for _ in ranks]
         for rank, row in enumerate(schedule.rows):

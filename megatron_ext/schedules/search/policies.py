@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.schedules.search.dynamic import Progress
-from megatron_ext.schedules.table.memory import live_counts
+from megatron_ext.schedules.table.memory import most_alive
 from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
@@ -368,7 +368,7 @@ def activation_cap(
     # worst one. And 1F1B and interleaved tables keep far less on the last ranks than on the first,
     # so the last ranks could never run ahead.
     slices = schedule.slices
-    peak = max(max(live_counts(row, stash_ratio, slices), default=0) for row in schedule.rows)
+    peak = max(most_alive(row, stash_ratio, slices) for row in schedule.rows)
     return peak + extra_activations * max(map(len, schedule.placement.stages_of))
 
 
@@ -385,7 +385,7 @@ def arena_slots(
     """
     more = 0
     if extra_activations is not None:
-        least = min(max(live_counts(row, slices=table.slices)) for row in table.rows)
+        least = min(most_alive(row, slices=table.slices) for row in table.rows)
         beyond = activation_cap(table, extra_activations, stash_ratio) - least
         more = math.ceil(beyond / min(table.slices))
     by_pair: dict[frozenset[int], int] = defaultdict(int)

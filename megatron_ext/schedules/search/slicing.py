@@ -23,7 +23,7 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.greedy import Problem, Variant, search, spread
 from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs
-from megatron_ext.schedules.table.memory import live_counts
+from megatron_ext.schedules.table.memory import most_alive
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.transforms import ahead
 from megatron_ext.schedules.table.validation import check_actions
@@ -64,9 +64,8 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     # the same memory: in folded tables each chunk needs a move of its own.
     least = simulate(schedule, whole).makespan / num_slices
     if not ends or simulate(moved, even).makespan > least * (1 + 1e-6):
-        rank_peaks = (max(live_counts(row)) for row in schedule.rows)
         chunks = max(map(len, schedule.placement.stages_of))
-        cap = (max(rank_peaks) + chunks * (num_slices - 1)) / num_slices
+        cap = (max(map(most_alive, schedule.rows)) + chunks * (num_slices - 1)) / num_slices
         problem = Problem(
             schedule.placement,
             table.num_microbatches,

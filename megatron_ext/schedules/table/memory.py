@@ -15,10 +15,11 @@ backward on. They are counted apart, because their size depends on the heads of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
+from operator import mul
 from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.table.route_plan import plan_routes
@@ -113,30 +114,22 @@ def stash_ratio(
     return max(1.0, ceil(16 * stash / kept) / 16)
 
 
-def live_counts(
-    row: Row, stash_ratio: float = 1.0, slices: Sequence[float] = (1.0,)
-) -> Iterator[float]:
-    """Yield for each action of a row the activations (one stage, one micro-batch) then alive.
+def most_alive(row: Row, stash_ratio: float = 1.0, slices: Sequence[float] = (1.0,)) -> float:
+    """Return the most activations (one stage, one micro-batch) that a row keeps at once.
 
     A weight stash counts `stash_ratio` times the activations, each slice its share.
     """
-    growth = stash_ratio - 1
-    kinds = {action.kind for action in row}
-    if kinds == {"F"}:  # no backward needs them
-        yield from [1] * len(row)
-        return
-    opens = "R" if "R" in kinds else "F"
-    live: float = 0
-    for _, kind, _, part in row:
-        if kind == opens:
-            live += slices[part]
-        elif kind == "I" and growth:
-            live += growth * slices[part]
-        yield live
-        if kind == "B":
-            live -= slices[part]
-        elif kind == "W":
-            live -= stash_ratio * slices[part]
+    kinds = [action.kind for action in row]
+    found = set(kinds)
+    if found <= {"F"}:  # no backward needs them
+        return len(found)
+    opens = {"F": 0, "R": 1} if "R" in found else {"F": 1, "R": 0}
+    changes = {**opens, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
+    # Without a step of a loop for each action: tables have millions.
+    taken = map(changes.__getitem__, kinds)
+    if len(slices) > 1:
+        taken = map(mul, taken, [slices[action.slice] for action in row])
+    return max(accumulate(taken, initial=0))
 
 
 def _keys_peak(row: Row, num_slices: int) -> int:
@@ -157,22 +150,7 @@ def _keys_peak(row: Row, num_slices: int) -> int:
 def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[float, ...]:
     """Return the peak of activations on each rank of a schedule, in Ma."""
     share = schedule.pp / schedule.num_stages
-    if stash_ratio != 1 or schedule.num_slices > 1:
-        counts = (live_counts(row, stash_ratio, schedule.slices) for row in schedule.rows)
-        return tuple(share * max(live, default=0) for live in counts)
-    # The maximum of `live_counts` without a step of a generator for each action: the peak of whole
-    # micro-batches is asked for at every table, and tables have millions of actions.
-    changes = {"F": 1, "R": 0, "B": -1, "I": 0, "W": -1}
-    peaks = []
-    for row in schedule.rows:
-        kinds = [action.kind for action in row]
-        found = set(kinds)
-        if found <= {"F"}:  # no backward needs them
-            peaks.append(share * len(found))
-        else:
-            changes |= {"F": 0, "R": 1} if "R" in found else {"F": 1, "R": 0}
-            peaks.append(share * max(accumulate(map(changes.__getitem__, kinds))))
-    return tuple(peaks)
+    return tuple(share * most_alive(row, stash_ratio, schedule.slices) for row in schedule.rows)
 
 
 def measure(schedule: Schedule) -> Memory:
@@ -205,14 +183,14 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
     # The rank that takes each stage's output; the twin counts as that rank itself.
     takers = [next((link[1] for _, link in fed if link), None) for fed in schedule.links["F"]]
     for rank, row in enumerate(schedule.rows):
-        for peer, peak in _most_alive(row, takers).items():
+        for peer, peak in _most_by_group(row, takers).items():
             slots[rank, peer, "F"] = slots[peer, rank, "B"] = peak
     # A tensor of a route that waits for its taker is of a micro-batch that is alive in its
     # publisher; a gradient that waits is of one that is alive in the stage that takes it.
     rank_of = schedule.placement.rank_of
     alive: dict[int, int] = {}
     for row in schedule.rows if schedule.routes else ():
-        alive |= _most_alive(row, range(schedule.num_stages))
+        alive |= _most_by_group(row, range(schedule.num_stages))
     for hops in plan_routes(schedule.routes, schedule.placement).sent.values():
         for hop in hops:
             edge = (rank_of[hop.stage], rank_of[hop.taker], hop.kind)
@@ -221,7 +199,7 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
     return dict(sorted(slots.items()))
 
 
-def _most_alive(row: Row, group_of: Sequence[int | None]) -> dict[int, int]:
+def _most_by_group(row: Row, group_of: Sequence[int | None]) -> dict[int, int]:
     """Return the peak of activations between F and B (or I), by the group of their stage."""
     alive: dict[int, int] = {}
     peak: dict[int, int] = {}

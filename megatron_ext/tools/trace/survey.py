@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.schedules.table.actions import Action
-from megatron_ext.schedules.table.memory import live_counts
+from megatron_ext.schedules.table.memory import most_alive
 from megatron_ext.tracing.records import ACTION_NAMES, Header
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def _step(found: RankSurvey, iteration: Iteration) -> Step:
             span.end_ns - span.begin_ns for span in iteration.spans if span.name == "optimizer"
         ),
         memory_bytes=given("memory_bytes", 0),
-        peak_live=max(live_counts(tuple(row), found.stash_ratio, found.slices), default=0.0),
+        peak_live=most_alive(tuple(row), found.stash_ratio, found.slices),
         actions=len(work),
         out_of_order=given("out_of_order", 0),
         activation_bytes=given("activation_bytes", 0),

@@ -25,7 +25,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
 def test_the_picture_in_the_docstring_is_the_table(name: str, variant: dict[str, str]) -> None:
-    text = importlib.import_module(registered()[name].module).__doc__ or ""
+    text = importlib.import_module(registered()[name].build.__module__).__doc__ or ""
     num_microbatches = 8 if name.startswith("dualpipe") else 4  # below 2 pp, a part of that table
     timeline = simulate(generate(name, 4, num_microbatches, **variant))
     assert f"\n{render.caption(timeline)}\n{render.grid(timeline)}\n" in text

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import UNIT, Costs, Schedule, generate, registered, simulate, validate
-from megatron_ext.schedules.generators.catalog import published_bubble, published_peak
 from megatron_ext.schedules.search.queues import check_queues
+from tests.schedules import published
 from tests.schedules.strategies import COSTS, schedules
 
 NAMES = list(registered())
@@ -26,7 +26,7 @@ def _check(schedule: Schedule) -> None:
     report = validate(schedule)
     assert report.ascending
     # pp / num_stages need not be exact in binary, nor its multiples.
-    assert max(report.memory.activations) <= published_peak(schedule) + 1e-9
+    assert max(report.memory.activations) <= published.peak(schedule) + 1e-9
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -36,7 +36,7 @@ def test_tables_hold_what_is_published(name: str, data: st.DataObject) -> None:
     costs = data.draw(COSTS)
     _check(schedule)
     timeline = simulate(schedule, costs)
-    bubble = published_bubble(schedule, costs)
+    bubble = published.bubble(schedule, costs)
     if bubble is not None:
         assert math.isclose(timeline.bubble, bubble, abs_tol=1e-9)
     assert math.isclose(timeline.ideal, costs.work * schedule.total_microbatches)
