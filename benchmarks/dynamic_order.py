@@ -30,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are
 from benchmarks.common import machine, markdown, options, ratios, spread, write_json
 from benchmarks.schedule_harness import ranks, scenarios
 from benchmarks.schedule_harness.metrics import Figures
-from benchmarks.schedule_harness.noise import SCENARIOS
-from benchmarks.schedule_harness.ops import Sizes
+from benchmarks.schedule_harness.ops import SCENARIOS, Sizes
 from benchmarks.schedule_harness.systems import OVERLAPPED, Own, disturbed_systems
 from megatron_ext.errors import ScheduleError
 from tests.ranks import RanksFailed

@@ -41,20 +41,15 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import markdown, options, write_json
+from tests.tools.launch.cluster import rank_of
+from tests.tools.launch.test_cluster import LLAMA
 
 Row = tuple[str, str, str]
 """A figure: its name, the figure with its unit, the aim."""
 
 _LINE = "iteration {} | lm loss: 1.234567E+00 | grad norm: 0.123 | elapsed time (ms): 123.4"
 _TIMEOUT_S = 300
-_FLAGS = (
-    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 88 --num-attention-heads 4 --seq-length 16 "
-    "--max-position-embeddings 16 --swiglu --normalization RMSNorm --disable-bias-linear "
-    "--position-embedding-type rope --untie-embeddings-and-output-weights --tokenizer-type "
-    "NullTokenizer --vocab-size 100 --mock-data --micro-batch-size 2 --lr 1e-3 --train-iters 8 "
-    "--eval-iters 0 --eval-interval 8 --log-interval 1 --num-workers 0 "
-    "--pipeline-model-parallel-size 2 --use-dpp --save-interval 2 --save {0} --load {0}"
-)
+_FLAGS = f"{LLAMA}--train-iters 8 --use-dpp --save-interval 2 --save {{0}} --load {{0}}"
 _KILLED_AFTER = 5
 _PAUSE = "pause before the first restart"
 _PARTS = {
@@ -209,7 +204,7 @@ def one_restart(directory: Path) -> dict[str, float]:
 
         try:
             last_s, _ = line_with(rf"iteration +{_KILLED_AFTER}/")
-            _rank_of(job.pid, 1).kill()
+            rank_of(job.pid, 1).kill()
             found: dict[str, float] = {}
             for part, ends in _PARTS.items():
                 now_s, match = line_with(ends)
@@ -220,18 +215,6 @@ def one_restart(directory: Path) -> dict[str, float]:
             return found
         finally:
             job.terminate()
-
-
-def _rank_of(launcher: int, rank: int) -> psutil.Process:
-    """Return the process of a rank."""
-    for process in psutil.Process(launcher).children(recursive=True):
-        try:
-            environment = process.environ()
-        except psutil.Error:
-            continue  # it ended meanwhile
-        if "LOCAL_RANK" in environment and environment.get("RANK") == str(rank):
-            return process
-    raise SystemExit(f"no process of rank {rank} was found")
 
 
 def restart(directory: Path, rounds: int) -> list[Row]:

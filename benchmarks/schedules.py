@@ -55,8 +55,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are
 from benchmarks.common import chosen, figure, machine, options, ratios, write_json
 from benchmarks.schedule_harness import ranks, scenarios
 from benchmarks.schedule_harness.metrics import Figures
-from benchmarks.schedule_harness.noise import SCENARIOS
-from benchmarks.schedule_harness.ops import Sizes
+from benchmarks.schedule_harness.ops import SCENARIOS, Sizes
 from benchmarks.schedule_harness.systems import Own, System, all_systems, device_systems
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.commands import aligned
@@ -84,20 +83,16 @@ class Measured:
         Medians over the draws, as measured and with the simulated times of both orders that ran;
         None for other systems, or without a table.
         """
-        name, scenario = key
-        dynamic, mine = self.systems[name], self.figures[key]
+        (name, scenario), mine = key, self.figures[key]
+        dynamic, own = self.systems[name], [s for s in self.systems.values() if isinstance(s, Own)]
         if not (isinstance(dynamic, Own) and dynamic.dynamic):
             return None
-        for other, system in self.systems.items():
-            table = self.figures.get((other, scenario))
-            if not (isinstance(system, Own) and system.splits) or table is None:
-                continue
-            if system.schedule == dynamic.schedule:
-                return (
-                    statistics.median(ratios(table.seconds, mine.seconds)),
-                    statistics.median(ratios(table.order_s, mine.order_s)),
-                )
-        return None
+        tables = (s.name for s in own if s.splits and s.schedule == dynamic.schedule)
+        table = self.figures.get((next(tables, ""), scenario))
+        return None if table is None else (
+            statistics.median(ratios(table.seconds, mine.seconds)),
+            statistics.median(ratios(table.order_s, mine.order_s)),
+        )  # fmt: skip
 
 
 def compare(

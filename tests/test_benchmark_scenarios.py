@@ -9,9 +9,8 @@ import pytest
 
 from benchmarks import dynamic_order
 from benchmarks.schedule_harness import ranks, scenarios
-from benchmarks.schedule_harness.bound import shortest
-from benchmarks.schedule_harness.noise import SCENARIOS, NoisyTimes, noisy
-from benchmarks.schedule_harness.ops import Sizes
+from benchmarks.schedule_harness.ops import SCENARIOS, NoisyTimes, Sizes
+from benchmarks.schedule_harness.scenarios import noisy, shortest
 from benchmarks.schedule_harness.systems import disturbed_systems
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.table.placement import loop

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.expert_overlap import overlap, systems
 from benchmarks.schedule_harness.metrics import Figures, evaluate
-from benchmarks.schedule_harness.noise import noisy
 from benchmarks.schedule_harness.ops import Op, Sizes, Step
+from benchmarks.schedule_harness.scenarios import noisy
 from benchmarks.schedule_harness.systems import Own, Peer, device_systems
 from benchmarks.schedules import Measured
 from megatron_ext.schedules import Costs, registered, simulate

@@ -36,10 +36,9 @@ class Figures:
     """Activations that the order must keep on the worst rank: from F to B or W."""
     order_s: list[float] = field(default_factory=list)
     """Time of the order that ran, with exact ops and free messages."""
-    replays_s: list[float] = field(default_factory=list)
-    """The same with the ops as they were."""
     overheads: list[float] = field(default_factory=list)
-    """Last end - first begin over that, minus 1: what runtime and messages added."""
+    """Last end - first begin over the time of that order with the ops as they were, minus 1: what
+    runtime and messages added."""
     ideal_s: float = 0.0
     """The largest sum of op times of a rank, in the first draw."""
     op_inflation: float = 0.0
@@ -75,11 +74,6 @@ class Figures:
         """Median time of the order that ran, with exact ops."""
         return statistics.median(self.order_s)
 
-    @property
-    def ratio(self) -> float:
-        """Median time over ideal."""
-        return self.median_s / self.ideal_s
-
 
 def evaluate(
     steps: Sequence[Sequence[Step]], placement: Placement, times: OpTimes | Sequence[OpTimes]
@@ -102,7 +96,7 @@ def evaluate(
         order_s = replay(rows, placement, draw.of)
         replay_s = replay(rows, placement, lambda op: op.duration_s)
         # Compared as tuples below: the time of the step comes first.
-        took = seconds_of(ranks), order_s, replay_s, _span(rows) / replay_s - 1
+        took = seconds_of(ranks), order_s, _span(rows) / replay_s - 1
         by_draw[position % len(draws)].append(took)
         # A latency too small to change the longest path makes the order longer by one for each hop.
         little_s = 1e-6 * draw.forward_s
@@ -124,12 +118,11 @@ def evaluate(
                     gaps_s.append(op.begin_s - before.end_s)
                 else:
                     hops_s.append(op.begin_s - ready_s)
-    seconds, orders_s, replays_s, overheads = map(list, zip(*map(min, by_draw), strict=True))
+    seconds, orders_s, overheads = map(list, zip(*map(min, by_draw), strict=True))
     return Figures(
         seconds=seconds,
         peak_of_order=most,
         order_s=orders_s,
-        replays_s=replays_s,
         overheads=overheads,
         ideal_s=max(sum(map(draws[0].of, step.ops)) for step in by_step[0]),
         op_inflation=spent_s / nominal_s - 1,

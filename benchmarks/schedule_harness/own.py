@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from megatron_ext.config.active import Active, Pipeline, activate_configuration
@@ -12,12 +13,14 @@ from megatron_ext.runtime import runtime
 from megatron_ext.runtime.connect import open_transport
 from megatron_ext.runtime.entry import forward_backward
 from megatron_ext.runtime.split import SplitBackward
+from megatron_ext.transport.base import Expected, Transport
 
-from .late import LateTransport
 from .megatron_core import set_up
-from .noise import NoisyTimes
-from .ops import ExpertTimes
-from .stage import Probe
+from .ops import ExpertTimes, NoisyTimes
+from .stage import Probe, sent_s, stamp
+
+if TYPE_CHECKING:
+    import torch
 
 
 def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], object]:
@@ -60,8 +63,8 @@ def _delay_messages(probe: Probe) -> None:
         assert key.kind in ("F", "B")
         return probe.times.latency_s(key.kind, key.stage, key.microbatch)
 
-    def opened(*args: Any, **options: Any) -> LateTransport:
-        return LateTransport(open_transport(*args, **options), latency_s)
+    def opened(*args: Any, **options: Any) -> _LateTransport:
+        return _LateTransport(open_transport(*args, **options), latency_s)
 
     mock.patch.object(runtime, "open_transport", opened).start()
 
@@ -80,3 +83,64 @@ def _emulate_split(probe: Probe, split: SplitBackward) -> None:
             probe.spend("W", stage, microbatch)
 
     split.run = running  # type: ignore[method-assign]
+
+
+class _LateTransport:
+    """Another transport, with latency.
+
+    Args:
+        inner: Carries the messages.
+        latency_s: Says how long a message is under way.
+    """
+
+    def __init__(self, inner: Transport, latency_s: Callable[[Message], float]) -> None:
+        self._inner = inner
+        self._latency_s = latency_s
+        self._source: dict[Message, int] = {}
+        self._held: dict[Message, tuple[float, torch.Tensor]] = {}
+        """Messages that are here, and since when they may be seen."""
+        self._told: set[Message] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what is not late: to wake, flush, abort and close, and the statistics."""
+        return getattr(self._inner, name)
+
+    def begin(self, expected: Sequence[Expected], slots: int) -> None:
+        self._source = {item.message: item.source for item in expected}
+        self._told.clear()
+        self._inner.begin(expected, slots)
+
+    def isend(self, tensor: torch.Tensor, target: int, key: Message) -> None:
+        if key.kind == "D":  # decisions are not late
+            self._inner.isend(tensor, target, key)
+            return
+        tensor = tensor.detach().clone()
+        stamp(tensor)
+        self._inner.isend(tensor, target, key)
+
+    def recv(self, source: int, key: Message, timeout_s: float) -> torch.Tensor:
+        if key.kind == "D":
+            return self._inner.recv(source, key, timeout_s)
+        if key not in self._held:
+            self._hold(key, timeout_s)
+        seen_s, tensor = self._held.pop(key)
+        time.sleep(max(0.0, seen_s - time.perf_counter()))
+        return tensor
+
+    def poll(self, timeout_s: float) -> Sequence[Message]:
+        deadline_s = time.perf_counter() + timeout_s
+        wait_s = 0.0
+        while True:
+            for key in self._inner.poll(wait_s):
+                self._hold(key, timeout_s)
+            now_s = time.perf_counter()
+            waiting = {k: s for k, (s, _) in self._held.items() if k not in self._told}
+            keys = [key for key, seen_s in waiting.items() if seen_s <= now_s]
+            self._told.update(keys)
+            if keys or now_s >= deadline_s:
+                return keys
+            wait_s = max(0.0, min([deadline_s, *waiting.values()]) - now_s)
+
+    def _hold(self, key: Message, timeout_s: float) -> None:
+        tensor = self._inner.recv(self._source[key], key, timeout_s)
+        self._held[key] = sent_s(tensor) + self._latency_s(key), tensor

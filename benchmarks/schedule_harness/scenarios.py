@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron_ext.schedules import Kind, Schedule, Timeline
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
@@ -16,14 +17,21 @@ from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.transforms import split_backwards
 
 from . import ranks
-from .bound import shortest
 from .metrics import Figures, evaluate
-from .noise import SCENARIOS, NoisyTimes, noisy
-from .ops import Sizes
+from .ops import SCENARIOS, NoisyTimes, Sizes
 from .systems import Own, System
 
 _LATENCY = 0.01
 """Of every message, on top of the scenario's: that of shared memory, in forwards."""
+
+
+def noisy(system: System, sizes: Sizes, name: str) -> list[NoisyTimes]:
+    """Return the draws of a scenario for the stages of a system: one for each of `sizes.steps`."""
+    share, rank_of = system.share(sizes.pp), system.placement(sizes.pp).rank_of
+    return [
+        NoisyTimes(sizes.forward_s, share, SCENARIOS[name], rank_of, 0, draw)
+        for draw in range(sizes.steps)
+    ]
 
 
 def measure(
@@ -74,7 +82,7 @@ def expect(system: Own, sizes: Sizes, names: Sequence[str]) -> dict[str, Figures
 def limits(system: Own, sizes: Sizes, name: str) -> list[float]:
     """Return how much faster than a fixed order any order can be at most, draw by draw.
 
-    With whatever memory, and with split backwards: see `bound.py`.
+    With whatever memory, and with split backwards.
     """
     size = sizes.pp, sizes.num_microbatches
     split = split_backwards(system.pipeline(*size).full)
@@ -131,3 +139,83 @@ def _factors(
         "F": [latency("F", stage + 1, m) for stage, m in places],
         "B": [latency("B", stage - 1, m) for stage, m in places],
     }
+
+
+class _Job(NamedTuple):
+    """An action for the rank that runs it; times in the unit of the costs."""
+
+    release: float
+    """No order can start it earlier: the chain of what it needs."""
+    duration: float
+    tail: float
+    """How long the chain of what needs it takes at least."""
+
+
+def shortest(schedule: Schedule, costs: Costs) -> float:
+    """Return a time that no order of the actions of a table can beat.
+
+    Each rank is a machine whose jobs have release times and tails. The shortest schedule of one
+    machine that may interrupt its jobs always runs the released job of the longest tail (Jackson's
+    rule), and is never longer than one that may not. The bound is the longest of the ranks'.
+
+    Args:
+        schedule: The table, whose backwards are all split.
+        costs: Times of actions and links.
+    """
+    durations, factors = costs.durations(schedule), costs.action_factors(schedule)
+    links, last = costs.link_factors(schedule), schedule.num_stages - 1
+    jobs: dict[tuple[int, Kind, int], _Job] = {}
+
+    def time(kind: Kind, stage: int, m: int) -> float:
+        return durations[kind][stage] * factors[kind][stage * schedule.num_microbatches + m]
+
+    def under_way(kind: Kind, stage: int, m: int) -> float:
+        """Latency of what an action makes; none at the ends of the pipeline."""
+        hop = stage if kind == "F" else stage - 1
+        if not 0 <= hop < last or schedule.placement.hops[hop] == "local":
+            return 0.0
+        made = links["F" if kind == "F" else "B"]
+        return costs.latency * made[stage * schedule.num_microbatches + m]
+
+    for m in range(schedule.num_microbatches):
+        # Down the stages, then back, with W beside.
+        chain: list[tuple[Kind, int]] = [("F", stage) for stage in range(last + 1)]
+        chain += [("I", stage) for stage in range(last, -1, -1)]
+        release, releases = 0.0, []
+        for kind, stage in chain:
+            releases.append(release)
+            release += time(kind, stage, m) + under_way(kind, stage, m)
+        tail = 0.0
+        for (kind, stage), release in zip(reversed(chain), reversed(releases), strict=True):
+            duration = time(kind, stage, m)
+            tail += under_way(kind, stage, m)
+            if kind == "I":
+                weight = time("W", stage, m)
+                jobs[stage, "W", m] = _Job(release + duration, weight, 0.0)
+                tail = max(tail, weight)
+            jobs[stage, kind, m] = _Job(release, duration, tail)
+            tail += duration
+    return max(_machine([jobs[action[:3]] for action in row]) for row in schedule.rows)
+
+
+def _machine(jobs: list[_Job]) -> float:
+    jobs = sorted(jobs)
+    waiting: list[tuple[float, float]] = []
+    """(minus the tail, time left) of what is released."""
+    now = end = 0.0
+    position = 0
+    while position < len(jobs) or waiting:
+        if not waiting:
+            now = max(now, jobs[position].release)
+        while position < len(jobs) and jobs[position].release <= now:
+            heapq.heappush(waiting, (-jobs[position].tail, jobs[position].duration))
+            position += 1
+        minus_tail, left = heapq.heappop(waiting)
+        next_release = jobs[position].release if position < len(jobs) else float("inf")
+        if now + left > next_release:
+            heapq.heappush(waiting, (minus_tail, now + left - next_release))
+            now = next_release
+        else:
+            now += left
+            end = max(end, now - minus_tail)
+    return end

@@ -10,6 +10,11 @@ of each kind of op and shortens the sleep by that much: half of the ops then end
 
 With the parameter `z` the first stage has an input gradient to compute, as with an embedding.
 `x + z` is the stage's activation, which both `A` and the linear layer save.
+
+Where messages take time, the sender stamps each with the time of the machine's monotonic clock, in
+its first two elements, which a stage ignores, and the receiver gets it only later. This package's
+executor polls the transport, so a transport hides messages until they are due (`own.py`); for the
+peers' runtimes the stage itself waits.
 """
 
 from __future__ import annotations
@@ -27,16 +32,27 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ext.schedules import Kind
 
-from . import late
-from .noise import NoisyTimes
-from .ops import SEQUENCE_LENGTH, Op, OpTimes
+from .ops import SEQUENCE_LENGTH, NoisyTimes, Op, OpTimes
 
 MESSAGE_SHAPE = (SEQUENCE_LENGTH, 1, 16)
 """Sequence, batch, hidden: 64 KiB in fp32."""
-
-
 _STEP_S = 10e-6
 """By which the time that ops are late is corrected after each."""
+_WRAP_S = 1 << 20
+"""Whole seconds below this are exact in single precision."""
+
+
+def stamp(tensor: torch.Tensor) -> None:
+    """Write the time into a tensor, whoever else sees its storage."""
+    whole, part = divmod(time.perf_counter(), 1.0)
+    tensor.data.view(-1)[:2] = torch.tensor([whole % _WRAP_S, part])
+
+
+def sent_s(tensor: torch.Tensor) -> float:
+    """Return when a tensor was stamped."""
+    whole, part = tensor.detach().view(-1)[:2].tolist()
+    now = time.perf_counter()
+    return float(now // _WRAP_S * _WRAP_S + whole + part)
 
 
 def oversleep_s(num_samples: int = 25) -> float:
@@ -115,7 +131,7 @@ class Probe:
     def wait_for(self, kind: Literal["F", "B"], tensor: torch.Tensor) -> None:
         """Sleep until what the op needs is there; that is no part of the time it takes."""
         assert isinstance(self.times, NoisyTimes)
-        seen_s = late.read(tensor) + self.times.latency_s(kind, *self.current)
+        seen_s = sent_s(tensor) + self.times.latency_s(kind, *self.current)
         time.sleep(max(0.0, seen_s - self._late_s - time.perf_counter()))
         self._over_s = max(self._over_s, time.perf_counter())
 
@@ -178,7 +194,7 @@ class _Compute(torch.autograd.Function):
         probe.spend("I", *ctx.op)
         if probe.delays_messages:
             gradient = gradient.clone()
-            late.stamp(gradient)
+            stamp(gradient)
         return gradient, None
 
 
@@ -237,5 +253,5 @@ class EmulatedStage(torch.nn.Module):
         output = output + _WeightGradient.apply(from_weights, self.probe)
         self.probe.spend("F", *self.probe.current)
         if delays:
-            late.stamp(output)
+            stamp(output)
         return output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -239,37 +239,30 @@ def disturbed_systems() -> list[System]:
 
     The first is what the others are related to: split backwards in the order of the table.
     """
-    static: tuple[tuple[str, DynamicOrder | None], ...] = (
-        ("static, split", None),
-        ("static", None),
-    )
-    hints = tuple(
-        (f"hint +{extra}", DynamicOrder(policy="hint", extra_activations=extra)) for extra in (0, 1)
-    )
-    greedy = (
-        ("breadth-first", DynamicOrder(policy="breadth-first")),
-        ("depth-first", DynamicOrder(policy="depth-first")),
-    )
+    static: dict[str, DynamicOrder | None] = {"static, split": None, "static": None}
+    hints = {
+        f"hint +{extra}": DynamicOrder(policy="hint", extra_activations=extra) for extra in (0, 1)
+    }
+    greedy = {
+        "breadth-first": DynamicOrder(policy="breadth-first"),
+        "depth-first": DynamicOrder(policy="depth-first"),
+    }
 
-    def shm(
-        label: str, kinds: Sequence[tuple[str, DynamicOrder | None]], **options: Any
-    ) -> list[Own]:
-        name = label.split(maxsplit=1)[0]
+    def shm(label: str, kinds: Mapping[str, DynamicOrder | None], **options: Any) -> list[Own]:
+        name = label.partition(" ")[0]
         return [
-            Own(
-                f"{label}, {kind}", name, options, transport="shm", dynamic=dynamic,
-                splits=kind == "static, split",
-            )
-            for kind, dynamic in kinds
+            Own(f"{label}, {kind}", name, options, transport="shm", dynamic=dynamic,
+                splits=kind == "static, split")
+            for kind, dynamic in kinds.items()
         ]  # fmt: skip
 
     compared = (OVERLAPPED, "torch Interleaved1F1B", "torch InterleavedZeroBubble",
                 "torch ZBVZeroBubble")  # fmt: skip
     return [
-        *shm("interleaved chunks=2", (*static, *hints, *greedy), chunks=2),
+        *shm("interleaved chunks=2", {**static, **hints, **greedy}, chunks=2),
         *(peer for peer in _PEERS if peer.name in compared),
-        *shm("bitpipe order=paper", (*static, *hints), order="paper"),
-        *shm("zb-v", (*static[1:], *hints)),  # its backwards are split anyway
+        *shm("bitpipe order=paper", {**static, **hints}, order="paper"),
+        *shm("zb-v", {"static": None, **hints}),  # its backwards are split anyway
     ]
 
 

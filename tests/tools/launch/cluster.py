@@ -13,9 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 _ROOT = Path(__file__).resolve().parents[3]
 _PORT = 2222
@@ -221,6 +223,16 @@ def _answers(made: Cluster, address: str) -> bool:
     inside = ["ip", "netns", "exec", made.namespaces[2]]
     done = _run(*inside, *made.ssh.split(), "-o", "ConnectTimeout=2", address, "true", check=False)
     return done.returncode == 0
+
+
+def rank_of(launcher: int, rank: int) -> psutil.Process:
+    """Return the process of a rank of a job that is started on this machine."""
+    for process in psutil.Process(launcher).children(recursive=True):
+        with suppress(psutil.Error):  # it ended meanwhile
+            environment = process.environ()
+            if environment.get("RANK") == str(rank) and "LOCAL_RANK" in environment:
+                return process
+    raise AssertionError(f"no process of rank {rank}")
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:

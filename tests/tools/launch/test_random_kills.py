@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.tools.launch.cluster import rank_of
 from tests.tools.launch.test_cluster import LLAMA
 
 _LAST = 12
@@ -53,18 +53,6 @@ def _job(directory: Path) -> Iterator[subprocess.Popen[str]]:
     finally:
         job.terminate()
         job.communicate(timeout=60)
-
-
-def _rank(job: subprocess.Popen[str], rank: int) -> psutil.Process:
-    """Return the process of a rank."""
-    for process in psutil.Process(job.pid).children(recursive=True):
-        try:
-            environment = process.environ()
-        except psutil.Error:
-            continue  # it ended meanwhile
-        if environment.get("RANK") == str(rank) and "LOCAL_RANK" in environment:
-            return process
-    raise AssertionError(f"no process of rank {rank}")
 
 
 def _told(text: str) -> dict[str, str]:
@@ -121,7 +109,7 @@ def test_losses_after_a_kill_are_those_of_an_undisturbed_job(
     chance = random.Random(f"{moment} {iteration} {rank}")
     with _job(tmp_path / "job") as job:
         text = _until_line(job, iteration - (moment == "saving"))
-        victim = _rank(job, rank)
+        victim = rank_of(job.pid, rank)
         if moment == "saving":
             _until_saving(tmp_path / "job", iteration)
         time.sleep(chance.uniform(0, 0.05))
