@@ -100,13 +100,12 @@ def look(request: Json, log_dir: Path) -> Json:
             f"only {free_bytes >> 20} MiB are free for logs in {there}; make room "
             f"({MIN_FREE_BYTES >> 20} MiB at least), or use another --log-dir"
         )
-    if Path(SHARED_MEMORY).is_dir():
-        shared_bytes = shutil.disk_usage(SHARED_MEMORY).free
-        if shared_bytes < MIN_SHARED_BYTES:
-            found["warnings"].append(
-                f"{shared_bytes >> 20} MiB are free in {SHARED_MEMORY}, and data loaders and NCCL "
-                f"take more; start its container with more (docker run --shm-size=16g)"
-            )
+    has_shared = Path(SHARED_MEMORY).is_dir()
+    if has_shared and (free := shutil.disk_usage(SHARED_MEMORY).free) < MIN_SHARED_BYTES:
+        found["warnings"].append(
+            f"{free >> 20} MiB are free in {SHARED_MEMORY}, and data loaders and NCCL take more; "
+            f"start its container with more (docker run --shm-size=16g)"
+        )
     script = request["command"][0]
     if request["per_node"]:
         if shutil.which(script) is None:
@@ -129,13 +128,17 @@ def look(request: Json, log_dir: Path) -> Json:
         # Another program may take a free port before rank 0 listens, seconds later. Below 32768,
         # where systems begin to number the ports of outgoing connections, nothing takes it.
         wanted = request["master_port"]
-        ports = [wanted] if wanted else random.sample(range(20000, 32768), 5)
-        taken = {port: _why_taken(port) for port in ports}
-        found["port"] = next((port for port, why in taken.items() if why is None), None)
-        if found["port"] is None:
+        for port in [wanted] if wanted else random.sample(range(20000, 32768), 5):
+            found["port"] = port
+            try:
+                socket.create_server(("", port)).close()
+                break
+            except OSError as error:
+                why = "it is in use" if error.errno == errno.EADDRINUSE else str(error)
+        else:
             problems.append(
-                f"port {wanted} cannot be used for the ranks to meet: {taken[ports[-1]]}; leave "
-                f"out --master-port to get a free one"
+                f"port {port} cannot be used for the ranks to meet: {why}; leave out --master-port "
+                f"to get a free one"
             )
     if request["peer"] is not None:
         try:
@@ -147,14 +150,6 @@ def look(request: Json, log_dir: Path) -> Json:
                 f"address that all others can reach, with addr=IP in the hostfile"
             )
     return found
-
-
-def _why_taken(port: int) -> str | None:
-    try:
-        with socket.create_server(("", port)):
-            return None
-    except OSError as error:
-        return "it is in use" if error.errno == errno.EADDRINUSE else str(error)
 
 
 def _interface_of(address: str) -> str | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -56,30 +57,27 @@ class Host:
         return self.addr or self.name
 
 
-def _number(text: str, limit: int) -> int:
+def _number(limit: int) -> Callable[[str], int | None]:
     # int() alone takes signs, spaces, underscores and the digits of other scripts.
-    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= limit:
-        raise ValueError
-    return int(text)
+    def convert(text: str) -> int | None:
+        return int(text) if re.fullmatch(r"[0-9]{1,5}", text) and int(text) <= limit else None
+
+    return convert
 
 
-def _word(text: str, pattern: str) -> str:
-    if not re.fullmatch(pattern, text):
-        raise ValueError
-    return text
-
-
+# By key: the value of a text, or nothing that counts as true; and what the text has to be.
 _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "slots": (lambda text: _number(text, MAX_SLOTS), f"a number of processes, 1 to {MAX_SLOTS}"),
+    "slots": (_number(MAX_SLOTS), f"a number of processes, 1 to {MAX_SLOTS}"),
     # Open MPI's upper bound, which we never exceed: not more than `slots` are started.
-    "max_slots": (lambda text: _number(text, MAX_SLOTS), "a number"),
+    "max_slots": (_number(MAX_SLOTS), "a number"),
     "addr": (lambda text: str(ip_address(text)), "an IP address"),
-    "port": (lambda text: _number(text, 65535), "a port from 1 to 65535"),
+    "port": (_number(65535), "a port from 1 to 65535"),
     # A leading dash would be an option of ssh.
-    "user": (lambda text: _word(text, r"[A-Za-z_][A-Za-z0-9._-]{0,63}"), "the name of a user"),
+    "user": (lambda text: re.fullmatch(r"[A-Za-z_][A-Za-z0-9._-]{0,63}", text) and text,
+             "the name of a user"),
     "rdma": (lambda text: tuple(str(ip_address(each)) for each in text.split(",")),
              "IP addresses, as in A,B"),
-    "type": (lambda text: _word(text, r"[A-Za-z0-9._-]{1,64}"), "one word"),
+    "type": (lambda text: re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) and text, "one word"),
 }  # fmt: skip
 _KEY_LIST = "slots, addr, port, user, rdma, type and env.NAME"
 
@@ -158,10 +156,10 @@ def _host(words: list[str]) -> Host:
 
 def _value(shown: str, text: str, key: str) -> Any:
     convert, meaning = _KEYS[key]
-    try:
-        return convert(text)
-    except ValueError:
-        raise ValueError(f"{shown} is {text!r}; it must be {meaning}") from None
+    with suppress(ValueError):
+        if value := convert(text):
+            return value
+    raise ValueError(f"{shown} is {text!r}; it must be {meaning}")
 
 
 def select(
@@ -178,7 +176,7 @@ def select(
         raise LaunchError("--include and --exclude are both given; use one of them")
     if text is None:
         return tuple(known.values())
-    named: dict[str, set[int]] = {}  # the devices to use; empty: the whole host is meant
+    named: dict[str, Host | None] = {}  # what takes part of each host that the text names
     for part in text.split("@"):
         match = _HOST.fullmatch(part)
         name = (match["ipv6"] or match["name"]) if match else part
@@ -186,26 +184,24 @@ def select(
             raise LaunchError(f"{flag} names {name!r}; the hosts are {', '.join(known)}")
         if name in named:
             raise LaunchError(f"{flag} names {name} twice; give all its devices at once")
-        named[name] = set()
-        numbers, slots = match["slots"], known[name].slots
+        host, numbers = known[name], match["slots"]
         if numbers is None:
+            named[name] = None if include is None else host
             continue
         if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", numbers):
             raise LaunchError(f"{flag} of {name} is {numbers!r}; give device numbers like 0,2")
-        devices = set(map(int, numbers.split(",")))
+        devices, slots = set(map(int, numbers.split(","))), host.slots
         if slots is not None and max(devices) >= slots:
             which = f"device {max(devices)} of {name}, which has slots={slots} (0 to {slots - 1})"
             raise LaunchError(f"{flag} names {which}")
-        if include is None and slots is None:
-            what = "needs its slots=N in the hostfile, to know what is left"
-            raise LaunchError(f"--exclude of devices of {name} {what}")
-        named[name] = devices if include is not None else set(range(slots or 0)) - devices
-    chosen = []
-    for host in known.values():
-        if found := named.get(host.name):
-            chosen.append(replace(host, devices=tuple(sorted(found)), slots=len(found)))
-        elif (host.name in named) == (include is not None):
-            chosen.append(host)
-    if not chosen:
+        if include is None:
+            if slots is None:
+                what = "needs its slots=N in the hostfile, to know what is left"
+                raise LaunchError(f"--exclude of devices of {name} {what}")
+            devices = set(range(slots)) - devices
+        partly = replace(host, devices=tuple(sorted(devices)), slots=len(devices))
+        named[name] = partly if devices else None
+    chosen = {**known, **named} if include is None else named
+    if not any(chosen.values()):
         raise LaunchError("--exclude leaves no host; exclude less")
-    return tuple(chosen)
+    return tuple(each for name in known if (each := chosen.get(name)))
