@@ -207,7 +207,7 @@ def features() -> str:
     for group, rules in RULES.items():
         lines += [
             f"| {one.flag} | {_SCOPES[group]} | {one.reason} | "
-            f"{one.remedy.replace('{subject}', 'the schedule')} |"
+            f"{one.remedy.replace('SUBJECT', 'the schedule')} |"
             for one in rules
         ]
     return "\n".join(lines)
