@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 
 
 class Afterwards:
-    """A thread that runs callbacks in order, each after its copy, and none after an error."""
+    """A thread that runs callbacks in order, each after its copy, and none after an error.
 
-    def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
+    An error calls `abort` of the transport, which ends the waits of this rank and its peers.
+    """
+
+    def __init__(self, name: str, abort: Callable[[str], None]) -> None:
         self.error: BaseException | None = None
-        self._failed = failed
+        self._abort = abort
         self._jobs: queue.SimpleQueue[tuple[Copied, Callable[[], None], object] | None] = (
             queue.SimpleQueue()
         )
@@ -86,7 +89,7 @@ class Afterwards:
             except BaseException as error:  # noqa: BLE001 - the next call raises it
                 if self.error is None:
                     self.error = error
-                    self._failed(error)
+                    self._abort(f"a tensor could not be copied or sent: {error}")
             del copied, then, kept  # before finish() returns
             with self._changed:
                 self._num_left -= 1

@@ -114,7 +114,7 @@ class DirectTransport:
         self._owns_host = rest is None or self._in_order is not None
         # A dynamic order chooses by what has arrived, so for it this thread sends one more message,
         # an empty one, once the tensor is in the buffer.
-        self._copies = Afterwards("copies", self._give_up) if reports_copies else None
+        self._copies = Afterwards("copies", self.abort) if reports_copies else None
         self._expected: dict[tuple[int, Message], Expected] = {}
         # Received messages whose tensors may not be there; the empty messages have yet to come.
         self._coming: list[tuple[int, Message]] = []
@@ -127,7 +127,7 @@ class DirectTransport:
             if rank < peer:
                 _log.info("rank %d and rank %d: ipc (from device to device)", rank, peer)
         # For `close`, which may run at exit, where Python starts no threads any more.
-        self._last = Afterwards("last copies", self._give_up)
+        self._last = Afterwards("last copies", self.abort)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step. For device tensors the host receives buffer numbers, as bytes (uint8)."""
@@ -377,10 +377,6 @@ class DirectTransport:
                 self._take_back(source)
                 while not is_done(peer):
                     self._take_back(source, max(1e-3, deadline - time.monotonic()))
-
-    def _give_up(self, error: BaseException) -> None:
-        """Abort, which ends the waits of this rank and its peers."""
-        self.abort(f"a tensor could not be copied or sent: {error}")
 
     def _fail(self, what: str, error: RuntimeError) -> NoReturn:
         """Raise the cause of a failed copy: a peer's death if there was one, else the device."""

@@ -6,7 +6,6 @@ core get it here, so its absence is one error with a remedy instead of a bare Im
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 from types import ModuleType
@@ -24,32 +23,18 @@ _REMEDY = (
 )
 
 
-@functools.cache
-def _load() -> ModuleType | ImportError:
-    """Return the module, or the error of its import (absent, or built for another system)."""
-    try:
-        return importlib.import_module(_MODULE)
-    except ImportError as error:
-        return error
-
-
-def available() -> bool:
-    """Return whether the native core is usable. The first call loads it; no call raises."""
-    return isinstance(_load(), ModuleType)
-
-
 def require_native() -> ModuleType:
     """Return the native core, `megatron_ext.transport._C` (its interface: `_C.pyi`).
 
     Raises:
         TransportError: The core is not installed or does not load; names a remedy.
     """
-    module = _load()
-    if isinstance(module, ImportError):
+    try:
+        return importlib.import_module(_MODULE)
+    except ImportError as error:
         raise TransportError(
-            f"The native module {_MODULE} is not usable: {module}. {_REMEDY}."
-        ) from module
-    return module
+            f"The native module {_MODULE} is not usable: {error}. {_REMEDY}."
+        ) from error
 
 
 class RdmaProbe(NamedTuple):

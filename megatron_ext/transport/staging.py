@@ -51,8 +51,8 @@ class StagedTransport:
         self._timeout_s = timeout_s
         self._drained_s = 0.0
         # A thread each: a send may wait for a long computation, and releases free peers' slots.
-        self._sends = Afterwards("sends", self._give_up)
-        self._releases = Afterwards("releases", self._give_up)
+        self._sends = Afterwards("sends", self.abort)
+        self._releases = Afterwards("releases", self.abort)
         self._pinned: list[int] = []
         memory = host.fixed_memory()
         for address, num_bytes in memory:
@@ -157,10 +157,6 @@ class StagedTransport:
         finally:
             self._drained_s += time.perf_counter() - begin_s
         self._check()
-
-    def _give_up(self, error: BaseException) -> None:
-        """Abort, which ends the waits of this rank and its peers."""
-        self.abort(f"a tensor could not be copied or sent: {error}")
 
     def _check(self) -> None:
         self._sends.check()

@@ -13,7 +13,8 @@ from types import ModuleType
 
 import pytest
 
-from megatron_ext.transport.native import available, require_native
+from megatron_ext.errors import TransportError
+from megatron_ext.transport.native import require_native
 
 _PREAMBLE = """
 import os, signal, socket, sys
@@ -80,9 +81,12 @@ def _state(pid: int) -> str:
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
     """The native module; where it had to be built, its absence is a failure and not a skip."""
-    if not available() and not os.environ.get("MEGATRON_EXT_REQUIRE_NATIVE"):
-        pytest.skip("the native module is not built (MEGATRON_EXT_REQUIRE_NATIVE=1 says why)")
-    return require_native()
+    try:
+        return require_native()
+    except TransportError as error:
+        if os.environ.get("MEGATRON_EXT_REQUIRE_NATIVE"):
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.fixture

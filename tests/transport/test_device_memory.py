@@ -258,7 +258,7 @@ def test_a_device_that_does_not_know_all_memory_writes_no_slots() -> None:
 
 
 def test_after_an_error_memory_is_kept_until_its_copy_has_ended() -> None:
-    told: list[BaseException] = []
+    told: list[str] = []
     thread = Afterwards("sends", told.append)
     first, second = _Gate(), _Gate()
     kept, freed = torch.ones(3), threading.Event()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.errors import TransportError
-from megatron_ext.transport import native as native_module
-from megatron_ext.transport.native import probe_rdma
+from megatron_ext.transport.native import probe_rdma, require_native
 from tests.rdma_vm import witness
 
 from .fake_verbs import build_fake_verbs, make_sysfs
@@ -31,7 +31,7 @@ def test_a_usable_device_is_told_with_its_port_and_gid(sysfs):
     found = "fake0 port 1 GID 1 (::ffff:10.77.0.1), MTU 1024"
     assert probe_rdma(sysfs=sysfs) == (True, found, "")
     assert probe_rdma(sysfs=sysfs).why_not == ""
-    assert [step.step for step in native_module.require_native().probe_rdma("", sysfs)] == [
+    assert [step.step for step in require_native().probe_rdma("", sysfs)] == [
         "library", "devices", "port", "memory", "queue pair",
     ]  # fmt: skip
 
@@ -73,10 +73,10 @@ def test_malformed_settings_are_errors(sysfs, monkeypatch):
 
 
 def test_without_the_native_module_that_is_the_finding(monkeypatch):
-    monkeypatch.setattr(native_module, "_load", lambda: ImportError("no such module"))
+    monkeypatch.setitem(sys.modules, "megatron_ext.transport._C", None)
     result = probe_rdma()
     assert not result.usable
-    assert "no such module" in result.why_not
+    assert "native module: The native module megatron_ext.transport._C is" in result.why_not
 
 
 def test_this_machine_is_judged_as_pyverbs_judges_it(native, monkeypatch):
