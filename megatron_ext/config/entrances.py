@@ -73,10 +73,8 @@ def prepare(args: Namespace, requested: PipelineConfig | None = None) -> dict[st
     # What an earlier call had changed is taken back even where this one changes nothing.
     changes = {dest: (vars(given).get(dest), value) for dest, value in found.arguments.items()}
     vars(args).pop(_REWRITTEN, None)
-    vars(args).update(
-        {**vars(given), **found.arguments, **({_REWRITTEN: changes} if changes else {})}
-    )
-    if getattr(args, "rank", 0) == 0:
+    vars(args).update(vars(given) | found.arguments | ({_REWRITTEN: changes} if changes else {}))
+    if getattr(given, "rank", 0) == 0:  # of the job, not of a role
         _log(*found.changes, *found.notices)
     size, seed = int(getattr(given, "world_size", None) or 1), getattr(given, "seed", None)
     _activate(found, requested, size, seed)
