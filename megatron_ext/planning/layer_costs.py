@@ -162,11 +162,10 @@ def _distinct(share: float, copies: int) -> float:
 
 def recompute_modes(model: ModelSizes) -> list[frozenset[str]]:
     """Return sets of modules to recompute, from none to whole layers."""
-    norms = frozenset({"layernorm"})
-    modes = [frozenset(), norms]
-    if model.is_latent:
-        modes += [frozenset({"mla_up_proj"}), norms | {"mla_up_proj"}]
-    return [*modes, modes[-1] | {"moe" if any(model.moe_layers) else "mlp"}, FULL]
+    norms, up = frozenset({"layernorm"}), frozenset({"mla_up_proj"})
+    modes = [frozenset(), norms, *([up, norms | up] if model.is_latent else [])]
+    more = ("moe_act", "moe") if any(model.moe_layers) else ("mlp",)
+    return [*modes, *(modes[-1] | {module} for module in more), FULL]
 
 
 def recompute_flags(mode: frozenset[str]) -> str:
@@ -175,7 +174,8 @@ def recompute_flags(mode: frozenset[str]) -> str:
         return ""
     if mode == FULL:
         return "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    return f"--recompute-granularity selective --recompute-modules {' '.join(sorted(mode))}"
+    flags = f"--recompute-granularity selective --recompute-modules {' '.join(sorted(mode))}"
+    return flags + (" --moe-grouped-gemm" if "moe_act" in mode else "")
 
 
 class _Ledger:
