@@ -9,7 +9,7 @@
 143 of the performance summary of Megatron-Bridge, 26.02 to 26.08 (throughput), with the flags, the
 recomputation and the layout of the recipes of that release (tags v0.3.0 to v0.6.0; v0.4.2 for
 26.04.01). Half of the configurations of the latter
-(`fitted`, shuffled by `random.Random(0)`, all rows of a configuration on one side) chose 30 rates
+(`fitted`, shuffled by `random.Random(0)`, all rows of a configuration on one side) chose 29 rates
 of `hardware.py` and `layer_costs.py`. SimuMax's rows chose one, and those of Llama with one stage
 the bytes of a logit. Nothing else was fitted, but errors of all rows were in sight when the first
 formulas were made; later ones were chosen on the fitted rows alone.
@@ -64,7 +64,7 @@ from megatron_ext.schedules.table import placement as place
 if TYPE_CHECKING:
     from benchmarks.schedule_harness.model_memory import Case
 
-_ACCURACY = 0.056
+_ACCURACY = 0.05
 """Mean error on rows that nothing was fitted to: layouts that are closer are tied."""
 
 _SIMUMAX_GEMM = 0.460
