@@ -53,9 +53,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine, markdown, options, write_json
 from benchmarks.schedule_harness import planned, ranks, trained
 from megatron_ext.config.stages import parse_layout
+from megatron_ext.planning.calibration import parts_of
 from megatron_ext.planning.cuts import cut, loads
 from megatron_ext.planning.hardware import parse_devices
-from megatron_ext.planning.layer_costs import Sharding, part_of
+from megatron_ext.planning.layer_costs import Sharding
 from megatron_ext.planning.layout_search import Layout, Question, search
 from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import Techniques, techniques_of_flags
@@ -150,11 +151,8 @@ def by_hand() -> list[tuple[str, int, str, float, float]]:
         sizes = sizes_of_flags(data["models"][model].split(), model)
         experts = 8 if sizes.num_experts else 1
         by = Sharding(sequence=4096, expert=experts, techniques=techniques_of_flags(()))
-        kinds = {kind: part_of(sizes, kind, by, device).work for kind in set(sizes.kinds)}
-        layers = [kinds[kind] for kind in sizes.kinds]
-        first, last = (part_of(sizes, kind, by, device).work for kind in ("embedding", "loss"))
-        if sizes.mtp_layers:
-            last += part_of(sizes, "mtp", by, device).work
+        parts, *ends = parts_of(sizes, by, device)
+        layers, (first, last) = ([part.work for part in some] for some in (parts, ends))
         theirs = [stage.count("t") for stage in parse_layout(layout)]
         placement = place.linear(pp)
         if len(theirs) > pp:

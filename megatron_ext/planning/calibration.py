@@ -68,6 +68,23 @@ def part_of(
     )
 
 
+def parts_of(
+    model: ModelSizes,
+    by: Sharding,
+    device: DeviceKind,
+    mode: frozenset[str] = frozenset(),
+    *,
+    holds_embedding: bool = True,
+) -> tuple[list[Part], Part, Part]:
+    """Return all layers, what the first stage has besides, and what the last has."""
+    kinds = {kind: part_of(model, kind, by, device, mode) for kind in set(model.kinds)}
+    ends = [part_of(model, "loss", by, device, holds_embedding=holds_embedding)]
+    if model.mtp_layers:
+        ends.append(part_of(model, "mtp", by, device, mode, holds_embedding=holds_embedding))
+    first = part_of(model, "embedding", by, device)
+    return [kinds[kind] for kind in model.kinds], first, layer_costs.total(ends)
+
+
 def factors(
     measured: Mapping[str, Passes], by_formula: Mapping[str, Part]
 ) -> tuple[tuple[str, Passes], ...]:

@@ -88,6 +88,8 @@ class Part(NamedTuple):
     params: float
     """Weights outside experts, on this rank."""
     expert_params: float
+    operations: float
+    """Of the forward, as Megatron counts them for its TFLOP/s."""
     exchange: float
     """Of forward and input gradient, seconds that experts exchange tokens, which pairs can hide:
     without those of what is recomputed."""
@@ -190,7 +192,7 @@ class _Ledger:
         self.forward: defaultdict[str, float] = defaultdict(float)
         self.saved: defaultdict[str, float] = defaultdict(float)
         self.input = self.weight = self.waiting = self.exchange = self.dummies = 0.0
-        self.launches = 0.0
+        self.params = self.expert_params = self.operations = self.launches = 0.0
         """Kernels of the forward that the host starts one by one; a backward has twice as many."""
         self.waits = False
         """Whether the host reads from the device how many tokens each expert got."""
@@ -202,6 +204,7 @@ class _Ledger:
 
         With `gathers` the tensor-parallel ranks each have a part of the input.
         """
+        self.params += inputs * outputs
         self._products(module, rows, inputs, outputs, 1, self.rate, self.casts)
         # Transformer Engine keeps what it gathered, Megatron's own layers gather it again.
         parts = self.by.tensor if gathers and self.by.techniques.is_local else 1
@@ -214,6 +217,7 @@ class _Ledger:
         fused = self.by.techniques.fuses_experts
         share = self.device.gemm_fused if fused else self.device.gemm_grouped
         casts = 0.5 * self.casts if fused else self.casts
+        self.expert_params += inputs * outputs * count
         self._products("moe", rows, inputs, outputs, count, self.rate * share, casts)
         self.waiting += self.bytes * rows * count * (inputs + outputs)
         each = 0.0 if fused else 0.15 * _LAUNCHES[self.precision]
@@ -241,6 +245,7 @@ class _Ledger:
             return max(operations * waits * waves, size / self.traffic, least)
 
         everywhere, weights = rows * count, inputs * outputs * count
+        self.operations += 2 * rows * weights
         size = everywhere * (low * inputs + 2 * outputs) + low * weights
         self.forward[module] += of(rows, outputs, inputs, size)
         self.forward[module] += casts * everywhere * inputs / self.traffic
@@ -294,6 +299,32 @@ class _Ledger:
             shown = self.device.exposed * min(seconds, host)
         return (max(seconds - hidden, host) + hidden + shown) / seconds
 
+    def part(
+        self, mode: frozenset[str] = frozenset(), kept_whole: float = 0.0, transient: float = 0.0
+    ) -> Part:
+        """Return the part, with the modules of the mode recomputed."""
+        modules = set(self.forward) | set(self.saved) if mode == FULL else set(mode)
+        if "moe" in mode:
+            modules |= {"moe_act", "router", "shared_experts"}
+        again = sum(self.forward[module] for module in modules)
+        dropped = sum(self.saved[module] for module in modules)
+        forward, backward = sum(self.forward.values()), self.input + again + self.weight
+        late = self.delay(backward, 2.0) if backward else 1.0
+        return Part(
+            forward=forward * (self.delay(forward, 1.0) if forward else 1.0),
+            input=late * (self.input + again),
+            weight=late * self.weight,
+            params=self.params,
+            expert_params=self.expert_params,
+            operations=self.operations,
+            exchange=self.exchange,
+            saved=kept_whole if mode == FULL else sum(self.saved.values()) - dropped,
+            waiting=self.waiting,
+            logits=0.0,
+            transient=transient + (dropped if mode else 0.0),
+            dummies=self.dummies,
+        )
+
 
 @lru_cache(maxsize=100_000)
 def part_of(
@@ -324,8 +355,8 @@ def part_of(
     if kind == "embedding":
         books.pass_over("base", 4 * wide, 10 * wide)
         books.wait("base", exchange, exchange)
-        positions = model.learned_positions * hidden
-        return _closed(books, table + positions, 0.0, 0.0, frozenset(), 0.0)
+        books.params = table + model.learned_positions * hidden
+        return books.part()
     if kind == "loss":
         books.linear("base", rows, hidden, model.vocabulary / t, gathers=True)
         logits = rows * model.vocabulary / t
@@ -335,13 +366,11 @@ def part_of(
         books.pass_over("base", passes[0] * logits + 6 * wide, passes[1] * logits + 6 * wide, 8)
         books.wait("base", exchange, exchange)
         books.keep("base", 4 * wide, _kept_by_norm(model, wide, hidden) + 2 * wide)
-        weights = hidden * model.norm_weights
-        if not (model.is_tied and holds_embedding):
-            weights += table
+        shared = table if model.is_tied and holds_embedding else 0.0
+        books.params += hidden * model.norm_weights - shared
         # The unfused loss has logits in bf16, probabilities in fp32 and gradients at once.
         at_once = (4 if by.fused_loss else 10) * logits
-        part = _closed(books, weights, 0.0, 0.0, frozenset(), at_once)
-        return part._replace(logits=4 * logits)
+        return books.part(transient=at_once)._replace(logits=4 * logits)
     if kind == "mtp":
         layer = part_of(model, model.mtp_kind, by, device, mode)
         loss = part_of(model, "loss", by, device)
@@ -349,28 +378,20 @@ def part_of(
         books.pass_over("base", 16 * wide, 24 * wide, 3)
         books.wait("base", exchange, exchange)
         books.keep("base", 8 * wide, 2 * _kept_by_norm(model, wide, hidden) + 4 * wide)
-        own = _closed(books, 0.0, 0.0, 0.0, frozenset(), 0.0)
-        weights = 2 * hidden * hidden / t + 3 * hidden * model.norm_weights
-        count = model.mtp_layers
-        return Part(
-            count * (own.forward + layer.forward + loss.forward),
-            count * (own.input + layer.input + loss.input),
-            count * (own.weight + layer.weight + loss.weight),
-            count * (weights + layer.params) + (0.0 if holds_embedding else table),
-            count * layer.expert_params,
-            count * layer.exchange,
-            count * (own.saved + layer.saved + loss.saved),
-            count * (own.waiting + layer.waiting + loss.waiting),
-            count * loss.logits,
-            max(layer.transient, loss.transient),
-            own.dummies,
+        books.params += 3 * hidden * model.norm_weights
+        own = books.part()
+        each = total([own, layer, loss._replace(params=0.0)])
+        heads = Part._make(model.mtp_layers * size for size in each)
+        copy = 0.0 if holds_embedding else table
+        return heads._replace(
+            params=heads.params + copy, transient=each.transient, dummies=own.dummies
         )
-    weights = expert_weights = act = 0.0
+    act = 0.0
     if kind in ("dense", "moe", "attention"):
-        weights += _attention(books, model, by, rows, wide)
+        _attention(books, model, rows, wide)
         books.wait("attention", 2 * exchange, 2 * exchange)
     if kind == "mamba":
-        weights += _scan(books, model, rows, wide)
+        _scan(books, model, rows, wide)
         books.wait("mamba", 2 * exchange, 2 * exchange)
     if kind in ("dense", "mlp"):
         _norm(books, model, "layernorm", wide)
@@ -379,13 +400,11 @@ def part_of(
         act = _activation(books, model, "mlp", rows * model.ffn / t)
         books.linear("mlp", rows, model.ffn / t, hidden)
         books.wait("mlp", 2 * exchange, 2 * exchange)
-        weights += hidden * (up + model.ffn / t) + hidden * model.norm_weights
-        weights += (up + hidden) * model.biases
+        books.params += (up + hidden) * model.biases
     if kind in ("moe", "experts"):
         _norm(books, model, "layernorm", wide)
-        outside, expert_weights, act = _experts(books, model, rows, exchange)
-        weights += outside + hidden * model.norm_weights
-    return _closed(books, weights, expert_weights, 2 * wide, mode, act + 6 * wide)
+        act = _experts(books, model, rows, exchange)
+    return books.part(mode, kept_whole=2 * wide, transient=act + 6 * wide)
 
 
 def _kept_by_norm(model: ModelSizes, elements: float, width: float) -> float:
@@ -395,16 +414,15 @@ def _kept_by_norm(model: ModelSizes, elements: float, width: float) -> float:
 
 def _norm(books: _Ledger, model: ModelSizes, module: str, wide: float) -> None:
     """Add a norm and the sum with the residual."""
+    books.params += model.hidden * model.norm_weights
     books.keep("base", 2 * wide, _kept_by_norm(model, wide, model.hidden))
     books.keep(module, books.bytes * wide, 2 * wide)
     books.pass_over(module, 4 * wide, 6 * wide)
     books.pass_over("base", 6 * wide, 6 * wide)
 
 
-def _experts(
-    books: _Ledger, model: ModelSizes, rows: float, exchange: float
-) -> tuple[float, float, float]:
-    """Add a mixture of experts; return weights outside and inside, bytes of its gradients."""
+def _experts(books: _Ledger, model: ModelSizes, rows: float, exchange: float) -> float:
+    """Add a mixture of experts; return the bytes of its gradients."""
     by, device, hidden, width = books.by, books.device, float(model.hidden), model.expert_hidden
     t = by.tensor
     tokens, chosen = rows / t, rows / t * model.top_k
@@ -412,12 +430,10 @@ def _experts(
     up = model.expert_ffn * (2 if model.gated else 1)
     books.linear("router", tokens, hidden, model.num_experts)
     books.pass_over("router", 16 * tokens * model.num_experts, 16 * tokens * model.num_experts, 20)
-    weights = hidden * model.num_experts
     if width != hidden:
         books.linear("moe", tokens, hidden, width)
         books.linear("moe", tokens, width, hidden)
         books.saved["moe"] += 4 * tokens * width
-        weights += 2 * hidden * width
     # Permuted, and sorted by expert, on both ways. 6 bytes are assumed, whatever the dispatcher,
     # which fits the fitted rows best; a kernel for each way would move 8.
     passes = 6 * chosen * width
@@ -441,17 +457,16 @@ def _experts(
         act = max(act, _activation(books, model, "shared_experts", rows * own))
         books.linear("shared_experts", rows, own, hidden)
         books.wait("shared_experts", 2 * exchange, 2 * exchange)
-        weights += hidden * own * (3 if model.gated else 2)
     once = model.top_k if by.techniques.sends_once else 0
     there = 2 * all_to_all_s(device, 2 * chosen * width, by.expert, once)
     books.wait("moe", there, there)
     books.exchange = 2 * there
     books.launch("moe", 40)
-    return weights, local * width * (up + model.expert_ffn), act
+    return act
 
 
-def _scan(books: _Ledger, model: ModelSizes, rows: float, wide: float) -> float:
-    """Add a Mamba-2 layer with its norm; return the weights on this rank."""
+def _scan(books: _Ledger, model: ModelSizes, rows: float, wide: float) -> None:
+    """Add a Mamba-2 layer with its norm."""
     t, hidden = books.by.tensor, float(model.hidden)
     _norm(books, model, "layernorm", wide)
     inner = model.scan_heads * model.scan_head_size / t
@@ -464,20 +479,21 @@ def _scan(books: _Ledger, model: ModelSizes, rows: float, wide: float) -> float:
     scan = books.device.scan_bytes * size
     books.pass_over("mamba", scan, 2.5 * scan, 14)
     books.linear("mamba", rows, inner, hidden)
-    weights = hidden * (2 * inner + states + heads) + inner * hidden + 5 * (inner + states)
-    return weights + inner + 3 * heads + hidden * model.norm_weights
+    books.params += 5 * (inner + states) + inner + 3 * heads
+    books.operations += 7 * rows * inner * model.scan_state
 
 
-def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wide: float) -> float:
-    """Add attention with its norm; return the weights on this rank."""
-    t, hidden, device = by.tensor, float(model.hidden), books.device
+def _attention(books: _Ledger, model: ModelSizes, rows: float, wide: float) -> None:
+    """Add attention with its norm."""
+    by, hidden, device = books.by, float(model.hidden), books.device
+    t = by.tensor
     heads = model.heads / t
     queries, values = heads * model.head_size, heads * model.value_size
     _norm(books, model, "layernorm", wide)
     if model.is_latent:
         plain, latent = model.head_size - model.rotary_size, model.key_value_rank
         keys = heads * (plain + model.value_size)
-        weights = hidden * (latent + model.rotary_size) + latent * keys + latent * model.qk_norm
+        books.params += latent * model.qk_norm
         books.linear("attention", rows / t, hidden, latent + model.rotary_size)
         books.linear("mla_up_proj", rows, latent, keys)
         books.waiting -= books.bytes * rows / t * hidden  # queries are made of the same input
@@ -485,11 +501,10 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
         if rank := model.query_rank:
             books.linear("attention", rows / t, hidden, rank)
             books.linear("mla_up_proj", rows, rank, queries)
-            weights += hidden * rank + rank * queries + rank * model.qk_norm
+            books.params += rank * model.qk_norm
             small += rank
         else:
             books.linear("attention", rows, hidden, queries)
-            weights += hidden * queries
         kept = 2 * rows * small  # latents that norms would copy
         if model.qk_norm:
             kept = 2 * rows * (small - model.rotary_size)
@@ -516,12 +531,13 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
         books.keep("attention", 2 * rows * product, kept)
         passes = 4 if model.qk_norm else 2
         books.pass_over("attention", 2 * passes * rows * queries, 2 * passes * rows * queries, 4)
-        weights = (hidden + model.qkv_biases) * (queries + each)
-        weights += 2 * model.head_size * model.norm_weights * model.qk_norm
+        books.params += model.qkv_biases * (queries + each)
+        books.params += 2 * model.head_size * model.norm_weights * model.qk_norm
     # Half of the square: causal. Two products forward, five backward.
     seen = by.sequence * (1 - model.window_share)
     seen += min(by.sequence, 2 * model.window) * model.window_share
     square = seen * by.sequence * by.micro_batch / by.context * (queries + values)
+    books.operations += square
     # Exponentials take as long for small heads.
     rate = device.flops * min(1.0, model.head_size / 128)
     if by.techniques.attends_in_8bit:
@@ -544,7 +560,7 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
     )
     books.keep("core_attn", 0.0, scores)
     books.linear("attention", rows, values, hidden)
-    return weights + values * hidden + hidden * model.biases + hidden * model.norm_weights
+    books.params += hidden * model.biases
 
 
 def _activation(books: _Ledger, model: ModelSizes, module: str, elements: float) -> float:
@@ -559,72 +575,3 @@ def _activation(books: _Ledger, model: ModelSizes, module: str, elements: float)
     each = elements * (books.device.activation if again else 2.0)
     books.pass_over(module, each * (inputs + 1), each * (2 * inputs + 1))
     return 2 * elements * (inputs + 1)
-
-
-def _closed(
-    books: _Ledger,
-    params: float,
-    expert_params: float,
-    kept_whole: float,
-    mode: frozenset[str],
-    transient: float,
-) -> Part:
-    """Return the part, with the modules of the mode recomputed."""
-    modules = set(books.forward) | set(books.saved) if mode == FULL else set(mode)
-    if "moe" in mode:
-        modules |= {"moe_act", "router", "shared_experts"}
-    again = sum(books.forward[module] for module in modules)
-    dropped = sum(books.saved[module] for module in modules)
-    saved = kept_whole if mode == FULL else sum(books.saved.values()) - dropped
-    forward, backward = sum(books.forward.values()), books.input + again + books.weight
-    late = books.delay(backward, 2.0) if backward else 1.0
-    return Part(
-        forward * (books.delay(forward, 1.0) if forward else 1.0),
-        late * (books.input + again),
-        late * books.weight,
-        params,
-        expert_params,
-        books.exchange,
-        saved,
-        books.waiting,
-        0.0,
-        transient + (dropped if mode else 0.0),
-        books.dummies,
-    )
-
-
-def model_flops(model: ModelSizes, sequence: int) -> float:
-    """Return the operations of a step for each token, as Megatron counts them for its TFLOP/s."""
-    hidden, heads = float(model.hidden), model.heads
-    queries, values = heads * model.head_size, heads * model.value_size
-    if model.is_latent:
-        plain, latent = model.head_size - model.rotary_size, model.key_value_rank
-        attention = hidden * (latent + model.rotary_size)
-        attention += latent * heads * (plain + model.value_size)
-        rank = model.query_rank
-        attention += hidden * rank + rank * queries if rank else hidden * queries
-    else:
-        attention = hidden * (queries + model.query_groups * (model.head_size + model.value_size))
-    seen = sequence * (1 - model.window_share)
-    seen += min(sequence, 2 * model.window) * model.window_share
-    attention += values * hidden + seen / 2 * (queries + values)
-    gates = 3 if model.gated else 2
-    dense = gates * hidden * model.ffn
-    width = model.expert_hidden
-    moe = gates * (width * model.top_k * model.expert_ffn + hidden * model.shared_ffn)
-    moe += hidden * model.num_experts + (2 * hidden * width if width != hidden else 0)
-    inner = model.scan_heads * model.scan_head_size
-    states = 2 * model.scan_groups * model.scan_state
-    mamba = hidden * (3 * inner + states + model.scan_heads) + 3.5 * inner * model.scan_state
-    of = {
-        "dense": attention + dense,
-        "moe": attention + moe,
-        "mamba": mamba,
-        "attention": attention,
-        "mlp": dense,
-        "experts": moe,
-    }
-    total = sum(of[kind] for kind in model.kinds)
-    total += model.mtp_layers * (of[model.mtp_kind] + 2 * hidden * hidden)
-    total += (1 + model.mtp_layers) * hidden * model.vocabulary
-    return 6 * total

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.bounds import CutBound, uses_of
-from megatron_ext.planning.calibration import part_of
+from megatron_ext.planning.calibration import parts_of
 from megatron_ext.planning.cuts import cut, layout_of
 from megatron_ext.planning.layer_costs import (
     FULL,
@@ -21,7 +21,6 @@ from megatron_ext.planning.layer_costs import (
     Sharding,
     beside,
     gather_s,
-    model_flops,
     recompute_flags,
     recompute_modes,
     total,
@@ -120,7 +119,10 @@ class Layout:
     @property
     def tflops(self) -> float:
         """For each device, as Megatron counts."""
-        return self.tokens_per_s * model_flops(self.job.model, self.job.sequence) / 1e12
+        sizes, (layers, first, last) = self.sizes, _parts(_key(self.job), self.sizes)
+        tokens = sizes.micro_batch * self.job.sequence / sizes.tp / sizes.cp
+        forward = total([*layers, first, last]).operations / tokens
+        return 3 * forward * self.tokens_per_s / 1e12
 
     @property
     def mfu(self) -> float:
@@ -393,14 +395,7 @@ def _parts(job_key: tuple[Any, ...], sizes: ParallelSizes) -> tuple[list[Part], 
         techniques=techniques,
         fused_loss=fused_loss,
     )
-    alone = sizes.pp == 1
-    kinds = {kind: part_of(model, kind, by, device, sizes.mode) for kind in set(model.kinds)}
-    last = part_of(model, "loss", by, device, holds_embedding=alone)
-    if model.mtp_layers:
-        mtp = part_of(model, "mtp", by, device, sizes.mode, holds_embedding=alone)
-        last = total([last, mtp])
-    first = part_of(model, "embedding", by, device)
-    return [kinds[kind] for kind in model.kinds], first, last
+    return parts_of(model, by, device, sizes.mode, holds_embedding=sizes.pp == 1)
 
 
 def _of_stages(job: Question, sizes: ParallelSizes, counts: Sequence[int]) -> list[list[Part]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_ext.planning.calibration import parts_of
 from megatron_ext.planning.cuts import cut, layout_of
 from megatron_ext.planning.hardware import DEVICES
-from megatron_ext.planning.layer_costs import FULL, Sharding, part_of
+from megatron_ext.planning.layer_costs import FULL, Sharding
 from megatron_ext.planning.model_sizes import sizes_of_arguments
 
 if TYPE_CHECKING:
@@ -37,11 +38,7 @@ def layout_for(args: Namespace, placement: Placement) -> str:
         mode = FULL
     elif getattr(args, "recompute_granularity", None) == "selective":
         mode = frozenset(getattr(args, "recompute_modules", None) or ())
-    device = DEVICES["h100"]
-    kinds = {kind: part_of(model, kind, by, device, mode).work for kind in set(model.kinds)}
-    first, last = (part_of(model, kind, by, device).work for kind in ("embedding", "loss"))
-    if model.mtp_layers:
-        last += part_of(model, "mtp", by, device, mode).work
-    layers = [kinds[kind] for kind in model.kinds]
-    counts = cut(layers, first, last, placement, least_last=0 if model.mtp_layers else 1)
+    layers, *ends = parts_of(model, by, DEVICES["h100"], mode)
+    works, (first, last) = ([part.work for part in parts] for parts in (layers, ends))
+    counts = cut(works, first, last, placement, least_last=0 if model.mtp_layers else 1)
     return layout_of(counts, model.mtp_layers)

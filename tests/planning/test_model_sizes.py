@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ArgumentsError
+from megatron_ext.planning.calibration import parts_of
 from megatron_ext.planning.hardware import DEVICES, DeviceKind, kind_of, parse_devices
-from megatron_ext.planning.layer_costs import Sharding, model_flops, part_of
+from megatron_ext.planning.layer_costs import Sharding, part_of, total
 from megatron_ext.planning.model_sizes import ModelSizes, read_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -43,10 +44,14 @@ def test_an_example_has_the_published_number_of_parameters(
 
 def test_operations_are_counted_as_megatron_counts_them() -> None:
     """Megatron-Bridge publishes both rates of a run: 734 TFLOP/s at 1,633 tokens/s, 8k tokens."""
-    llama = read_model(EXAMPLES / "llama3", "70b", [])
-    assert model_flops(llama, 8192) == pytest.approx(734e12 / 1633, rel=0.003)
-    deepseek = read_model(EXAMPLES / "deepseek-v3", None, [])
-    assert model_flops(deepseek, 4096) == pytest.approx(1276e12 / 4912, rel=0.005)
+    for example, size, sequence, of_token in (
+        ("llama3", "70b", 8192, 734e12 / 1633),
+        ("deepseek-v3", None, 4096, 1276e12 / 4912),
+    ):
+        by = Sharding(sequence=sequence)
+        layers, *ends = parts_of(read_model(EXAMPLES / example, size, []), by, DEVICES["h100"])
+        operations = 3 * total([*layers, *ends]).operations
+        assert operations / sequence == pytest.approx(of_token, rel=0.005)
 
 
 DEEPSEEK_V3 = {
