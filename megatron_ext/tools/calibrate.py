@@ -319,12 +319,12 @@ def of_trace(
     """
     from megatron_ext.tools.trace.aggregate import read_run
     from megatron_ext.tools.trace.forecast import measured_costs
-    from megatron_ext.tools.trace.reader import load_schedule
 
-    run, schedule = read_run(directory), load_schedule(directory)
+    run = read_run(directory)
+    schedule = run.schedule
     if schedule is None:
         raise DataError(f"{directory} has no schedule.json; trace a run with a pipeline")
-    settings = run.surveys[0].header.settings
+    settings = run.settings
     for name, own in (("num_layers", model.num_layers), ("hidden_size", model.hidden)):
         if settings.get(name) not in (None, own):
             raise DataError(

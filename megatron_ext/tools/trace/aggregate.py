@@ -15,17 +15,19 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_ext.errors import DataError
 from megatron_ext.files import cannot_write, replacing, scratch_folder
 from megatron_ext.tools.trace.reader import DAMAGED, TraceFile, load_schedule, open_run
-from megatron_ext.tools.trace.survey import Link, RankSurvey, survey
+from megatron_ext.tools.trace.survey import Link, RankSurvey, Step, survey
 
 if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.tracing.records import Header
 
 SLOW_RANK, SLOW_LINK = 1.2, 2.0
@@ -34,20 +36,45 @@ _TIME = re.compile(r'"ts":([0-9.]+)')
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """The traces of a run, on one clock."""
 
     directory: Path
-    surveys: Sequence[RankSurvey]
-    notes: Sequence[str]
+    surveys: list[RankSurvey]
+    """By global rank."""
+    notes: list[str]
     """Notes about missing or damaged traces."""
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """The table of the run, or None if the run wrote none.
+
+        Raises:
+            DataError: Its file is damaged or of impossible size.
+        """
+        return load_schedule(self.directory)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Settings of the run, as its first rank has them."""
+        return self.surveys[0].header.settings
 
     @property
     def links(self) -> list[Link]:
         """Every pair of ranks that exchanged messages, the longest waited for first."""
         found = [link for each in self.surveys for link in each.links.values()]
         return sorted(found, key=lambda link: -link.waited_ns)
+
+    @cached_property
+    def steps(self) -> dict[int, list[Step]]:
+        """By number: the complete steps of all ranks, which begin on the common clock."""
+        found: dict[int, list[Step]] = defaultdict(list)
+        for each in self.surveys:
+            for step in each.complete_steps:
+                begin_ns = step.begin_ns + each.file.shift_ns
+                found[step.number].append(step._replace(begin_ns=begin_ns))
+        return found
 
 
 def read_run(directory: Path | str) -> Run:
@@ -59,10 +86,9 @@ def read_run(directory: Path | str) -> Run:
     directory = Path(directory)
     files, notes = open_run(directory)
     surveys: list[RankSurvey] = []
-    try:
-        table = load_schedule(directory)
-    except DataError:  # whoever needs the table loads it, and says what is wrong
-        table = None
+    run, table = Run(directory, surveys, notes), None
+    with suppress(DataError):  # whoever needs the table says what is wrong with it
+        table = run.schedule
     full, slices = (0, (1.0,)) if table is None else (table.num_microbatches, table.slices)
     for found in _for_each(partial(_survey, full, slices), files):
         if isinstance(found, str):
@@ -106,7 +132,7 @@ def read_run(directory: Path | str) -> Run:
                 shift = each.file.shift_ns - shifts[headers[source].clock][0]
                 # Clocks agree to within an error: a fast message may seem to arrive early.
                 link.delay_ns = max(0, statistics.median_low(late) + shift)
-    return Run(directory, surveys, notes)
+    return run
 
 
 def align(
@@ -136,8 +162,7 @@ def align(
     shifts: dict[str, tuple[int, int | None]] = {here.clock: (0, 0)}
     # Breadth first from the reference, so that each clock is as few steps from it as can be.
     waiting = [here.clock]
-    while waiting:
-        known = waiting.pop(0)
+    for known in waiting:
         shift, error = shifts[known]
         for (ahead, clock), bound in sorted(bounds.items()):
             back = bounds.get((clock, ahead))

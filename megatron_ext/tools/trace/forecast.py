@@ -31,7 +31,6 @@ from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.schedules.table.slices import attention_of
 from megatron_ext.tools.trace.aggregate import Run, read_run
-from megatron_ext.tools.trace.reader import load_schedule
 from megatron_ext.tools.trace.survey import figures
 from megatron_ext.tracing.records import ACTION_NAMES
 
@@ -168,7 +167,7 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
     """
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     exchanged: dict[int, list[float]] = defaultdict(list)
-    sigmas = []
+    sigmas = [0.0]
     for survey in run.surveys:
         for stage, sample in survey.exchanges.items():
             exchanged[stage].append(statistics.median(sample))
@@ -183,19 +182,19 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
     stages: list[tuple[float, float, float]] = []
     for stage in range(schedule.num_stages):
         # Slices cost about the same.
-        forward, whole, *split = (
+        forward, backward, input_gradient, weight = (
             schedule.num_slices * statistics.median(times.get((name, stage), [0.0])) / 1e9
-            for name in (ACTION_NAMES[kind] for kind in ("F", "B", "I", "W"))
+            for name in ACTION_NAMES.values()
         )
-        if not all(split):
-            # Its two halves are matrix products of one size; the trace cannot tell them apart.
-            split = [whole / 2, whole / 2]
-        if not forward or not all(split):
+        if not (input_gradient and weight):
+            # Matrix products of one size; the trace cannot tell them apart.
+            input_gradient = weight = backward / 2
+        if not (forward and weight):
             raise DataError(
                 f"{run.directory}: the trace has no forward and backward of stage {stage}; plans "
                 f"need the traces of all pipeline ranks, with more than one iteration"
             )
-        stages.append((forward, split[0], split[1]))
+        stages.append((forward, input_gradient, weight))
     forward, input_gradient, weight = map(sum, zip(*stages, strict=True))
     delays = [link.delay_ns for link in run.links if link.delay_ns is not None]
     exchanged_s = sum(map(statistics.median, exchanged.values())) / 1e9
@@ -203,9 +202,9 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
         forward / schedule.pp,
         input_gradient / schedule.pp,
         weight / schedule.pp,
-        latency=statistics.median(delays) / 1e9 if delays else 0.0,
+        latency=statistics.median(delays or [0]) / 1e9,
         stages=tuple(stages),
-        jitter=statistics.median(sigmas or [0.0]),
+        jitter=statistics.median(sigmas[1:] or sigmas),
         all_to_all=min(0.999, exchanged_s / forward),
     )
 
@@ -234,17 +233,15 @@ class Traffic:
 
     def under(self, placement: Placement) -> int | None:
         """Return the bytes under a placement; None: the trace does not have them."""
-        mine, crossing = self.placement, _crossing(placement)
-        if placement.rank_of == mine.rank_of and placement.hops == mine.hops:
-            return round(sum(self.boundaries.values()) + self.routes)
-        if self.routes:
+        mine, sizes = self.placement, sorted(self.boundaries.values())
+        crossing = _crossing(placement)
+        if self.routes and (placement.rank_of, placement.hops) != (mine.rank_of, mine.hops):
             return None
-        if placement.num_stages == mine.num_stages and self.boundaries.keys() >= crossing:
-            return round(sum(self.boundaries[stage] for stage in crossing))
-        sizes = sorted(self.boundaries.values())
-        if not sizes or sizes[0] < (1 - _ONE_SIZE) * sizes[-1]:
+        if placement.num_stages == mine.num_stages and crossing <= self.boundaries.keys():
+            return round(sum(self.boundaries[stage] for stage in crossing) + self.routes)
+        if sizes[0] < (1 - _ONE_SIZE) * sizes[-1]:
             return None  # of boundaries that nobody has seen, where they differ
-        return round(len(crossing) * sizes[-1])
+        return round(len(crossing) * sizes[-1] + self.routes)
 
 
 def _crossing(placement: Placement) -> set[int]:
@@ -254,8 +251,10 @@ def _crossing(placement: Placement) -> set[int]:
 def measured_traffic(surveys: Sequence[RankSurvey], placement: Placement) -> Traffic | None:
     """Return the traffic of a traced run; None: its ranks have recorded no message.
 
+    Tensor-parallel ranks send their own bytes; replicas are averaged.
+
     Args:
-        surveys: Of all ranks. Tensor-parallel ranks send their own bytes; replicas are averaged.
+        surveys: Of all ranks.
         placement: Where the stages were.
     """
     boundaries: dict[int, float] = defaultdict(float)
@@ -274,29 +273,6 @@ def measured_traffic(surveys: Sequence[RankSurvey], placement: Placement) -> Tra
     return Traffic(placement, found, routes) if found else None
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """Properties of the model and the machines, as traced."""
-
-    schedule: Schedule
-    costs: Costs
-    step_s: float
-    launch_s: float
-    """Time of a host to launch an action; 0: it computes."""
-    outside_s: float
-    """Of a step: what is not in the pipeline."""
-    optimizer_s: float
-    """Of it: what grows with the copies of the weights; 0 where replicas share the optimizer."""
-    fixed_bytes: float | None
-    """Memory of a rank besides activations, with the weights once."""
-    activation_bytes: float
-    """One micro-batch on 1/pp of the model."""
-    num_layers: int | None
-    traffic: Traffic | None
-    stash_ratio: float
-    """Memory of a micro-batch between I and W over that before I."""
-
-
 def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
     """Predict every schedule and policy from the folder of a traced run; see `predict`."""
     return predict(read_run(directory), memory_gb)
@@ -313,7 +289,7 @@ def predict(run: Run, memory_gb: float | None = None) -> Forecast:
         DataError: The trace lacks data that a prediction needs.
         ScheduleError: No schedule fits.
     """
-    directory, schedule = run.directory, load_schedule(run.directory)
+    directory, schedule = run.directory, run.schedule
     if schedule is None:
         raise DataError(
             f"{directory} has no schedule.json, which identifies the actions; trace a run "
@@ -322,39 +298,39 @@ def predict(run: Run, memory_gb: float | None = None) -> Forecast:
     if not any(s.is_full(step.microbatches) for s in run.surveys for step in s.steps):
         raise DataError(
             f"{directory}: no traced step had the {schedule.num_microbatches} micro-batches of the "
-            f"table; trace steps after --rampup-batch-size has reached them"
+            f"table; trace steps in which the batch has grown to its full size"
         )
-    notes = list(run.notes)
-    measured = _measured(run, schedule, notes)
-    found, left_out = [], []
-    pairs = (False, True) if measured.costs.all_to_all else (False,)
-    for pipeline in _pipelines(schedule, measured.stash_ratio, pairs):
-        try:
-            found.append(_predict(measured, pipeline))
-        except ScheduleError as error:  # noqa: PERF203 - each schedule may refuse
-            left_out.append(str(error))
-    notes += [f"left out: {reason}" for reason in dict.fromkeys(left_out)]
-    if memory_gb is not None:
-        if measured.fixed_bytes is None:
+    notes, measured = list(run.notes), _Measured(run, schedule)
+    if measured.fixed_bytes is None:
+        notes.append("no rank recorded what a forward keeps: memory is not predicted")
+        if memory_gb is not None:
             raise DataError(
                 f"{directory}: no rank recorded what a forward keeps, which --memory-gb needs; "
                 f"trace the run with this version, or leave --memory-gb out"
             )
-        fitting = [p for p in found if (p.memory_bytes or 0) <= memory_gb * 2**30]
-        notes += [f"left out: {p.schedule} needs {_gib(p)} GiB" for p in found if p not in fitting]
-        found = fitting
+    found, left_out = [], []
+    for pipeline in measured.pipelines():
+        try:
+            prediction = measured.predict(pipeline)
+        except ScheduleError as error:
+            left_out.append(str(error))
+            continue
+        if memory_gb is None or (prediction.memory_bytes or 0) <= memory_gb * 2**30:
+            found.append(prediction)
+        else:
+            left_out.append(f"{prediction.schedule} needs {_gib(prediction)} GiB")
+    notes += [f"left out: {reason}" for reason in dict.fromkeys(left_out)]
     if not found:
         raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(notes))
     # The fastest first; of equal ones, what needs less memory.
     found.sort(key=lambda p: (p.step_s, p.memory_bytes or 0))
-    policy = run.surveys[0].header.settings.get("dpp_policy")
+    policy = run.settings.get("dpp_policy")
     traced = schedule.label + ("" if policy is None else f" dpp {policy}")
     # Of the hosts whose ranks compute on CPUs, the one with most ranks for a CPU.
     ranks: dict[str, list[set[str]]] = defaultdict(list)
-    for survey in run.surveys:
-        settings = survey.header.settings
-        if settings.get("device") == "cpu" and settings.get("cpus"):
-            ranks[survey.header.host].append(set(str(settings["cpus"]).split(",")))
+    for header in (survey.header for survey in run.surveys):
+        if header.settings.get("device") == "cpu" and header.settings.get("cpus"):
+            ranks[header.host].append(set(header.settings["cpus"].split(",")))
     sizes = [(len(cpus), len(set[str]().union(*cpus))) for cpus in ranks.values()]
     count, cpus = max(sizes, key=lambda size: size[0] / size[1], default=(0, 0))
     shared = f"{count} ranks shared {cpus} CPUs" if count > cpus else None
@@ -363,151 +339,138 @@ def predict(run: Run, memory_gb: float | None = None) -> Forecast:
     return Forecast(found, measured.step_s, traced, notes, shared)
 
 
-def _pipelines(measured: Schedule, stash_ratio: float, pairs: Sequence[bool]) -> Iterator[Pipeline]:
-    """Yield every configuration that fits the ranks and micro-batches of a run."""
-    seen: set[tuple[object, ...]] = set()
-    cuts = [(paired, 1) for paired in pairs]
-    if measured.num_slices > 1:
-        cuts.append((False, measured.num_slices))  # slices run in no pairs
-    for generator, (paired, slices) in product(registered().values(), cuts):
-        count = measured.total_microbatches // generator.twins
-        for variant in generator.variants:
-            options = dict(variant)
-            chunks = options.pop("chunks", None)
-            config = PipelineConfig(
-                pairs=paired,
-                schedule=generator.name,
-                chunks=None if chunks is None else int(chunks),
-                options=options,
-                slices=slices,
-                stash_ratio=stash_ratio,
+class _Measured:
+    """Properties of the model and the machines, as traced, and the steps that follow from them."""
+
+    def __init__(self, run: Run, schedule: Schedule) -> None:
+        self.schedule, self.costs = schedule, measured_costs(run, schedule)
+        if self.costs.jitter <= _QUIET:
+            self.costs = replace(self.costs, jitter=0.0)
+        # A step is as long as that of its slowest rank; its pipeline lasts from the first action of
+        # any rank to the last.
+        longest, pipelines, optimizers = [], [], []
+        for steps in run.steps.values():
+            ends = [step.begin_ns + step.duration_ns - step.after_ns for step in steps]
+            begins = [end - step.pipeline_ns for end, step in zip(ends, steps, strict=True)]
+            longest.append(max(step.duration_ns for step in steps))
+            pipelines.append(max(ends) - min(begins))
+            optimizers.append(max(step.optimizer_ns for step in steps))
+        self.step_s = statistics.median(longest) / 1e9
+        self.outside_s = max(0.0, self.step_s - statistics.median(pipelines) / 1e9)
+        # What of it grows with the copies of the weights.
+        shares = run.settings.get("use_distributed_optimizer")
+        self.optimizer_s = 0.0 if shares else statistics.median(optimizers) / 1e9
+        # Memory besides activations, with the weights once, and activations of one micro-batch on
+        # 1/pp of the model: the worst ranks bound what fits.
+        fixed, activations = [], [0.0]
+        for mine in (figures([survey]) for survey in run.surveys):
+            if (kept := mine.activation_bytes) and mine.memory_bytes:
+                fixed.append(max(0, mine.memory_bytes - kept * mine.peak_live))
+                activations.append(kept * schedule.num_stages / schedule.pp)
+        self.fixed_bytes = max(fixed, default=None)
+        self.activation_bytes = max(activations)
+        self.num_layers = run.settings.get("num_layers")
+        self.traffic = measured_traffic(run.surveys, schedule.placement)
+        self.stash_ratio = run.surveys[0].stash_ratio
+        # Ranks of devices choose while an action runs, which is another order than afterwards.
+        self.launch_s = _LAUNCH_S if run.settings.get("device", "cpu") != "cpu" else 0.0
+
+    def pipelines(self) -> Iterator[Pipeline]:
+        """Yield every configuration that fits the ranks and micro-batches of the run."""
+        traced = self.schedule
+        seen: set[tuple[object, ...]] = set()
+        cuts = [(False, 1)]
+        if self.costs.all_to_all:
+            cuts.append((True, 1))
+        if traced.num_slices > 1:
+            cuts.append((False, traced.num_slices))  # slices run in no pairs
+        for generator, (paired, slices) in product(registered().values(), cuts):
+            count = traced.total_microbatches // generator.twins
+            for variant in generator.variants:
+                options = dict(variant)
+                chunks = options.pop("chunks", None)
+                config = PipelineConfig(
+                    pairs=paired,
+                    schedule=generator.name,
+                    chunks=None if chunks is None else int(chunks),
+                    options=options,
+                    slices=slices,
+                    stash_ratio=self.stash_ratio,
+                    costs=Costs(attention=attention_of(traced.slices)) if slices > 1 else None,
+                )
+                yield Pipeline(config, traced.pp, count)
+                for policy in POLICIES:
+                    # All policies but hint ignore the order of the table.
+                    number = generator.num_chunks if chunks is None else chunks
+                    where = policy, number, generator.twins, paired, slices
+                    if policy == DynamicOrder.policy or where not in seen:
+                        seen.add(where)
+                        ordered = replace(config, dynamic=DynamicOrder(policy=policy))
+                        yield Pipeline(ordered, traced.pp, count)
+
+    def predict(self, pipeline: Pipeline) -> Prediction:
+        """Simulate a pipeline with the costs of the trace, with several draws of jitter.
+
+        Raises:
+            ScheduleError: The schedule is impossible for these sizes.
+        """
+        traced, stages = self.schedule, pipeline.placement.num_stages
+        if traced.total_microbatches % pipeline.config.twins:
+            raise ScheduleError(
+                f"{pipeline.name} runs half of the micro-batches in each direction, and the traced "
+                f"run has {traced.total_microbatches}"
             )
-            if slices > 1:
-                cut = Costs(attention=attention_of(measured.slices))
-                config = replace(config, costs=cut)
-            yield Pipeline(config, measured.pp, count)
-            for policy in POLICIES:
-                # All policies but hint ignore the order of the table.
-                number = generator.num_chunks if chunks is None else chunks
-                where = policy, number, generator.twins, paired, slices
-                if policy == DynamicOrder.policy or where not in seen:
-                    seen.add(where)
-                    ordered = replace(config, dynamic=DynamicOrder(policy=policy))
-                    yield Pipeline(ordered, measured.pp, count)
+        layers = self.num_layers
+        if isinstance(layers, int) and stages != traced.num_stages and layers % stages:
+            raise ScheduleError(
+                f"{pipeline.name} cuts the model into {stages} stages, which its {layers} layers "
+                f"do not fill evenly"
+            )
+        attention = pipeline.costs.attention
+        costs = replace(self.costs, stages=cut(self.costs.stages, stages), attention=attention)
+        draws = [replace(costs, seed=seed) for seed in range(_SEEDS if costs.jitter else 1)]
+        pipelines = [pipeline]
+        if registered()[pipeline.name].needs_costs:
+            # An order made for costs, here in the form of --pipeline-costs, need not be the best.
+            shares = (time / costs.forward for time in (costs.input, costs.weight, costs.latency))
+            given = Costs.parse(",".join(["1", *(f"{share:.3g}" for share in shares)]))
+            config = replace(pipeline.config, costs=replace(given, attention=attention))
+            pipelines.append(replace(pipeline, config=config))
+        found = [self._simulated(each, draws) for each in pipelines]
+        return min(found, key=lambda prediction: prediction.step_s)
 
-
-def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
-    """Simulate a pipeline with the costs of the trace, with several draws of jitter.
-
-    Raises:
-        ScheduleError: The schedule is impossible for these sizes.
-    """
-    layers, stages = measured.num_layers, pipeline.placement.num_stages
-    total, count = measured.schedule.total_microbatches, pipeline.num_microbatches
-    if total % pipeline.config.twins:
-        raise ScheduleError(
-            f"{pipeline.name} runs half of the micro-batches in each direction, and the traced run "
-            f"has {total}"
-        )
-    if layers is not None and stages != measured.schedule.num_stages and layers % stages:
-        raise ScheduleError(
-            f"{pipeline.name} cuts the model into {stages} stages, which its {layers} layers do "
-            f"not fill evenly"
-        )
-    attention = pipeline.costs.attention
-    of_stages = cut(measured.costs.stages, stages)
-    costs = replace(measured.costs, stages=of_stages, attention=attention)
-    draws = [replace(costs, seed=seed) for seed in range(_SEEDS)]
-    if costs.jitter <= _QUIET:  # all draws would be the same step
-        draws = [replace(costs, jitter=0.0)]
-    configs = [pipeline.config]
-    if registered()[pipeline.name].needs_costs:
-        # An order made for costs, here in the form of --pipeline-costs, need not be the best.
-        input_gradient, weight, latency = (
-            float(f"{time / costs.forward:.3g}")
-            for time in (costs.input, costs.weight, costs.latency)
-        )
-        given = Costs(1.0, input_gradient, weight, latency=latency, attention=attention)
-        configs.append(replace(pipeline.config, costs=given))
-    found = []
-    for config in configs:
-        each = replace(pipeline, config=config)
-        dynamic, schedule, static = each.dynamic, each.schedule(count), each.static().full
-        label, flags = static.label, commands.training_flags(static, each.costs)
+    def _simulated(self, pipeline: Pipeline, draws: Sequence[Costs]) -> Prediction:
+        count, dynamic, static = pipeline.num_microbatches, pipeline.dynamic, pipeline.static().full
+        label, flags = static.label, commands.training_flags(static, pipeline.costs)
         if dynamic is None:
-            steps = [commands.evaluate(schedule, drawn) for drawn in draws]
+            steps = [commands.evaluate(pipeline.full, drawn) for drawn in draws]
         else:
-            policies = partial(each.policy, count)
+            policies = partial(pipeline.policy, count)
             steps = [
-                simulate_dynamic(schedule, policies, replace(drawn, launch=measured.launch_s))
+                simulate_dynamic(pipeline.full, policies, replace(drawn, launch=self.launch_s))
                 for drawn in draws
             ]
             label += f" dpp {dynamic.policy}"
             flags += f" --use-dpp --dpp-policy {dynamic.policy}"
         # Gradients and optimizer state come with each copy of the weights.
-        weights = static.weight_copies / measured.schedule.weight_copies
-        outside_s = measured.outside_s + (weights - 1) * measured.optimizer_s
+        weights = static.weight_copies / self.schedule.weight_copies
+        outside_s = self.outside_s + (weights - 1) * self.optimizer_s
         memory = None
-        if measured.fixed_bytes is not None:
-            peak = max(max(activation_peaks(step.schedule, measured.stash_ratio)) for step in steps)
-            memory = round(measured.fixed_bytes * weights + peak * measured.activation_bytes)
-        traffic, hides = measured.traffic, costs.all_to_all
-        prediction = Prediction(
+        if self.fixed_bytes is not None:
+            peak = max(max(activation_peaks(step.schedule, self.stash_ratio)) for step in steps)
+            memory = round(self.fixed_bytes * weights + peak * self.activation_bytes)
+        hidden = [step.hidden for step in steps] if self.costs.all_to_all else []
+        return Prediction(
             label,
             flags,
             step_s=statistics.fmean(step.makespan for step in steps) + outside_s,
             bubble_ratio=statistics.fmean(step.bubble_ratio for step in steps),
             memory_bytes=memory,
             bounds_memory=dynamic is None or dynamic.policy == DynamicOrder.policy,
-            sent_bytes=None if traffic is None else traffic.under(static.placement),
+            sent_bytes=None if self.traffic is None else self.traffic.under(static.placement),
             weight_copies=static.weight_copies,
-            all_to_all_hidden=statistics.fmean(s.hidden for s in steps) if hides else None,
+            all_to_all_hidden=statistics.fmean(hidden) if hidden else None,
         )
-        found.append(prediction)
-    return min(found, key=lambda prediction: prediction.step_s)
-
-
-def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
-    # By step: begin and end of each rank's pipeline on one clock, and how long its step took.
-    steps: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
-    fixed, activations = [], []
-    for survey in run.surveys:
-        for step in survey.complete_steps:
-            end = step.begin_ns + step.duration_ns - step.after_ns + survey.file.shift_ns
-            steps[step.number].append((end - step.pipeline_ns, end, step.duration_ns))
-        mine = figures([survey])
-        # Measured once for each stage, in the first recorded step: a maximum over steps finds it.
-        kept = max((step.activation_bytes for step in survey.steps), default=0)
-        if kept and mine.memory_bytes:
-            fixed.append(max(0, mine.memory_bytes - kept * mine.peak_live))
-            activations.append(kept * schedule.num_stages / schedule.pp)
-    if not fixed:
-        notes.append("no rank recorded what a forward keeps: memory is not predicted")
-    columns = [tuple(zip(*ranks, strict=True)) for ranks in steps.values()]
-    # A step is as long as that of its slowest rank.
-    step_s = statistics.median(max(durations) for _, _, durations in columns) / 1e9
-    # From the first action of any rank to the last.
-    pipeline_s = statistics.median(max(ends) - min(begins) for begins, ends, _ in columns) / 1e9
-    settings = run.surveys[0].header.settings
-    layers = settings.get("num_layers")
-    optimizers: dict[int, float] = defaultdict(float)
-    for survey in () if settings.get("use_distributed_optimizer") else run.surveys:
-        for step in survey.complete_steps:
-            optimizers[step.number] = max(optimizers[step.number], step.optimizer_ns)
-    return _Measured(
-        schedule,
-        measured_costs(run, schedule),
-        step_s,
-        # Ranks of devices choose while an action runs, which is another order than afterwards.
-        launch_s=_LAUNCH_S if settings.get("device", "cpu") != "cpu" else 0.0,
-        outside_s=max(0.0, step_s - pipeline_s),
-        optimizer_s=statistics.median(optimizers.values() or [0.0]) / 1e9,
-        fixed_bytes=max(fixed) if fixed else None,
-        activation_bytes=max(activations, default=0.0),  # the worst rank bounds what fits
-        num_layers=layers if isinstance(layers, int) else None,
-        traffic=measured_traffic(run.surveys, schedule.placement),
-        stash_ratio=run.surveys[0].stash_ratio,
-    )
 
 
 def table(found: Forecast, limit: int = 20) -> str:

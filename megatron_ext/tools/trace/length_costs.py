@@ -19,7 +19,6 @@ from typing import NamedTuple
 from megatron_ext.errors import DataError
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.tools.trace.aggregate import read_run
-from megatron_ext.tools.trace.reader import load_schedule
 
 _OUTLIER = 5.0
 """Durations that are off by more than so many times the median error do not count."""
@@ -53,7 +52,8 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
     Raises:
         DataError: There is no trace, it has no lengths, or all are the same.
     """
-    run, schedule = read_run(directory), load_schedule(directory)
+    run = read_run(directory)
+    schedule = run.schedule
     if schedule is not None and schedule.placement.twin_hops:
         raise DataError(
             f"{directory}: under {schedule.name} stages run micro-batches that their twin has "

@@ -42,8 +42,7 @@ class Span(NamedTuple):
     """Number of the message that was sent or received; 0: of none."""
 
 
-@dataclass
-class Iteration:
+class Iteration(NamedTuple):
     """One iteration of one rank."""
 
     number: int
@@ -53,9 +52,8 @@ class Iteration:
     spans: list[Span]
     """In the order in which they began."""
     figures: Mapping[str, Any]
-    """Of the whole iteration."""
     text: str
-    """Events as they are in the file, with a comma between two."""
+    """Its events as they are in the file, with a comma between two."""
 
 
 @dataclass
@@ -67,15 +65,12 @@ class TraceFile:
     head: str = ""
     """Events of the first line, as they are in the file."""
     shift_ns: int = 0
-    """To be added to its times so that those of all ranks agree."""
+    """Added to its times, those of all ranks agree."""
     damaged: int = 0
     """Lines that were skipped, counted while iterations are read."""
 
     def iterations(self, only: int | None = None) -> Iterator[Iteration]:
-        """Yield the iterations in the order of the file, and reset the count `damaged`.
-
-        Args:
-            only: The number of the iteration to read; others are not decoded.
+        """Yield all iterations in the order of the file, or only that of a number.
 
         Raises:
             DataError: The file can no longer be read.
@@ -91,12 +86,9 @@ class TraceFile:
                     if not text or (only is not None and f'"iteration":{only},' not in text):
                         continue
                     try:
-                        found = self._iteration(text)
+                        yield self._iteration(text)
                     except DAMAGED:
                         self.damaged += 1
-                        continue
-                    if only in (None, found.number):
-                        yield found
         except OSError as error:
             raise DataError(f"{self.path.name} cannot be read: {error.strerror}") from error
 
@@ -117,29 +109,31 @@ class TraceFile:
 
 
 def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
-    """Return the files of a run by global rank, and what is wrong with it in words.
+    """Return the files of a run in the order of their global ranks, and what is wrong in words.
 
     Raises:
         DataError: The directory does not exist or contains no trace.
     """
     by_rank: dict[int, TraceFile] = {}
     notes: list[str] = []
-    pattern = FILE_NAME.format(*"***")
     try:
-        there = sorted(path for path in directory.iterdir() if fnmatch(path.name, pattern))
-        paths = [path for path in there if path.is_file()]  # opening a pipe would wait for ever
+        paths = sorted(directory.iterdir())
     except OSError as error:
         raise DataError(f"{directory} cannot be listed: {error.strerror}") from error
     for path in paths:
+        # Of files only: opening a pipe would wait for ever.
+        if not (fnmatch(path.name, FILE_NAME.format(*"***")) and path.is_file()):
+            continue
         try:
             found = _open(path)
         except DataError as error:
             notes.append(f"{path.name}: {error}")
             continue
-        other = by_rank.setdefault(found.header.rank, found)
-        if other is not found:
-            same = f"names rank {found.header.rank}, as does {other.path.name}"
-            notes.append(f"{path.name} {same}; it is left out")
+        rank = found.header.rank
+        if (other := by_rank.setdefault(rank, found)) is not found:
+            notes.append(
+                f"{path.name} is left out: it names rank {rank}, as {other.path.name} does"
+            )
     if not by_rank:
         why = f": {notes[0]}" if notes else ""
         raise DataError(

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Kind
     from megatron_ext.tools.trace.reader import Iteration, TraceFile
 
-MAX_STEPS = 20_000
-"""Number of iterations that a survey keeps separately; it ignores further ones."""
 # Bounds on a survey: those of all ranks are in memory together, and travel between processes.
+_MAX_STEPS = 20_000
 _MAX_ITERATIONS = 16
 _MAX_SPANS = 40_000
 _GOLDEN = (5**0.5 - 1) / 2
@@ -39,6 +38,7 @@ class Step(NamedTuple):
 
     number: int = 0
     begin_ns: int = 0
+    """On the clock of the rank."""
     duration_ns: float = 0
     pipeline_ns: float = 0
     """From the begin of its first action to the end of its last."""
@@ -66,11 +66,6 @@ class Step(NamedTuple):
         idle_ns = sum(self.idle_ns.values())
         return idle_ns / (self.busy_ns + idle_ns) if idle_ns else 0.0
 
-    @property
-    def out_of_order_ratio(self) -> float:
-        """Share of its actions that ran out of order."""
-        return self.out_of_order / self.actions if self.actions else 0.0
-
 
 @dataclass
 class Link:
@@ -86,49 +81,41 @@ class Link:
     None: both ends of no such message are known. It takes the surveys of both ranks."""
 
 
-class Arrival(NamedTuple):
-    """The end of a receive."""
-
-    source: int
-    at_ns: int
-    """On the clock of the rank."""
-    was_late: bool
-    """True if it is a tensor of the pipeline for which the rank had waited."""
-
-
 @dataclass
 class RankSurvey:
-    """The survey of one rank."""
+    """The survey of one rank, on its clock."""
 
     file: TraceFile
     full: int = 0
     """Micro-batches of the table of the run; 0: not known. The figures are of steps with so many
-    only, because others take another time (`--rampup-batch-size`)."""
+    only, because others, of a batch that still grows, take another time."""
     slices: Sequence[float] = (1.0,)
     """Share of a micro-batch that each of its slices is."""
     steps: list[Step] = field(default_factory=list)
+    iterations: int = 0
+    spans: int = 0
+    wires: dict[int, str] = field(default_factory=dict)
+    """By the global rank of each peer: what carries messages between the two."""
+    counted: int = 0
+    """Iterations that the fields below are about: some, evenly spread."""
     actions: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     """Nanoseconds by name and stage: from the begin of an action to the begin of what follows it,
     without waiting, so that what the runtime does around an action belongs to it."""
-    exchanges: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """By stage: what a forward exchanges between experts, alone as in pairs."""
-    links: dict[int, Link] = field(default_factory=dict)
-    """By the global rank that sent."""
-    wires: dict[int, str] = field(default_factory=dict)
-    """By the global rank of each peer: what carries messages between the two."""
-    sends: dict[int, int] = field(default_factory=dict)
-    """When the `send` of a message began, on the clock of the rank; by number of the message."""
-    receives: dict[int, Arrival] = field(default_factory=dict)
-    sent: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
-    """Bytes of the messages that it sent, by kind and stage."""
-    lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """By iteration and micro-batch: its tokens, and the pairs of tokens of one sample."""
     took: dict[tuple[int, int, int, int], int] = field(default_factory=lambda: defaultdict(int))
     """Nanoseconds of all actions by stage, iteration, micro-batch and slice."""
-    counted: int = 0
-    """Iterations that the fields from `actions` to `took` are about: some, evenly spread."""
-    iterations: int = 0
-    spans: int = 0
+    exchanges: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """By stage: what a forward exchanges between experts, alone as in pairs."""
+    lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """By iteration and micro-batch: its tokens, and the pairs of tokens of one sample."""
+    links: dict[int, Link] = field(default_factory=dict)
+    """By the global rank that sent."""
+    sent: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
+    """Bytes of the messages that it sent, by kind and stage."""
+    sends: dict[int, int] = field(default_factory=dict)
+    """When the `send` of a message began; by number of the message."""
+    receives: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
+    """By number: the rank that sent the message, when its `receive` ended, and whether it is a
+    tensor of the pipeline for which the rank had waited."""
 
     @property
     def header(self) -> Header:
@@ -170,7 +157,7 @@ def survey(file: TraceFile, full: int = 0, slices: Sequence[float] = (1.0,)) -> 
         found.iterations += 1
         found.spans += len(iteration.spans)
         found.wires |= {int(peer): wire for peer, wire in iteration.figures["wires"].items()}
-        if len(found.steps) < MAX_STEPS:
+        if len(found.steps) < _MAX_STEPS:
             found.steps.append(_step(found, iteration))
         is_full = found.is_full(iteration.figures.get("microbatches", 0))
         is_measure = is_full and found.iterations > 1
@@ -192,24 +179,24 @@ def _step(found: RankSurvey, iteration: Iteration) -> Step:
     begin = work[0].begin_ns if work else 0
     end = max((span.end_ns for span in work), default=0)
     busy, covered = 0, begin
-    for span in work:
-        busy += max(0, span.end_ns - max(span.begin_ns, covered))  # those of a pair overlap
-        covered = max(covered, span.end_ns)
+    row: list[Action] = []
+    for name, started, ended, about, _ in work:
+        busy += max(0, ended - max(started, covered))  # those of a pair overlap
+        covered = max(covered, ended)
+        part = about.get("slice", 0) if found.full else 0  # of unknown size without the table
+        row.append(Action(about["stage"], _KINDS[name], about["microbatch"], part))
     idle: dict[str, int] = defaultdict(int)
-    for span in iteration.spans:
-        if span.name in _IDLE and begin <= span.begin_ns < end:
-            cause = str(span.attributes.get("cause", span.name))
-            if "on" in span.attributes:
-                cause += f" of rank {span.attributes['on']}"
-            idle[cause] += span.end_ns - span.begin_ns
+    optimizer = 0
+    for name, started, ended, about, _ in iteration.spans:
+        if name in _IDLE and begin <= started < end:
+            cause = str(about.get("cause", name))
+            idle[f"{cause} of rank {about['on']}" if "on" in about else cause] += ended - started
+        elif name == "optimizer":
+            optimizer += ended - started
     other = end - begin - busy - sum(idle.values())
     if other > 0:  # data, Python, and whatever else no span is about
         idle["other"] = other
-    given = iteration.figures.get
-    row: list[Action] = []
-    for name, _, _, about, _ in work:
-        part = about.get("slice", 0) if found.full else 0  # of unknown size without the table
-        row.append(Action(about["stage"], _KINDS[name], about["microbatch"], part))
+    noted = ("memory_bytes", "out_of_order", "activation_bytes", "microbatches")
     return Step(
         iteration.number,
         iteration.begin_ns,
@@ -218,15 +205,10 @@ def _step(found: RankSurvey, iteration: Iteration) -> Step:
         busy_ns=busy,
         idle_ns=dict(idle),
         after_ns=iteration.duration_ns - end,
-        optimizer_ns=sum(
-            span.end_ns - span.begin_ns for span in iteration.spans if span.name == "optimizer"
-        ),
-        memory_bytes=given("memory_bytes", 0),
+        optimizer_ns=optimizer,
         peak_live=most_alive(tuple(row), found.stash_ratio, found.slices),
         actions=len(work),
-        out_of_order=given("out_of_order", 0),
-        activation_bytes=given("activation_bytes", 0),
-        microbatches=given("microbatches", 0),
+        **{name: iteration.figures.get(name, 0) for name in noted},
     )
 
 
@@ -271,7 +253,7 @@ def _count(found: RankSurvey, iteration: Iteration) -> None:
             link.messages += 1
             link.bytes += about["bytes"]
             was_late = message in waited and about["for"] in ("F", "B")
-            found.receives[number] = Arrival(other, iteration.begin_ns + end, was_late)
+            found.receives[number] = other, iteration.begin_ns + end, was_late
     if action is not None:
         found.actions[action].append(ended - begun)
     for (stage, _), exchanged_ns in exchanged.items():
@@ -279,7 +261,7 @@ def _count(found: RankSurvey, iteration: Iteration) -> None:
 
 
 def figures(surveys: Iterable[RankSurvey]) -> Step:
-    """Summarise the steps of some ranks, without each rank's first step, which warms up.
+    """Summarise the complete steps of some ranks.
 
     Durations are medians, what a step consists of are means, the longest wait first; memory and
     activations are those of the worst step, and numbers of actions sums.
@@ -299,6 +281,7 @@ def figures(surveys: Iterable[RankSurvey]) -> Step:
         peak_live=max(step.peak_live for step in steps),
         actions=sum(step.actions for step in steps),
         out_of_order=sum(step.out_of_order for step in steps),
+        activation_bytes=max(step.activation_bytes for step in steps),
     )
 
 
@@ -306,10 +289,11 @@ def text(surveys: Sequence[RankSurvey]) -> str:
     """Return the figures of a run: all ranks together, then what each waits for."""
     total = figures(surveys)
     spans, iterations = sum(s.spans for s in surveys), max(s.iterations for s in surveys)
+    jumped = 100 * total.out_of_order / max(1, total.actions)
     lines = [f"{len(surveys)} ranks, {iterations} iterations, {spans} spans"]
     lines.append(
         f"step {total.duration_ns / 1e6:.1f} ms, bubble {100 * total.bubble_ratio:.1f} % of the "
-        f"pipeline's time, {100 * total.out_of_order_ratio:.1f} % of the actions out of order"
+        f"pipeline's time, {jumped:.1f} % of the actions out of order"
     )
     for survey in surveys[:_MAX_LINES]:
         mine = figures([survey])

@@ -56,7 +56,7 @@ def test_the_figures_are_those_of_the_simulated_step(tmp_path: Path) -> None:
     assert waited == pytest.approx(1e9 * timeline.bubble, rel=1e-6)
     assert {cause for cause, time_ns in first.idle_ns.items() if time_ns} == {"input of rank 1"}
     assert first.peak_live == 4
-    assert first.out_of_order_ratio == 2 / 16
+    assert (first.out_of_order, first.actions) == (2 * 2, 2 * 16)
     assert figures(run.surveys[3:]).peak_live == 1
 
 

@@ -29,6 +29,11 @@ const painted = () => {
 seen.background = getComputedStyle(document.body).backgroundColor;
 seen.ranks = document.querySelectorAll("#ranks tbody tr").length;
 seen.links = document.querySelectorAll("#links tbody tr").length;
+for (const id of ["links", "causes", "ranks", "forecast"]) {
+  const cells = document.querySelector(`#${id} tbody tr`).cells;
+  seen[`${id}first`] = [...cells].map((cell) => cell.textContent).join("|");
+}
+seen.cards = [...document.querySelectorAll(".card b")].map((card) => card.textContent).join("|");
 seen.title = document.title;
 seen.verdict = document.querySelector("#verdict dd").textContent;
 seen.flags = document.querySelector("#verdict code").textContent;
@@ -71,6 +76,11 @@ def test_a_browser_shows_the_page_and_zooms(tmp_path: Path, dark: bool) -> None:
     assert seen["verdict"].startswith("Of its step, a rank spends 69 % in actions, 17 % waiting")
     assert "--enable-bitpipe-schedule" in seen["flags"]
     assert (seen["ranks"], seen["links"]) == ("4", "6")
+    assert seen["linksfirst"] == "rank 1|rank 0|8|0.01|106.00|1.000|1.0|torch"
+    assert seen["causesfirst"] == "input of rank 1|112.0|9.4 %"
+    assert seen["ranksfirst"] == "rank 0 (pp 0)||240.0|106.0|30.6 %|19.0|4|0.00|12.5 %"
+    assert seen["forecastfirst"].startswith("bitpipe order=paper dpp hint|266.0|2.8 %||--pipeline")
+    assert seen["cards"] == "365.0 ms|298.0 ms|19.5 %|346.0 ms|30.6 %|12.5 %|0.00 GiB|4"
     assert int(seen["colours"]) > 5
     assert float(seen["zoomed"]) == pytest.approx(2)
     assert float(seen["wheeled"]) == pytest.approx(2.5)
@@ -93,10 +103,10 @@ def test_the_page_needs_nothing_else_and_runs_nothing_of_the_traces(tmp_path: Pa
 def test_what_is_shown_is_what_was_traced(tmp_path: Path) -> None:
     shown = content(report.page(read_run(write_run(tmp_path))))
     assert [rank["label"] for rank in shown["ranks"]] == [f"rank {r} (pp {r})" for r in range(4)]
-    assert [rank["live"] for rank in shown["ranks"]] == [4, 3, 2, 1]
-    assert {cause for cause, *_ in shown["causes"]} >= {f"input of rank {r}" for r in range(4)}
+    assert [rank["peak_live"] for rank in shown["ranks"]] == [4, 3, 2, 1]
+    assert shown["total"]["idle_ns"].keys() >= {f"input of rank {r}" for r in range(4)}
     assert len(shown["links"]) == 6
-    assert all(link[7] == "torch" for link in shown["links"])
+    assert all(link["wire"] == "torch" for link in shown["links"])
     measured, _, planned = shown["timelines"]
     assert planned["title"] == "planned: 1f1b"
     forwards = [[bar for bar in row["spans"] if bar[0] == "F"] for row in measured["rows"]]
@@ -124,7 +134,7 @@ def test_the_page_begins_with_a_verdict(tmp_path: Path) -> None:
     assert f"{own.step_s / best.step_s:.2f} x as fast" in verdict["What to run"]
     assert verdict["What to mistrust"].startswith("4 ranks shared 2 CPUs, so waits are longer")
     assert verdict["What is slow"] == "rank 2 (1.5 x the median)."
-    assert shown["forecast"][-1][0] == "1f1b (traced)"
+    assert shown["forecast"][-1]["schedule"] == shown["traced"] == "1f1b"
 
 
 def test_the_best_schedule_is_kept(tmp_path: Path) -> None:
@@ -134,23 +144,18 @@ def test_the_best_schedule_is_kept(tmp_path: Path) -> None:
     assert kept.advice == "zb-h1 as traced, for none is predicted to be faster."
 
 
-def test_links_are_about_one_step(tmp_path: Path) -> None:
+def test_links_are_about_steps_whose_number_is_given(tmp_path: Path) -> None:
     for iterations in (3, 6):
         run = write_run(tmp_path / str(iterations), iterations=iterations)
         links = content(report.page(read_run(run)))["links"]
-        assert [link[2] for link in links] == ["8"] * 6
+        assert [link["messages"] / link["steps"] for link in links] == [8] * 6
 
 
 def test_every_pair_of_ranks_has_the_wire_that_carried_its_messages(tmp_path: Path) -> None:
     run = write_run(tmp_path, wire_of=lambda a, b: "shm" if a // 2 == b // 2 else "tcp")
     links = content(report.page(read_run(run)))["links"]
-    wires = {(link[0], link[1]): link[7] for link in links}
-    assert wires == {
-        (f"rank {a}", f"rank {b}"): wire
-        for a, b, wire in [
-            (0, 1, "shm"), (1, 0, "shm"), (1, 2, "tcp"), (2, 1, "tcp"), (2, 3, "shm"),
-            (3, 2, "shm"),
-        ]
+    assert {(link["source"], link["target"]): link["wire"] for link in links} == {
+        (0, 1): "shm", (1, 0): "shm", (1, 2): "tcp", (2, 1): "tcp", (2, 3): "shm", (3, 2): "shm",
     }  # fmt: skip
 
 
