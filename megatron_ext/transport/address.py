@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import secrets
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -54,22 +53,6 @@ class Address:
             # A connection begins with it: ranks read it from the job's store, strangers cannot.
             secret=secrets.token_hex(16),
         )
-
-    @classmethod
-    def parse(cls, text: bytes | str) -> Address:
-        """Parse the output of `dumps`.
-
-        Raises:
-            ValueError: The text is not a serialised address.
-        """
-        try:
-            return cls(**json.loads(text))
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-
-    def dumps(self) -> str:
-        """Serialise the address as JSON."""
-        return json.dumps(asdict(self))
 
     def why_no_memory_with(self, other: Address) -> str | None:
         """Return why the two processes cannot share memory; None if they can."""
@@ -165,7 +148,13 @@ def own_address(
             is no route.
     """
     if not node_ips:
-        return address_towards(rendezvous_host)
+        try:
+            return source_address(rendezvous_host)
+        except OSError as error:
+            raise TransportError(
+                f"this host has no route to {rendezvous_host} ({error}); name the addresses of the "
+                f"hosts with --node-ips"
+            ) from error
     local_world_size = ranks_per_node or world_size
     num_nodes = max(1, world_size // local_world_size)
     if len(node_ips) not in (num_nodes, world_size):
@@ -192,21 +181,6 @@ def own_address(
             f"reach; give the address that they reach"
         )
     return ip
-
-
-def address_towards(host: str) -> str:
-    """Return the IP address of this host on the route to another host.
-
-    Raises:
-        TransportError: The name does not resolve, or there is no route to the host.
-    """
-    try:
-        return source_address(host)
-    except OSError as error:
-        raise TransportError(
-            f"this host has no route to {host} ({error}); name the addresses of the hosts with "
-            f"--node-ips"
-        ) from error
 
 
 def source_address(peer: str) -> str:

@@ -16,16 +16,11 @@ import struct
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import TransportError
-from megatron_ext.transport.address import (
-    Address,
-    Wire,
-    address_towards,
-    choose_wire,
-)
+from megatron_ext.transport.address import Address, Wire, choose_wire
 from megatron_ext.transport.native import probe_rdma
 
 if TYPE_CHECKING:
@@ -136,7 +131,7 @@ class _Rendezvous:
         lower = {peer for peer in peers if peer < self._rank}
         with ExitStack() as open_until_done:
             listeners = self._listen(open_until_done, len(lower), ip)
-            self._store.set(f"{self._prefix}{self._rank}", self._mine.dumps())
+            self._store.set(f"{self._prefix}{self._rank}", json.dumps(asdict(self._mine)))
             made: dict[int, Connection] = {}
             try:
                 for peer in sorted(lower):  # both sides of an impossible pair raise
@@ -184,7 +179,7 @@ class _Rendezvous:
         unix.setblocking(False)
         listeners = [unix]
         if self._mine.wire != "shm":
-            ip = ip or address_towards("localhost")
+            ip = ip or "127.0.0.1"
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
             tcp = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             try:
@@ -213,8 +208,8 @@ class _Rendezvous:
                 f"rank {peer} did not publish an address for rank {self._rank}: {error}"
             ) from error
         try:
-            self._known[peer] = address = Address.parse(text)
-        except ValueError as error:
+            self._known[peer] = address = Address(**json.loads(text))
+        except (TypeError, ValueError) as error:
             raise TransportError(
                 f"the address of rank {peer} cannot be read ({error}); install the same "
                 f"megatron_ext for all ranks"
