@@ -27,7 +27,6 @@ from megatron_ext.schedules.generators.catalog import (
     CSV_PREFIX,
     MAX_PASSES,
     MAX_RANKS,
-    Generator,
     generate,
     get,
     registered,
@@ -446,11 +445,15 @@ def compare(
         kind |= options.get(name, {})
         schedule = generate(name, pp, num_microbatches, chunks, **kind)
         return [evaluate(schedule, costs)], []
-    wanted = [
-        (generator.name, variant)
-        for generator in registered().values()
-        for variant in variants(generator, chunks, options.get(generator.name, {}))
-    ]
+    wanted: list[tuple[str, Mapping[str, Option]]] = []
+    for generator in registered().values():
+        fixed = dict(options.get(generator.name, {}))
+        if generator.free_chunks and chunks is not None:
+            fixed["chunks"] = chunks
+        for variant in generator.variants:
+            # With the user's choices fixed, variants may be alike.
+            each = generator.name, {**variant, **fixed}
+            wanted += [] if each in wanted else [each]
     schedules, left_out = _possible(wanted, pp, num_microbatches, **kind)
     if not schedules:
         raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(left_out))
@@ -473,21 +476,6 @@ def _possible(
         except ScheduleError as error:  # noqa: PERF203 - sizes are refused by an exception
             reasons.append(str(error))
     return schedules, list(dict.fromkeys(reasons))  # variants share reasons
-
-
-def variants(
-    generator: Generator, chunks: int | None, chosen: Mapping[str, Option]
-) -> list[dict[str, Option]]:
-    """Return the options of each variant of a schedule to show, with the user's choices fixed."""
-    fixed = dict(chosen)
-    if generator.free_chunks and chunks is not None:
-        fixed["chunks"] = chunks
-    variants: list[dict[str, Option]] = []
-    for variant in generator.variants:
-        wanted = {**variant, **fixed}
-        if wanted not in variants:
-            variants.append(wanted)
-    return variants
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
@@ -522,14 +510,19 @@ def _number(value: float) -> float | int:
 
 def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
     """Return the training flags of a schedule for given costs."""
-    if schedule.name.startswith(CSV_PREFIX):
-        chosen = f"--pipeline-schedule {schedule.name}"
-    else:
-        chosen = get(schedule.name).chosen_by(schedule)
-    made_for = "" if costs == UNIT else f" --pipeline-costs {costs}"
-    paired = " --overlap-moe-expert-parallel-comm" if schedule.pairs else ""
     size = schedule.num_stages if schedule.disaggregated else schedule.pp
-    return f"--pipeline-model-parallel-size {size} {chosen}{made_for}{paired}"
+    flags = f"--pipeline-model-parallel-size {size} "
+    by_name = f"--pipeline-schedule {schedule.name}"
+    if schedule.name.startswith(CSV_PREFIX):
+        flags += by_name
+    else:
+        generator, chunks = get(schedule.name), schedule.num_stages // schedule.placement.num_ranks
+        flags += (generator.flags or by_name).format(chunks=chunks)
+        for key, (default, *_) in generator.options.items():
+            if (value := schedule.options.get(key, default)) != default:
+                flags += f" {generator.flag(key)} {value}"
+    flags += "" if costs == UNIT else f" --pipeline-costs {costs}"
+    return flags + " --overlap-moe-expert-parallel-comm" * bool(schedule.pairs)
 
 
 _HEADS = ("schedule", "makespan", "ideal", "bubble", "bubble %", "peak act.", "weights", "messages")
@@ -679,36 +672,25 @@ def predict_lengths(
     if not schedules:
         refused = refused or [f"--lengths simulates registered schedules, not {name}; name one"]
         raise ScheduleError("; ".join(refused))
-    found = [_length_gains(schedule, batches, sizes.num_replicas, costs) for schedule in schedules]
-    found.sort(key=lambda gains: gains.pack)
-    return found, refused
 
-
-def _length_gains(
-    schedule: Schedule,
-    batches: Sequence[tuple[list[float], list[float]]],
-    num_replicas: int,
-    costs: Costs,
-) -> LengthGains:
-    def step(rows: Sequence[Sequence[float]], *, ordered: bool) -> float:
+    def step(schedule: Schedule, rows: Sequence[Sequence[float]], *, ordered: bool) -> float:
         orders = [best_order(schedule, r, costs) if ordered else range(len(r)) for r in rows]
         each = zip(rows, orders, strict=True)
         return max(makespan_of(schedule, row, order, costs) for row, order in each)
 
-    steps = []
-    for read, samples in batches:
-        rows = [read[first::num_replicas] for first in range(num_replicas)]
-        shares = deal_out(read, num_replicas, fills_of(schedule.placement))
-        dealt = [[read[number] for number in share] for share in shares]
-        steps.append(
-            (
-                step(rows, ordered=False),
-                step(rows, ordered=True),
-                step(dealt, ordered=True),
-                shortest(samples, num_replicas, schedule.placement, costs),
-            )
-        )
-    return LengthGains(schedule.label, *map(fmean, zip(*steps, strict=True)))
+    replicas, found = sizes.num_replicas, []
+    for schedule in schedules:
+        steps = []
+        for read, of_samples in batches:
+            rows = [read[first::replicas] for first in range(replicas)]
+            shares = deal_out(read, replicas, fills_of(schedule.placement))
+            dealt = [[read[number] for number in share] for share in shares]
+            in_file_order = step(schedule, rows, ordered=False)
+            order, pack = (step(schedule, each, ordered=True) for each in (rows, dealt))
+            bound = shortest(of_samples, replicas, schedule.placement, costs)
+            steps.append((in_file_order, order, pack, bound))
+        found.append(LengthGains(schedule.label, *map(fmean, zip(*steps, strict=True))))
+    return sorted(found, key=lambda gains: gains.pack), refused
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

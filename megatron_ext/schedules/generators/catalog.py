@@ -88,17 +88,6 @@ class Generator:
         """Return the flag of an option."""
         return f"--{self.name}-{key}"
 
-    def chosen_by(self, schedule: Schedule) -> str:
-        """Return the training flags that choose a schedule of this generator."""
-        chunks = schedule.num_stages // schedule.placement.num_ranks
-        chosen = f"--pipeline-schedule {self.name}" if self.flags is None else self.flags
-        flags = [chosen.format(chunks=chunks)]
-        for key, values in self.options.items():
-            value = schedule.options.get(key, values[0])
-            if value != values[0]:
-                flags.append(f"{self.flag(key)} {value}")
-        return " ".join(flags)
-
 
 # By name. Modules register here at import, those of this package and those of users.
 _GENERATORS: dict[str, Generator] = {}

@@ -76,18 +76,11 @@ def stash_ratio(
     The layer has width h and a feed-forward network of 4h, in 16 bits; what it keeps is that of
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 
-    Args:
-        tensor_parallel: The number t of ranks.
-        sequence_parallel: Whether they divide the sequence too.
-        keeps_gathered: Whether layers keep what they gathered from I to W, as those of Transformer
-            Engine do.
-        recomputed: Modules that are recomputed, by Megatron's names.
-        offloaded: Modules whose inputs are on the host until I, which leaves the operands of W on
-            the device.
-        recomputed_layers: Share of the layers that are recomputed whole, 0 to 1.
-        kept_inputs: Inputs kept for each of those layers: 1/n if n layers are recomputed at once.
-        divides_inputs: Whether tensor-parallel ranks divide these inputs without sequence
-            parallelism too.
+    Layers of Transformer Engine keep what they gathered from I to W (`keeps_gathered`). Modules
+    have Megatron's names; inputs of `offloaded` ones are on the host until I, which leaves the
+    operands of W on the device. A share of the layers, `recomputed_layers`, is recomputed whole;
+    each keeps `kept_inputs` inputs, 1/n if n layers are recomputed at once, which tensor-parallel
+    ranks may divide without sequence parallelism too (`divides_inputs`).
 
     Returns:
         A ratio of at least 1, a multiple of 1/16, so that sums of it are exact.

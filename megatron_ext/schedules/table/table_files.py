@@ -15,6 +15,7 @@ import io
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -131,20 +132,13 @@ def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
 
     `times` are additional rows, such as the `starts` and `ends` of a simulation.
     """
-    placement = schedule.placement
+    where = asdict(schedule.placement) | {"twin_hops": sorted(schedule.placement.twin_hops)}
     content: dict[str, Any] = {
         "schedule": schedule.name,
         "options": dict(schedule.options),
         "num_microbatches": schedule.num_microbatches,
         **({"slices": schedule.slices} if schedule.num_slices > 1 else {}),
-        "placement": {
-            "name": placement.name,
-            "num_ranks": placement.num_ranks,
-            "rank_of": placement.rank_of,
-            "twins": placement.twins,
-            "twin_hops": sorted(placement.twin_hops),
-            **({"backward_rank_of": placement.backward_rank_of} if schedule.disaggregated else {}),
-        },
+        "placement": {key: value for key, value in where.items() if value is not None},
         "rows": [[*schedule.cells(rank)] for rank in range(len(schedule.rows))],
     }
     content.update(times)
@@ -165,15 +159,8 @@ def from_json(text: str) -> Schedule:
     """
     try:
         content = json.loads(text)
-        where = content["placement"]
-        placement = Placement(
-            where["name"],
-            where["num_ranks"],
-            tuple(where["rank_of"]),
-            where["twins"],
-            frozenset(where["twin_hops"]),
-            tuple(where["backward_rank_of"]) if "backward_rank_of" in where else None,
-        )
+        where = {k: tuple(v) if isinstance(v, list) else v for k, v in content["placement"].items()}
+        placement = Placement(**where | {"twin_hops": frozenset(where["twin_hops"])})
         rows, pairs = zip(*map(parse_row, content["rows"]), strict=True)
         return Schedule(
             content["schedule"],
