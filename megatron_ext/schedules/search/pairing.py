@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.search.simulate import Clock, simulate
+from megatron_ext.schedules.search.simulate import Clock, fastest
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.memory import most_alive
 from megatron_ext.schedules.table.transforms import ahead
@@ -125,12 +125,7 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
                         schedule, costs, leads, 2 * lead + max(more), waits=waits
                     ).table()
                     found += [table] if table is not None else []
-
-    def time_and_memory(table: Schedule) -> tuple[float, float]:
-        timeline = simulate(table, costs)
-        return round(timeline.makespan, 9), timeline.peak_activations
-
-    return min(found, key=time_and_memory)
+    return fastest(found, costs)
 
 
 def _with_pairs(schedule: Schedule, rows: tuple[Row, ...], pairs: list[set[int]]) -> Schedule:

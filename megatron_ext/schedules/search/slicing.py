@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.greedy import Problem, Variant, search, spread
-from megatron_ext.schedules.search.simulate import simulate
+from megatron_ext.schedules.search.simulate import fastest, simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.memory import most_alive
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
@@ -80,12 +80,7 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
         except ScheduleError:
             if not found:
                 raise
-
-    def time_and_memory(table: Schedule) -> tuple[float, float]:
-        timeline = simulate(table, costs)
-        return round(timeline.makespan, 9), timeline.peak_activations
-
-    return min((replace(table, rows=rows, slices=shares) for rows in found), key=time_and_memory)
+    return fastest((replace(table, rows=rows, slices=shares) for rows in found), costs)
 
 
 def _of_slice(action: Action, num_slices: int) -> Action:
