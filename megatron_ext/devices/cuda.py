@@ -44,7 +44,7 @@ class CudaDevice(Device):
                 "--pipeline-device-path staged"
             )
         library = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"
-        return Sharing(self.runtime, device, library, "cuda")
+        return Sharing(self.runtime, device, library)
 
 
 def why_idle() -> str | None:

@@ -101,11 +101,11 @@ class MusaDevice(Device):
         """List the redirects from CUDA names to MUSA, without those that torchada makes."""
         cuda_to_musa = translate.translator("musa")
         yield from translate.spelling_redirects("musa")
-        yield from _completions(cuda_to_musa)
+        yield from _completions(self.runtime, cuda_to_musa)
         # Two translations of one name would translate what the other has translated already.
         if _torchada() is not None:
             return
-        yield from _namespace(cuda_to_musa)
+        yield from _namespace(self.runtime, cuda_to_musa)
         yield from nvtx_redirects()
         yield from translate.tensor_redirects(cuda_to_musa, pinning=True)
         yield from translate.collective_redirects("mccl")
@@ -114,14 +114,7 @@ class MusaDevice(Device):
         """Share by the IPC calls of MUSA's runtime, which are named like CUDA's."""
         from megatron_ext.devices.sharing import Sharing
 
-        return Sharing(self.runtime, device, "libmusart.so", "musa")
-
-
-def _musa() -> Any:
-    """Return `torch.musa`, which torch's stubs do not know."""
-    import torch
-
-    return vars(torch)["musa"]
+        return Sharing(self.runtime, device, "libmusart.so")
 
 
 def _torchada() -> ModuleType | None:
@@ -136,7 +129,7 @@ def _torchada() -> ModuleType | None:
     return torchada
 
 
-def _namespace(cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
+def _namespace(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
     """List the redirects of every name of `torch.cuda` that torch_musa has too."""
     import torch
 
@@ -148,7 +141,6 @@ def _namespace(cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
             return to(translate.translated_class(value, cuda_to_musa))
         return to(value)
 
-    musa = _musa()
     private = ("_is_in_bad_fork", "_lazy_call", "_lazy_init")
     different = {"get_device_properties", "is_available"}
     for name in sorted({*torch.cuda.__all__, *private} - different):
@@ -161,16 +153,15 @@ def _namespace(cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
         yield Redirect(f"torch.cuda.amp:{name}", to(getattr(musa.amp, name)), _SAME)
     yield Redirect(
         "torch.cuda:default_generators",
-        to(_LazyGenerators()),
+        to(_LazyGenerators(musa)),
         "torch_musa creates its generators only at the first use of the device",
     )
 
 
-def _completions(cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
+def _completions(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
     """List the functions of `torch.cuda` that neither torch_musa nor torchada provides as such."""
     import torch
 
-    musa = _musa()
     yield Redirect(
         "torch.cuda:is_available",
         calling(musa.is_available),
@@ -224,10 +215,12 @@ def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
 class _LazyGenerators:
     """`torch.cuda.default_generators`, looked up at each use."""
 
+    def __init__(self, musa: Any) -> None:
+        self._musa = musa
+
     def __getitem__(self, index: Any) -> Any:
-        musa = _musa()
-        musa._lazy_init()
-        return musa.default_generators[index]
+        self._musa._lazy_init()
+        return self._musa.default_generators[index]
 
     def __len__(self) -> int:
-        return int(_musa().device_count())
+        return int(self._musa.device_count())

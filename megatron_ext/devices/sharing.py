@@ -63,8 +63,8 @@ class Sharing:
     Args:
         runtime: `torch.cuda`, or a module with the same interface.
         device: Device of this process, with its index.
-        library: File name of the runtime's library, which torch has loaded.
-        prefix: Prefix of the names of its functions.
+        library: File name of the runtime's library, which torch has loaded; its functions begin
+            with the device's type.
 
     Raises:
         DeviceError: The library does not exist or lacks a function.
@@ -73,13 +73,13 @@ class Sharing:
     name: str
     """Name of the device, valid in all processes of the host."""
 
-    def __init__(self, runtime: Any, device: torch.device, library: str, prefix: str) -> None:
+    def __init__(self, runtime: Any, device: torch.device, library: str) -> None:
         self._runtime = runtime
         self._device = device
         try:
             loaded = ctypes.CDLL(library)
-            self._functions = {name: getattr(loaded, prefix + name) for name in _CALLS}
-            self._error_text = getattr(loaded, f"{prefix}GetErrorString")
+            self._functions = {name: getattr(loaded, device.type + name) for name in _CALLS}
+            self._error_text = getattr(loaded, f"{device.type}GetErrorString")
         except (OSError, AttributeError) as error:
             raise DeviceError(
                 f"device memory cannot be shared between processes: {error}; use "

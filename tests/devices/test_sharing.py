@@ -16,7 +16,7 @@ from megatron_ext.errors import DeviceError
 )
 def test_a_library_that_cannot_share_is_named(library: str, reason: str) -> None:
     with pytest.raises(DeviceError, match=reason) as refused:
-        Sharing(torch.cuda, torch.device("cuda", 0), library, "cuda")
+        Sharing(torch.cuda, torch.device("cuda", 0), library)
     assert "use --pipeline-device-path staged" in str(refused.value)
 
 
