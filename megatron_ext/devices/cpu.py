@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices import host
 from megatron_ext.devices.backend import Device, Redirect
-from megatron_ext.devices.lacks import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY
+from megatron_ext.devices.lacks import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, TRITON_ONLY
 from megatron_ext.devices.translate import (
     answering,
     calling,
@@ -63,6 +63,7 @@ class CpuDevice(Device):
     lacks = (
         *TRANSFORMER_ENGINE_ONLY,
         *CUDA_ONLY,
+        *TRITON_ONLY,
         *read_rules("""
             overlap_p2p_comm_warmup_flush
                 --overlap-p2p-communication-warmup-flush relies on NCCL's stream order: with gloo

@@ -34,6 +34,14 @@ CUDA_ONLY = read_rules("""
 """)
 """Features of NVIDIA's GPUs and libraries."""
 
+# From 0.17 on upstream accepts the flag without Triton, and puts mocks in place of the kernels.
+TRITON_ONLY = read_rules("""
+    batch_invariant_mode
+        --batch-invariant-mode needs Triton and a GPU that its kernels run on; pip install triton
+        where there is one, or leave the flag out
+""")
+"""What upstream computes with Triton's kernels."""
+
 TRANSFORMER_ENGINE_ONLY = read_rules("""
     context_parallel_size>1
         --context-parallel-size > 1 needs Transformer Engine's attention, which is CUDA only; use

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices import translate
 from megatron_ext.devices.backend import Device, Redirect
-from megatron_ext.devices.lacks import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY
+from megatron_ext.devices.lacks import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, TRITON_ONLY
 from megatron_ext.devices.translate import calling, nvtx_redirects, to
 from megatron_ext.rules import read_rules
 
@@ -70,7 +70,11 @@ class MusaDevice(Device):
 
     def __init__(self) -> None:
         self.environment = dict(_ENVIRONMENT)
+        has_te = find_spec("transformer_engine") is not None
+        self.argument_defaults = _DEFAULTS if has_te else _DEFAULTS | _DEFAULTS_WITHOUT_TE
+        self.lacks = CUDA_ONLY + (_GROUPED_GEMM if has_te else TRANSFORMER_ENGINE_ONLY)
         if find_spec("triton") is None:
+            self.lacks += TRITON_ONLY
             self.environment["TORCHDYNAMO_DISABLE"] = (
                 "1",
                 "this build of torch has no Triton to compile functions with",
@@ -80,9 +84,6 @@ class MusaDevice(Device):
                 "1",
                 "upstream asserts torch.cuda.is_available first, which torchada else leaves alone",
             )
-        has_te = find_spec("transformer_engine") is not None
-        self.argument_defaults = _DEFAULTS if has_te else _DEFAULTS | _DEFAULTS_WITHOUT_TE
-        self.lacks = CUDA_ONLY + (_GROUPED_GEMM if has_te else TRANSFORMER_ENGINE_ONLY)
 
     def missing(self) -> str | None:
         """Check for the MUSA build of torch and its extension."""

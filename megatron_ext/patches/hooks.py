@@ -63,10 +63,13 @@ class _Finder(MetaPathFinder):
         if fullname in _TREE_SCRIPTS and PathFinder.find_spec(fullname) is None:
             tree = upstream.find_tree()
             return PathFinder.find_spec(fullname, [str(tree)]) if tree else None
-        # `megatron.training` always imports these kernels, which only `--batch-invariant-mode`
-        # uses. CPU and some MUSA builds of torch lack Triton: they get a stand-in that raises when
-        # called.
-        if fullname == _TRITON_KERNELS and find_spec("triton") is None:
+        # `megatron.training` always imports these kernels, in 0.16 those of Triton, which CPU and
+        # some MUSA builds of torch lack: they get a stand-in that raises when called.
+        if (
+            fullname == _TRITON_KERNELS
+            and find_spec("triton") is None
+            and releases.installed_release() == (0, 16)
+        ):
             return spec_from_file_location(
                 fullname, Path(devices.__file__).with_name("no_triton.py")
             )

@@ -174,6 +174,7 @@ _REFUSED = {
     "tp_comm_overlap": True,
     "fp8": "hybrid",
     "fp4": "e2m1",
+    "batch_invariant_mode": True,
 }
 _WORKER = {"async_save": True, "use_persistent_ckpt_worker": True}
 
