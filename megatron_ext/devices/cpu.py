@@ -25,7 +25,6 @@ from megatron_ext.devices.translate import (
     spelling_redirects,
     tensor_redirects,
     to,
-    translator,
 )
 from megatron_ext.errors import DeviceError
 from megatron_ext.rules import read_rules
@@ -92,7 +91,7 @@ class CpuDevice(Device):
         """List the redirects that make `torch.cuda` and its names mean the host."""
         yield from _namespaces()
         yield from spelling_redirects("cpu")
-        yield from tensor_redirects(translator("cpu"), pinning=False)
+        yield from tensor_redirects("cpu")
         yield from collective_redirects("gloo")
         yield from _gloo()
 

@@ -108,7 +108,7 @@ class MusaDevice(Device):
             return
         yield from _namespace(self.runtime, cuda_to_musa)
         yield from nvtx_redirects()
-        yield from translate.tensor_redirects(cuda_to_musa, pinning=True)
+        yield from translate.tensor_redirects("musa")
         yield from translate.collective_redirects("mccl")
 
     def sharing(self, device: torch.device) -> Sharing:

@@ -122,16 +122,15 @@ def translated_class(base: type, translate: Translator) -> type:
     return Spelled(base.__name__, (), {"__doc__": base.__doc__, "__module__": base.__module__})
 
 
-def tensor_redirects(translate: Translator, *, pinning: bool) -> Iterator[Redirect]:
+def tensor_redirects(kind: str) -> Iterator[Redirect]:
     """List the redirects of all torch functions that accept the device of a tensor.
 
-    Args:
-        translate: Maps upstream's device names.
-        pinning: Whether host memory can be pinned for the device; if not, requests to pin are
-            ignored (they only promise faster copies).
+    Requests to pin host memory for the host are ignored: they only promise faster copies.
     """
     import torch
     from torch.utils._device import _device_constructors
+
+    translate, pinning = translator(kind), kind != "cpu"
 
     # torch itself lists the functions that create a tensor from a `device` keyword, for `with
     # torch.device(...)`. Reading the list also fills its cache with the original functions, which

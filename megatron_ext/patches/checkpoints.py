@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from typing import Any
 
-from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
 _COMMON = "megatron.core.dist_checkpointing.strategies.common"
@@ -105,18 +105,16 @@ def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Reshardable checkpoints, and --ckpt-format torch, hold no step by parameter: KeyError."""
     import torch
 
-    def set_states(model_param: Any, tensors: dict[str, Any]) -> Any:
-        if "step" in tensors:
-            return call(model_param, tensors)
-        group, order = instance.model_param_group_index_map[model_param]
-        main_param = instance.optimizer.param_groups[group]["params"][order]
-        own = instance.optimizer.state[main_param].get("step")
-        if own is not None:
-            tensors = {**tensors, "step": own}
-        with torch.no_grad():  # as above: those of --ckpt-format torch load after the rest
-            return call(model_param, tensors)
-
-    return set_states(*args, **kwargs)
+    given = by_name(call, args, kwargs)
+    if "step" in given["tensors"]:
+        return call(**given)
+    group, order = instance.model_param_group_index_map[given["model_param"]]
+    main_param = instance.optimizer.param_groups[group]["params"][order]
+    own = instance.optimizer.state[main_param].get("step")
+    if own is not None:
+        given["tensors"] = {**given["tensors"], "step": own}
+    with torch.no_grad():  # as above: those of --ckpt-format torch load after the rest
+        return call(**given)
 
 
 # Both functions below were methods in 0.16.

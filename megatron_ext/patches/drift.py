@@ -175,10 +175,7 @@ def _meaning(node: Any) -> Any:
 @lru_cache(maxsize=1)
 def _load() -> dict[str, Any]:
     """Return the fingerprints of the installed release, or of the nearest older one."""
-    path = path_of(releases.reference().version)
-    if not path.exists():
-        return {"version": None, "files": {}, "targets": {}}
-    return json.loads(path.read_text())  # type: ignore[no-any-return]
+    return json.loads(path_of(releases.reference().version).read_text())  # type: ignore[no-any-return]
 
 
 def path_of(version: str) -> Path:
