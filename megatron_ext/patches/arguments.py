@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 from megatron_ext.errors import ArgumentsError, message_of, parser_line
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.registry import REGISTRY
-from megatron_ext.upstream.signatures import flag_destination
 
 _LOG = logging.getLogger(__name__)
 _MODULE = "megatron.training.arguments"
@@ -22,6 +21,7 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     """Add our flags to a parser with all of upstream's, and set the device's defaults."""
     from megatron_ext import devices
     from megatron_ext.config.flags import FLAGS, add_arguments, parse_words, requested_flags
+    from megatron_ext.config.incompatible import MEGATRON_FIELDS
 
     # Of each parser anew: upstream parses up to three times in one process (in-process restart and
     # checkpoint tools parse again), so nothing here may rely on a single call.
@@ -34,8 +34,8 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     if backend is not None and device.distributed_backend not in (backend.choices or ()):
         backend.choices = [*(backend.choices or ()), device.distributed_backend]
     for dest, (value, _reason) in device.argument_defaults.items():
-        here = flag_destination(dest, known)
-        if here is not None:
+        # Later releases call some arguments as the fields that they set.
+        for here in {dest, MEGATRON_FIELDS.get(dest, dest)} & known.keys():
             parser.set_defaults(**{here: value})
     for action in parser._actions:
         text = action.help or ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -97,12 +97,3 @@ def mtp_on_this_rank(config: Any, *, vp_stage: int | None) -> bool:
             vp_stage=vp_stage,
         )
     )
-
-
-# Destinations of flags by their name in 0.16, with the one that they have since.
-_RENAMED = {"enable_gloo_process_groups": "use_gloo_process_groups"}
-
-
-def flag_destination(name: str, known: Collection[str]) -> str | None:
-    """Return the name among all known destinations of the one that 0.16 calls `name`, or None."""
-    return next((found for found in (name, _RENAMED.get(name, "")) if found in known), None)
