@@ -11,6 +11,7 @@ Only code that requests a CUDA device is translated. No tensor claims to live wh
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +36,7 @@ class Redirect(NamedTuple):
     """One sentence for `megatron-ext patches list`."""
 
 
-class Device:
+class Device(ABC):
     """A device backend, by default one whose module of torch has the interface of `torch.cuda`.
 
     Instances are stateless; the constructor does not import torch.
@@ -65,12 +66,12 @@ class Device:
     """Beginnings (regular expressions) of warnings about what such a device cannot have. One rank
     shows each of them once."""
 
+    @abstractmethod
     def missing(self) -> str | None:
         """Return why this machine cannot run the backend (with a remedy), or `None` if it can.
 
         If they differ, the software stack decides, not the hardware.
         """
-        raise NotImplementedError
 
     def redirects(self) -> Iterable[Redirect]:
         """List the backend's redirects. May import torch and the device's own package."""
@@ -126,10 +127,10 @@ class Device:
         pinning = (register, unregister) if register and unregister else None
         return Copies(self.runtime, device, pinning)
 
+    @abstractmethod
     def sharing(self, device: torch.device) -> Sharing:
         """Return the means to share memory of `torch_device` with other processes of this host.
 
         Raises:
             DeviceError: The device cannot share memory; the message says why.
         """
-        raise NotImplementedError
