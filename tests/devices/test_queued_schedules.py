@@ -85,16 +85,16 @@ def test_layers_that_gather_their_input_ahead_of_w(schedule: str) -> None:
 
 @dataclass
 class _Product:
-    """A weight gradient whose operands belong to the stream of its layer."""
+    """The gradient of one weight, whose operands belong to the stream of its layer."""
 
-    weight: torch.nn.Parameter
+    weights: tuple[torch.nn.Parameter]
     operands: list[torch.Tensor]
 
     def fetch(self, buffer: str) -> None:
         """Do nothing."""
 
-    def compute(self) -> torch.Tensor:
-        return self.operands.pop().t() @ self.operands.pop()
+    def compute(self) -> tuple[torch.Tensor]:
+        return (self.operands.pop().t() @ self.operands.pop(),)
 
 
 def _beside_the_rest() -> list[float]:
@@ -107,7 +107,7 @@ def _beside_the_rest() -> list[float]:
         with runtime.stream(side), split.defer(0, microbatch):
             operands = [torch.full((8, 8), 1.0 + microbatch, device=device) for _ in range(2)]
             assert split.record is not None
-            split.record(_Product(weight, operands))
+            split.record(_Product((weight,), operands))
             del operands
         runtime.current_stream(device).wait_stream(side)
     for microbatch in range(4):
