@@ -107,9 +107,8 @@ class TorchTransport:
         self._step = 0
         # Number of `isend` and `recv` calls in this step.
         self._calls = 0
-        _store().delete_key(
-            f"{_ABORTED}/{self._me}"
-        )  # an earlier transport of this job may have set it
+        # An earlier transport of this job may have set it.
+        _store().delete_key(f"{_ABORTED}/{self._me}")
         wire = f"torch.distributed, {dist.get_backend(group)}"
         peers = {rank for pair in self._groups for rank in pair} - {self._me}
         self._stats = Stats(wires=dict.fromkeys(peers, wire))
