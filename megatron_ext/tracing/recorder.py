@@ -68,15 +68,15 @@ class HostClock:
 
     def begin(self) -> int:
         """Start an iteration; return its begin."""
-        return time.monotonic_ns()
+        return self.stamp()
 
     def stamp(self) -> int:
         """Return this moment."""
         return time.monotonic_ns()
 
-    def resolve(self, stamps: list[int], begin_ns: int) -> list[int]:
-        """Return the nanoseconds from the begin of the iteration to each moment."""
-        return [stamp - begin_ns for stamp in stamps]
+    def resolve(self, stamps: list[int]) -> list[int]:
+        """Return the nanoseconds of moments."""
+        return stamps
 
 
 class DeviceClock:
@@ -84,13 +84,12 @@ class DeviceClock:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._base = device.timing_event()
 
     def begin(self) -> int:
         """Start an iteration on an idle device, so that host and device agree on its begin."""
         self._device.synchronize()  # once in an iteration; stamps within it wait for nothing
-        self._base.record()
-        return time.monotonic_ns()
+        self._base, self._begin_ns = self.stamp(), time.monotonic_ns()
+        return self._begin_ns
 
     def stamp(self) -> Any:
         """Put a mark into the stream."""
@@ -98,11 +97,12 @@ class DeviceClock:
         event.record()
         return event
 
-    def resolve(self, stamps: list[Any], begin_ns: int) -> list[int]:
-        """Wait for all marks; return the nanoseconds from the begin of the iteration to each."""
+    def resolve(self, stamps: list[Any]) -> list[int]:
+        """Wait for all marks; return their nanoseconds on the clock of the host."""
         self._device.synchronize()
         # A mark may be from before the iteration, of an action that had begun.
-        return [max(0, round(self._base.elapsed_time(event) * 1e6)) for event in stamps]
+        took_ns = (max(0, round(self._base.elapsed_time(event) * 1e6)) for event in stamps)
+        return [self._begin_ns + ns for ns in took_ns]
 
 
 class Recorder:
@@ -112,31 +112,27 @@ class Recorder:
     full, the trace ends with a warning and training continues.
 
     Args:
-        directory: Gives the folder of the run, and who this rank is.
+        identity: Gives the folder of the run, and who this rank is.
         clock: The host's, or that of a device.
         sampling: The iterations to record: the first few of each interval.
-        memory_bytes: Gives the most memory that this rank has held so far.
         first_iteration: Gives the number of the first iteration, when it begins.
     """
 
     def __init__(
         self,
-        directory: Callable[[], tuple[Path, Header]],
+        identity: Callable[[], tuple[Path, Header]],
         clock: HostClock | DeviceClock | None = None,
         sampling: Tracing | None = None,
-        *,
-        memory_bytes: Callable[[], int] = lambda: 0,
         first_iteration: Callable[[], int] = lambda: 1,
     ) -> None:
         self.active = False
         """True while an iteration is being traced."""
         self.notes: dict[str, Any] = {}
-        """Further figures of the iteration, given while it runs."""
+        """Figures of the iteration, given while it runs."""
         self.wires: dict[int, str] = {}
         """By global rank of a peer: what carries messages between the two."""
-        self._directory, self._memory_bytes = directory, memory_bytes
+        self._identity, self._first_iteration = identity, first_iteration
         self._clock, self._sampling = clock or HostClock(), sampling or Tracing()
-        self._first_iteration = first_iteration
         self._file: IO[str] | None = None
         self._ended = False
         self._index, self._number, self._begin_ns = -1, 0, 0
@@ -176,25 +172,18 @@ class Recorder:
             return
         end = self._clock.stamp()  # before our own work below
         kept, self._kept = self._kept, []
-        begins = self._clock.resolve([begin for _, begin, _, _ in kept], self._begin_ns)
-        *ends, duration_ns = self._clock.resolve([*(s[2] for s in kept), end], self._begin_ns)
+        begins = self._clock.resolve([begin for _, begin, _, _ in kept])
+        *ends, end_ns = self._clock.resolve([*(until for _, _, until, _ in kept), end])
         events = [
-            self._event(name, begin_ns, end_ns, about)
-            for (name, _, _, about), begin_ns, end_ns in zip(kept, begins, ends, strict=True)
-            if name != "wait" or end_ns - begin_ns >= _WAIT_NS
+            self._event(name, begin_ns, until_ns, about)
+            for (name, _, _, about), begin_ns, until_ns in zip(kept, begins, ends, strict=True)
+            if name != "wait" or until_ns - begin_ns >= _WAIT_NS
         ]
-        on_host = isinstance(self._clock, HostClock)
-        wall_ns = duration_ns if on_host else time.monotonic_ns() - self._begin_ns
-        figures = {
-            "iteration": self._number,
-            "duration_wall": wall_ns,
-            "duration_cuda": 0 if on_host else duration_ns,
-            "memory_bytes": self._memory_bytes(),
-            "wires": self.wires,
-            **self.notes,
-        }
+        if isinstance(self._clock, DeviceClock):  # its host may have been busy for longer
+            end_ns = time.monotonic_ns()
+        figures = {"iteration": self._number, "wires": self.wires, **self.notes}
         # Last, as the end of a line that is whole.
-        events.append(self._event("iteration", 0, wall_ns, figures))
+        events.append(self._event("iteration", self._begin_ns, end_ns, figures))
         self._put(f",{_encode(events)[1:-1]}\n")
         self.notes.clear()
         self.active = False
@@ -202,7 +191,7 @@ class Recorder:
     def _event(
         self, name: str, begin_ns: int, end_ns: int, about: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the Chrome-trace event of a span, whose times are from the iteration's begin."""
+        """Return the Chrome-trace event of a span."""
         title = name
         if name in _NAMED:
             title = f"{name} {about.get('microbatch', '')}"
@@ -212,7 +201,7 @@ class Recorder:
             title = f"iteration {self._number}"
         event: dict[str, Any] = {
             "name": title, "cat": name, "ph": "X", **self._row,
-            "ts": (self._begin_ns + begin_ns) / 1e3, "dur": (end_ns - begin_ns) / 1e3,
+            "ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3,
             "args": about,
         }  # fmt: skip
         if name == "exchange":
@@ -243,7 +232,7 @@ class Recorder:
     def _open(self) -> bool:
         """Create the file and write its first line; return False if the disk is full."""
         try:
-            directory, header = self._directory()
+            directory, header = self._identity()
             path = directory / FILE_NAME.format(header.data, header.pipeline, header.tensor)
             with check_writable(path):
                 directory.mkdir(parents=True, exist_ok=True)

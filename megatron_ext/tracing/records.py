@@ -10,7 +10,7 @@ and at its end the iteration itself with the figures of all of it (here broken i
 
     [{"name":"run","ph":"M","args":{"format":3,"rank":3,...}},...
     ,{"name":"forward 0","cat":"forward","ph":"X","pid":3,"tid":0,"ts":81.2,"dur":7.9,"args":{...}}
-    ,{"name":"iteration 7","cat":"iteration",...,"args":{"iteration":7,"duration_wall":99120,...}}
+    ,{"name":"iteration 7","cat":"iteration",...,"args":{"iteration":7,"wires":{"2":"shm"},...}}
 
 The recorder only appends lines, so a file is readable at any time; it writes the closing bracket at
 the end of the run.

@@ -75,7 +75,6 @@ def subscribe(found: Active) -> None:
             lambda: _identity(found),
             HostClock() if device.is_host else DeviceClock(device),
             wanted,
-            memory_bytes=device.peak_memory_bytes,
             first_iteration=lambda: int(getattr(args, "iteration", 0)) + 1,
         )
     found.observers.append(session)
@@ -110,12 +109,14 @@ class Session(Observer):
         if self.watchdog is not None:
             self.watchdog.stop()
         if self.recorder is not None:
+            self.end_iteration()
             self.recorder.close()
 
     # Training steps.
 
     def begin_iteration(self, num_microbatches: int) -> None:
         """Start to watch and to record."""
+        self.end_iteration()  # with roles, nothing else ends it
         # Before the watchdog, which counts from here.
         self.state = RankState(-1, "begins a step", since_s=time.monotonic())
         if self.watchdog is not None:
@@ -130,19 +131,19 @@ class Session(Observer):
         # Not watched, but published if another rank raises an alarm.
         self.state = RankState(-1, since_s=time.monotonic())
         self._compute, self._collectives = None, 0
-        if self.recorder is not None:
+        if recorder := self._recording:
+            recorder.notes["memory_bytes"] = devices.current().peak_memory_bytes()
             if self._activation_bytes:
                 stages = [sum(slices.values()) for slices in self._activation_bytes.values()]
-                self.recorder.notes["activation_bytes"] = sum(stages) // len(stages)
-            self.recorder.end_iteration()
+                recorder.notes["activation_bytes"] = sum(stages) // len(stages)
+            recorder.end_iteration()
 
     def begin_collective(self, name: str) -> None:
         """Report a collective: the rank waits for all that are not in it."""
         self._collectives += 1  # an optimizer calls those that it chains
         if self._collectives == 1:
             what = _COLLECTIVES[name]
-            self._now(f"is in {what}", collective=what)
-            self._begin()
+            self._begin(f"is in {what}", collective=what)
 
     def end_collective(self, name: str) -> None:
         """Record a collective. The outermost optimizer's step ends the training step."""
@@ -166,8 +167,7 @@ class Session(Observer):
 
     def begin_action(self, action: Action) -> None:
         """Report the action that begins."""
-        self._now(f"runs {action}")
-        self._begin()
+        self._begin(f"runs {action}")
 
     def end_action(self, position: int, action: Action) -> None:
         """Record an action, and the activations of a stage's first forward."""
@@ -185,7 +185,7 @@ class Session(Observer):
 
     def begin_exchange(self) -> None:
         """Stamp the stream that exchanges the tokens of experts."""
-        self._begin()
+        self._stamp()
 
     def end_exchange(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Record the exchange."""
@@ -219,8 +219,7 @@ class Session(Observer):
 
     def begin_send(self, message: Message, target: int) -> None:
         """Report that the rank may wait for room."""
-        self._now(f"sends {made_by(message)} to rank {target}", [(target, "room")])
-        self._begin()
+        self._begin(f"sends {made_by(message)} to rank {target}", [(target, "room")])
 
     def end_send(self, message: Message, target: int, num_bytes: int) -> None:
         """Record a send."""
@@ -229,8 +228,7 @@ class Session(Observer):
 
     def begin_receive(self, message: Message, source: int) -> None:
         """Report the sender that the rank waits for."""
-        self._now("waits", [(source, made_by(message))])
-        self._begin()
+        self._begin("waits", [(source, made_by(message))])
 
     def end_receive(self, message: Message, source: int, num_bytes: int, waited_s: float) -> None:
         """Record a receive, and what of it was waiting."""
@@ -252,11 +250,10 @@ class Session(Observer):
     def begin_wait(self, what: WaitsFor) -> None:
         """Report the events that would end the wait."""
         if what == "slot":
-            self._now("waits until what it sent is taken")
+            self._begin("waits until what it sent is taken")
         else:
             waits = [(source, made_by(message)) for message, source in self._outstanding.items()]
-            self._now("waits", waits)
-        self._begin()
+            self._begin("waits", waits)
 
     def end_wait(self, what: WaitsFor, arrived: Sequence[Message]) -> None:
         """Record a wait, and the message that ended it."""
@@ -285,7 +282,11 @@ class Session(Observer):
         recorder = self.recorder
         return recorder if recorder is not None and recorder.active else None
 
-    def _begin(self) -> None:
+    def _begin(self, what: str, *of: Any, **named: Any) -> None:
+        self._now(what, *of, **named)
+        self._stamp()
+
+    def _stamp(self) -> None:
         recorder = self._recording
         self._began.append(None if recorder is None else recorder.stamp())
 

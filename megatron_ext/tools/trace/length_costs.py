@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,15 +34,13 @@ class Point(NamedTuple):
     took_s: float
 
 
-@dataclass(frozen=True)
-class MeasuredCost:
+class MeasuredCost(NamedTuple):
     """Cost of a length over all stages, in seconds."""
 
     cost: LengthCost
     error: float
     """Median of the relative errors, of a micro-batch on a stage."""
     num_points: int
-    """How many were measured."""
 
 
 def measured_length_cost(directory: Path) -> MeasuredCost:
@@ -53,8 +50,7 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
         DataError: There is no trace, it has no lengths, or all are the same.
     """
     run = read_run(directory)
-    schedule = run.schedule
-    if schedule is not None and schedule.placement.twin_hops:
+    if (schedule := run.schedule) is not None and schedule.placement.twin_hops:
         raise DataError(
             f"{directory}: under {schedule.name} stages run micro-batches that their twin has "
             "read; trace another schedule to measure what a length costs"
