@@ -221,7 +221,7 @@ def _job(args: argparse.Namespace) -> Question:
         if key == "recompute":
             fixed[key] = frozenset() if value == "none" else frozenset(value.split("+"))
             # Of recipes, too, which the search does not try.
-            others = {"core_attn", "mlp", "moe_act", "shared_experts"} if model.num_experts else ()
+            others = {"core_attn", "mlp", "shared_experts"} if model.num_experts else ()
             known = set().union(*recompute_modes(model), others)
             if not fixed[key] <= known:
                 raise ArgumentsError(
