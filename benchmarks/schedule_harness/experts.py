@@ -10,7 +10,7 @@ own plan of a layer, and exchanges have a stream of their own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from megatron_ext.schedules import Kind, Schedule
 from .device_probe import DeviceProbe, TimedOp
 from .megatron_core import Chunk, first
 from .ops import LAYERS, ExpertTimes, Part
-from .stage import MESSAGE_SHAPE, Probe, weight_product
+from .stage import MESSAGE_SHAPE, Passing, Probe, weight_product
 
 _PARTS: tuple[Part, ...] = ("attention", "dispatch", "experts", "combine")
 
@@ -70,38 +70,6 @@ def _meet(device: torch.device) -> None:
         work.wait()
 
 
-class _Timed(torch.autograd.Function):
-    """The identity, with the time of a part of a layer, and of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: _Layer, part: Part) -> torch.Tensor:
-        ctx.layer, ctx.part, ctx.place = layer, part, layer.place
-        ctx.save_for_backward(x)
-        layer.probe.part(part, "F", ctx.place)
-        return x.clone()  # no view, which Megatron would replace
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.layer.probe.part(ctx.part, "I", ctx.place)
-        return gradient.clone(), None, None
-
-
-class _Weights(torch.autograd.Function):
-    """The identity behind a linear: takes the time of its weight gradient, unless W does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: _Layer, part: Part) -> torch.Tensor:
-        ctx.layer, ctx.part, ctx.place = layer, part, layer.place
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        split = ctx.layer.probe.split
-        if split is None or split.record is None:
-            ctx.layer.probe.part(ctx.part, "W", ctx.place)
-        return gradient, None, None
-
-
 class _Layer(torch.nn.Module):
     """A layer with experts, in four parts that are functions of `[s, b, h]`."""
 
@@ -115,11 +83,24 @@ class _Layer(torch.nn.Module):
 
     def run(self, part: Part, x: torch.Tensor) -> torch.Tensor:
         """Run one part."""
-        made: torch.Tensor = _Timed.apply(x, self, part)
+        self.probe.part(part, "F", self.place)
+        # No view, which Megatron would replace.
+        made: torch.Tensor = Passing.apply(x, self._spending("I", part)).clone()
         if part in ("attention", "experts"):
             from_weights = weight_product(x, self.weights[part == "experts"])
-            made = made + _Weights.apply(from_weights, self, part)
+            made = made + Passing.apply(from_weights, self._spending("W", part))
         return made
+
+    def _spending(self, kind: Kind, part: Part) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what takes the time of a gradient; that of weights may be left to W."""
+        place, probe = self.place, self.probe
+
+        def passes(gradient: torch.Tensor) -> torch.Tensor:
+            if kind == "I" or probe.split is None or probe.split.record is None:
+                probe.part(part, kind, place)
+            return gradient.clone() if kind == "I" else gradient
+
+        return passes
 
 
 class ExpertChunk(Chunk):

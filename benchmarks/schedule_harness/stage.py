@@ -22,8 +22,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -175,42 +177,20 @@ class _RecordedOp:
         probe.records.append((*self._name, self._begin_s, time.perf_counter()))
 
 
-class _Compute(torch.autograd.Function):
-    """`A`: the identity, with a backward in the time of an input gradient."""
+class Passing(torch.autograd.Function):
+    """The identity, which keeps its input until its gradient has passed through a function."""
 
     @staticmethod
-    def forward(ctx: Any, activation: torch.Tensor, probe: Probe) -> torch.Tensor:
-        ctx.probe, ctx.op = probe, probe.current
-        ctx.save_for_backward(activation)
-        return activation.view_as(activation)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        probe: Probe = ctx.probe
-        last = len(probe.times.rank_of) - 1 if isinstance(probe.times, NoisyTimes) else 0
-        if probe.delays_messages and ctx.op[0] < last:
-            probe.current = ctx.op
-            probe.wait_for("B", gradient)
-        probe.spend("I", *ctx.op)
-        if probe.delays_messages:
-            gradient = gradient.clone()
-            stamp(gradient)
-        return gradient, None
-
-
-class _WeightGradient(torch.autograd.Function):
-    """The identity behind the linear: takes the time of its weight gradient just before it."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, probe: Probe) -> torch.Tensor:
-        ctx.probe, ctx.op = probe, probe.current
-        return output.view_as(output)
+    def forward(
+        ctx: Any, x: torch.Tensor, passes: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.passes = passes
+        ctx.save_for_backward(x)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if not ctx.probe.splitting:
-            ctx.probe.spend("W", *ctx.op)
-        return gradient, None
+        return ctx.passes(gradient), None
 
 
 def weight_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -242,16 +222,34 @@ class EmulatedStage(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the stage's output."""
-        delays = self.probe.delays_messages
-        if delays and self.probe.current[0] > 0:
+        op, delays = self.probe.current, self.probe.delays_messages
+        if delays and op[0] > 0:
             self.probe.wait_for("F", x)
         activation = x + self.z
         self.probe.keep(activation)
         # Before the linear, hence after it in a backward: ops end with their sleep.
-        output: torch.Tensor = _Compute.apply(activation, self.probe)
+        output: torch.Tensor = Passing.apply(activation, partial(self._input_gradient, op))
         from_weights = weight_product(activation, self.weight)
-        output = output + _WeightGradient.apply(from_weights, self.probe)
-        self.probe.spend("F", *self.probe.current)
+        output = output + Passing.apply(from_weights, partial(self._weight_gradient, op))
+        self.probe.spend("F", *op)
         if delays:
             stamp(output)
         return output
+
+    def _input_gradient(self, op: tuple[int, int], gradient: torch.Tensor) -> torch.Tensor:
+        """Take the time of `A`'s backward."""
+        times, delays = self.probe.times, self.probe.delays_messages
+        if delays and isinstance(times, NoisyTimes) and op[0] < len(times.rank_of) - 1:
+            self.probe.current = op
+            self.probe.wait_for("B", gradient)
+        self.probe.spend("I", *op)
+        if delays:
+            gradient = gradient.clone()
+            stamp(gradient)
+        return gradient
+
+    def _weight_gradient(self, op: tuple[int, int], gradient: torch.Tensor) -> torch.Tensor:
+        """Take the time of the linear's weight gradient, just before it, unless W does."""
+        if not self.probe.splitting:
+            self.probe.spend("W", *op)
+        return gradient
