@@ -14,9 +14,11 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -126,10 +128,7 @@ class TableOrder(Order):
 
 @dataclass
 class PolicyOrder(Order):
-    """Runs what a policy chooses among actions whose inputs have arrived; sleeps if none has.
-
-    On a device it sleeps until a message arrives or an action ends, whichever is first.
-    """
+    """Runs what a policy chooses among actions whose inputs have arrived; sleeps if none has."""
 
     policy: Policy
     table: Table
@@ -341,40 +340,30 @@ class LedOrder(Order):
 # that a copy stream uses becomes free only when the device has reached the copy. So each action
 # ends with an event, and the host launches the next one only while few are unfinished.
 class RunAhead:
-    """Counts and times the actions that the device has finished. One thread makes all calls.
-
-    `backend` makes the events of `device`, which has an index; a wait may take `timeout_s`.
-    """
+    """Counts and times the actions that a device has finished. One thread makes all calls."""
 
     def __init__(self, backend: Device, device: torch.device, *, timeout_s: float) -> None:
-        self._backend = backend
-        self._device = device
-        self._timeout_s = timeout_s
-        # Names of the actions that have not ended, oldest first.
-        self._unfinished: deque[object] = deque()
-        self._error: BaseException | None = None
+        self._backend, self._device, self._timeout_s = backend, device, timeout_s
         # Start of the action that is being launched.
         self._began: torch.Event | None = None
-        self._wake: Callable[[], None] | None = None
-        # Seconds that the device spent on actions that have ended, kept for a listener.
+        # Actions whose end was not noted, oldest first, and the seconds that the device spends.
+        self._unfinished: deque[tuple[object, Future[float]]] = deque()
         self._ended_s: list[float] = []
-        self._changed = threading.Condition()
-        self._events: queue.SimpleQueue[tuple[torch.Event | None, torch.Event] | None] = (
-            queue.SimpleQueue()
-        )
+        self._wake: Callable[[], None] | None = None
+        # Of each action: events at its start and end, its seconds, what to call at its end.
+        self._launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # It sleeps on the events, because a device's own waits have no time-out. A daemon: a device
         # that hangs must not keep the process from exiting.
         self._thread = threading.Thread(target=self._watch, name="megatron-ext ends", daemon=True)
         self._thread.start()
 
     def listen(self, wake: Callable[[], None] | None) -> None:
-        """Keep durations for `ended_s`, and call a function when there is one; None: no more.
+        """Keep durations for `ended_s`; call `wake` in another thread behind each further action.
 
-        The second thread calls it after the end of each action, and once if the device has failed.
+        None: no more. An action that fails wakes too.
         """
-        with self._changed:
-            self._wake = wake
-            self._ended_s.clear()
+        self._wake = wake
+        self._ended_s.clear()
 
     def ended_s(self) -> list[float]:
         """Return the seconds of each action that ended since the last call, oldest first.
@@ -382,9 +371,9 @@ class RunAhead:
         Raises:
             MegatronExtError: The device failed.
         """
-        with self._changed:
-            self._check()
-            found, self._ended_s = self._ended_s, []
+        while self._unfinished and self._unfinished[0][1].done():
+            self._note_end()
+        found, self._ended_s = self._ended_s, []
         return found
 
     def begin(self) -> None:
@@ -395,11 +384,10 @@ class RunAhead:
 
     def record(self, action: object) -> torch.Event:
         """Mark the end of an action behind all work of the current stream; return the event."""
-        event = self._backend.timing_event()
+        event, took_s = self._backend.timing_event(), Future[float]()
         event.record()
-        with self._changed:
-            self._unfinished.append(action)
-        self._events.put((self._began, event))
+        self._unfinished.append((action, took_s))
+        self._launched.put((self._began, event, took_s, self._wake))
         self._began = None
         return event
 
@@ -413,52 +401,42 @@ class RunAhead:
         # This cannot deadlock: it waits for the end of this rank's own earlier work, and all that
         # follows in the table runs later anyway (`schedules/search/queues.py` proves the order).
         begin_s = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(
-                lambda: len(self._unfinished) <= unfinished or self._error is not None,
-                self._timeout_s,
-            )
-            self._check()
-            left = list(self._unfinished)
-        if len(left) > unfinished:
-            raise TransportTimeout(
-                f"{left[0]} did not end on {self._device}: waited "
-                f"{time.perf_counter() - begin_s:.1f} s of {self._timeout_s:g} s; it may wait for "
-                f"a message of another rank"
-            )
+        while len(self._unfinished) > unfinished:
+            action, took_s = self._unfinished[0]
+            waited_s = time.perf_counter() - begin_s
+            try:
+                took_s.exception(self._timeout_s - waited_s)
+            except FutureTimeout:
+                raise TransportTimeout(
+                    f"{action} did not end on {self._device}: waited "
+                    f"{time.perf_counter() - begin_s:.1f} s of {self._timeout_s:g} s; it may wait "
+                    f"for a message of another rank"
+                ) from None
+            self._note_end()
 
     def close(self) -> None:
-        """Forget all actions and end the thread once the device has reached their events."""
-        self._events.put(None)
+        """End the thread once the device has reached the events of all actions."""
+        self._launched.put(None)
 
-    def _check(self) -> None:
-        if self._error is not None:
-            name = self._unfinished[0] if self._unfinished else "an action"
-            raise MegatronExtError(
-                f"{name} failed on {self._device}: {self._error}"
-            ) from self._error
+    def _note_end(self) -> None:
+        action, took_s = self._unfinished[0]
+        error = took_s.exception()
+        if error is not None:
+            raise MegatronExtError(f"{action} failed on {self._device}: {error}") from error
+        self._unfinished.popleft()
+        if self._wake is not None:
+            self._ended_s.append(took_s.result())
 
     def _watch(self) -> None:
-        try:
-            self._backend.bind(self._device.index)  # a new thread is on the first device
-            while (events := self._events.get()) is not None:
-                begin, end = events
+        while (launched := self._launched.get()) is not None:
+            begin, end, took_s, wake = launched
+            try:
+                self._backend.bind(self._device.index)  # a new thread is on the first device
                 end.synchronize()
-                took_s = 0.0 if begin is None else 1e-3 * begin.elapsed_time(end)
-                with self._changed:
-                    self._unfinished.popleft()
-                    wake = self._wake
-                    if wake is not None:
-                        self._ended_s.append(took_s)
-                    self._changed.notify_all()
-                # Outside of the lock: it rings the transport, whose thread may be about to ask
-                # `ended_s`.
-                if wake is not None:
-                    wake()
-        except BaseException as error:  # noqa: BLE001 - the next call of the other thread raises it
-            with self._changed:
-                self._error, wake = error, self._wake
-                self._changed.notify_all()
-            with suppress(BaseException):  # the error to raise is the first one
-                if wake is not None:
+                took_s.set_result(0.0 if begin is None else 1e-3 * begin.elapsed_time(end))
+            except BaseException as error:  # noqa: BLE001 - the other thread raises it
+                took_s.set_exception(error)
+            # Not after its step: nobody would ask, and the transport may be closed.
+            if wake is self._wake and wake is not None:
+                with suppress(MegatronExtError):  # the step has failed, and says why itself
                     wake()

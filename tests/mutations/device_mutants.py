@@ -180,15 +180,17 @@ DEVICE_MUTANTS = (
     Mutant(
         "an order chooses when the last action is launched",
         "megatron_ext.runtime.ordering",
-        "while len(self._running) >= AHEAD or (self._running and not self.policy.looks_ahead()):",
-        "while False:",
+        "        while len(self._running) >= AHEAD:\n            self._wait()\n"
+        "        self.policy.progress.began()\n"
+        "        while self._running and not self.policy.looks_ahead():\n",
+        "        self.policy.progress.began()\n        while False:\n",
         (_LOOKING_AHEAD,),
     ),
     Mutant(
         "an order jumps while its last action runs",
         "megatron_ext.runtime.ordering",
-        " or (self._running and not self.policy.looks_ahead()):",
-        ":",
+        "while self._running and not self.policy.looks_ahead():",
+        "while False:",
         (_LOOKING_AHEAD,),
     ),
     Mutant(

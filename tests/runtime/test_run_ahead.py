@@ -90,28 +90,17 @@ def _bound(*events: _Event, timeout_s: float = LONG_S) -> RunAhead:
     return RunAhead(_Backend(*events), torch.device("cuda", 3), timeout_s=timeout_s)
 
 
-class _Slow(threading.Condition):
-    """Lets the thread that tells of ends go on when the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.goes_on = threading.Event()
-
-    def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)
-        if threading.current_thread().name == "megatron-ext ends":
-            self.goes_on.wait(LONG_S)
-
-
 def test_an_end_of_the_step_before_is_not_counted() -> None:
-    event = _Event()
-    bound, woken = _bound(event), threading.Event()
-    bound._changed = changed = _Slow()
+    events, woken = [_Event(), _Event()], threading.Event()
+    bound = _bound(*events)
     bound.record(Action(0, "W", 0))
-    event.passed.set()
+    events[0].passed.set()
     bound.wait_until(0)
     bound.listen(woken.set)  # the next step begins
-    changed.goes_on.set()
+    assert not bound.ended_s()
+    bound.record(Action(0, "F", 0))
+    bound.listen(None)  # and ends
+    events[1].passed.set()
     bound.close()
     bound._thread.join(LONG_S)
     assert not bound._thread.is_alive()
