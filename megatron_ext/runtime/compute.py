@@ -38,10 +38,9 @@ if TYPE_CHECKING:
 class MicrobatchData:
     """The items of one chunk's data iterator for one step; micro-batch i always gets item i.
 
-    Args:
-        iterator: Megatron's iterator; None on ranks that read no data.
-        exchange: Swaps an item with the twin's, on stages that run the twin's micro-batches.
-        taken: Called with each micro-batch and its item before a forward step reads it.
+    The iterator is None on ranks that read no data. `exchange` swaps an item with the twin's, on
+    stages that run the twin's micro-batches. `taken` gets each micro-batch and its item before a
+    forward step reads it.
     """
 
     def __init__(
@@ -50,45 +49,41 @@ class MicrobatchData:
         exchange: Callable[[Any], Any] | None = None,
         taken: Callable[[int, Any], None] | None = None,
     ) -> None:
-        self._iterator = iterator
-        self._exchange = exchange
-        self._taken = taken
+        self.iterator, self.exchange, self.taken = iterator, exchange, taken
         self._fetched = 0
         self._kept: dict[int, Any] = {}
 
     def view(self, microbatch: int) -> Iterator[Any] | None:
         """Return an iterator over the single item of a micro-batch; None without data.
 
-        An object without `__next__` is passed through unchanged; it only works in order.
-
         Raises:
-            ScheduleError: Such an object is used out of order or on a stage that swaps data.
+            ScheduleError: Data without `__next__` are read out of order, or swapped.
         """
-        if self._iterator is None:
+        if self.iterator is None:
             return None
         # Megatron's forward steps call `next`: without this the order of calls, which differs
         # between stages, would decide which tokens a micro-batch gets.
-        if hasattr(self._iterator, "__next__"):
+        if hasattr(self.iterator, "__next__"):
             return map(self.take, repeat(microbatch))
-        if microbatch != self._fetched or self._exchange is not None:
+        if microbatch != self._fetched or self.exchange is not None:
             raise ScheduleError(
                 f"micro-batch {microbatch} runs out of order, but its data comes from a "
-                f"{type(self._iterator).__name__}, which is not an iterator and cannot be read "
+                f"{type(self.iterator).__name__}, which is not an iterator and cannot be read "
                 "ahead; take a schedule that keeps the order, such as zb-h1 without --use-dpp"
             )
         self._fetched += 1
-        return self._iterator
+        return self.iterator
 
     def take(self, microbatch: int) -> Any:
-        """Return and drop a micro-batch's item; keep skipped items for their own micro-batches.
+        """Return a micro-batch's item, once; keep those before it for their own micro-batches.
 
         Raises:
             ScheduleError: The item was already taken.
         """
-        assert self._iterator is not None
+        assert self.iterator is not None
         # On demand only: the middle stages of a GPT read none.
         while self._fetched <= microbatch:
-            self._kept[self._fetched] = next(self._iterator)
+            self._kept[self._fetched] = next(self.iterator)
             self._fetched += 1
         try:
             item = self._kept.pop(microbatch)
@@ -98,10 +93,10 @@ class MicrobatchData:
                 f"--pipeline-schedule call it once for each micro-batch"
             ) from None
         # The data of such a stage, BERT's padding mask for one, must match its activations.
-        if self._exchange is not None:
-            item = self._exchange(item)
-        if self._taken is not None:
-            self._taken(microbatch, item)
+        if self.exchange is not None:
+            item = self.exchange(item)
+        if self.taken is not None:
+            self.taken(microbatch, item)
         return item
 
 
@@ -154,10 +149,7 @@ _UNCHANGED = nullcontext()
 
 
 def rng_of_this_step(stage: int, microbatch: int) -> AbstractContextManager[None]:
-    """Seed all generators for one forward of the current training step.
-
-    Does nothing if seeding by micro-batch is off or gradients are disabled, as in evaluation.
-    """
+    """Seed all generators for one forward of the current step, if it trains and seeds each one."""
     if not (active.draws_by_microbatch() and torch.is_grad_enabled()):
         return _UNCHANGED
     return microbatch_rng(active.iteration(), stage, microbatch)
@@ -251,10 +243,7 @@ class StageCompute:
         return active.draws_by_microbatch()
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run one action for the executor (`executor.Compute`).
-
-        Activations from the previous stage become leaves; their gradients go back there.
-        """
+        """Run one action for the executor; activations of the previous stage become leaves."""
         stage, kind, microbatch, _ = action
         if kind in ("F", "R"):
             for tensor in inputs:
@@ -273,13 +262,9 @@ class StageCompute:
         return self.backward(stage, microbatch, inputs or [None], split=kind == "I")
 
     def forward(self, stage: int, microbatch: int, inputs: Tensors) -> Tensors:
-        """Run F of a stage on this rank.
+        """Run F: return the activations for the next stage, `[s, b, h]` each, or the loss.
 
-        `inputs` are the activations of the previous stage, `[s, b, h]` each, as leaves that require
-        grad; None for the first stage.
-
-        Returns:
-            The activations for the next stage, `[s, b, h]` each, or the loss, a scalar.
+        `inputs` are those of the previous stage, leaves that require grad; None for the first one.
 
         Raises:
             ScheduleError: The activations have other shapes than the next stage expects.
@@ -351,18 +336,12 @@ class StageCompute:
         return outputs
 
     def total_tokens(self) -> torch.Tensor:
-        """Return the tokens that this rank counted, an integer scalar on the model's device.
-
-        Ranks without the last stage return 0.
-        """
+        """Return the tokens of the loss, an integer scalar on the device; 0 without it."""
         zero = torch.zeros((), dtype=torch.int, device=devices.device_of(self.call.chunks))
         return functools.reduce(operator.add, self._num_tokens, zero)
 
     def saved_tensors(self, action: Action) -> tuple[Tensors, Tensors] | None:
-        """Return the inputs and outputs kept for a backward; None once it has run.
-
-        The backward drops them.
-        """
+        """Return the inputs and outputs kept for a backward, which drops them; None afterwards."""
         return self._live.get((action.stage, action.microbatch))
 
     def release(self, outputs: Tensors) -> None:
@@ -376,12 +355,9 @@ class StageCompute:
                     tensor.data = _scalar(tensor.dtype, tensor.device)
 
     def backward(self, stage: int, microbatch: int, gradients: Tensors, *, split: bool) -> Tensors:
-        """Run B, or I with `split`, which defers the weight gradients to W.
+        """Run B, or I with `split`: return the gradients of the inputs; None for the first stage.
 
         `gradients` are those of the outputs, `[s, b, h]` each; None for the last stage.
-
-        Returns:
-            The gradients of the inputs, `[s, b, h]` each; None for the first stage.
         """
         # Gone from here before the backward runs, so that it frees what it has used.
         inputs, outputs = self._live.pop((stage, microbatch))

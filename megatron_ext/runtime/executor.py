@@ -44,12 +44,10 @@ _NOTHING = nullcontext()
 class Observer(TransportObserver):
     """Observes the training of one rank; override the methods you need.
 
-    What is in force has a list of `observers`. Append to it before the first step. Whoever builds a
-    runtime hands them on: to the transport (`transport.observed.observed`), which reports messages
-    also between steps, to the data (`read`), and in training to the executor, after `begin_step`.
-    The patches of `patches/trace.py` report what belongs to a training step but not to its table,
-    and the actions of Megatron's own schedules. `close` is called when the configuration ends.
-    Without observers nothing is called.
+    Append to the `observers` of what is in force before the first step. A runtime hands them to its
+    transport, which reports messages also between steps, to the data (`read`), and in training to
+    the executor, after `begin_step`. The patches of `patches/trace.py` report what belongs to a
+    training step but not to its table, and the actions of Megatron's own schedules.
     """
 
     def begin_iteration(self, num_microbatches: int) -> None:
@@ -77,10 +75,7 @@ class Observer(TransportObserver):
         """Called when the configuration ends."""
 
     def begin_action(self, action: Action) -> None:
-        """Called when an action's inputs have arrived, just before it computes.
-
-        The forward of a pair begins before the backward, and ends after it.
-        """
+        """Called when an action's inputs are here; a pair's forward begins first and ends last."""
 
     def end_action(self, position: int, action: Action) -> None:
         """Called when the action at a position of its row has computed, before results leave."""
@@ -139,16 +134,10 @@ class Compute(Protocol):
     """Computes the actions of one step on this rank's stages."""
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run one action: take and return one tensor per input and output of it in the table.
-
-        They are in the table's order, `[s, b, h]` each.
-        """
+        """Run an action: take its inputs and return its outputs, in the table's order."""
 
     def saved_tensors(self, action: Action) -> object:
-        """Return what the backward of a forward's slice, or micro-batch, will use and drop.
-
-        None if nothing is saved.
-        """
+        """Return what the backward of a forward will use and drop; None: nothing is saved."""
 
     def release(self, outputs: Tensors) -> None:
         """Free the data of a forward's outputs after they were sent or passed on locally."""

@@ -135,10 +135,7 @@ def share_losses(
 
 
 def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
-    """Broadcast this step's multi-token prediction values to all stages. Collective.
-
-    These are losses and, from 0.19 on, hits.
-    """
+    """Broadcast this step's losses and hits of multi-token prediction to all stages. Collective."""
     if not is_folded():
         return
     tracker = MTPLossLoggingHelper.tracker
@@ -190,10 +187,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Count the layers of one type in all stages before a chunk of a rank, by default this one.
-
-        `vp_stage` is required if ranks hold several chunks.
-        """
+        """Count the layers of one type in all stages before a chunk of a rank, by default this."""
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         chunks = self.placement.stages_of[pp_rank]

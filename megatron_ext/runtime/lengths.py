@@ -36,8 +36,6 @@ def refusing_long_sequences(
 ) -> Iterator[None]:
     """Check the tokens that a first stage reads inside the block, which upstream does not.
 
-    Each of `cp_size` context-parallel ranks reads its part of a sequence.
-
     Raises:
         ScheduleError: A sequence has more tokens than the model has positions.
     """
@@ -80,10 +78,8 @@ class ItemSize(NamedTuple):
 def item_size(item: Any) -> ItemSize | None:
     """Return the size of a micro-batch; None: it holds no lengths.
 
-    The data iterator gives `tokens`, `[b, s]` with any s from 0 on, or for packed samples
-    `cu_seqlens` as well, `[n]` or `[b, n]`, where each sample begins and the last one ends. Entries
-    beyond the last sample may repeat its end. If samples are padded, `cu_seqlens_padded` has the
-    same with padding.
+    It has `tokens`, `[b, s]`, or for packed samples `cu_seqlens`, `[n]` or `[b, n]`: where each
+    begins and the last one ends, which may repeat. `cu_seqlens_padded` has the same with padding.
     """
     if not isinstance(item, Mapping):
         return None
@@ -151,8 +147,7 @@ class BalancedStep:
     def iterator(self, items: Any) -> Iterator[Any] | None:
         """Return an iterator over a chunk's micro-batches in the order of the step.
 
-        The first `next` fetches all. `items` is Megatron's data iterator of the chunk; None: the
-        chunk reads no data.
+        The first `next` fetches all from `items`, Megatron's data iterator; None: it has no data.
 
         Raises:
             ScheduleError: The data come from something else.
@@ -222,11 +217,10 @@ class BalancedStep:
         tensor_parallel: dist.ProcessGroup,
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
-        """Return the reports of the loss function by micro-batch of the file.
+        """Return reports by micro-batch of the table as reports by micro-batch of the file.
 
         Collective over the tensor-parallel group where there are reports: of its ranks the first
-        reads data. `reports` are by micro-batch of the table; empty on ranks without the last
-        stage. The group communicates on the device of the model's `chunks`.
+        reads data. It communicates on the device of the model's `chunks`.
         """
         if not reports:
             return {}
@@ -243,8 +237,7 @@ class BalancedStep:
 class ReplicaExchange:
     """The data-parallel replicas of this rank's stages, which share out their micro-batches.
 
-    Micro-batches have the numbers that Megatron's samplers give them: of n replicas, replica r
-    reads r, r + n, r + 2 * n and so on.
+    Micro-batches are numbered as by Megatron's samplers: of n replicas, r reads r, r + n, ...
     """
 
     group: dist.ProcessGroup
@@ -280,8 +273,8 @@ class ReplicaExchange:
     ) -> dict[int, Any]:
         """Return the micro-batches that this replica runs, by number. Collective.
 
-        `held` are those that it has read, and `costs` those of all replicas' micro-batches, by
-        number. The pipeline takes `fills` micro-batches to fill and drain.
+        `held` are those that it has read; `costs` are of all. The pipeline takes `fills`
+        micro-batches to fill and drain.
 
         Raises:
             ScheduleError: A micro-batch holds other things than tensors and plain data.

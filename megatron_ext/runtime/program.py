@@ -241,7 +241,7 @@ class PipelineEnds:
     rank: int
     """Pipeline rank of this process."""
     received: Mapping[str, Sequence[Form]]
-    """By kind of message: the tensors that one brings."""
+    """By kind of message."""
     sent: Mapping[str, Sequence[Form]]
 
     @classmethod
@@ -275,10 +275,9 @@ class PipelineEnds:
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's exchanges by position in the table, and the messages that it receives.
+    """One rank's exchanges, where peers are global ranks and each transfer is one tensor.
 
-    Here peers are global ranks and each transfer is one tensor. If a transfer of the table has
-    several peers and several tensors, every peer gets the first tensor, then every peer the second.
+    Of a transfer of several tensors to several peers all get the first tensor, then the second.
     """
 
     exchanges: tuple[Exchange, ...]

@@ -65,13 +65,10 @@ def declare(
 
 
 def publish(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Publish a tensor of any shape and dtype for every later `take(name)` of this micro-batch.
+    """Publish a tensor of any shape and dtype, or None, for each later `take` of this micro-batch.
 
-    None if this micro-batch has none.
-
-    Returns:
-        The same values. In recomputed layers (`--recompute-granularity full`) continue with this
-        tensor: the takers' gradient enters through its backward.
+    Continue with the returned tensor, which has the same values: the takers' gradient enters
+    through its backward.
 
     Raises:
         ScheduleError: The name is already published or not declared, or recomputation publishes

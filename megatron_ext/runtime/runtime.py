@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +54,7 @@ from megatron_ext.runtime.sliced_compute import KeptState, SlicedCompute
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.sync import Sync, TrainingSync
 from megatron_ext.runtime.trees import TreeCompute, agree_trees
+from megatron_ext.schedules.table.memory import most_alive
 from megatron_ext.schedules.table.validation import check_first_gradients
 from megatron_ext.transport.observed import observed
 from megatron_ext.transport.torch_dist import groups_of_ranks
@@ -68,9 +68,6 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Transport
 
 _LOG = logging.getLogger(__name__)
-
-# Change in live activations by kind of action. An activation lives until B or W ends.
-_CHANGE = {"F": 1, "R": 1, "B": -1, "I": 0, "W": -1}
 
 
 @dataclass
@@ -101,8 +98,8 @@ class Measured(Observer):
         self.actions += len(executed)
         self.busy_s += sum(duration_s for _, _, duration_s in executed)
         self.out_of_order += num_out_of_order(executed)
-        live = accumulate(_CHANGE[a.kind] * self.shares[a.slice] for _, a, _ in executed)
-        self.peak_live = max(self.peak_live, *live)
+        row = tuple(action for _, action, _ in executed)
+        self.peak_live = max(self.peak_live, most_alive(row, slices=self.shares))
 
     def add(self, other: Measured) -> None:
         """Add the statistics of another rank or of further steps."""
@@ -437,10 +434,7 @@ def totals() -> tuple[Measured, int]:
 
 
 def log_statistics(*, of_all: bool = True) -> None:
-    """Log training statistics on rank 0: those of all ranks, or its own.
-
-    Those of all ranks are collective over the job; without them, ranks may exit at different times.
-    """
+    """Log training statistics on rank 0: those of all ranks, which is collective, or its own."""
     for runtime in in_force():
         together, where = runtime.measured, " on this rank"
         if of_all:

@@ -184,10 +184,9 @@ class RunningSlice:
     ) -> torch.Tensor:
         """Return the attention of a slice, `[s, b, h]`, over all tokens up to its end.
 
-        Runs `forward` of Megatron's `DotProductAttention` or `TEDotProductAttention`. Queries are
-        `[s, b, heads, width]`, or `[s, heads, width]` if packed, keys and values have groups in
-        place of heads. The mask is `[b, 1, s, tokens up to its end]`, True where a token must not
-        attend; None: to those after it. Its type is causal for all layers that run in slices.
+        Runs `forward` of Megatron's `DotProductAttention` or `TEDotProductAttention`, whose queries
+        are `[s, b, heads, width]`, or `[s, heads, width]` if packed. The mask is `[b, 1, s, tokens
+        up to its end]`, True where a token must not attend; None: causal.
         """
         key, value = self.with_earlier(layer, key, value)
         has_own_masks = not isinstance(layer, DotProductAttention)  # Transformer Engine
@@ -217,10 +216,7 @@ class RunningSlice:
         return result
 
     def _spans(self) -> list[tuple[int, int, int]]:
-        """Return for each packed sequence here its first token, and its first and end in the slice.
-
-        An empty one ends where it begins, and has no tokens in any slice.
-        """
+        """Return of each packed sequence its first token, and its first and end in the slice."""
         return [
             (first, max(first, self.begin), min(end, self.end))
             for first, end in pairwise(self.kept.documents)
@@ -229,9 +225,6 @@ class RunningSlice:
 
     def begin_forward(self, given: dict[str, Any]) -> None:
         """Adapt the arguments of `GPTModel.forward`, by name, to a slice.
-
-        Packed sequences become those of the slice; the loss mask becomes that of the micro-batch
-        where the stage predicts later tokens.
 
         Raises:
             ScheduleError: There is padding between packed sequences.
@@ -262,10 +255,9 @@ class RunningSlice:
             given["loss_mask"] = kept.ahead["loss_mask"][0][0]
 
     def positions(self, call: Any, given: Mapping[str, Any]) -> Any:
-        """Return the rotary positions of a slice, `[s, 1, 1, width]`, as Megatron's layers do.
+        """Return the rotary positions of a slice, `[s, 1, 1, width]`.
 
-        `call` is Megatron's `forward` of a table of positions, and `given` has its arguments by
-        name.
+        `call` is Megatron's `forward` of a table of positions, and `given` its arguments.
         """
         if not given.get("packed_seq"):
             return call(**{**given, "offset": self.begin})
@@ -289,9 +281,8 @@ class RunningSlice:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run Megatron's `roll_tensor`: shift a tensor of the slice by a token of the next slice.
 
-        Returns:
-            The tensor `[b, s]`, and the sum of all entries of the whole micro-batch's: of a mask,
-            the tokens by which Megatron divides the loss.
+        Returns it, `[b, s]`, and the sum over the whole micro-batch: of a mask, the divisor of the
+        loss.
         """
         # Megatron copies the labels before it shifts them.
         default = "loss_mask" if tensor.is_floating_point() else "labels"
@@ -310,14 +301,12 @@ class RunningSlice:
     def route(
         self, call: Any, router: torch.nn.Module, logits: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run Megatron's `TopKRouter.routing`, and count the tokens of its balancing losses.
-
-        Megatron leaves these losses to the recomputation of a layer, which is too late: its slice
-        then needs the counts of all.
-        """
+        """Run Megatron's `TopKRouter.routing`, and count the tokens of its balancing losses."""
         self._router, self._num_losses = router, 0
         if not torch.is_grad_enabled() and router.training and not self.is_backward:
-            # The recomputation counts tokens for the bias of experts, and this forward must not.
+            # Megatron leaves these losses to the recomputation of a layer, which is too late: its
+            # slice then needs the counts of all. That counts tokens for the bias of experts too,
+            # and this forward must not.
             bias_counts = getattr(router, "local_tokens_per_expert", None)
             before = None if bias_counts is None else bias_counts.clone()
             self._counts_only = True
@@ -340,8 +329,8 @@ class RunningSlice:
     ) -> torch.Tensor:
         """Return the share of a slice in the balancing loss of its micro-batch, a scalar.
 
-        Takes the arguments of Megatron's `switch_load_balancing_loss_func`, for the tokens of the
-        slice. `fused` is ignored; Megatron's kernel computes the same.
+        In place of Megatron's `switch_load_balancing_loss_func`, whose `fused` kernel computes the
+        same.
         """
         sums = self.kept.balanced[id(self._router), self._num_losses]
         self._num_losses += 1
@@ -354,10 +343,7 @@ class RunningSlice:
         return loss
 
     def z_loss(self, average: torch.Tensor) -> torch.Tensor:
-        """Return the share of a slice in the z-loss of its micro-batch, a scalar.
-
-        `average` is the z-loss of the slice's tokens.
-        """
+        """Return a slice's share in the z-loss of its micro-batch, from the one of its tokens."""
         if self._counts_only:
             return average * 0  # the recomputation adds it
         loss, weight = average * self.share, self._weight()
@@ -371,13 +357,11 @@ class RunningSlice:
 
 
 class KeptState:
-    """State of micro-batches in slices, kept by layers from first forward to last backward.
-
-    The running slice is a plain attribute: autograd may run a backward, and with it recomputation,
-    in another thread.
-    """
+    """State of micro-batches in slices, kept by layers from first forward to last backward."""
 
     def __init__(self) -> None:
+        # A plain attribute: autograd may run a backward, and with it recomputation, in another
+        # thread.
         self.running: RunningSlice | None = None
         self.microbatches: defaultdict[tuple[int, int], _Microbatch] = defaultdict(_Microbatch)
         """By stage and number."""
@@ -392,10 +376,7 @@ class KeptState:
         *,
         backward: bool = False,
     ) -> Iterator[None]:
-        """Let the layers that run in the block compute slice `number` of a micro-batch.
-
-        `bounds` has the first token of each slice, and the number of all tokens.
-        """
+        """Let layers in the block compute slice `number`; slices begin and end at `bounds`."""
         begin, end = bounds[number : number + 2]
         kept = self.microbatches[stage, microbatch]
         share = (end - begin) / bounds[-1]
@@ -445,38 +426,31 @@ _LOOKS_AHEAD = ("tokens", "position_ids", "labels", "loss_mask")
 
 
 class SlicedData(MicrobatchData):
-    """Cuts the items of another `MicrobatchData`, each read once, into slices.
+    """The items of a chunk's data, each read once and cut into slices, which `view` numbers.
 
-    `bounds` has the first token of each slice, and the number of all tokens.
+    Numbers run through all micro-batches of the step. `bounds` has the first token of each slice,
+    and the number of all tokens.
     """
 
-    def __init__(self, whole: MicrobatchData, bounds: Sequence[int]) -> None:
-        super().__init__(None)
-        self._whole, self._bounds = whole, bounds
+    def __init__(self, data: MicrobatchData, bounds: Sequence[int]) -> None:
+        super().__init__(data.iterator, data.exchange, data.taken)
+        self._bounds, self._count = bounds, len(bounds) - 1
         # Slices that come later find theirs here: an iterator gives each item once.
         self._parts: dict[int, dict[str, Any]] = {}
 
-    def view(self, number: int) -> Iterator[Any] | None:
-        """Return an iterator over one slice, numbered through all micro-batches of the step."""
-        microbatch = number // (len(self._bounds) - 1)
-        items = self._whole.view(microbatch)
-        return None if items is None else self._items(items, microbatch, number)
+    def take(self, number: int) -> dict[str, Any]:
+        """Return and drop a slice."""
+        if number not in self._parts:
+            self.whole(number // self._count)
+        return self._parts.pop(number)
 
     def whole(self, microbatch: int) -> Mapping[str, Any] | None:
         """Return a micro-batch before its slices are read; None without data."""
-        items = self._whole.view(microbatch)
-        return None if items is None else self._fetch(items, microbatch)
-
-    def _fetch(self, items: Iterator[Any], microbatch: int) -> Mapping[str, Any]:
-        item: Mapping[str, Any] = next(items)
-        first = microbatch * (len(self._bounds) - 1)
-        self._parts |= dict(enumerate(_cut(item, self._bounds), first))
+        if self.iterator is None:
+            return None
+        item: Mapping[str, Any] = super().take(microbatch)
+        self._parts |= dict(enumerate(_cut(item, self._bounds), microbatch * self._count))
         return item
-
-    def _items(self, items: Iterator[Any], microbatch: int, number: int) -> Iterator[Any]:
-        if number not in self._parts:
-            self._fetch(items, microbatch)
-        yield self._parts.pop(number)
 
 
 def _cut(item: Any, bounds: Sequence[int]) -> list[dict[str, Any]]:
@@ -598,10 +572,7 @@ class SlicedCompute(StageCompute):
         return output, loss
 
     def _look_ahead(self, stage: int, microbatch: int, inputs: Tensors) -> None:
-        """Keep what multi-token prediction reads of the next slices.
-
-        Tensor-parallel ranks without data take it from the one that reads them.
-        """
+        """Keep what multi-token prediction reads of the next slices, by the rank with data."""
         place = self._stage(stage)
         if not (place.is_last or getattr(unwrap_model(place.model), "mtp_process", False)):
             return

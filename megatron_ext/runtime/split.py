@@ -95,8 +95,7 @@ class SplitBackward:
     def defer(self, stage: int, microbatch: int) -> _Deferral:
         """Return a context in which layers defer their weight gradients to `run`.
 
-        Enter it for the forward, where layers record the key, and again for the backward, which
-        may rerun forwards (recomputation).
+        For the forward, where layers take their `record`, and again for the backward.
         """
         layers = self._postponing.get(stage)
         return _Deferral(self, (stage, microbatch), layers if layers and layers.layers else None)
@@ -218,10 +217,7 @@ class WeightGradient(Protocol):
         """The weights, always in the same order."""
 
     def fetch(self, buffer: str) -> None:
-        """Start to gather an operand that other ranks have a part of, if there is one.
-
-        It may take Megatron's global memory of the name `buffer`.
-        """
+        """Start to gather an operand of several ranks, in Megatron's global memory `buffer`."""
 
     def compute(self) -> Sequence[torch.Tensor | None]:
         """Return the gradients; None: the GEMM kernel has accumulated it into `main_grad`."""
@@ -241,11 +237,9 @@ def mark_embedding(weight: torch.nn.Parameter) -> None:
 
 
 def is_splittable(weight: torch.Tensor) -> bool:
-    """Return whether a weight's gradient may be deferred.
-
-    False for embeddings (see `mark_embedding`), for weights computed from parameters, and for
-    Megatron's FSDP, whose gradients have no memory of their own.
-    """
+    """Return whether a weight's gradient may be deferred."""
+    # Not of embeddings, nor of weights computed from parameters, nor under Megatron's FSDP, whose
+    # gradients have no memory of their own.
     return weight.is_leaf and not (hasattr(weight, _EMBEDDING) or hasattr(weight, "__fsdp_param__"))
 
 
@@ -326,13 +320,10 @@ class _Unchanged:
 
 
 # Given a list `grad_output_buffer`, upstream's backward appends the output gradient and skips the
-# weight gradient: upstream postpones that of the output layer to the end of the step this way.
+# weight gradient: upstream postpones that of the output layer to the end of the step this way. This
+# class stands in for the list.
 class _LinearGradient:
-    """`grad_output.t() @ input`, computed as upstream does: `[out, in]`.
-
-    Stands in for upstream's `grad_output_buffer` until the backward of the layer appends the output
-    gradient. If `fused`, the GEMM kernel itself accumulates into `main_grad`.
-    """
+    """`grad_output.t() @ input`, `[out, in]`; if `fused`, the kernel adds it to `main_grad`."""
 
     grad_output: torch.Tensor
 
@@ -459,11 +450,7 @@ def linear(
 
 
 class _GroupedGradient:
-    """The weight gradients of all experts, computed by the backward of the library's `gmm`.
-
-    `experts` is a separate leaf that shares the weight's memory, and the only one that requires
-    grad in the graph of `product`, the output of `gmm`.
-    """
+    """The weight gradients of all experts, by the backward of `product`, the output of `gmm`."""
 
     def __init__(
         self,
@@ -535,10 +522,10 @@ def grouped_product(
 ) -> torch.Tensor:
     """Multiply each expert's tokens by its weights; the backward records the weight gradient.
 
-    Builds of grouped_gemm differ, so nothing of the library but its `ops.gmm` is called. The weight
-    gradient comes from `gmm`'s own backward, on a graph that contains the weights alone. `tokens`
-    are `[tokens, in]`, sorted by expert, and `experts` is a view of the parameter.
+    `tokens` are `[tokens, in]`, sorted by expert, and `experts` is a view of the parameter.
     """
+    # Builds of grouped_gemm differ, so nothing of the library but its `ops.gmm` is called. The
+    # weight gradient comes from `gmm`'s own backward, on a graph with the weights alone.
     weight = experts._base
     if weight is None or not is_splittable(weight) or not torch.is_grad_enabled():
         return gmm(tokens, experts, batch_sizes, trans_b=trans_b)

@@ -416,10 +416,7 @@ class TreeCompute(StageCompute):
     def _bytes_of(
         self, tree: object, key: tuple[str, int, int], microbatch: int
     ) -> tuple[Tensors, list[torch.Tensor]]:
-        """Return what to send for a tree, and its tensors for which a gradient comes back.
-
-        To be sent: a header until its form is agreed, then the bytes.
-        """
+        """Return a tree's header, if needed, and bytes; and the tensors that get a gradient."""
         what = self._what(key[1], microbatch)
         tensors, form = flatten(tree, what, trains=not self.call.forward_only)
         leaves = zip(tensors, form.leaves, strict=True)
