@@ -31,6 +31,7 @@ from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.upstream.signatures import backward_step_of
 
 if TYPE_CHECKING:
+    from megatron_ext.runtime.executor import Observer
     from megatron_ext.runtime.program import Table
     from megatron_ext.schedules.table.actions import Action
 
@@ -39,17 +40,16 @@ class MicrobatchData:
     """The items of one chunk's data iterator for one step; micro-batch i always gets item i.
 
     The iterator is None on ranks that read no data. `exchange` swaps an item with the twin's, on
-    stages that run the twin's micro-batches. `taken` gets each micro-batch and its item before a
-    forward step reads it.
+    stages that run the twin's micro-batches.
     """
 
     def __init__(
         self,
         iterator: Iterator[Any] | None,
         exchange: Callable[[Any], Any] | None = None,
-        taken: Callable[[int, Any], None] | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
-        self.iterator, self.exchange, self.taken = iterator, exchange, taken
+        self.iterator, self.exchange, self.observers = iterator, exchange, observers
         self._fetched = 0
         self._kept: dict[int, Any] = {}
 
@@ -95,8 +95,8 @@ class MicrobatchData:
         # The data of such a stage, BERT's padding mask for one, must match its activations.
         if self.exchange is not None:
             item = self.exchange(item)
-        if self.taken is not None:
-            self.taken(microbatch, item)
+        for observer in self.observers:
+            observer.read(microbatch, item)
         return item
 
 
@@ -243,7 +243,10 @@ class StageCompute:
         return active.draws_by_microbatch()
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run one action for the executor; activations of the previous stage become leaves."""
+        """Run one action: take its inputs and return its outputs, in the order of the table.
+
+        Activations of the previous stage become leaves.
+        """
         stage, kind, microbatch, _ = action
         if kind in ("F", "R"):
             for tensor in inputs:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 RunPair = Callable[["Action", "Action", "Tensors", "Tensors"], tuple["Tensors", "Tensors"]]
 """Runs a forward and the backward of another micro-batch together: takes both and the inputs of
-each, as `Compute.run` does, and returns the outputs of each."""
+each, as `StageCompute.run` does, and returns the outputs of each."""
 
 # A plain tuple because one is created between every two actions, where the device may wait.
 Executed = tuple[int, "Action", float]
@@ -130,22 +130,6 @@ class ProfilerRanges(Observer):
         self._ranges.pop().__exit__(None, None, None)
 
 
-class Compute(Protocol):
-    """Computes the actions of one step on this rank's stages."""
-
-    def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run an action: take its inputs and return its outputs, in the table's order."""
-
-    def saved_tensors(self, action: Action) -> object:
-        """Return what the backward of a forward will use and drop; None: nothing is saved."""
-
-    def release(self, outputs: Tensors) -> None:
-        """Free the data of a forward's outputs after they were sent or passed on locally."""
-
-    def unfinished(self) -> list[str]:
-        """Return the actions that a complete step would have run."""
-
-
 @dataclass
 class Executor:
     """One step of one rank."""
@@ -154,7 +138,7 @@ class Executor:
     program: Program
     """The program of `table`."""
     order: Order
-    compute: Compute
+    compute: StageCompute
     sync: Sync
     transport: Transport
     timeout_s: float

@@ -235,18 +235,9 @@ class Runtime:
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
         """Return each chunk's data, to be read by micro-batch."""
-
-        def taken(microbatch: int, item: Any) -> None:
-            for observer in self.observers:
-                observer.read(microbatch, item)
-
         crossed = map(self.placement.is_crossed, self.placement.stages_of[self.rank])
         return [
-            MicrobatchData(
-                iterator,
-                self.exchange if is_crossed else None,
-                taken if self.observers else None,
-            )
+            MicrobatchData(iterator, self.exchange if is_crossed else None, self.observers)
             for iterator, is_crossed in zip(iterators, crossed, strict=True)
         ]
 
@@ -283,22 +274,20 @@ class Runtime:
         trains = not call.forward_only
         for stage, chunk in zip(self.placement.stages_of[self.rank], call.chunks, strict=True):
             self.splits.register_modules(stage, chunk)
-        forms = None if self.trees is None else self.trees.forms(call, shapes)
         pairs = bool(table.schedule.pairs_of(self.rank)) or (
             self.pipeline.config.pairs and self.agreement is not None
         )
         compute: StageCompute
-        if forms is not None and self.trees is not None:
+        ends = PipelineEnds.of_shapes(self.peers, self.rank, shapes, call.config.pipeline_dtype)
+        given = call, table, len(shapes["F"]), shapes["B"], self.splits
+        if self.trees is not None:
+            forms = self.trees.forms(call, shapes)
             compute = TreeCompute(call, table, splits=self.splits, forms=forms, trees=self.trees)
             ends = PipelineEnds(self.peers, self.rank, forms.of_messages, forms.of_messages)
+        elif table.schedule.num_slices > 1:
+            compute = SlicedCompute(*given, kept=self.kept)
         else:
-            given = call, table, len(shapes["F"]), shapes["B"], self.splits
-            if table.schedule.num_slices > 1:
-                compute = SlicedCompute(*given, kept=self.kept)
-            else:
-                compute = PlannedCompute(*given) if pairs and trains else StageCompute(*given)
-            dtype = call.config.pipeline_dtype
-            ends = PipelineEnds.of_shapes(self.peers, self.rank, shapes, dtype)
+            compute = PlannedCompute(*given) if pairs and trains else StageCompute(*given)
         _, known, program = self._programs.get(id(table), (table, None, None))
         if program is None or known != ends:
             program = make_program(table, ends)
@@ -347,8 +336,8 @@ class Runtime:
             raise
         if trains and not self._has_split:
             self._check_split(table, call.chunks)
-        if forms is not None:
-            forms.step_done()
+        if isinstance(compute, TreeCompute):
+            compute.forms.step_done()
         return compute
 
     def _check_split(self, table: Table, chunks: Sequence[torch.nn.Module]) -> None:

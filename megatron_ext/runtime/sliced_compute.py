@@ -433,7 +433,7 @@ class SlicedData(MicrobatchData):
     """
 
     def __init__(self, data: MicrobatchData, bounds: Sequence[int]) -> None:
-        super().__init__(data.iterator, data.exchange, data.taken)
+        super().__init__(data.iterator, data.exchange, data.observers)
         self._bounds, self._count = bounds, len(bounds) - 1
         # Slices that come later find theirs here: an iterator gives each item once.
         self._parts: dict[int, dict[str, Any]] = {}
@@ -511,7 +511,7 @@ class SlicedCompute(StageCompute):
         )
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run one action for the executor (`executor.Compute`).
+        """Run one action, as `StageCompute.run`.
 
         Raises:
             ScheduleError: The model, its data or its loss function are not made for slices.

@@ -23,6 +23,7 @@ Contract with the executor:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -30,7 +31,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, cycle
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
@@ -209,16 +210,16 @@ class _Deferral:
 # -- weight gradients that wait --------------------------------------------------------------------
 
 
-class WeightGradient(Protocol):
+class WeightGradient(ABC):
     """The deferred gradients of a layer's weights, mostly of one."""
 
-    @property
-    def weights(self) -> Sequence[torch.nn.Parameter]:
-        """The weights, always in the same order."""
+    weights: Sequence[Any]
+    """Parameters, always in the same order."""
 
-    def fetch(self, buffer: str) -> None:
+    def fetch(self, buffer: str) -> None:  # noqa: B027 - mostly this rank has all operands
         """Start to gather an operand of several ranks, in Megatron's global memory `buffer`."""
 
+    @abstractmethod
     def compute(self) -> Sequence[torch.Tensor | None]:
         """Return the gradients; None: the GEMM kernel has accumulated it into `main_grad`."""
 
@@ -322,7 +323,7 @@ class _Unchanged:
 # Given a list `grad_output_buffer`, upstream's backward appends the output gradient and skips the
 # weight gradient: upstream postpones that of the output layer to the end of the step this way. This
 # class stands in for the list.
-class _LinearGradient:
+class _LinearGradient(WeightGradient):
     """`grad_output.t() @ input`, `[out, in]`; if `fused`, the kernel adds it to `main_grad`."""
 
     grad_output: torch.Tensor
@@ -449,7 +450,7 @@ def linear(
 # -- grouped experts -------------------------------------------------------------------------------
 
 
-class _GroupedGradient:
+class _GroupedGradient(WeightGradient):
     """The weight gradients of all experts, by the backward of `product`, the output of `gmm`."""
 
     def __init__(
@@ -462,9 +463,6 @@ class _GroupedGradient:
         self.weights, self.grad_output = (weight,), grad_output
         self._experts, self._product = experts, product
         self._unchanged = _Unchanged(grad_output)
-
-    def fetch(self, buffer: str) -> None:
-        """Do nothing: this rank has all operands."""
 
     def compute(self) -> Sequence[torch.Tensor]:
         """Return the gradient."""
@@ -591,7 +589,7 @@ class PostponingLayers:
                 weight.grad = gradient.expand(weight.shape)
 
 
-class _QueuedGradients:
+class _QueuedGradients(WeightGradient):
     """The entries of one layer in one micro-batch: one for each use of each of its weights."""
 
     def __init__(self, layer: Any) -> None:
@@ -599,9 +597,6 @@ class _QueuedGradients:
         self.weights = _matrices(layer)
         # In place of the layer's own queue, which does not know micro-batches.
         self.entries: SimpleQueue[list[Any]] = SimpleQueue()
-
-    def fetch(self, buffer: str) -> None:
-        """Do nothing: this rank has all operands."""
 
     def compute(self) -> list[torch.Tensor | None]:
         """Run the layer's `backward_dw`; return what it does not accumulate itself."""

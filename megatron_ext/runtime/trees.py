@@ -298,10 +298,7 @@ class TreeCompute(StageCompute):
         self._last_stage = schedule.num_stages - 1
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run one action for the executor (`executor.Compute`).
-
-        `inputs` and the result are uint8 tensors, `[number of bytes]` each.
-        """
+        """Run one action; its inputs and outputs are uint8 tensors, `[number of bytes]` each."""
         stage, kind, microbatch, _ = action
         if kind == "W":
             self.splits.run(stage, microbatch)
