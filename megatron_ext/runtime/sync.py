@@ -1,7 +1,7 @@
 """Decides when gradient reductions and parameter gathers over data-parallel ranks start.
 
-Megatron's DDP runs both; the schedule only decides when: reductions in the order in which the table
-completes its chunks, gathers in stage order.
+Megatron's DDP runs both: reductions in the order in which the table completes its chunks, gathers
+in stage order.
 
 Without `--overlap-grad-reduce` this module starts nothing; `finalize_model_grads` reduces.
 """
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action
 
 _UNCHANGED = nullcontext()
-_Enter = Callable[[], AbstractContextManager[Any]]
 
 
 class Sync:
@@ -79,20 +78,18 @@ class TrainingSync(Sync):
         self._force_all_reduce = force_all_reduce
         self._functions = _by_chunk(config.grad_sync_func, len(chunks))
         self._overlaps = config.no_sync_func is not None
-        silent = config.no_sync_func
-        self._silent: list[_Enter] = []
-        if silent is not None:
-            self._silent = list(silent) if isinstance(silent, (list, tuple)) else [silent]
-        self._entered: list[ExitStack] = []
+        # What disables DDP's hooks, by chunk or for all of them, and what holds it while it does.
+        self._silences = [(ExitStack(), each) for each in _by_chunk(config.no_sync_func, 1) or ()]
 
     def __enter__(self) -> TrainingSync:
         """Disable DDP's hooks."""
-        self._entered = [_entered(context) for context in self._silent]
+        for stack, silence in self._silences:
+            stack.enter_context(silence())
         return self
 
     def __exit__(self, *_: object) -> None:
         """Enable DDP's hooks."""
-        for stack in self._entered:
+        for stack, _silence in self._silences:
             stack.close()
 
     def before(self, stage: int) -> None:
@@ -142,10 +139,11 @@ class TrainingSync(Sync):
     @contextmanager
     def _reducing(self, action: Action) -> Iterator[None]:
         # A single no_sync function covers all chunks at once.
-        index = self._placement.chunk_of(action.stage) if len(self._silent) > 1 else 0
-        self._entered[index].close()
+        index = self._placement.chunk_of(action.stage) if len(self._silences) > 1 else 0
+        stack, silence = self._silences[index]
+        stack.close()
         yield
-        self._entered[index] = _entered(self._silent[index])
+        stack.enter_context(silence())
 
     def after(self, stage: int) -> None:
         """Mark a stage complete; start its reduction and any that waited for it, in table order."""
@@ -195,9 +193,3 @@ def _by_chunk(function: Any, num_chunks: int) -> list[Callable[..., Any]] | None
     if function is None:
         return None
     return list(function) if isinstance(function, (list, tuple)) else [function] * num_chunks
-
-
-def _entered(context: _Enter) -> ExitStack:
-    stack = ExitStack()
-    stack.enter_context(context())
-    return stack
