@@ -7,8 +7,8 @@ Megatron's 1F1B and interleaved schedules run unmodified; only the P2P transport
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,43 +29,26 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.message import MessageKind
     from megatron_ext.schedules.table.communication import Transfer
-    from megatron_ext.transport.base import Transport
 
 
 def stepwise(schedule: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap one of Megatron's schedules so that each call is one step of the transport."""
 
     def run(**keywords: Any) -> Any:
-        pipeline = active.transport_only()
+        pipeline, runtimes = active.transport_only(), in_force()
         assert pipeline is not None, "the patch asks for it while there is a pipeline"
-        runtimes = in_force()
         assert runtimes.stock_step is None, "a step inside of a step"
-        model = keywords["model"]
-        chunks = model if isinstance(model, list) else [model]
-        config, device = get_model_config(chunks[0]), device_of(chunks)
-        dtype = config.pipeline_dtype
         groups = keywords.get("pg_collection") or default_groups()
-        rank, key = groups.pp.rank(), id(groups.pp)
-        peers = Peers(dist.get_process_group_ranks(groups.pp))
-        # Evaluation runs its forwards in the same order as training.
-        table = make_table(pipeline, keywords["num_microbatches"], rank, backward=True)
-        # Kept over steps, by the id of the group, which the entry keeps alive.
-        if key not in runtimes.stock_transports:
-            length = keywords.get("decoder_seq_length") or keywords["seq_length"]
-            shape = shape_between_stages(config, groups, length, keywords["micro_batch_size"])
-            known = {"F": [shape], "B": [shape]}
-            made = open_transport(pipeline, device, pairs_of(table, peers), known, dtype)
-            transport = observed(made, active.required().observers)
-            runtimes.stock_transports[key] = groups.pp, transport
-        _, transport = runtimes.stock_transports[key]
-        forward_only = bool(keywords.get("forward_only"))
-        step = StockStep(pipeline, transport, table, peers, dtype, device, forward_only)
-        runtimes.stock_step = step
+        stock = runtimes.stock.get(id(groups.pp))
+        if stock is None:
+            stock = runtimes.stock[id(groups.pp)] = StockPipeline(pipeline, groups, keywords)
+        runtimes.stock_step = stock
         try:
+            stock.begin(keywords["num_microbatches"], bool(keywords.get("forward_only")))
             result = schedule(**keywords)
-            transport.flush(pipeline.timeout_s)
+            stock.transport.flush(pipeline.timeout_s)
         except BaseException as error:
-            transport.abort(str(error))
+            stock.transport.abort(str(error))
             raise
         finally:
             runtimes.stock_step = None
@@ -130,55 +113,70 @@ class _Request:
 # Megatron's schedules match tensors by call order, not by name. So the n-th tensor of a direction
 # gets the name of the n-th message in the table of the same schedule, which sender and receiver
 # both know.
-@dataclass
-class StockStep:
-    """The messages of one step on this rank, queued by direction in table order."""
+class StockPipeline:
+    """The messages of Megatron's own schedule on one pipeline, in the order of its table.
 
-    pipeline: Pipeline
-    transport: Transport
-    table: Table
-    peers: Peers
-    dtype: torch.dtype
-    device: torch.device
-    forward_only: bool
-    _to_send: dict[MessageKind, deque[Transfer]] = field(init=False)
-    _to_receive: dict[MessageKind, deque[Transfer]] = field(init=False)
+    `call` has the keywords of the first step. The constructor is collective over the job.
+    """
 
-    def __post_init__(self) -> None:
-        made = [t for exchange in self.table.exchanges for t in exchange.outputs]
+    def __init__(self, pipeline: Pipeline, groups: Any, call: Mapping[str, Any]) -> None:
+        model = call["model"]
+        chunks = model if isinstance(model, list) else [model]
+        config = get_model_config(chunks[0])
+        self._pipeline = pipeline
+        self._group = groups.pp  # held, so its id stays unique
+        self._peers = Peers(dist.get_process_group_ranks(groups.pp))
+        self._device, self._dtype = device_of(chunks), config.pipeline_dtype
+        # By number of micro-batches.
+        self._tables: dict[int, Table] = {}
+        length = call.get("decoder_seq_length") or call["seq_length"]
+        shape = shape_between_stages(config, groups, length, call["micro_batch_size"])
+        pairs = pairs_of(self._table(call["num_microbatches"]), self._peers)
+        shapes = {"F": [shape], "B": [shape]}
+        made = open_transport(pipeline, self._device, pairs, shapes, self._dtype)
+        self.transport = observed(made, active.required().observers)
+
+    def _table(self, num_microbatches: int) -> Table:
+        if num_microbatches not in self._tables:
+            self._tables[num_microbatches] = make_table(
+                self._pipeline, num_microbatches, self._group.rank(), backward=True
+            )
+        return self._tables[num_microbatches]
+
+    def begin(self, num_microbatches: int, forward_only: bool) -> None:
+        """Begin a step; an evaluation runs its forwards in the order of training."""
+        table = self._table(num_microbatches)
+        sent = [t for e in table.exchanges for t in e.outputs if t.verb == "SEND"]
         # Evaluation has no gradients.
-        kinds: tuple[MessageKind, ...] = ("F",) if self.forward_only else ("F", "B")
+        kinds: tuple[MessageKind, ...] = ("F",) if forward_only else ("F", "B")
         # With names a send never blocks, whatever order the peer receives in.
-        self._to_send = {
-            kind: deque(t for t in made if t.verb == "SEND" and t.message.kind == kind)
-            for kind in kinds
-        }
-        self._to_receive = {
-            kind: deque(t for t in self.table.arrivals if t.message.kind == kind) for kind in kinds
-        }
+        self._to_send, self._to_receive = (
+            {kind: deque(t for t in transfers if t.message.kind == kind) for kind in kinds}
+            for transfers in (sent, table.arrivals)
+        )
         expected = [
-            Expected(self.peers.of(transfer), transfer.message, None, self.dtype)
+            Expected(self._peers.of(transfer), transfer.message, None, self._dtype)
             for queue in self._to_receive.values()
             for transfer in queue
         ]
-        self.transport.begin(expected, self.table.slots)
+        self.transport.begin(expected, table.slots)
 
     def send(self, tensor: torch.Tensor, kind: MessageKind) -> _Request:
         """Send the next tensor of a direction, `[s, b, h]`."""
         transfer = self._next(self._to_send, kind, "sends")
-        self.transport.isend(tensor, self.peers.of(transfer), transfer.message)
+        self.transport.isend(tensor, self._peers.of(transfer), transfer.message)
         return _Request()  # nothing to wait for: the transport holds the storage
 
     def receive(self, kind: MessageKind) -> tuple[torch.Tensor, _Request]:
         """Return an empty leaf that requires grad, and the request that fills it."""
         # Fixed here, because Megatron may wait in another order than it requests.
         transfer = self._next(self._to_receive, kind, "receives")
-        source, message = self.peers.of(transfer), transfer.message
+        source, message = self._peers.of(transfer), transfer.message
         # Empty: shapes travel with the tensors, so variable lengths need no exchange beforehand.
-        tensor = torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
+        tensor = torch.empty(0, dtype=self._dtype, device=self._device, requires_grad=True)
 
         def arrive() -> None:
-            tensor.data = self.transport.recv(source, message, self.pipeline.timeout_s)
+            tensor.data = self.transport.recv(source, message, self._pipeline.timeout_s)
 
         return tensor, _Request(arrive)
 
@@ -187,7 +185,7 @@ class StockStep:
     ) -> Transfer:
         if not queues.get(kind):
             raise ScheduleError(
-                f"Megatron's schedule {verb} more tensors than {self.table.schedule.label} has "
-                f"messages; take --pipeline-transport torch"
+                f"Megatron's schedule {verb} more tensors than the table of {self._pipeline.name} "
+                f"has messages; take --pipeline-transport torch"
             )
         return queues[kind].popleft()

@@ -63,9 +63,8 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_ext.config.active import Pipeline
-    from megatron_ext.runtime.megatron_messages import StockStep
+    from megatron_ext.runtime.megatron_messages import StockPipeline
     from megatron_ext.schedules.table.route_plan import Route
-    from megatron_ext.transport.base import Transport
 
 _LOG = logging.getLogger(__name__)
 
@@ -384,10 +383,10 @@ class Runtimes:
     """What layers keep from slice to slice; patches of layers read it here."""
     offloading: Offloading = field(default_factory=Offloading)
     """In which order Megatron brings offloaded activations back."""
-    stock_step: StockStep | None = None
-    """The running step of Megatron's own schedule, if its messages travel over our transport."""
-    stock_transports: dict[int, tuple[Any, Transport]] = field(default_factory=dict)
-    """For Megatron's own schedules: (pipeline group, transport) by the group's id."""
+    stock: dict[int, StockPipeline] = field(default_factory=dict)
+    """Megatron's own schedules, whose messages travel over our transport; as `by_group`."""
+    stock_step: StockPipeline | None = None
+    """The one of them that runs."""
     last_counts: tuple[float, list[float]] | None = None
     """When the counts for writers of scalars were read last, and what they were."""
 
@@ -401,8 +400,8 @@ class Runtimes:
             if runtime.run_ahead is not None:
                 runtime.run_ahead.close()
             runtime.transport.close()
-        for _, transport in self.stock_transports.values():
-            transport.close()
+        for stock in self.stock.values():
+            stock.transport.close()
 
 
 def in_force() -> Runtimes:

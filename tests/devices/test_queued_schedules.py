@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_ext import devices
-from megatron_ext.runtime.split import SplitBackward
+from megatron_ext.runtime.split import SplitBackward, WeightGradient
 from megatron_ext.transport import torch_dist  # noqa: F401  (mutants are looked for there)
 from tests.disaggregation.test_training import FBD, RECOMPUTE, SHIP, run_role, together
 from tests.fake_musa.queued import queued
@@ -84,17 +84,14 @@ def test_layers_that_gather_their_input_ahead_of_w(schedule: str) -> None:
 
 
 @dataclass
-class _Product:
-    """The gradient of one weight, whose operands belong to the stream of its layer."""
+class _Product(WeightGradient):
+    """A weight gradient whose operands belong to the stream of its layer."""
 
-    weights: tuple[torch.nn.Parameter]
+    weights: list[torch.nn.Parameter]
     operands: list[torch.Tensor]
 
-    def fetch(self, buffer: str) -> None:
-        """Do nothing."""
-
-    def compute(self) -> tuple[torch.Tensor]:
-        return (self.operands.pop().t() @ self.operands.pop(),)
+    def compute(self) -> list[torch.Tensor]:
+        return [self.operands.pop().t() @ self.operands.pop()]
 
 
 def _beside_the_rest() -> list[float]:
@@ -107,7 +104,7 @@ def _beside_the_rest() -> list[float]:
         with runtime.stream(side), split.defer(0, microbatch):
             operands = [torch.full((8, 8), 1.0 + microbatch, device=device) for _ in range(2)]
             assert split.record is not None
-            split.record(_Product((weight,), operands))
+            split.record(_Product([weight], operands))
             del operands
         runtime.current_stream(device).wait_stream(side)
     for microbatch in range(4):
