@@ -80,13 +80,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     except BaseException as error:
         runtime.wire.abort(str(error))
         raise
-    if runtime.job.role == "backward" and config.finalize_model_grads_func is not None:
-        config.finalize_model_grads_func(
-            chunks,
-            compute.total_tokens() if config.calculate_per_token_loss else None,
-            pg_collection=default_groups(),
-            force_all_reduce=call.get("force_all_reduce"),
-        )
+    compute.finalize(default_groups(), force_all_reduce=call.get("force_all_reduce"))
     if timer:
         timer.stop()
     if runtime.job.role == "forward":

@@ -31,6 +31,8 @@ from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.upstream.signatures import backward_step_of
 
 if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     from megatron_ext.runtime.executor import Observer
     from megatron_ext.runtime.program import Table
     from megatron_ext.schedules.table.actions import Action
@@ -338,10 +340,18 @@ class StageCompute:
             self._live[stage, microbatch] = (inputs, outputs)
         return outputs
 
-    def total_tokens(self) -> torch.Tensor:
-        """Return the tokens of the loss, an integer scalar on the device; 0 without it."""
-        zero = torch.zeros((), dtype=torch.int, device=devices.device_of(self.call.chunks))
-        return functools.reduce(operator.add, self._num_tokens, zero)
+    def finalize(self, groups: ProcessGroupCollection, *, force_all_reduce: bool | None) -> None:
+        """Let Megatron complete the gradients of a training step. Collective over its `groups`."""
+        call, total = self.call, None
+        if call.forward_only or call.config.finalize_model_grads_func is None:
+            return
+        if call.config.calculate_per_token_loss:
+            # Ranks without the last stage count none.
+            zero = torch.zeros((), dtype=torch.int, device=devices.device_of(call.chunks))
+            total = functools.reduce(operator.add, self._num_tokens, zero)
+        call.config.finalize_model_grads_func(
+            call.chunks, total, pg_collection=groups, force_all_reduce=force_all_reduce
+        )
 
     def saved_tensors(self, action: Action) -> tuple[Tensors, Tensors] | None:
         """Return the inputs and outputs kept for a backward, which drops them; None afterwards."""

@@ -118,13 +118,7 @@ def forward_backward(
     if timer:
         timer.start(barrier=config.barrier_with_L1_time)
     compute = runtime.run(table, call, shapes, force_all_reduce=bool(force_all_reduce))
-    if config.finalize_model_grads_func is not None and not forward_only:
-        config.finalize_model_grads_func(
-            chunks,
-            compute.total_tokens() if config.calculate_per_token_loss else None,
-            pg_collection=groups,
-            force_all_reduce=force_all_reduce,
-        )
+    compute.finalize(groups, force_all_reduce=force_all_reduce)
     if offloading is not None:
         offloading.end_step()
     if timer:
