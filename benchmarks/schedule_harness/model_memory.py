@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -229,8 +230,8 @@ class _Counting(Observer):
         waiting = in_force().splits._waiting.values()
         operands = [
             tensor
-            for gradients in waiting
-            for gradient in gradients
+            for by_weight in waiting
+            for gradient in chain.from_iterable(by_weight.values())
             for tensor in vars(gradient).values()
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
         ]
