@@ -117,7 +117,7 @@ MUTANTS = (
         f"{_TABLES}.memory",
         'slots[rank, peer, "F"] = slots[peer, rank, "B"] = peak',
         'slots[rank, peer, "F"] = slots[peer, rank, "B"] = max(1, peak - 1)',
-        ("tests/schedules/table/test_validation.py",),
+        ("tests/schedules/table/test_route_plan.py",),
     ),
     Mutant(
         "outputs are freed before they are sent",
