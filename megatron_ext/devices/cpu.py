@@ -138,6 +138,12 @@ _OF_ACCELERATOR = {
 }
 
 
+def _context(original: Any) -> object:
+    """Return a context that does nothing, in a class of its own for each redirect."""
+    # Undo recognises copies of ours in other modules by what only a redirect can have put there.
+    return type(original.__name__, (nullcontext,), {})
+
+
 def _namespaces() -> Iterator[Redirect]:
     """List the redirects of `torch.cuda`, and of `torch.accelerator`, which torch itself calls."""
     import torch
@@ -158,14 +164,14 @@ def _namespaces() -> Iterator[Redirect]:
         "is_current_stream_capturing": returning(False),
         "device_count": to(host.local_world_size),
         "current_device": returning(torch.device("cpu")),
-        "device": to(nullcontext),
+        "device": _context,
         "get_device_capability": returning((8, 0)),
         "get_device_name": answering(lambda: host.properties().name),
         "get_device_properties": answering(host.properties),
         # Streams and events.
         "Event": to(host.Event),
         "Stream": to(host.Stream),
-        "StreamContext": to(nullcontext),
+        "StreamContext": _context,
         "current_stream": returning(host.STREAM),
         "default_stream": returning(host.STREAM),
         "stream": answering(nullcontext),
