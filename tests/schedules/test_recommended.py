@@ -152,7 +152,10 @@ def remedies_of(flags: str, message: str) -> list[str]:
 
 
 REMEDIES = (
-    ("--pipeline-model-parallel-size", r"must be even and at least 4; use (\d+)(?: or (\d+))?"),
+    (
+        "--pipeline-model-parallel-size",
+        r"use --pipeline-model-parallel-size (\d+)(?: or (\d+))?",
+    ),
     ("--global-batch-size", r"use --global-batch-size (\d+)(?: or (\d+))?"),
 )
 """By flag: where a message says values that it may have."""
