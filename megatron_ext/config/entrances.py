@@ -388,7 +388,7 @@ def configure(
 
 
 def _check_sizes(**given: object) -> bool:
-    """Check what `configure` gets besides the configuration; return whether it is anything."""
+    """Check the sizes and the layout that `configure` gets; return whether there are any."""
     sizes = {name: value for name, value in given.items() if value is not None}
     for name, value in sizes.items():
         least = 0 if name in ("mtp_num_layers", "seed") else 1

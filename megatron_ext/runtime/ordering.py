@@ -431,7 +431,8 @@ class RunAhead:
         while (launched := self._launched.get()) is not None:
             begin, end, took_s, wake = launched
             try:
-                self._backend.bind(self._device.index)  # a new thread is on the first device
+                # A new thread is on the first device. Here, so that a failure has an action.
+                self._backend.bind(self._device.index)
                 end.synchronize()
                 took_s.set_result(0.0 if begin is None else 1e-3 * begin.elapsed_time(end))
             except BaseException as error:  # noqa: BLE001 - the other thread raises it

@@ -243,7 +243,7 @@ def _reach(cannot_reach: int) -> Reach:
         (-1, {"FAKE_MUSA_NO_IPC": "1"}, "operation not supported (error 801"),
     ],
 )
-def test_what_is_not_possible_is_told_to_both_ranks(cannot_reach, env, reason) -> None:
+def test_both_ranks_know_what_is_not_possible(cannot_reach, env, reason) -> None:
     for rank, reach in enumerate(run_ranks(2, _reach, cannot_reach, env=env, device="musa")):
         assert reach.is_complete == (not reason)
         assert list(reach.reasons) == [1 - rank] * bool(reason)
