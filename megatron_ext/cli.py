@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -165,7 +164,9 @@ def _run_patches_list(args: argparse.Namespace) -> int:
     absent = listing.import_targets()
     rows = REGISTRY.rows()
     if args.json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
+        names = "id target kind feature order state intact active drift reason releases required"
+        listed = [{name: getattr(row, name) for name in names.split()} for row in rows]
+        print(json.dumps(listed, indent=1))
     elif args.markdown:
         print(listing.markdown_table(rows))
     else:
