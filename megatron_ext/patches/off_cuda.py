@@ -46,10 +46,11 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     groups = list(state._global_process_group_list or ())
     call(*args, **kwargs)
     # Upstream's reset omits some, which would keep naming ranks and groups that no longer exist; at
-    # first all are None but for a table.
-    state._HYBRID_DP_CP_GROUPS.clear()
-    for name in [name for name in vars(state) if name.isupper()]:
-        if name != "_HYBRID_DP_CP_GROUPS":
+    # first all are None but for a table, whose name differs between releases.
+    for name, value in list(vars(state).items()):
+        if name.isupper() and isinstance(value, dict):
+            value.clear()
+        elif name.isupper():
             setattr(state, name, None)
     if not distributed.is_initialized():
         return
