@@ -166,8 +166,7 @@ def reason_of(error: BaseException) -> str:
 class UpstreamMismatch(MegatronExtError):
     """The installed Megatron is not the one that a patch was written for.
 
-    The target is `module:attribute.path`; `expected` and `found` are signatures or the like. The
-    usual remedy is to install a supported version.
+    The target is `module:attribute.path`; `expected` and `found` are signatures or the like.
     """
 
     def __init__(
@@ -178,14 +177,10 @@ class UpstreamMismatch(MegatronExtError):
         found: str,
         installed: str,
         supported: str,
-        remedy: str | None = None,
+        remedy: str,
     ) -> None:
         self.target = target
         self.found = found
-        remedy = remedy or (
-            f"Install the supported version (pip install 'megatron-core{supported}') or, at "
-            f"your own risk, set MEGATRON_EXT_DRIFT=warn"
-        )
         super().__init__(
             f"{target}: expected {expected}, found {found}; Megatron {installed} is installed, "
             f"{supported} is supported. {remedy}."

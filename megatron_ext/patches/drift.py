@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_ext.errors import UpstreamMismatch, UserError
-from megatron_ext.upstream import releases
+from megatron_ext.upstream import releases, tree
 from megatron_ext.upstream.releases import SUPPORTED
 
 _LOG = logging.getLogger(__name__)
@@ -117,12 +117,19 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
 
 
 def _mismatch(target: str, expected: str, found: str) -> UpstreamMismatch:
+    # Forced: pip leaves a version of the range as it is, whoever edited it.
+    remedy = f"pip install --force-reinstall --no-deps 'megatron-core{SUPPORTED}'"
+    if not target.startswith("megatron.core.") and tree.find_tree() is not None:
+        remedy = tree.how_to_get()
+    if not found.startswith(_NOTHING):
+        remedy += "; or, at your own risk, set MEGATRON_EXT_DRIFT=warn"
     return UpstreamMismatch(
         target,
         expected=expected,
         found=found,
         installed=releases.core_version() or "(none)",
         supported=SUPPORTED,
+        remedy=f"Get the supported one with {remedy}",
     )
 
 

@@ -285,10 +285,11 @@ def test_what_a_program_builds_is_checked_by_the_rules_of_flags() -> None:
 def mismatched() -> list[bool]:
     """Configure where the installed Megatron fits no patch; return what is left in force."""
     from megatron_ext.errors import UpstreamMismatch
+    from megatron_ext.patches import drift
     from megatron_ext.patches.registry import REGISTRY
 
     def mismatch() -> None:
-        raise UpstreamMismatch("a:b", expected="c", found="d", installed="1", supported="2")
+        raise drift.missing("a:b", "c")
 
     REGISTRY.raise_mismatches = mismatch  # type: ignore[method-assign]
     sizes = {"pipeline_ranks": 2, "num_microbatches": 4, "num_layers": 4}

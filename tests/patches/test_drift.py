@@ -105,3 +105,16 @@ def test_the_policy_takes_three_words(monkeypatch: pytest.MonkeyPatch) -> None:
         drift.policy()
     with pytest.raises(UserError, match="error, warn or ignore"):
         Registry().raise_mismatches()  # though nothing differs
+
+
+def test_the_remedy_is_for_where_the_target_comes_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(drift.tree, "find_tree", lambda: tmp_path)
+    # Forced, because pip leaves a version of the range as it is.
+    pip = "with pip install --force-reinstall --no-deps 'megatron-core>=0.16.0,<0.21'"
+    warn = "; or, at your own risk, set MEGATRON_EXT_DRIFT=warn."
+    place, tag = "megatron.core.a:f", releases.reference().tag
+    assert str(drift.missing(place, "no f")).endswith(f"{pip}.")  # no patch acts without a target
+    for target, remedy in ((place, pip), ("megatron.training.a:f", f"of Megatron-LM at {tag}")):
+        assert str(drift._mismatch(target, "(a)", "(b)")).endswith(remedy + warn)
