@@ -12,6 +12,7 @@ import pytest
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.tools.trace import forecast, report
 from megatron_ext.tools.trace.aggregate import read_run
+from megatron_ext.tools.trace.survey import Step
 from megatron_ext.tracing.records import SCHEDULE_FILE
 from tests.commands import run_package
 from tests.tools.trace import browser
@@ -135,6 +136,15 @@ def test_the_page_begins_with_a_verdict(tmp_path: Path) -> None:
     assert verdict["What to mistrust"].startswith("4 ranks shared 2 CPUs, so waits are longer")
     assert verdict["What is slow"] == "rank 2 (1.5 x the median)."
     assert shown["forecast"][-1]["schedule"] == shown["traced"] == "1f1b"
+
+
+def test_followers_wait_for_other_ranks_too() -> None:
+    step = Step(busy_ns=60, idle_ns={"leader of rank 0": 20, "credit of rank 1": 10, "send": 10})
+    [(_, answer)] = report._verdict(step, None, [])
+    assert answer == (
+        "Of its step, a rank spends 60 % in actions, 30 % waiting for other ranks, 10 % in other "
+        "gaps."
+    )
 
 
 def test_the_best_schedule_is_kept(tmp_path: Path) -> None:
