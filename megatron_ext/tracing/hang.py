@@ -222,7 +222,7 @@ class Watchdog:
         return verdict
 
     def _state(self, rank: int) -> RankState:
-        """Return what this rank does, at its innermost line outside torch and this room."""
+        """Return what this rank does, at its innermost line outside torch and this folder."""
         where, frame = "", sys._current_frames().get(self._training)
         while frame is not None and not where:
             name = frame.f_code.co_filename

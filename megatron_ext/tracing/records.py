@@ -20,8 +20,8 @@ The category (`cat`) says what a span is; a first slice, or the only one, is not
     forward, ...   `ACTION_NAMES`: stage, microbatch, slice
     send, receive  to, or from (global ranks), for (F: an activation, B: a gradient), stage that
                    needs it, microbatch, slice, bytes; `bind_id` joins the two ends of a message
-    wait           cause (input, slot, leader, credit, flush); for an input: on (the global rank),
-                   for, stage, microbatch, slice
+    wait           cause (input, slot, leader, credit); all but slot: on (the global rank), for,
+                   stage, microbatch, slice, as far as one message ended it
     exchange       of tokens with other experts, in a stream of its own: of (F, B or I), stage,
                    microbatch
     reduce, optimizer, weights
