@@ -146,6 +146,8 @@ def step_done(chunks: Sequence[torch.nn.Module], *, updated: bool) -> None:
     `updated` says on a backward rank whether the optimizer changed its weights.
     """
     _ready(chunks).weights.step_done(updated=updated)
+    for observer in required().observers:
+        observer.end_iteration()
 
 
 def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:

@@ -54,7 +54,10 @@ class Observer(TransportObserver):
         """Called when a training step begins: the schedule, reductions and the optimizer."""
 
     def end_iteration(self) -> None:
-        """Called when a training step has failed; a complete one ends with the optimizer."""
+        """Called when a training step has failed, or has sent new weights to forward ranks.
+
+        Any other step ends with the optimizer.
+        """
 
     def begin_collective(self, name: str) -> None:
         """Called when a rank enters a collective part of a step: `reduce` or `optimizer`."""

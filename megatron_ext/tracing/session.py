@@ -116,7 +116,7 @@ class Session(Observer):
 
     def begin_iteration(self, num_microbatches: int) -> None:
         """Start to watch and to record."""
-        self.end_iteration()  # with roles, nothing else ends it
+        self.end_iteration()  # nothing else does where the optimizer is none of Megatron's
         # Before the watchdog, which counts from here.
         self.state = RankState(-1, "begins a step", since_s=time.monotonic())
         if self.watchdog is not None:

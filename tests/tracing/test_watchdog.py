@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import RankRun, start_ranks
+from megatron_ext.tracing.hang import OUTSIDE
+from tests.ranks import RankRun, run_ranks, start_ranks, train_here
 from tests.runtime import toy
+from tests.runtime.capture import GPT
 
 RANKS, MICROBATCHES, TIMEOUT_S = 4, 6, 2.0
 
@@ -113,3 +115,27 @@ def die() -> None:
 
     toy.forward_step = forward_step
     train("dead")
+
+
+def note_evaluations(argv: list[str]) -> set[str]:
+    """Train as one rank of either role; return what it reports at evaluations."""
+    from megatron_ext.config import active
+    from megatron_ext.disaggregation import step
+
+    share, found = step.share_evaluation, set()
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        [session] = active.required().observers
+        found.add(session.state.what)  # type: ignore[attr-defined]
+        return share(*args, **kwargs)
+
+    setattr(step, "share_evaluation", noting)  # noqa: B010
+    train_here("gpt", argv)
+    return found
+
+
+@pytest.mark.usefixtures("a_training_loop")
+def test_neither_role_is_watched_between_its_steps() -> None:
+    flags = GPT.replace("--eval-iters 0", "--eval-iters 1 --eval-interval 2")
+    argv = f"{flags}--forward-backward-disaggregating --hang-timeout 60".split()
+    assert run_ranks(2, note_evaluations, argv) == [{OUTSIDE}] * 2
