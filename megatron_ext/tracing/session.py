@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from megatron_ext.transport.observed import WaitsFor
 
 _SETTINGS = (
-    "pipeline_schedule", "enable_bitpipe_schedule", "use_dpp", "dpp_policy",
-    "dpp_extra_activations", "pipeline_transport", "pipeline_costs", "world_size",
-    "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "enable_bitpipe_schedule", "use_dpp", "dpp_policy", "dpp_extra_activations",
+    "pipeline_transport", "pipeline_costs", "world_size", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "micro_batch_size", "global_batch_size", "num_layers",
     "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "num_experts",
@@ -335,8 +335,11 @@ def _identity(found: Active) -> tuple[Path, Header]:
             settings[name] = value if isinstance(value, bool | int | float) else str(value)
     if (layout := layout_text(getattr(args, "pipeline_model_parallel_layout", None))) is not None:
         settings["pipeline_model_parallel_layout"] = layout
-    settings.setdefault("pipeline_schedule", "Megatron's own")
-    settings["transport"] = settings.get("pipeline_transport", "torch")
+    settings |= {"pipeline_schedule": "Megatron's own", "transport": "torch"}
+    if job is not None:
+        settings |= {"pipeline_schedule": "fbd", "transport": found.config.wire}
+    if found.transport_only is not None:
+        settings["transport"] = found.transport_only.transport
     if pipeline is not None:  # includes settings that other flags imply
         settings |= {"pipeline_schedule": pipeline.name, "transport": pipeline.transport}
         settings["stash_ratio"] = pipeline.config.stash_ratio

@@ -310,3 +310,5 @@ def test_forward_and_backward_ranks_have_a_row_each(tmp_path: Path) -> None:
     assert all("weights" in found for found in by_row.values())
     assert "backward" not in by_row[0] | by_row[1]
     assert "backward" in by_row[2] & by_row[3]
+    settings = run.settings
+    assert (settings["pipeline_schedule"], settings["transport"]) == ("fbd", "auto")
