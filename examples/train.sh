@@ -326,7 +326,11 @@ choose_launch() {
         if $DRY_RUN; then
             LAUNCH+=(--dry-run)
         fi
+        if $RAW; then
+            LAUNCH+=(--raw)
+        fi
         LAUNCH+=(--)
+        RAW=true # what the launcher shows is a person's view already
         return
     fi
     LAUNCH=("$PYTHON" -m torch.distributed.run --nproc-per-node "$NPROC")
@@ -445,7 +449,7 @@ train() {
     mkdir -p "$OUT" || fail "--out $OUT cannot be made; name a folder that can be written"
     [[ -n $HOSTFILE ]] || announce || return 0
     run_command "$OUT/log.txt" "${command[@]}" || explain_failure $?
-    if is_tiny; then
+    if is_tiny && [[ -z $HOSTFILE ]]; then # the launcher has its own last line
         summary
     fi
 }
