@@ -190,6 +190,18 @@ def test_a_package_that_only_upstream_needs_is_named_with_the_remedy(
     assert "Traceback" in run_package("mine.py").stderr
 
 
+def test_a_checkout_that_is_not_installed_names_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise runner.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(runner.metadata, "requires", requires)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        exec("import surely_not_there", {"__name__": "megatron.training"})
+    assert "imports surely_not_there, which is not installed" in str(
+        runner._explained(caught.value)
+    )
+
+
 @pytest.mark.parametrize("reason", ["a bug of mine", "S3: Connection reset by peer"])
 def test_errors_of_the_script_keep_their_traceback(reason: str) -> None:
     Path("mine.py").write_text(f"raise RuntimeError({reason!r})\n")

@@ -20,6 +20,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -124,10 +125,11 @@ def _explained(error: BaseException) -> MegatronExtError | None:
             remedy = (
                 f"none of our extras brings it: pip install {package}, if it runs on this machine"
             )
-            for line in metadata.requires("megatron-ext") or []:
-                is_brought = re.match(rf"{re.escape(package)}\b", line)
-                if is_brought and line.endswith(('"upstream"', "'upstream'")):
-                    remedy = "pip install 'megatron-ext[upstream]' brings what its scripts need"
+            with suppress(metadata.PackageNotFoundError):  # a checkout on PYTHONPATH
+                for line in metadata.requires("megatron-ext") or []:
+                    is_brought = re.match(rf"{re.escape(package)}\b", line)
+                    if is_brought and line.endswith(('"upstream"', "'upstream'")):
+                        remedy = "pip install 'megatron-ext[upstream]' brings what its scripts need"
             return UserError(
                 f"Megatron-LM's own code imports {error.name}, which is not installed; {remedy}"
             )
