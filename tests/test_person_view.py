@@ -135,6 +135,11 @@ def test_a_log_that_ends_within_a_traceback_shows_it() -> None:
     assert short(*_TRACEBACK.splitlines()[:2]) == _TRACEBACK.splitlines()[:2]
 
 
+def test_a_traceback_of_an_error_without_the_word_does_not_hide_the_training() -> None:
+    log = [*_TRACEBACK.splitlines()[:3], "queue.Empty"]
+    assert short(_ARGUMENTS, *log, _STEP.format(skipped=0)) == [*log, _SHORT]
+
+
 def test_the_command_keeps_the_log_and_needs_the_standard_library_alone(tmp_path: Path) -> None:
     log = f"{_ARGUMENTS}\n{_STEP.format(skipped=0)}\n"
     command = [sys.executable, "-S", person_view.__file__]

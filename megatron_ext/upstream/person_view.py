@@ -103,7 +103,10 @@ class PersonView:
             self._after_error[source] = is_marked
             return []
         if source in self._tracebacks:
-            return self._traceback(line, source)
+            if not _STEP.search(line):
+                return self._traceback(line, source)
+            # Its last line was not recognized, and it ended nothing.
+            return [*self._tracebacks.pop(source), *self._recognized(line)]
         if shown := self._recognized(line):
             self._after_error.pop(source, None)
             return shown
@@ -113,10 +116,12 @@ class PersonView:
         return []
 
     def flush(self) -> list[str]:
-        """Return tracebacks that the end of the log cut off."""
-        unfinished = [line for lines in self._tracebacks.values() for line in lines]
+        """Return tracebacks whose last line was not recognized, of equal ones the first."""
+        cut = {_without_numbers("\n".join(lines)): lines for lines in self._tracebacks.values()}
         self._tracebacks.clear()
-        return unfinished
+        lines = [line for one in cut.values() for line in one]
+        self._shown.update(lines)
+        return lines
 
     def _traceback(self, line: str, source: str) -> list[str]:
         lines = self._tracebacks[source]

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_ext.tools.launch import agent
 from megatron_ext.tools.launch.agent import last_lines
 from megatron_ext.tools.launch.supervise import Display
+from megatron_ext.upstream.person_view import PersonView
 
 
 def forwarded(*pieces: bytes, every_line: bool = False) -> tuple[list[str], bytes]:
@@ -67,6 +68,15 @@ def test_lines_are_shown_with_host_and_rank() -> None:
     ]  # fmt: skip
     assert log.getvalue() == output.getvalue()
     assert display.iteration == 7
+
+
+def test_a_view_shows_a_traceback_whose_end_it_does_not_know() -> None:
+    output, ended = io.BytesIO(), b"Traceback (most recent call last):\n  in next\nStopIteration\n"
+    display = Display(output, io.BytesIO(), PersonView())
+    for rank in b"0", b"1":
+        display.show("a", b"".join(b"\x1e%s %s\n" % (rank, line) for line in ended.splitlines()))
+    display.close()
+    assert output.getvalue() == ended
 
 
 def test_a_terminal_that_takes_nothing_loses_lines_but_holds_nobody_up() -> None:
