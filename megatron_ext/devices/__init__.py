@@ -185,6 +185,8 @@ def count_devices(directory: Path = Path("/dev")) -> int:
     It does without torch, for commands that only plan.
     """
     # The environment first: the drivers show also devices that this job must not use.
+    if os.environ.get(_VARIABLE) == "cpu":
+        return 0
     for name in VISIBLE_DEVICES:
         visible = os.environ.get(name)
         if visible:

@@ -88,10 +88,12 @@ def look(request: Json, log_dir: Path) -> Json:
             f"there with rsync"
         )
     # The folder itself is made at the start only, so that a job that is refused leaves none.
-    there = next(folder for folder in log_dir.parents if folder.exists())
+    # Not Path.exists(), which raises for what lies below a folder that may not be entered.
+    there = next(folder for folder in log_dir.parents if os.access(folder, os.F_OK))
     found["free_bytes"] = free_bytes = shutil.disk_usage(there).free
-    if log_dir.exists() or not os.access(there, os.W_OK | os.X_OK):
-        why = "it belongs to another run" if log_dir.exists() else f"{there} is not writable"
+    is_taken = os.access(log_dir, os.F_OK)
+    if is_taken or not os.access(there, os.W_OK | os.X_OK):
+        why = "it belongs to another run" if is_taken else f"{there} is not writable"
         problems.append(
             f"logs cannot be written to {log_dir}: {why}; use another --run-id or --log-dir"
         )
@@ -117,7 +119,7 @@ def look(request: Json, log_dir: Path) -> Json:
             chosen = runner.choose(script)
             content = chosen.read_bytes() if chosen else b"the wheel"
             found["same"][f"{script}, content"] = hashlib.sha256(content).hexdigest()[:8]
-        except MegatronExtError as error:
+        except (MegatronExtError, OSError) as error:
             problems.append(f"{error}; copy it there with rsync")
     if 0 < found["devices"] < request["nproc"]:
         problems.append(
@@ -187,9 +189,10 @@ class _Job:
 
     def stop(self, why: str, grace_s: float) -> None:
         """Send SIGTERM, and kill what is left after the grace."""
-        self.stopped = self.stopped or why
-        if grace_s > 0:
+        # Once: another SIGTERM would start torchrun's own grace, and what a rank does then, again.
+        if self.stopped is None and grace_s > 0:
             self.child.send_signal(signal.SIGTERM)
+        self.stopped = self.stopped or why
         killer = threading.Timer(grace_s, self.end)
         killer.daemon = True  # a job that ends in time leaves the agent nothing to wait for
         killer.start()

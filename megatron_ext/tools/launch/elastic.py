@@ -8,6 +8,7 @@ torchrun itself reports the first failed rank as a drawing in its log. All else 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -33,7 +34,9 @@ def main() -> int:
                 killer.start()
         return True
 
-    # torchrun warns before it asks its ranks to end. It gives them 30 s, and has no setting for it.
+    # torchrun warns before it asks its ranks to end. It gives them 30 s; from PyTorch 2.12 on more,
+    # if this says so and no rank has failed.
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(30, math.ceil(grace_s)))
     api.logger.setLevel(logging.WARNING)
     api.logger.addFilter(bound_the_end)
     try:

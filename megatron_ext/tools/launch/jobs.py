@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from megatron_ext.config.hosting import preflight
-from megatron_ext.devices import count_devices
+from megatron_ext.devices import count_devices, requested
 from megatron_ext.errors import LaunchError, line_of
 from megatron_ext.files import cannot_write
 from megatron_ext.tools.launch import hostfile, runs, slurm
@@ -128,8 +128,9 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
             say(f"job {job} is submitted; `megatron-ext status {job}` shows it, `stop {job}` "
                  f"ends it")  # fmt: skip
         return 0
-    backend = flag_value(command, "--device-backend") or os.environ.get("MEGATRON_EXT_DEVICE")
-    devices = 0 if backend == "cpu" else count_devices()
+    # Agents get no flags; by the variable they too count no devices.
+    on_cpu = {"MEGATRON_EXT_DEVICE": "cpu"} if requested(command) == "cpu" else {}
+    devices = 0 if on_cpu else count_devices()
     hosts, slurm_job = hosts_of(args, args.nproc, devices or Parallel.of(command).replica_size)
     if args.per_node:
         hosts = tuple(replace(host, slots=1) for host in hosts)
@@ -150,7 +151,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         command=tuple(command),
         workdir=workdir,
         python=args.python,
-        env={**_DEFAULTS, **shown, **exported, **dict(args.env)},
+        env={**_DEFAULTS, **shown, **exported, **on_cpu, **dict(args.env)},
         master_port=args.master_port,
         num_microbatches=args.num_microbatches,
         allow_uneven=args.allow_uneven,
@@ -269,7 +270,8 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> Outcome:
         raw = args.raw or not is_megatrons or "--help" in plan.command
         if not raw:
             show = list(range(plan.world_size)) if len(plan.hosts) == 1 else show
-            say(f"everything the ranks print: {log.name}")
+            whose = "the ranks" if len(show) == plan.world_size else f"ranks {args.show}"
+            say(f"everything {whose} print: {log.name}")
         view = None if raw else PersonView()
         with log, closing(Display(sys.stdout.buffer, log, view)) as display:
             outcome = supervise(agents, plan, found, display, show)
@@ -284,7 +286,12 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> Outcome:
     logs = f"logs: megatron-ext logs {plan.run_id}" if raw else f"everything: {log.name}"
     if outcome.failure is not None:
         lines = [line for line in outcome.failure.tail if line.strip()]
-        for line in lines if view is None else lines[-1:]:
+        what = outcome.failure.what
+        # The view has what matters of a rank that it was shown, and the file all of it.
+        is_seen = view is not None and what in {f"rank {rank}" for rank in show}
+        of_rank = f" --{what}" if what.startswith("rank ") else ""
+        logs = logs if is_seen else f"logs: megatron-ext logs {plan.run_id}{of_rank}"
+        for line in lines[-1:] if is_seen else lines:
             if view is None or not view.has_shown(line):
                 say(f"| {line}")
         say(f"failed first: {reason}; the job was stopped on all hosts; {logs}")
@@ -332,7 +339,8 @@ def manage(args: argparse.Namespace) -> int:
             text = "Slurm's job is cancelled, before it started"
         print(text)
         return 0
-    plan = replace(_plan_of(found, run_id), ssh=args.ssh_cmd)
+    plan = _plan_of(found, run_id)
+    plan = replace(plan, ssh=args.ssh_cmd or plan.ssh)
     launcher = runs.recorded(root / run_id / "launcher.json")
     only, more = range(len(plan.hosts)), runs.Json()
     if command == "stop":

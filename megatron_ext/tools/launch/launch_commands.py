@@ -112,12 +112,13 @@ def add_subcommands(subparsers: Any) -> None:
         parser = subparsers.add_parser(name, help=text, description=f"{text.capitalize()}.")
         add = parser.add_argument
         add("run_id", metavar="RUN_ID", help="as launch printed it, or Slurm's job id")
-        add("--ssh-cmd", type=_program, default=("ssh",), metavar="COMMAND",
-            help="the ssh program, with further options (default: ssh)")
+        add("--ssh-cmd", type=_program, metavar="COMMAND",
+            help="the ssh program, with further options (default: that of the launch)")
         add("--timeout", type=_seconds, default=60.0, metavar="S",
             help="seconds for each host to answer (default: 60)")
         if name == "stop":
-            add("--grace", type=_seconds, metavar="S", help="seconds until it is killed")
+            add("--grace", type=_seconds, metavar="S",
+                help="seconds until it is killed, where the launch gives it more")
         if name == "logs":
             add("--rank", type=int, metavar="R", help="a rank (default: torchrun's own log)")
             add("--lines", type=_count, default=20, metavar="N", help="lines (default: 20)")

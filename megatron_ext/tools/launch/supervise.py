@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from megatron_ext.tools.launch import slurm
 from megatron_ext.tools.launch.runs import RANK_MARK, Json, decode, encode
+from megatron_ext.upstream.releases import parse_release
 
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.hostfile import Host
@@ -166,6 +167,11 @@ class Display:
                     self._output.flush()
                 except (OSError, ValueError):
                     is_broken = True  # the reader of our output is gone (`| head`); the job goes on
+        if self._view is not None and not self.is_stopping:
+            text = "".join(f"{line}\n" for line in self._view.flush()).encode()
+            with suppress(OSError, ValueError):
+                self._output.write(text)
+                self._output.flush()
 
 
 class _Connection:
@@ -308,6 +314,10 @@ class Agents:
         if any(isinstance(answer, str) for answer in answers):
             # Hosts are compared when all of them answer; one may miss just the one that does not.
             return [{**a, "problems": []} if a in answers else a for a in found]
+        torch, grace_s = found[0]["same"]["torch"], self.plan.grace_s
+        if grace_s > 30 and not self.plan.per_node and (parse_release(torch) or (2, 12)) < (2, 12):
+            limit = f"torchrun of torch {torch} gives ranks 30 s to stop, --grace is {grace_s:g}"
+            found[0]["warnings"].append(f"{limit}; install torch 2.12 or later")
         for what in {what: None for each in found for what in each["same"]}:
             values = [each["same"].get(what) for each in found]
             usual = Counter(filter(None, values)).most_common(1)[0][0]

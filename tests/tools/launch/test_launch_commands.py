@@ -155,6 +155,9 @@ def test_a_script_that_is_not_there() -> None:
     assert all(
         "there is no gone/pretrain_gpt.py" in line and "with rsync" in line for line in lines
     )
+    [line] = in_other_words(launch("a:1", "--", "x" * 300 + ".py"))  # longer than a name may be
+    assert line.startswith("a: ")
+    assert line.endswith("with rsync")
     [line] = in_other_words(launch("a:1", "--per-node", "--", "no-such-command"))
     assert "a: there is no command no-such-command" in line
 
@@ -221,17 +224,16 @@ def test_a_command_on_each_host_and_the_commands_about_a_run(tmp_path: Path) -> 
     assert done.returncode == 3
     assert "failed first: b: the command ended with exit code 3" in done.stderr
 
-    about = ("r1", "--ssh-cmd", FAKE_SSH)
-    status = run_package("status", *about).stdout
+    status = run_package("status", "r1").stdout  # by the ssh that the launch took
     assert status.splitlines() == [
         "failed (exit code 3): b: the command ended with exit code 3",
         f"a: ended with 0, no processes, logs in {tmp_path}/runs/r1/000-a",
         f"b: ended with 3, no processes, logs in {tmp_path}/runs/r1/001-b",
     ]
-    assert run_package("logs", *about).stdout.splitlines()[-2:] == [
+    assert run_package("logs", "r1").stdout.splitlines()[-2:] == [
         f"b: {tmp_path}/runs/r1/001-b/output.log", "on b",
     ]  # fmt: skip
-    assert run_package("stop", *about).stdout.splitlines() == [
+    assert run_package("stop", "r1").stdout.splitlines() == [
         "a: nothing runs", "b: nothing runs",
     ]  # fmt: skip
 
@@ -308,6 +310,24 @@ def test_localhost_needs_no_ssh_and_failures_name_rank_code_and_lines() -> None:
     assert "this is what went wrong" in log.stdout
 
 
+def test_a_rank_that_was_not_shown_has_its_traceback_shown() -> None:
+    Path("pretrain_two.py").write_text(
+        "import os, time\n"
+        "def deep():\n"
+        "    raise ValueError('the reason')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    deep()\n"
+        "time.sleep(100)\n"
+    )
+    done = launch(TWO, "--show", "0", "--run-id", "r5", "--", "pretrain_two.py")
+    assert done.returncode == 1, done.stderr
+    assert "everything ranks 0 print: " in done.stderr
+    assert "| ValueError: the reason" in done.stderr
+    assert "in deep" in done.stderr
+    assert done.stderr.endswith("logs: megatron-ext logs r5 --rank 1\n")
+    assert "in deep" in run_package("logs", "r5", "--rank", "1").stdout
+
+
 @pytest.mark.parametrize("how", ["ctrl-c", "stop"])
 def test_a_job_can_be_stopped_and_says_goodbye(how: str) -> None:
     script = (
@@ -328,7 +348,7 @@ def test_a_job_can_be_stopped_and_says_goodbye(how: str) -> None:
         seen = list(itertools.islice(launcher.stdout, 3))
         assert sum("started" in line for line in seen) == 2, seen
         if how == "stop":
-            stopped = run_package("stop", "r3", "--ssh-cmd", FAKE_SSH)
+            stopped = run_package("stop", "r3")
             assert stopped.returncode == 0, stopped.stderr
         else:
             launcher.send_signal(signal.SIGINT)
@@ -375,3 +395,6 @@ def test_a_run_id_belongs_to_one_run() -> None:
     done = launch("a", "--per-node", "--", "./broken")
     assert done.returncode == 127
     assert "| ./broken: Exec format error" in done.stderr
+    done = launch("a", "--per-node", "--log-dir", "/" + "x" * 300, "--", "true")
+    assert done.returncode == 127
+    assert ": File name too long" in done.stderr

@@ -81,10 +81,13 @@ def test_a_rank_whose_torchrun_is_gone_ends_itself() -> None:
     assert (orphan.returncode, orphan.stdout) == (-9, b"")
 
 
-def test_an_agent_that_hears_nothing_stops_its_job(tmp_path: Path) -> None:
-    words, host = ("sleep", "60"), Host("localhost", slots=1)
-    plan = JobPlan("r1", (host,), words, "/", sys.executable, per_node=True, silence_s=1.0)
-    request = replace(plan, log_root=str(tmp_path), env={"PATH": os.environ["PATH"]}).request(0)
+@pytest.mark.parametrize("why", ["the launcher was silent for 1 s", "the launcher exited"])
+def test_an_agent_that_hears_nothing_stops_its_job(why: str, tmp_path: Path) -> None:
+    saving = "trap 'echo TERM' TERM; echo runs; while :; do sleep 0.1; done"
+    words, host = ("bash", "-c", saving), Host("localhost", slots=1)
+    plan = JobPlan("r1", (host,), words, "/", sys.executable, per_node=True)
+    plan = replace(plan, grace_s=2.5, silence_s=1.0, env={"PATH": os.environ["PATH"]})
+    request = replace(plan, log_root=str(tmp_path)).request(0)
     with subprocess.Popen(
         [sys.executable, "-m", "megatron_ext.tools.launch.agent"],
         stdin=subprocess.PIPE,
@@ -96,9 +99,14 @@ def test_an_agent_that_hears_nothing_stops_its_job(tmp_path: Path) -> None:
         start = {"op": "start", "argv": words}
         agent.stdin.write(runs.encode(request) + runs.encode(start))
         agent.stdin.flush()  # and stays open
-        *_, last = filter(None, map(runs.decode, agent.stdout))
-    assert (last["kind"], last["stopped"]) == ("ended", "the launcher was silent for 1 s")
-    assert last["code"] == -15
+        messages = filter(None, map(runs.decode, agent.stdout))
+        text = next(message["text"] for message in messages if message["kind"] == "log")
+        if why == "the launcher exited":
+            agent.stdin.close()
+        *rest, last = messages
+    assert (last["kind"], last["stopped"], last["code"]) == ("ended", why, -9)
+    text += "".join(message["text"] for message in rest if message["kind"] == "log")
+    assert text == "runs\nTERM\n", "a second SIGTERM, within the grace, would disturb what it saves"
 
 
 def test_a_record_is_of_one_process_and_not_of_its_id(tmp_path: Path) -> None:
