@@ -391,12 +391,15 @@ def imply(found: Preflight, config: PipelineConfig, args: Namespace) -> None:
             "--overlap-moe-expert-parallel-comm has no effect without experts on several ranks "
             "(--num-experts, --expert-model-parallel-size)"
         )
-    if config.slices > 1 and not given("reset_attention_mask"):
+    made = "create_attention_mask_in_dataloader"  # Bridge has no such setting, and makes none
+    if config.slices > 1 and given(made) and not given("reset_attention_mask"):
         # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
-        arguments["create_attention_mask_in_dataloader"] = False
-    if config.variable_seq_lengths and not given("num_experts"):
-        # Megatron refuses them with allgather, its default, in models without experts too.
-        arguments |= {"moe_token_dispatcher_type": "alltoall"}
+        arguments[made] = False
+    if config.variable_seq_lengths:
+        arguments["variable_seq_lengths"] = True
+        if not given("num_experts"):
+            # Megatron refuses them with allgather, its default, in models without experts too.
+            arguments |= {"moe_token_dispatcher_type": "alltoall"}
     if given("use_distributed_optimizer") and given("ckpt_format") == "torch":
         # Left out by a device, or by the user, for whom Megatron would end in an assertion.
         groups = ("enable_gloo_process_groups", "use_gloo_process_groups")

@@ -201,6 +201,9 @@ class _Model:
     num_layers_in_last_pipeline_stage: int | None = None
     virtual_pipeline_model_parallel_size: int | None = None
     moe_token_dispatcher_type: str = "flex"
+    num_layers: int = 8
+    pipeline_model_parallel_size: int = 4
+    variable_seq_lengths: bool = False
 
 
 def test_bridges_names_are_those_of_the_rules() -> None:
@@ -218,3 +221,14 @@ def test_bridges_names_are_those_of_the_rules() -> None:
     assert settings.container.model.num_moe_experts == 4
     settings.restore()
     assert settings.container.model.num_moe_experts == 8
+
+
+@pytest.mark.parametrize("more", [{"slices": 2}, {"variable_seq_lengths": True}])
+def test_bridge_gets_the_settings_that_a_configuration_needs(more: dict[str, Any]) -> None:
+    model = _Model(num_moe_experts=None, num_layers_in_first_pipeline_stage=None)
+    settings = Settings(SimpleNamespace(model=model))
+    args = settings.arguments(world_size=4, rank=0)
+    found = megatron_ext.preflight(args, PipelineConfig(schedule="zb-h1", **more))
+    found.raise_refusals()
+    settings.write(found.arguments)
+    assert model.variable_seq_lengths == ("variable_seq_lengths" in more)
