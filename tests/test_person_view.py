@@ -137,7 +137,9 @@ def test_a_log_that_ends_within_a_traceback_shows_it() -> None:
 
 def test_a_traceback_of_an_error_without_the_word_does_not_hide_the_training() -> None:
     log = [*_TRACEBACK.splitlines()[:3], "queue.Empty"]
-    assert short(_ARGUMENTS, *log, _STEP.format(skipped=0)) == [*log, _SHORT]
+    step = _STEP.format(skipped=0)
+    assert short(_ARGUMENTS, *log, step) == [_SHORT, *log]
+    assert short(_ARGUMENTS, *log[:2], step, *log[2:]) == [_SHORT, *log], "another process's"
 
 
 def test_the_command_keeps_the_log_and_needs_the_standard_library_alone(tmp_path: Path) -> None:

@@ -102,11 +102,9 @@ class PersonView:
             self._tracebacks[source] = [line]
             self._after_error[source] = is_marked
             return []
-        if source in self._tracebacks:
-            if not _STEP.search(line):
-                return self._traceback(line, source)
-            # Its last line was not recognized, and it ended nothing.
-            return [*self._tracebacks.pop(source), *self._recognized(line)]
+        # A step is another process's, or the error ended nothing and its last line is not known.
+        if source in self._tracebacks and not _STEP.search(line):
+            return self._traceback(line, source)
         if shown := self._recognized(line):
             self._after_error.pop(source, None)
             return shown
