@@ -189,3 +189,5 @@ def test_an_interrupt_without_save_counts_no_checkpoint_of_the_current_folder(
     monkeypatch.setenv("RANK", "0")
     failure.report_interrupt()
     assert "interrupted at iteration 3; nothing was saved" in capsys.readouterr().err
+    # A launcher need not see the folder of its hosts.
+    assert failure.to_resume("nowhere", None) == "no checkpoint in nowhere on this machine"

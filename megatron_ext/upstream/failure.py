@@ -102,7 +102,7 @@ def to_resume(save: str | None, load: str | None) -> str:
         return "nothing was saved (--save DIR --load DIR)"
     last = _last_saved(save)
     if last is None:
-        return f"no checkpoint yet in {save}"
+        return f"no checkpoint in {save} on this machine"
     return f"checkpoint {last}; " + (
         "run again to resume" if load else f"resume with --load {save}"
     )

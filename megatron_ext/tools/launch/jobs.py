@@ -267,7 +267,7 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> Outcome:
             say(f"warning: {warning}")
         say(f"run {plan.run_id}: {plan.summary()}")
         is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
-        raw = args.raw or not is_megatrons or "--help" in plan.command
+        raw = args.raw or not is_megatrons or not {"-h", "--help"}.isdisjoint(plan.command)
         if not raw:
             show = list(range(plan.world_size)) if len(plan.hosts) == 1 else show
             whose = "the ranks" if len(show) == plan.world_size else f"ranks {args.show}"

@@ -5,6 +5,7 @@ It computes world size, data-parallel size, batch size and addresses; users do n
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -259,5 +260,9 @@ def _quoted(word: str) -> str:
     """Return a word for bash that shows what would steer the terminal."""
     if word.isprintable():
         return shlex.quote(word)
-    kept = (c if c.isprintable() and c not in "'\\" else f"\\U{ord(c):08x}" for c in word)
+    # Bytes, which bash takes in every locale, and which need not be text.
+    kept = (
+        chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}"
+        for byte in os.fsencode(word)
+    )
     return f"$'{''.join(kept)}'"

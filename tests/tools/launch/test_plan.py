@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +41,20 @@ def test_the_commands_of_two_hosts_are_these() -> None:
         f"# a\ncd '/work dir' && OMP_NUM_THREADS=1 {start} 0 {common} {script}\n\n"
         f"# b\ncd '/work dir' && OMP_NUM_THREADS=1 X=1 {start} 1 {common} {script}\n"
     )
+
+
+@pytest.mark.parametrize("word", ["caf\udce9 1", "a\u00a0b", "\x1b[2J'\\\n"])
+def test_bash_reads_words_that_cannot_be_printed_in_any_locale(word: str) -> None:
+    plan = replace(plan_of("a", per_node=True, workdir="/"), command=("printf", "%s", word))
+    _, command = plan.dry_run().splitlines()
+    assert command.isprintable()
+    printed = subprocess.run(
+        ["bash", "-c", command.partition("&& ")[2]],
+        capture_output=True,
+        check=True,
+        env={"PATH": os.environ["PATH"], "LC_ALL": "C"},
+    )
+    assert printed.stdout == os.fsencode(word)
 
 
 def test_the_agent_starts_the_same_with_logs_and_its_own_address() -> None:
