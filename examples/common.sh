@@ -69,7 +69,8 @@ prepare_environment() {
 check_choice() {
     local version='import sys; print("%d.%d" % sys.version_info[:2])' there wanted
     [[ -n ${PYTHON3:-} && -x $PYTHON ]] || return 0
-    there=$("$PYTHON" -c "$version") wanted=$("$(find_python)" -c "$version")
+    wanted=$(find_python)
+    there=$("$PYTHON" -c "$version") wanted=$("$wanted" -c "$version")
     [[ $there == "$wanted" ]] ||
         fail "PYTHON3=$PYTHON3 is Python $wanted, but $REPO/.venv was made with $there; unset PYTHON3, or make it anew: rm -r $REPO/.venv"
 }

@@ -207,6 +207,10 @@ def test_an_environment_with_another_python_is_not_taken_for_the_one_asked_for(
     assert done.returncode == 2
     assert f"PYTHON3={asked} is Python 3.12, but {folder}/.venv was made with 3.11" in done.stderr
     assert f"rm -r {folder}/.venv" in done.stderr
+    done = bash(str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, PYTHON3="/absent/python3")
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert "found no Python >= 3.10" in line
 
 
 def common(script: str) -> subprocess.CompletedProcess[str]:
