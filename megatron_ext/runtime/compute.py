@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -238,7 +239,8 @@ class StageCompute:
     """One per forward. Summed after the step, off the critical path."""
     _stages: dict[int, _Stage] = field(default_factory=dict, init=False)
     _live: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(default_factory=dict, init=False)
-    _forwards: int = field(default=0, init=False)
+    _forwards: Counter[int] = field(default_factory=Counter, init=False)
+    """By stage: forwards of this step so far."""
 
     @cached_property
     def _draws_by_microbatch(self) -> bool:
@@ -274,14 +276,14 @@ class StageCompute:
         Raises:
             ScheduleError: The activations have other shapes than the next stage expects.
         """
-        is_first = stage not in self._stages  # in this step
+        is_first = not self._forwards[stage]
         call, place = self.call, self._stage(stage)
         store: list[Any] = []
         # Upstream's partial checkpointing: of the live micro-batches, it spares the first few.
         limit = call.config.num_microbatches_with_partial_activation_checkpoints
         checkpoints_all = None
         if limit is not None:
-            checkpoints_all = self._forwards % max(self.table.max_live, 1) >= limit
+            checkpoints_all = self._forwards.total() % max(self.table.max_live, 1) >= limit
         with self._around_forward(stage, microbatch):
             outputs: Tensors
             outputs, num_tokens = upstream.forward_step(
@@ -332,7 +334,7 @@ class StageCompute:
                     else made  # None, or a tree, whose tensors are not released here
                     for made in outputs
                 ]
-        self._forwards += 1
+        self._forwards[stage] += 1
         self._num_tokens.append(num_tokens)
         if store:
             self.reports[microbatch] = store[0]

@@ -81,7 +81,6 @@ class PlannedCompute(StageCompute):
         )
         drawing: AbstractContextManager[None] = nullcontext()
         if forward is not None:
-            is_first = forward[0] not in self._stages  # in this step
             place = self._stage(forward[0])
             if self._draws_by_microbatch:
                 # A backward draws nothing: what recomputes has the numbers of its forward.
@@ -92,7 +91,7 @@ class PlannedCompute(StageCompute):
                 "f_model": place.model,
                 "f_model_chunk_id": place.vp_stage,
                 "is_first_microbatch": upstream.check_first_val_step(
-                    call.first_val_step, call.forward_only, is_first
+                    call.first_val_step, call.forward_only, not self._forwards[forward[0]]
                 ),
                 "current_microbatch": forward[1],
             }

@@ -469,6 +469,10 @@ def own_model(num_slices: int, declares: bool = True) -> dict[str, Any]:
             self.embedding = torch.nn.Embedding(10, 8) if number == 0 else None
             self.layer = torch.nn.Linear(8, 24)
             self.received: Any = None
+            self.firsts = 0.0
+
+        def set_is_first_microbatch(self) -> None:
+            self.firsts += 1
 
         def set_input_tensor(self, tensors: list[Any]) -> None:
             self.received = tensors[0]
@@ -518,6 +522,8 @@ def own_model(num_slices: int, declares: bool = True) -> dict[str, Any]:
         for number, chunk in zip(held, chunks, strict=True)
         for name, parameter in chunk.named_parameters()
     }
+    # Forwards that are the first of the step, where layers may convert their weights.
+    found |= {f"firsts {n}": torch.tensor(chunk.firsts) for n, chunk in enumerate(chunks)}
     return found | {f"loss {n}": report["loss"] for n, report in enumerate(reports)}
 
 
