@@ -325,15 +325,14 @@ class StageCompute:
                         "micro-batches, add --variable-seq-lengths (variable_seq_lengths of the "
                         "model's configuration)"
                     )
-            if not self.call.forward_only:
-                # A full backward hook on a stage's last module makes its output a view, which
-                # `release` could not free.
-                outputs = [
-                    make_viewless_tensor(made, made.requires_grad, keep_graph=True)
-                    if isinstance(made, torch.Tensor)
-                    else made  # None, or a tree, whose tensors are not released here
-                    for made in outputs
-                ]
+            # `release` could not free a view, which a model may hand on, and which a full backward
+            # hook on a stage's last module makes.
+            outputs = [
+                make_viewless_tensor(made, made.requires_grad, keep_graph=True)
+                if isinstance(made, torch.Tensor)
+                else made  # None, or a tree, whose tensors are not released here
+                for made in outputs
+            ]
         self._forwards[stage] += 1
         self._num_tokens.append(num_tokens)
         if store:

@@ -180,6 +180,29 @@ def test_reports_are_in_the_order_of_micro_batches_whatever_ran_first() -> None:
     assert found == [run_ranks(1, _one_process)[0], []]
 
 
+class _View(toy.Stage):
+    """A stage that hands on a view."""
+
+    def forward(self, data: torch.Tensor | None) -> torch.Tensor:
+        return super().forward(data).mT.mT
+
+
+def _with_views() -> Any:
+    toy.start(2)
+    use(make_pipeline("1f1b", 2, M))
+    config = toy.config()
+    model: list[toy.Stage] = [_View(config, dist.get_rank(), None)]
+    trained = _step(config, model)
+    with torch.no_grad():
+        return _plain([trained, _step(config, model, forward_only=True)])
+
+
+def test_stages_may_hand_on_views() -> None:
+    [_, (trained, evaluated)] = run_ranks(2, _with_views)
+    assert len(trained) == M
+    assert evaluated == trained
+
+
 def _waits_in_vain() -> str:
     toy.start(2)
     use(make_pipeline("1f1b", 2, M, message_timeout_s=1.0))
