@@ -438,6 +438,15 @@ class SlicedData(MicrobatchData):
         # Slices that come later find theirs here: an iterator gives each item once.
         self._parts: dict[int, dict[str, Any]] = {}
 
+    def view(self, number: int) -> Iterator[Any] | None:
+        """Return an iterator over a slice; None without data."""
+        if self.iterator is not None and not hasattr(self.iterator, "__next__"):
+            raise ScheduleError(
+                f"slices are cut from what an iterator gives, but the data comes from a "
+                f"{type(self.iterator).__name__}; give iter(data), or leave the slices out"
+            )
+        return super().view(number)
+
     def take(self, number: int) -> dict[str, Any]:
         """Return and drop a slice."""
         if number not in self._parts:

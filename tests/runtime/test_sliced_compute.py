@@ -579,6 +579,9 @@ def cut_batches() -> None:
         assert items is not None
         with pytest.raises(ScheduleError, match=reason):
             next(items)
+    whole: Any = [item(0)]
+    with pytest.raises(ScheduleError, match="but the data comes from a list"):
+        SlicedData(MicrobatchData(whole), BOUNDS).view(0)
 
 
 def test_a_slice_counts_its_share_of_activations() -> None:
