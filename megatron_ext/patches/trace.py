@@ -7,6 +7,7 @@ reports the actions of our tables itself; the actions of Megatron's own schedule
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from typing import Any
 
 from megatron_ext.config import active
@@ -62,7 +63,9 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         # A complete step ends with the optimizer, whose rows report it.
         except BaseException:
             for observer in observers:
-                observer.end_iteration()
+                # A device that has failed fails here once more, and then knows less of the reason.
+                with suppress(RuntimeError):
+                    observer.end_iteration()
             raise
 
     return run

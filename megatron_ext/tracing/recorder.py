@@ -170,6 +170,7 @@ class Recorder:
         """Write the iteration that runs, if one is traced."""
         if not self.active:
             return
+        self.active = False  # also if the device has failed, which would fail again at exit
         end = self._clock.stamp()  # before our own work below
         kept, self._kept = self._kept, []
         begins = self._clock.resolve([begin for _, begin, _, _ in kept])
@@ -186,7 +187,6 @@ class Recorder:
         events.append(self._event("iteration", self._begin_ns, end_ns, figures))
         self._put(f",{_encode(events)[1:-1]}\n")
         self.notes.clear()
-        self.active = False
 
     def _event(
         self, name: str, begin_ns: int, end_ns: int, about: Mapping[str, Any]

@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.config import active
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.errors import UserError
+from megatron_ext.patches import trace
 from megatron_ext.tools.trace.reader import open_run
 from megatron_ext.tracing.recorder import DeviceClock, Recorder
 from megatron_ext.tracing.records import Header
+from megatron_ext.tracing.session import Session
+from tests.pipelines import make_pipeline, use
 from tests.tools.trace.runs import Clock, trace_of, write_run
 
 HEADER = Header(0, 0, 0, 0, (1, 1, 1), "host", "boot", 1, 1)
@@ -138,6 +142,25 @@ def test_device_marks_give_the_time_of_the_device(tmp_path: Path) -> None:
         ("forward", 3_000_000, 4_500_000),
         ("wait", 4_510_000, 5_000_000),
     ]
+
+
+def test_a_device_that_failed_hides_no_error(tmp_path: Path) -> None:
+    class Failed(Clock):
+        def resolve(self, stamps: list[int]) -> list[int]:
+            raise RuntimeError("the device is gone")
+
+    def schedule(**_: object) -> None:
+        raise ZeroDivisionError
+
+    use(make_pipeline("1f1b", 2, 2))
+    session = Session(active.required())
+    session.recorder = Recorder(lambda: (tmp_path, HEADER), Failed())
+    active.required().observers.append(session)
+    with pytest.raises(ZeroDivisionError):
+        trace._in_steps(lambda: schedule, None, (), {})(num_microbatches=2)
+    session.close()
+    [events] = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    assert [event["name"] for event in events if event["ph"] == "X"] == []
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
