@@ -448,7 +448,8 @@ train() {
     fi
     mkdir -p "$OUT" || fail "--out $OUT cannot be made; name a folder that can be written"
     [[ -n $HOSTFILE ]] || announce || return 0
-    run_command "$OUT/log.txt" "${command[@]}" || explain_failure $?
+    # Apart from the terminal the launcher gets one signal for one Ctrl-C, from here. A second one kills its job.
+    run_command "$OUT/log.txt" ${HOSTFILE:+setsid} "${command[@]}" || explain_failure $?
     if is_tiny && [[ -z $HOSTFILE ]]; then # the launcher has its own last line
         summary
     fi

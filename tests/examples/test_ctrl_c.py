@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.scripts import REPO
+from tests.examples.scripts import LLAMA3, REPO
 
 # As torchrun does, it ends with a traceback, whether Ctrl-C or the script stops it.
 PROGRAM = """
@@ -51,3 +51,43 @@ def test_one_line_at_every_stage(stage: str, line: str, tmp_path: Path) -> None:
         os.killpg(run.pid, signal.SIGINT)
         assert run.stdout.read() == f"run.sh: {line}\n"  # ends when the last process has ended
         assert run.wait(60) == 130
+
+
+SAVING = """
+import os, signal, sys, time
+def save(*_):
+    time.sleep(1)
+    open("saved-" + os.environ["RANK"], "w").close()
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+print(" iteration 3/ 9 | lm loss: 4.855E+00 |", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_job_on_hosts_has_its_grace(tmp_path: Path) -> None:
+    (tmp_path / "pretrain_gpt.py").write_text(SAVING)
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    words = ["--tiny", "--mock-data", "--hostfile", "hosts", "--out", str(tmp_path / "out")]
+    own = {"VIRTUAL_ENV": sys.prefix, "MEGATRON_EXT_RUNS": str(tmp_path / "runs")}
+    with subprocess.Popen(
+        ["bash", str(REPO / LLAMA3), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "MEGATRON_EXT_DEVICE": "cpu", **own},
+        start_new_session=True,
+    ) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line.startswith("iteration 3/9"):
+                break
+        os.killpg(run.pid, signal.SIGINT)
+        rest = run.stdout.read()
+        assert run.wait(60) == 130, rest
+    assert "megatron-ext: SIGTERM: stops the job; once more kills it" in rest
+    assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}, rest
+    assert rest.endswith(
+        "run.sh: interrupted at iteration 3; checkpoint none; run again to resume\n"
+    )
