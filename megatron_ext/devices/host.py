@@ -65,6 +65,11 @@ class Stream:
         """Return the stream, whatever device or priority it is for."""
         return STREAM
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Return the least and the greatest priority."""
+        return 0, 0
+
     @property
     def device(self) -> Any:
         """The host."""

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_ext import devices
@@ -308,4 +308,9 @@ def nvtx_redirects() -> Iterator[Redirect]:
     reason = "marks ranges for NVIDIA's profiler, which sees no other device"
     for name in ("mark", "range_end", "range_pop", "range_push", "range_start"):
         yield Redirect(f"torch.cuda.nvtx:{name}", returning(0), reason)
-    yield Redirect("torch.cuda.nvtx:range", answering(nullcontext), reason)
+
+    @contextmanager  # a decorator too, as torch's is
+    def unmarked(*_args: Any, **_named: Any) -> Iterator[None]:
+        yield
+
+    yield Redirect("torch.cuda.nvtx:range", to(unmarked), reason)

@@ -72,6 +72,11 @@ def namespace() -> None:
     torch.cuda.nvtx.range_pop()
     with torch.cuda.device(0), torch.cuda.stream(torch.cuda.Stream()), torch.cuda.nvtx.range("a"):
         torch.ones(1).record_stream(torch.cuda.current_stream())
+    _, high = torch.cuda.Stream.priority_range()  # for --high-priority-a2a-comm-stream
+    assert torch.cuda.Stream(priority=high) == torch.cuda.current_stream()
+    assert torch.cuda.nvtx.range("a {}", 1)(abs)(-1) == 1  # ranges decorate functions too
+    with pytest.raises(ZeroDivisionError), torch.cuda.nvtx.range("a"):
+        raise ZeroDivisionError
     free, total = torch.cuda.mem_get_info()
     assert 0 < free < total
     assert torch.cuda.memory_allocated() <= torch.cuda.max_memory_allocated() + (1 << 20)
