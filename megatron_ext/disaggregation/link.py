@@ -13,6 +13,7 @@ from megatron_ext.config.active import required
 from megatron_ext.disaggregation.worlds import roles_in_force
 from megatron_ext.errors import TransportError
 from megatron_ext.runtime.connect import open_native, through_host
+from megatron_ext.transport.base import find_lost_peer
 from megatron_ext.transport.observed import observed
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def explaining_failures(wire: Transport) -> Iterator[None]:
     except RuntimeError as error:
         # It fails on a rank whose neighbour is gone, and this transport knows which.
         try:
-            wire.poll(_NOTICED_S)
+            find_lost_peer(wire, _NOTICED_S)
         except TransportError as found:
             wire.abort(str(found))
             raise found from error

@@ -8,6 +8,7 @@ messages that will arrive, and their senders.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -111,3 +112,14 @@ class Transport(Protocol):
 
     def stats(self) -> Stats:
         """Return the totals since the transport was opened."""
+
+
+def find_lost_peer(transport: Transport, timeout_s: float) -> None:
+    """Wait so long for the end of a peer, which may have caused an error elsewhere.
+
+    Raises:
+        TransportError: A peer is gone; of its class.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        transport.poll(left_s)  # returns early for messages of other peers

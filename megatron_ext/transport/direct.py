@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron_ext.errors import DeviceError, MessageMismatch, TransportError
 from megatron_ext.transport.address import Address
 from megatron_ext.transport.afterwards import Afterwards
-from megatron_ext.transport.base import Expected, Stats
+from megatron_ext.transport.base import Expected, Stats, find_lost_peer
 from megatron_ext.transport.dtypes import CODE_OF, DTYPE_OF
 from megatron_ext.transport.native import require_native
 from megatron_ext.transport.torch_dist import TorchTransport
@@ -381,7 +381,7 @@ class DirectTransport:
     def _fail(self, what: str, error: RuntimeError) -> NoReturn:
         """Raise the cause of a failed copy: a peer's death if there was one, else the device."""
         try:
-            self._host.poll(_NOTICED_S)
+            find_lost_peer(self._host, _NOTICED_S)
         except TransportError as found:
             raise type(found)(f"{what} ({error}); {found}") from error
         self.abort(f"{what}: {error}")

@@ -282,8 +282,10 @@ def _survive(killed_after: str) -> tuple[str, str]:
             big = torch.ones(1 << 20, device=_device())
             transport.isend(big, 0, Message("F", 0, 0))
         os.kill(os.getpid(), signal.SIGKILL)
-    transport, key = _open(), Message("F", 0, 0)
-    transport.begin([Expected(1, key, None, torch.float32)], 1)
+    transport, key, own = _open(), Message("F", 0, 0), Message("C", 0, 0)
+    expected = Expected(1, key, None, torch.float32), Expected(0, own, (0,), torch.uint8)
+    transport.begin(expected, 1)
+    transport.isend(torch.empty(0, dtype=torch.uint8), 0, own)  # it has arrived, and is no cause
     if sent := killed_after == "a send":
         os.waitpid(pid, 0)  # what it sent can be read until then
     kind, told = _error_of(functools.partial(transport.recv, 1, key, _LONG_S))
