@@ -294,14 +294,14 @@ def required() -> Active:
     return found
 
 
-def count_transport(label: str) -> int:
-    """Return the number of a new transport, unique among those with the same label.
+def name_transport(purpose: str) -> str:
+    """Return the name by which the peers of a new transport find each other in the job's store.
 
-    Counting continues from one configuration to the next, because peers find each other in the
-    job's store by this number.
+    All ranks that open transports of this purpose call it, for they are numbered: counting
+    continues from one configuration to the next.
     """
-    _PROCESS.num_transports[label] += 1
-    return _PROCESS.num_transports[label]
+    _PROCESS.num_transports[purpose] += 1
+    return f"{purpose}/{_PROCESS.num_transports[purpose]}"
 
 
 def clear_configuration() -> None:

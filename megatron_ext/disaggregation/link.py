@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from megatron_ext.config.active import required
+from megatron_ext.config.active import name_transport, required
 from megatron_ext.disaggregation.worlds import roles_in_force
 from megatron_ext.errors import TransportError
 from megatron_ext.runtime.connect import open_native, through_host
@@ -42,7 +42,7 @@ def open_wire(job: Job, device: torch.device) -> Transport:
         there = place._replace(pp=stage)
         neighbours |= {ranks.rank(each) for each in (there, *ranks.twins(there))}
     host = open_native(
-        "roles",
+        name_transport("roles"),
         roles_in_force().store,
         job.rank,
         ranks.num_ranks,

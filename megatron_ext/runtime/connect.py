@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext import devices
-from megatron_ext.config.active import count_transport, required
+from megatron_ext.config.active import name_transport, required
 from megatron_ext.errors import TransportError
 from megatron_ext.schedules.search.policies import arena_slots
 from megatron_ext.transport.address import own_address
@@ -67,6 +67,8 @@ def open_transport(
         TransportError: The transport, or the chosen path between devices, is not available; says
             why.
     """
+    # On all ranks, though below only those with a direct peer may open the native transport.
+    name = name_transport("pipeline")
     me, backend, timeout_s = dist.get_rank(), devices.current(), pipeline.timeout_s
     peers = {rank for pair in pairs for rank in pair} - {me}
     known = [shape for tensors in shapes.values() for shape in tensors]
@@ -90,7 +92,7 @@ def open_transport(
         num_notes = 2 if slot_bytes and pipeline.dynamic is not None else 1
         sizes = [math.prod(shape) * dtype.itemsize for shape in known if shape is not None]
         return open_native(
-            "pipeline",
+            name,
             dist.distributed_c10d._get_default_store(),
             me,
             dist.get_world_size(),
@@ -165,7 +167,7 @@ def slots_of(pipeline: Pipeline, routes: tuple[Route, ...] = ()) -> int:
 
 
 def open_native(
-    label: str,
+    name: str,
     store: Store,
     rank: int,
     num_ranks: int,
@@ -179,9 +181,9 @@ def open_native(
 ) -> NativeTransport:
     """Open the native core, on the address that the configuration and the launcher give this host.
 
-    `label` names the transports of one purpose, which are numbered. Ranks count all processes of
-    the job, which find each other in `store`; each of the `peers` names this one. `slots` is how
-    many messages of each peer have room here. The core carries tensors of `device`, or copies.
+    Ranks count all processes of the job, which find each other in `store` by the transport's name
+    (`name_transport`); each of the `peers` names this one. `slots` is how many messages of each
+    peer have room here. The core carries tensors of `device`, or copies.
 
     Raises:
         TransportError: See `NativeTransport`.
@@ -192,13 +194,11 @@ def open_native(
     if wire != "shm":
         host = environment.rendezvous_host
         ip = own_address(config.node_ips, rank, num_ranks, local_world_size, host)
-    # The number tells a transport from those that earlier configurations opened in this store.
-    run_id = "/".join([label, *environment.run, str(count_transport(label))])
     return NativeTransport(
         store,
         rank,
         peers,
-        run_id=run_id,
+        run_id="/".join([name, *environment.run]),
         wire=wire,
         ip=ip,
         rail=environment.local_rank,

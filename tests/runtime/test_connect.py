@@ -8,7 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_ext import PipelineConfig, configure, devices
+from megatron_ext.config import active
+from megatron_ext.config.pipeline_config import DynamicOrder
+from megatron_ext.runtime.connect import open_transport
 from megatron_ext.transport import address
 from megatron_ext.transport.address import Address
 from tests.fake_musa.queued import queued
@@ -109,4 +114,37 @@ def test_a_device_that_reaches_no_other_is_told(flags: str, wire: str) -> None:
         "rank 0 and rank 1: ipc (from device to device)",
         "rank 1 and rank 2: ipc (from device to device)",
         f"rank 2 and rank 3: {wire}, not ipc: {why}",
+    ]
+
+
+def _opened_under_two_configurations() -> list[str]:
+    """Return the classes of a table's transport and a dynamic order's; rank 2 reaches no device."""
+    me = int(os.environ["RANK"])
+    if me == 2:
+        torch.musa.can_device_access_peer = lambda *_devices: False  # type: ignore[attr-defined]
+    devices.current().bind(me)
+    dist.init_process_group("nccl")
+    classes = []
+    for dynamic in (None, DynamicOrder()):
+        configure(
+            PipelineConfig(schedule="1f1b", dynamic=dynamic, transport="auto"),
+            pipeline_ranks=3, num_microbatches=4, num_layers=3, seed=1,
+        )  # fmt: skip
+        pipeline = active.pipeline()
+        assert pipeline is not None
+        pairs = {pair for low in (me - 1, me) for pair in ((low, low + 1), (low + 1, low))}
+        pairs = {pair for pair in pairs if {*pair} <= {0, 1, 2}}
+        shapes = {"F": [(4, 1, 8)], "B": [(4, 1, 8)]}
+        device = devices.current().torch_device(me)
+        transport = open_transport(pipeline, device, pairs, shapes, torch.float32)
+        classes.append(type(transport).__name__)
+        transport.close()
+    return classes
+
+
+def test_ranks_without_a_direct_peer_count_transports_too() -> None:
+    assert run_ranks(3, _opened_under_two_configurations, device="musa") == [
+        ["DirectTransport", "DirectTransport"],
+        ["DirectTransport", "DirectTransport"],
+        ["TorchTransport", "StagedTransport"],
     ]
