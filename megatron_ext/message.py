@@ -58,11 +58,11 @@ class Message(NamedTuple):
 
     def __str__(self) -> str:
         """Return its name for error messages."""
-        kind, stage, microbatch, part = self[:4]
+        kind, stage, microbatch, position = self[:4]
         if self.launched:
             return f"the launch of {self.tensor}"
         if kind in _OF_MICROBATCHES:
-            of_slice = f"slice {part} of " if part else ""
+            of_slice = f"slice {position} of " if position else ""
             what = _OF_MICROBATCHES[kind].format(stage)
             return f"{what} for {of_slice}micro-batch {microbatch}"
         if kind == "D":

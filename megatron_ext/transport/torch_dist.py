@@ -267,6 +267,7 @@ class TorchTransport:
                 f"{message} has no tag: a step has at most 512 stages, 16384 micro-batches and 7 "
                 f"tensors for each of them"
             )
+        # Slices share a tag: what has one tag arrives in the order of the sends, as it was posted.
         part = 7 if message.header else message.part
         tag = ((message.microbatch << 9 | message.stage) << 3 | part) << 2
         tag |= _KINDS.index(message.kind)

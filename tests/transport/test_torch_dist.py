@@ -32,7 +32,7 @@ def _open(*, shapes_travel: bool = False) -> TorchTransport:
 
 
 def _value(key: Message) -> torch.Tensor:
-    return torch.full(_SHAPE, float(key.microbatch + 100 * (key.kind == "B")))
+    return torch.full(_SHAPE, float(key.microbatch + 10 * key.slice + 100 * (key.kind == "B")))
 
 
 def _expected(
@@ -67,7 +67,7 @@ def _any_order() -> int:
     transport = _open()
     me, peer = dist.get_rank(), 1 - dist.get_rank()
     for step in range(3):
-        keys = [Message(kind, 1, i) for i in range(6) for kind in ("F", "B")]
+        keys = [Message(kind, 1, i % 3, i // 3) for i in range(6) for kind in ("F", "B")]
         transport.begin(_expected(keys, peer), slots=6)
         for key in keys:
             tensor = _value(key) + step
