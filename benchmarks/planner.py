@@ -52,15 +52,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import machine, markdown, options, write_json
 from benchmarks.schedule_harness import planned, ranks, trained
-from megatron_ext.config.stages import parse_layout
+from megatron_ext.config.incompatible import RULES
 from megatron_ext.planning.calibration import parts_of
-from megatron_ext.planning.cuts import cut, loads
 from megatron_ext.planning.hardware import parse_devices
 from megatron_ext.planning.layer_costs import Sharding
 from megatron_ext.planning.layout_search import Layout, Question, search
 from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import Techniques, techniques_of_flags
 from megatron_ext.schedules.table import placement as place
+from megatron_ext.schedules.table.cuts import cut, loads, parse_layout
 
 if TYPE_CHECKING:
     from benchmarks.schedule_harness.model_memory import Case
@@ -106,6 +106,7 @@ def question_of(row: dict[str, Any], flags: str, techniques: str | None) -> Ques
         num_devices=count,
         global_batch=row["global_batch"],
         sequence=row["sequence"],
+        pair_rules=RULES["pairs"],
         techniques=plain,
         fused_loss=True,
         overlaps=row.get("overlap", True),

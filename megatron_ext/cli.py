@@ -93,9 +93,8 @@ def lacking(error: ModuleNotFoundError) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the `megatron-ext` command with all subcommands."""
-    from megatron_ext.planning import plan_command as planning
     from megatron_ext.schedules import commands as schedules
-    from megatron_ext.tools import calibrate
+    from megatron_ext.tools import calibrate, plan_command
     from megatron_ext.tools.doctor import doctor_command as doctor
     from megatron_ext.tools.launch import launch_commands as launch
     from megatron_ext.tools.trace import trace_commands as trace
@@ -109,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_subcommand(subparsers)
     trace.add_subcommands(subparsers)
     trace.add_to_plan(subparsers)
-    planning.add_to_plan(subparsers)
+    plan_command.add_to_plan(subparsers)
     calibrate.add_to_plan(subparsers)
     _add_upstream(subparsers)
     helps = {one.dest: one.help for one in subparsers._choices_actions}

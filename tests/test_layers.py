@@ -182,7 +182,7 @@ BREACHES = {
     "transport/base.py": "megatron_ext.schedules.table.actions",
     "schedules/table/actions.py": "megatron_ext.schedules.search.simulate",
     "schedules/search/simulate.py": "megatron_ext.runtime.program",
-    "planning/cuts.py": "torch",
+    "planning/bounds.py": "torch",
     "runtime/executor.py": "argparse",
     "errors.py": "megatron_ext.cli",
     "config/stages.py": "megatron_ext.hosts",

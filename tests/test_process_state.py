@@ -146,7 +146,7 @@ COMMANDS = {
     "upstream/releases.py",
     "schedules/commands.py",
     "planning/layout_search.py",  # asks the rules of flags about what it proposes
-    "planning/plan_command.py",
+    "tools/plan_command.py",
     "planning/model_sizes.py",
     "planning/techniques.py",  # Megatron's flags describe a model
     "planning/training_cut.py",

@@ -11,6 +11,7 @@ import torch
 
 from megatron_ext import devices
 from megatron_ext.config.active import required
+from megatron_ext.config.incompatible import RULES
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layout_search import Question, search
 from megatron_ext.planning.model_sizes import sizes_of_flags
@@ -144,6 +145,7 @@ def compared(case: Case) -> list[tuple[Held, Held]]:
         num_devices=ranks,
         global_batch=batch,
         sequence=_SEQUENCE,
+        pair_rules=RULES["pairs"],
         techniques=techniques_of_flags(flags),
         fixed={**fixed, "schedule": case.schedule, "vp": chunks, "layout": layout},
     )

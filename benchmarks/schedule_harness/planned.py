@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_ext.config.incompatible import RULES
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layout_search import Layout, Question, forecast, search, stage_parts
 from megatron_ext.planning.model_sizes import sizes_of_flags
@@ -41,6 +42,7 @@ def slowed(step_s: float) -> tuple[Question, float]:
         num_devices=RANKS,
         global_batch=16,
         sequence=4096,
+        pair_rules=RULES["pairs"],
         fixed={"tp": 1, "cp": 1, "ep": 1, "recompute": frozenset()},
     )
     first = search(replace(job, fixed={**job.fixed, "pp": RANKS}), keep=1).plans[0]

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_ext.config.incompatible import RULES
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layout_search import Question
 from megatron_ext.planning.model_sizes import sizes_of_flags
@@ -72,6 +73,7 @@ def _trained(steps: int, scratch: Path) -> Iterator[Trained]:
         num_devices=_RANKS,
         global_batch=_BATCH,
         sequence=_SEQUENCE,
+        pair_rules=RULES["pairs"],
         techniques=techniques_of_flags(model.flags),
         fixed={"tp": 1, "cp": 1, "ep": 1, "recompute": frozenset()},
     )

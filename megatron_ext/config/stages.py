@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.errors import ArgumentsError, ScheduleError
-from megatron_ext.planning.cuts import layout_of, spread
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
+from megatron_ext.schedules.table.cuts import layout_of, parse_layout, spread
 from megatron_ext.schedules.table.memory import stash_ratio
 from megatron_ext.schedules.table.table_files import load_csv
 
@@ -426,26 +426,6 @@ def check_file(name: str, pp: int, batches: Batches) -> None:
                 f"not {batches.explained(global_batch)}; use --global-batch-size "
                 f"{batches.global_batch(table.num_microbatches)}"
             )
-
-
-def parse_layout(text: str) -> list[str]:
-    """Return the layers of each stage, a letter each, of a layout in Megatron's notation.
-
-    `(...)*n` and `x*n` are repetitions; commas only structure the text.
-
-    Raises:
-        ScheduleError: A letter is no layer.
-    """
-    unrolled = text.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        unrolled = re.sub(repeated, lambda match: match[1] * int(match[2]), unrolled)
-    unknown = set(unrolled) - set("EtmL|")
-    if unknown:
-        raise ScheduleError(
-            f"{_LAYOUT} {text} has {' and '.join(sorted(unknown))}, but layers are E, t, m and L; "
-            "use these"
-        )
-    return unrolled.split("|")
 
 
 def layout_text(layout: Any) -> str | None:

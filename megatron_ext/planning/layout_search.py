@@ -10,11 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.incompatible import RULES
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.bounds import CutBound, uses_of
 from megatron_ext.planning.calibration import parts_of
-from megatron_ext.planning.cuts import cut, layout_of
 from megatron_ext.planning.layer_costs import (
     FULL,
     Part,
@@ -29,10 +27,12 @@ from megatron_ext.planning.techniques import Techniques
 from megatron_ext.schedules.generators.catalog import generate, get, registered
 from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.costs import Costs
+from megatron_ext.schedules.table.cuts import cut, layout_of
 
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.planning.model_sizes import ModelSizes
+    from megatron_ext.rules import Rule
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Row
 
@@ -57,6 +57,8 @@ class Question:
     num_devices: int
     global_batch: int
     sequence: int
+    pair_rules: tuple[Rule, ...]
+    """Settings of Megatron's that exclude pairs."""
     techniques: Techniques = field(default_factory=Techniques)
     fused_loss: bool = False
     overlaps: bool = True
@@ -348,7 +350,7 @@ def _variants(job: Question, sizes: ParallelSizes) -> list[Question]:
     )
     # Megatron's own overlap, without a pipeline, takes less.
     refused = sizes.pp == 1 and (mode == FULL or model.mtp_layers > 0)
-    refused |= any(rule.refuses(args) for rule in RULES["pairs"])
+    refused |= any(rule.refuses(args) for rule in job.pair_rules)
     found = [] if wanted else [plain]
     if not refused and (wanted or sizes.pp <= _MOST_PAIRED):
         found.append(replace(job, techniques=replace(job.techniques, overlaps_experts=True)))

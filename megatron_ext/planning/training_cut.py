@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_ext.planning.calibration import parts_of
-from megatron_ext.planning.cuts import cut, layout_of
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layer_costs import FULL, Sharding
 from megatron_ext.planning.model_sizes import sizes_of_arguments
+from megatron_ext.schedules.table.cuts import cut, layout_of
 
 if TYPE_CHECKING:
     from argparse import Namespace

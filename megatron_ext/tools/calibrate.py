@@ -18,7 +18,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.stages import parse_layout
 from megatron_ext.errors import ArgumentsError, DataError
 from megatron_ext.files import cannot_write, write_text
 from megatron_ext.planning.calibration import Passes, computation, factors
@@ -26,6 +25,7 @@ from megatron_ext.planning.hardware import DEVICES, kind_of, parse_devices
 from megatron_ext.planning.layer_costs import Sharding
 from megatron_ext.planning.model_sizes import read_model
 from megatron_ext.schedules.commands import aligned
+from megatron_ext.schedules.table.cuts import parse_layout
 
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.config.incompatible import RULES
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.planning import layout_search
 from megatron_ext.planning.hardware import DEVICES
@@ -65,7 +66,7 @@ def test_the_bound_is_below_the_optimum_and_the_answer_close_to_it(
     device = dataclasses.replace(DEVICES["cpu"], memory_gib=memory_gib, reserve_gib=0.0)
     job = Question(
         model=tiny(extra), device=device, num_devices=devices, global_batch=batch, sequence=512,
-        fixed={"micro_batch": 1},
+        pair_rules=RULES["pairs"], fixed={"micro_batch": 1},
     )  # fmt: skip
     found, plans = search(job), every_plan(job)
     if not found.plans:
@@ -94,7 +95,7 @@ def test_the_bound_is_below_every_plan_with_pairs(
             cpu, all_to_all=cpu.all_to_all / slower, pair_overlap=1.0, memory_gib=memory_gib,
             reserve_gib=0.0,
         ),
-        num_devices=8, global_batch=batch, sequence=512,
+        num_devices=8, global_batch=batch, sequence=512, pair_rules=RULES["pairs"],
         fixed={"tp": 1, "cp": 1, "ep": 2, "micro_batch": 1, "pairs": True,
                "recompute": frozenset()},
     )  # fmt: skip
@@ -117,7 +118,8 @@ def test_the_bound_is_below_every_plan_with_pairs(
 
 def test_an_interrupted_search_gives_the_best_so_far() -> None:
     job = Question(
-        model=tiny(), device=DEVICES["cpu"], num_devices=4, global_batch=8, sequence=512
+        model=tiny(), device=DEVICES["cpu"], num_devices=4, global_batch=8, sequence=512,
+        pair_rules=RULES["pairs"],
     )  # fmt: skip
 
     def interrupt(found: layout_search.Found, _left: int) -> None:
@@ -133,7 +135,7 @@ def test_an_interrupted_search_gives_the_best_so_far() -> None:
 def test_sizes_that_nothing_allows_are_an_error() -> None:
     job = Question(
         model=tiny(), device=DEVICES["cpu"], num_devices=8, global_batch=7, sequence=512,
-        fixed={"tp": 1, "pp": 1},
+        pair_rules=RULES["pairs"], fixed={"tp": 1, "pp": 1},
     )  # fmt: skip
     with pytest.raises(ArgumentsError, match="8 devices and --global-batch-size 7 allow no sizes"):
         search(job)
@@ -143,7 +145,7 @@ def test_pairs_are_planned_with_what_they_hide_and_keep() -> None:
     fixed = {"tp": 1, "pp": 2, "ep": 2, "schedule": "1f1b", "recompute": frozenset()}
     job = Question(
         model=tiny("--num-experts 4 --moe-router-topk 2"), device=DEVICES["cpu"], num_devices=4,
-        global_batch=16, sequence=512, fixed={**fixed, "micro_batch": 1},
+        global_batch=16, sequence=512, pair_rules=RULES["pairs"], fixed={**fixed, "micro_batch": 1},
     )  # fmt: skip
     paired, alone = (
         search(dataclasses.replace(job, fixed={**job.fixed, "pairs": pairs}), keep=1).plans[0]

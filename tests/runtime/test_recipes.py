@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, preflight
-from megatron_ext.config.stages import parse_layout
+from megatron_ext.schedules.table.cuts import parse_layout
 from megatron_ext.upstream.releases import parse_release
 from tests.disaggregation.test_training import FBD, run_role, together
 from tests.ranks import run_ranks

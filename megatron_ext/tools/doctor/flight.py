@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.config import stages
 from megatron_ext.config.hosting import preflight
+from megatron_ext.config.incompatible import RULES
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.layout_search import (
     Layout,
@@ -31,6 +32,7 @@ from megatron_ext.planning.techniques import techniques_of_flags
 from megatron_ext.rules import read_rules
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
 from megatron_ext.schedules.search.policies import arena_slots
+from megatron_ext.schedules.table.cuts import parse_layout
 from megatron_ext.schedules.table.placement import loop
 from megatron_ext.schedules.table.validation import validate
 
@@ -112,7 +114,7 @@ def check_training(
     for line in (*found.changes, *found.notices):
         yield Diagnosis("OK", "training", line)
     args = found.given
-    last = stages.parse_layout(getattr(args, "pipeline_model_parallel_layout", None) or "tL")[-1]
+    last = parse_layout(getattr(args, "pipeline_model_parallel_layout", None) or "tL")[-1]
     args.ends_without_layers = last == "L"
     with suppress(ArgumentsError):  # refused above
         args.num_chunks = stages.chunks_of_megatron(args)
@@ -260,6 +262,7 @@ def planned(
         num_devices=count,
         global_batch=list(batches.counts)[-1],
         sequence=sequence,
+        pair_rules=RULES["pairs"],
         techniques=techniques_of_flags(flags, precision),
         fused_loss=bool(given("cross_entropy_loss_fusion")),
         overlaps=bool(given("overlap_grad_reduce")),

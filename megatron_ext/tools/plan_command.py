@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config.stages import parse_layout
+from megatron_ext.config.incompatible import RULES
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.files import cannot_write, write_text
 from megatron_ext.planning.hardware import DEVICES, DeviceKind, parse_devices
@@ -32,6 +32,7 @@ from megatron_ext.planning.techniques import PRECISIONS, techniques_of_flags
 from megatron_ext.schedules.commands import aligned
 from megatron_ext.schedules.drawing import svg
 from megatron_ext.schedules.generators.catalog import get
+from megatron_ext.schedules.table.cuts import parse_layout
 
 _FLAGS = (
     *("model", "size", "devices", "global_batch_size", "seq_length", "fix", "memory_gib"),
@@ -250,6 +251,7 @@ def _job(args: argparse.Namespace) -> Question:
         num_devices=count,
         global_batch=args.global_batch_size,
         sequence=sequence,
+        pair_rules=RULES["pairs"],
         techniques=techniques_of_flags(
             model.flags, args.precision or ("fp8" if args.fp8 else "bf16")
         ),

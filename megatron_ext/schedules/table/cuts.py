@@ -1,7 +1,11 @@
-"""Cuts the layers of a model into the stages of a placement, so that no rank works longest."""
+"""Cuts the layers of a model into the stages of a placement, so that no rank works longest.
+
+A cut is a number of layers for each stage, or a layout in Megatron's notation.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -149,3 +153,23 @@ def spread(num_layers: int, num_stages: int, first: float = 0, last: float = 0) 
 def layout_of(counts: Sequence[int], mtp_layers: int) -> str:
     """Return the stages in the notation of `--pipeline-model-parallel-layout`."""
     return "E" + "|".join("t" * count for count in counts) + "m" * mtp_layers + "L"
+
+
+def parse_layout(text: str) -> list[str]:
+    """Return the layers of each stage, a letter each, of a layout in Megatron's notation.
+
+    `(...)*n` and `x*n` are repetitions; commas only structure the text.
+
+    Raises:
+        ScheduleError: A letter is no layer.
+    """
+    unrolled = text.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        unrolled = re.sub(repeated, lambda match: match[1] * int(match[2]), unrolled)
+    unknown = set(unrolled) - set("EtmL|")
+    if unknown:
+        raise ScheduleError(
+            f"--pipeline-model-parallel-layout {text} has {' and '.join(sorted(unknown))}, but "
+            "layers are E, t, m and L; use these"
+        )
+    return unrolled.split("|")

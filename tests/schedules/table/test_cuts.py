@@ -9,10 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.config.stages import parse_layout
 from megatron_ext.errors import ScheduleError
-from megatron_ext.planning.cuts import cut, layout_of, loads
 from megatron_ext.schedules.table import placement as place
+from megatron_ext.schedules.table.cuts import cut, layout_of, loads, parse_layout
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
