@@ -22,7 +22,8 @@ def _record(script: str, argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         print(f"megatron_ext: error: {cli.lacking(error)}", file=sys.stderr)
         return 2
-    from megatron_ext.upstream import parent, runner
+    from megatron_ext.training import runner
+    from megatron_ext.upstream import parent
 
     parent.die_with_parent()  # if `megatron-ext launch` started it
     from torch.distributed.elastic.multiprocessing.errors import record

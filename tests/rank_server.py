@@ -36,7 +36,7 @@ _LATER = (
     "torch._dynamo",  # by the first step of any optimizer
     "megatron.core.tokenizers.text",
     "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron_ext.upstream.runner",
+    "megatron_ext.training.runner",
     "megatron_ext.runtime.megatron_messages",
     "megatron_ext.disaggregation.step",
     "megatron_ext.transport.native_transport",

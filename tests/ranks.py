@@ -249,7 +249,7 @@ def require_training(script: str = "pretrain_gpt.py") -> None:
 
 def _run_script(script: str, argv: Sequence[str]) -> None:
     """Run a training script as the runner does."""
-    from megatron_ext.upstream import runner
+    from megatron_ext.training import runner
 
     code = runner.run(script, argv)
     if code:
@@ -259,7 +259,7 @@ def _run_script(script: str, argv: Sequence[str]) -> None:
 def train_here(model: str, argv: Sequence[str]) -> None:
     """Train in this process as `_run_script` does, but let errors through."""
     from megatron_ext import devices
-    from megatron_ext.upstream import runner
+    from megatron_ext.training import runner
 
     sys.argv = [f"pretrain_{model}.py", *argv]
     devices.current()  # before Megatron is imported

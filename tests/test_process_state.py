@@ -140,7 +140,6 @@ COMMANDS = {
     "devices/__init__.py",  # the device, before Megatron's parser
     "disaggregation/role_settings.py",  # for config/hosting.py
     "upstream/parent.py",
-    "upstream/runner.py",
     "upstream/person_view.py",
     "upstream/tree.py",
     "upstream/releases.py",
@@ -196,7 +195,7 @@ BOUNDARIES = (
     "upstream/error_file.py",  # torchrun names its file there
     "upstream/failure.py",
     "upstream/parent.py",
-    "upstream/runner.py",
+    "training/runner.py",
     "upstream/tree.py",
 )
 """Where the environment is read; docs/architecture.md says why each of them."""

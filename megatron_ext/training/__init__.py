@@ -1,1 +1,1 @@
-"""`pretrain_gpt.py` for a wheel of megatron-core, which lacks upstream's script."""
+"""The script that trains: upstream's own, or one for GPT on a wheel of megatron-core."""

@@ -1,1 +1,1 @@
-"""The Megatron that runs: its tree, its release, its signatures, and the runner of its scripts."""
+"""The Megatron that runs: its tree, release and signatures, and how its failures look."""

@@ -98,7 +98,7 @@ def test_a_training(tmp_path: Path) -> None:
 import os, sys
 os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost",
                   MASTER_PORT="0")
-from megatron_ext.upstream import runner
+from megatron_ext.training import runner
 raise SystemExit(runner.run("pretrain_gpt.py", sys.argv[1:]))
 """
     first = run(code, *flags.split(), "--exit-interval", "2")

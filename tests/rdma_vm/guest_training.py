@@ -30,7 +30,7 @@ FIRST_PORT = 29500
 
 
 def train(port: int, flags: list[str]) -> None:
-    from megatron_ext.upstream import runner
+    from megatron_ext.training import runner
 
     os.environ.update(
         RANK=NODE, WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",

@@ -113,7 +113,7 @@ def look(request: Json, log_dir: Path) -> Json:
         if shutil.which(script) is None:
             problems.append(f"there is no command {script}; copy it there with rsync")
     elif not problems:
-        from megatron_ext.upstream import runner
+        from megatron_ext.training import runner
 
         try:
             chosen = runner.choose(script)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import UpstreamMismatch, UserError
-from megatron_ext.upstream import releases, runner
+from megatron_ext.training import runner
+from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
 from tests.commands import run_package
 
