@@ -40,12 +40,12 @@ from benchmarks.schedule_harness.metrics import seconds_of
 from benchmarks.schedule_harness.ops import OpTimes, Sizes
 from benchmarks.schedule_harness.stage import MESSAGE_SHAPE, EmulatedStage, Probe
 from benchmarks.schedule_harness.systems import Run, System
+from megatron_ext.config import active
 from megatron_ext.config.active import Active, Pipeline, activate_configuration
 from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
+from megatron_ext.config.roles import Job, RankMap
 from megatron_ext.devices import host
 from megatron_ext.disaggregation import step, weights, worlds
-from megatron_ext.disaggregation.job import Job, current
-from megatron_ext.disaggregation.ranks import RankMap
 from megatron_ext.runtime.compute import StageCompute
 from megatron_ext.runtime.entry import forward_backward
 from megatron_ext.schedules import Costs, Kind, Placement, Schedule, generate, simulate
@@ -185,7 +185,7 @@ class _RoleProbe(Probe):
     met: int = 0
 
     def meet(self) -> None:
-        job, self.met = current(), self.met + 1
+        job, self.met = active.job(), self.met + 1
         assert job is not None
         barrier(worlds.roles_in_force().store, job.ranks.num_ranks, f"benchmark/{self.met}")
 
@@ -294,7 +294,7 @@ def measure_training(flags: list[str]) -> Trained:
         setattr(side, name, timed(getattr(side, name)))
     training.train = measured
     train_here("gpt", flags)
-    job = current()
+    job = active.job()
     role = "both" if job is None else job.role
     weights_s = sum(spent_s) / max(1, len(spent_s))
     stage = parallel_state.get_pipeline_model_parallel_rank()

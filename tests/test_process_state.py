@@ -138,7 +138,6 @@ COMMANDS = {
     "cli.py",
     "errors.py",  # words of what parsers refuse
     "devices/__init__.py",  # the device, before Megatron's parser
-    "disaggregation/role_settings.py",  # for config/hosting.py
     "upstream/parent.py",
     "upstream/person_view.py",
     "upstream/tree.py",

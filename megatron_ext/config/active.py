@@ -25,7 +25,7 @@ from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig, TransportName
-    from megatron_ext.disaggregation.job import Job
+    from megatron_ext.config.roles import Job, Role
     from megatron_ext.disaggregation.worlds import Roles
     from megatron_ext.runtime.executor import Observer
     from megatron_ext.runtime.runtime import Runtimes
@@ -322,6 +322,18 @@ def transport_only() -> Pipeline | None:
     """Return Megatron's own schedule if it runs over our transport, else None."""
     found = active()
     return None if found is None else found.transport_only
+
+
+def job() -> Job | None:
+    """Return the disaggregated job of this process; None: forwards and backwards share ranks."""
+    found = active()
+    return None if found is None else found.job
+
+
+def has_role(role: Role) -> bool:
+    """Return whether this process has a given role in a disaggregated job."""
+    found = job()
+    return found is not None and found.role == role
 
 
 def is_folded() -> bool:

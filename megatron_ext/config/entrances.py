@@ -26,8 +26,8 @@ from megatron_ext.config.active import (
 from megatron_ext.config.flags import in_fields
 from megatron_ext.config.hosting import Preflight, inspect
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
+from megatron_ext.config.roles import roles_in_words
 from megatron_ext.config.stages import ModelBuild, batches_of, flags_for, with_stash
-from megatron_ext.disaggregation.role_settings import roles_in_words
 from megatron_ext.errors import ArgumentsError, DeviceError, ScheduleError
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.schedules import commands

@@ -22,15 +22,14 @@ from megatron_ext.config import flags, incompatible, stages
 from megatron_ext.config.active import Environment, Pipeline
 from megatron_ext.config.incompatible import MEGATRON_FIELDS, RULES, Refusal
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
-from megatron_ext.disaggregation.ranks import rank_map
-from megatron_ext.disaggregation.role_settings import job_of, role_arguments
+from megatron_ext.config.roles import job_of, rank_map, role_arguments
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
 from megatron_ext.schedules.table.placement import linear
 from megatron_ext.upstream.tree import setting_names
 
 if TYPE_CHECKING:
-    from megatron_ext.disaggregation.job import Job
+    from megatron_ext.config.roles import Job
 
 _LOG = logging.getLogger(__name__)
 

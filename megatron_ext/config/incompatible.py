@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.config.flags import FLAG_OF, in_fields
+from megatron_ext.config.roles import profiles_with_torch
 from megatron_ext.config.stages import replica_size, world_size
-from megatron_ext.disaggregation.role_settings import profiles_with_torch
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.rules import Rule, read_rules
 

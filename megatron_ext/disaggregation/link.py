@@ -19,7 +19,7 @@ from megatron_ext.transport.observed import observed
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.disaggregation.job import Job
+    from megatron_ext.config.roles import Job
     from megatron_ext.transport.base import Transport
 
 # Time within which the death of a neighbour is detected.

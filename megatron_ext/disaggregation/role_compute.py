@@ -20,7 +20,7 @@ from megatron_ext.runtime.compute import StageCompute, microbatch_rng
 from megatron_ext.runtime.program import Form
 
 if TYPE_CHECKING:
-    from megatron_ext.disaggregation.job import Job
+    from megatron_ext.config.roles import Job
     from megatron_ext.message import Message, MessageKind
     from megatron_ext.runtime.compute import Tensors
     from megatron_ext.schedules.table.actions import Action

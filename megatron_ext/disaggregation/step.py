@@ -16,9 +16,8 @@ import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.utils import get_model_config
 
-from megatron_ext.config.active import required
+from megatron_ext.config import active
 from megatron_ext.devices import device_of
-from megatron_ext.disaggregation.job import Job, current
 from megatron_ext.disaggregation.link import explaining_failures, open_wire
 from megatron_ext.disaggregation.role_compute import BackwardCompute, ForwardCompute, RoleEnds
 from megatron_ext.disaggregation.ship import layers_of
@@ -36,6 +35,7 @@ from megatron_ext.schedules.table.validation import validate
 from megatron_ext.upstream.signatures import default_groups
 
 if TYPE_CHECKING:
+    from megatron_ext.config.roles import Job
     from megatron_ext.transport.base import Transport
 
 
@@ -122,7 +122,7 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
     if not is_forward:
         force = bool(call.get("force_all_reduce"))
         sync = TrainingSync(config, chunks, table, compute.splits, force_all_reduce=force)
-    observers = required().observers
+    observers = active.required().observers
     for observer in observers:
         observer.begin_step(compute)
     with sync:
@@ -146,13 +146,13 @@ def step_done(chunks: Sequence[torch.nn.Module], *, updated: bool) -> None:
     `updated` says on a backward rank whether the optimizer changed its weights.
     """
     _ready(chunks).weights.step_done(updated=updated)
-    for observer in required().observers:
+    for observer in active.required().observers:
         observer.end_iteration()
 
 
 def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
     """Return the runtime, created at first use, after forward ranks have the latest weights."""
-    job, roles = current(), roles_in_force()
+    job, roles = active.job(), roles_in_force()
     assert job is not None
     runtime = roles.runtime
     if runtime is None:

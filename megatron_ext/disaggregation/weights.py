@@ -20,7 +20,7 @@ from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
-    from megatron_ext.disaggregation.job import Job
+    from megatron_ext.config.roles import Job
     from megatron_ext.transport.base import Transport
 
 _BUCKET_BYTES = 32 << 20

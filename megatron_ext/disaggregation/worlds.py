@@ -19,11 +19,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.utils.store import barrier
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_ext.config.active import required
-from megatron_ext.disaggregation.job import Job, current
+from megatron_ext.config import active
 from megatron_ext.errors import TransportTimeout
 
 if TYPE_CHECKING:
+    from megatron_ext.config.roles import Job
     from megatron_ext.disaggregation.ship import Replay
     from megatron_ext.disaggregation.step import RoleRuntime
 
@@ -59,7 +59,7 @@ def join(backend: str) -> None:
     # The launcher's own rendezvous, so a role needs no address besides MASTER_ADDR.
     store, _, _ = next(iter(everyone))
     store.set_timeout(timeout)
-    required().roles = Roles(store)
+    active.required().roles = Roles(store)
     # With a prefix for each role: both number their groups and keys alike.
     dist.init_process_group(
         backend,
@@ -72,7 +72,7 @@ def join(backend: str) -> None:
 
 def roles_in_force() -> Roles:
     """Return what this process keeps under the active configuration."""
-    roles = required().roles
+    roles = active.required().roles
     assert roles is not None, "join() comes first"
     return roles
 
@@ -136,6 +136,6 @@ def leave() -> None:
 
 
 def _job() -> Job:
-    job = current()
+    job = active.job()
     assert job is not None
     return job

@@ -11,16 +11,16 @@ import sys
 from functools import partial
 from typing import Any
 
-from megatron_ext.config.active import active
-from megatron_ext.disaggregation.job import current, has_role
+from megatron_ext.config import active
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 
 _TRAINING = "megatron.training.training"
 _PROVIDERS = ("model_provider_func", "build_model_func")
 
-PATCHES = PatchTable(feature="disaggregation", when=lambda: current() is not None)
+PATCHES = PatchTable(feature="disaggregation", when=lambda: active.job() is not None)
 
-_on_forward_rank, _on_backward_rank = partial(has_role, "forward"), partial(has_role, "backward")
+_on_forward_rank = partial(active.has_role, "forward")
+_on_backward_rank = partial(active.has_role, "backward")
 
 
 @PATCHES.row("disaggregation.processes", "megatron.training.initialize:_initialize_distributed")
@@ -143,19 +143,19 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 @PATCHES.row(
     "disaggregation.exit",
     f"{_TRAINING}:checkpoint_and_decide_exit",
-    when=lambda: (job := current()) is not None and job.ends_by_itself,
+    when=lambda: (job := active.job()) is not None and job.ends_by_itself,
 )
 def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
     """Megatron decides among the processes of one role whether time is up or a signal has come."""
     from megatron_ext.disaggregation.step import share_exit
 
-    is_over = has_role("backward") and call(*args, **kwargs)
+    is_over = active.has_role("backward") and call(*args, **kwargs)
     return share_exit(by_name(call, args, kwargs)["model"], is_over=is_over)
 
 
 def _replay() -> Any:
     """Return the replay of shipped activations that is in progress, or None."""
-    found = active()
+    found = active.active()
     return None if found is None or found.roles is None else found.roles.replay
 
 

@@ -80,9 +80,7 @@ def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _check_model(chunks: list[Any], step: int) -> None:
-    from megatron_ext.disaggregation import job
-
-    if job.has_role("forward") and not _acted(
+    if active.has_role("forward") and not _acted(
         "disaggregation.model", "disaggregation.model_of_builders"
     ):
         trained = sum(p.requires_grad for chunk in chunks for p in chunk.parameters())

@@ -19,6 +19,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_ext.config import active
 from megatron_ext.errors import HangError
 
 if TYPE_CHECKING:
@@ -143,12 +144,11 @@ class Watchdog:
             return
         import torch.distributed as dist
 
-        from megatron_ext.disaggregation import job as disaggregation
         from megatron_ext.disaggregation.worlds import roles_in_force
 
         default: Any = dist.distributed_c10d._get_default_store()
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        job = disaggregation.current()
+        job = active.job()
         if job is not None:  # torch.distributed knows the ranks of one role
             default, rank, num_ranks = roles_in_force().store, job.rank, job.ranks.num_ranks
         store = default.clone()  # a separate connection: the other may be blocked

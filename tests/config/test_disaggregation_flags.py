@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_ext.config import active
 from megatron_ext.config.entrances import prepare
-from megatron_ext.disaggregation.job import current
 from megatron_ext.errors import ArgumentsError
 from tests.ranks import parse
 from tests.runtime.capture import GPT, PP2
@@ -45,7 +45,7 @@ def test_what_is_refused(flags: str, world: int, rule: str) -> None:
     with pytest.raises(ArgumentsError) as caught:
         parse("gpt", (GPT + flags).split(), {"WORLD_SIZE": str(world)})
     assert rule in str(caught.value)
-    assert current() is None
+    assert active.job() is None
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_what_upstreams_flags_can_ask_for_is_refused(dest: str, value: object, r
     setattr(args, dest, value)
     with pytest.raises(ArgumentsError, match=rule):
         prepare(args)
-    assert current() is None
+    assert active.job() is None
 
 
 def test_each_role_is_an_ordinary_job() -> None:
@@ -134,7 +134,7 @@ def test_what_depends_on_a_dropped_setting_is_dropped_too(
         distribute_saved_activations=True,
     )
     prepare(args)
-    job = current()
+    job = active.job()
     assert job is not None
     is_backward = job.role == "backward"
     assert args.profile is is_backward

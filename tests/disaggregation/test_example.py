@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config import active
 from megatron_ext.config.active import clear_configuration
-from megatron_ext.disaggregation.job import current
 from tests.examples.scripts import bash, dry_run, make_data, megatron_flags, value_of
 from tests.ranks import losses, parse, run_script
 
@@ -30,7 +30,7 @@ def test_what_the_scripts_start(script: str, flags: list[str], tp: int, processe
     given = megatron_flags(words)
     try:
         parse("gpt", given, {"WORLD_SIZE": processes})
-        job = current()
+        job = active.job()
         assert job is not None
         assert (job.ranks.tp, job.ranks.pp, job.ranks.dp) == (tp, 2, 1)
         assert job.ranks.merged == (script == SCRIPT)

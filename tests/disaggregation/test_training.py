@@ -23,12 +23,12 @@ def _values(tensor: Any) -> tuple[float, ...]:
 
 def run_role(argv: list[str], values: bool = False) -> tuple[str, Captured]:
     """Train as one rank of either role, or of none; keep values instead of digests."""
-    from megatron_ext.disaggregation.job import current
+    from megatron_ext.config import active
 
     if values:
         setattr(capture, "_digest", _values)  # noqa: B010
     captured = capture.run_here("gpt", argv)
-    job = current()
+    job = active.job()
     return (job.role if job else "backward"), captured
 
 
@@ -231,13 +231,13 @@ def run_signalled(argv: list[str]) -> tuple[str, Captured]:
     """Train as one rank; one backward rank gets SIGTERM after its second step."""
     from megatron.training import training
 
-    from megatron_ext.disaggregation.job import current
+    from megatron_ext.config import active
 
     train_step, steps = training.train_step, iter(range(9))
 
     def step(*args: Any, **kwargs: Any) -> Any:
         done = train_step(*args, **kwargs)
-        job = current()
+        job = active.job()
         assert job is not None
         if next(steps) == 1 and (job.role, job.role_rank) == ("backward", 0):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from megatron_ext.disaggregation.ranks import Place, RankMap, rank_map
+from megatron_ext.config.roles import Place, RankMap, rank_map
 from megatron_ext.errors import ArgumentsError
 
 SIZES = list(product((1, 2, 3, 4, 8), (1, 2, 3, 4), (1, 2, 3, 4), (False, True)))

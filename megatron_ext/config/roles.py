@@ -1,0 +1,301 @@
+"""Forward and backward roles of a disaggregated job: its ranks, and the arguments of each role.
+
+Tensor-parallel ranks are innermost, then the two roles, then context-parallel ranks, data-parallel
+replicas and pipeline stages. For TP 2, PP 2 and one replica:
+
+    plain   0 1 forward, 2 3 backward of stage 0; 4 5 forward, 6 7 backward of stage 1
+    merged  0 forward, 1 2 backward of stage 0; 3 forward, 4 5 backward of stage 1
+
+Megatron gets the arguments of an ordinary job that consists of the processes of one role. From them
+it derives data-parallel size, micro-batches, sampler and groups as usual.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.schedules import commands
+from megatron_ext.schedules.generators.catalog import generate
+from megatron_ext.schedules.table.costs import UNIT
+
+if TYPE_CHECKING:
+    from megatron_ext.config.pipeline_config import Activations, PipelineConfig
+    from megatron_ext.schedules.table.actions import Schedule
+
+Role = Literal["forward", "backward"]
+
+
+class Place(NamedTuple):
+    """Role and position of one process."""
+
+    role: Role
+    dp: int
+    """Data-parallel replica, or with context parallelism the part of a sequence in it."""
+    pp: int
+    """Pipeline stage."""
+    tp: int
+    """Tensor-parallel rank; always 0 on merged forward ranks."""
+
+
+@dataclass(frozen=True)
+class RankMap:
+    """All processes of a job, by global rank; each role also numbers its own."""
+
+    tp: int
+    """Tensor-parallel size of the backward ranks."""
+    pp: int
+    dp: int
+    """Copies of the model that forward ranks hold, and backward ranks: data-parallel replicas times
+    context-parallel ranks, which hold the same weights."""
+    merged: bool = False
+    """Whether one forward rank replaces all tensor-parallel ranks of its stage."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the whole job."""
+        return self.role_size("forward") + self.role_size("backward")
+
+    def role_tp(self, role: Role) -> int:
+        """Return the tensor-parallel size of a role."""
+        return 1 if self.merged and role == "forward" else self.tp
+
+    def role_size(self, role: Role) -> int:
+        """Return the number of processes with a role."""
+        return self.role_tp(role) * self.pp * self.dp
+
+    def place(self, rank: int) -> Place:
+        """Return role and position of a global rank."""
+        # The two roles of one part of the model are neighbours, which exchange the most; the last
+        # process is a backward rank of the last stage, which logs; either role has Megatron's own
+        # order.
+        block, offset = divmod(rank, self.role_tp("forward") + self.tp)
+        pp, dp = divmod(block, self.dp)
+        if offset < self.role_tp("forward"):
+            return Place("forward", dp, pp, offset)
+        return Place("backward", dp, pp, offset - self.role_tp("forward"))
+
+    def rank(self, place: Place) -> int:
+        """Return the global rank of a role and position."""
+        forwards = self.role_tp("forward")
+        block = place.pp * self.dp + place.dp
+        before = forwards if place.role == "backward" else 0
+        return block * (forwards + self.tp) + before + place.tp
+
+    def role_rank(self, place: Place) -> int:
+        """Return the rank of a process among those of its role, in Megatron's own order."""
+        return (place.pp * self.dp + place.dp) * self.role_tp(place.role) + place.tp
+
+    def twins(self, place: Place) -> list[Place]:
+        """Return the processes of the other role that hold the same weights, or shards of them."""
+        if place.role == "backward":
+            return [Place("forward", place.dp, place.pp, 0 if self.merged else place.tp)]
+        shards = range(self.tp) if self.merged else [place.tp]
+        return [Place("backward", place.dp, place.pp, tp) for tp in shards]
+
+
+def rank_map(world_size: int, *, tp: int, pp: int, merged: bool, cp: int = 1) -> RankMap:
+    """Return the map of a job with `world_size` processes, by its parallel sizes.
+
+    Raises:
+        ArgumentsError: The number of processes does not fit; the message names numbers that do.
+    """
+    ranks_of_replica = (tp + 1 if merged else 2 * tp) * pp * cp
+    replicas, rest = divmod(world_size, ranks_of_replica)
+    if rest or not replicas:
+        rule = f"(TP + 1) x PP = ({tp} + 1) x {pp}" if merged else f"2 x TP x PP = 2 x {tp} x {pp}"
+        if cp > 1:
+            rule = rule.replace(" = ", " x CP = ") + f" x {cp}"
+        near = [n * ranks_of_replica for n in (replicas, replicas + 1) if n]
+        raise ArgumentsError(
+            f"the job has {world_size} processes, but --forward-backward-disaggregating needs "
+            f"{rule} = {ranks_of_replica} for each replica of the model"
+            f"{'' if merged else ' (an even data-parallel size, which it halves)'}; start "
+            f"{' or '.join(map(str, near))} processes, or change a parallel size"
+        )
+    return RankMap(tp, pp, replicas * cp, merged)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A disaggregated job, as seen from this process."""
+
+    ranks: RankMap
+    rank: int
+    """Global rank of this process."""
+    activations: Activations
+    timeout_s: float
+    """Time-out for one process waiting for another."""
+    sequence_parallel: bool = False
+    """Whether activations are split along the sequence over tensor-parallel ranks."""
+    message_bytes: int = 1 << 20
+    """Size of the largest message between stages."""
+    gathers_late: bool = False
+    """Whether each replica updates a shard of the weights and gathers in the next forward."""
+    ends_by_itself: bool = False
+    """Whether backward ranks may find that it is time to end, at any step."""
+
+    @property
+    def place(self) -> Place:
+        """Role and position of this process."""
+        return self.ranks.place(self.rank)
+
+    @property
+    def role(self) -> Role:
+        """Whether this process runs forwards or backwards."""
+        return self.place.role
+
+    @property
+    def role_rank(self) -> int:
+        """Rank among the processes of the same role."""
+        return self.ranks.role_rank(self.place)
+
+    def name_of(self, rank: int | None) -> str:
+        """Return the name of a global rank for error messages; None: this process."""
+        rank = self.rank if rank is None else rank
+        role, dp, pp, tp = self.ranks.place(rank)
+        return f"{role} rank {rank} (stage {pp}, replica {dp}, shard {tp})"
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether each replica sends its shard of the weights to the forward ranks of all."""
+        return self.gathers_late and self.ranks.dp > 1
+
+    @property
+    def weight_partners(self) -> list[Place]:
+        """Processes of the other role that exchange weights with this one, replica by replica."""
+        place, ranks = self.place, self.ranks
+        replicas = range(ranks.dp) if self.shares_weights else [place.dp]
+        return [twin for replica in replicas for twin in ranks.twins(place._replace(dp=replica))]
+
+    @property
+    def window(self) -> int:
+        """Micro-batches that a forward rank may run ahead of the backward rank of its stage."""
+        # A backward rank grants one more credit with each micro-batch that it begins. That bounds
+        # the messages waiting on any process: backwards of neighbouring stages are one micro-batch
+        # apart, and nobody overtakes the forwards. It cannot deadlock: the credit for a micro-batch
+        # depends only on earlier ones. Their messages wait in memory. With equal stages, fewer than
+        # two for each stage are enough to lose no time, in either mode and for any number of
+        # tensor-parallel ranks that a forward rank replaces.
+        return 2 * self.ranks.pp
+
+    @property
+    def position(self) -> int:
+        """Row of the table that this process runs."""
+        # Down the forward stages and up the backward ones, as data flow.
+        stage, pp = self.place.pp, self.ranks.pp
+        return stage if self.role == "forward" else 2 * pp - 1 - stage
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return the table of one replica, both roles, for a number of micro-batches."""
+        return generate("fbd", 2 * self.ranks.pp, num_microbatches, activations=self.activations)
+
+    def peers(self, position: int) -> list[int]:
+        """Return the global ranks in a row of the table that exchange tensors with this process.
+
+        One rank of this replica, or all tensor-parallel ranks that a merged forward rank replaces.
+        """
+        pp, merged = self.ranks.pp, self.ranks.merged
+        role: Role = "forward" if position < pp else "backward"
+        stage = position if role == "forward" else 2 * pp - 1 - position
+        shards = [self.place.tp]
+        if merged and role == "forward":
+            shards = [0]
+        elif merged and self.role == "forward":
+            shards = list(range(self.ranks.tp))
+        return [self.ranks.rank(Place(role, self.place.dp, stage, tp)) for tp in shards]
+
+
+def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
+    """Return the disaggregated job of some ranks, including the role of this process."""
+    wanted = config.disaggregation
+    assert wanted is not None
+    # Of one activation `[s, b, h]` in fp32, or of a stage's shipped ones; a stage with more layers
+    # than the others sends longer messages, in pieces.
+    message_bytes = 4 * args.seq_length * args.micro_batch_size * args.hidden_size
+    if wanted.activations == "ship":
+        message_bytes *= args.num_layers // args.pipeline_model_parallel_size + 1
+    return Job(
+        ranks,
+        args.rank,
+        activations=wanted.activations,
+        timeout_s=config.message_timeout_s,
+        sequence_parallel=bool(args.sequence_parallel and args.tensor_model_parallel_size > 1),
+        message_bytes=message_bytes,
+        gathers_late=_gathers_late(args),
+        ends_by_itself=any(
+            getattr(args, dest, None) for dest in ("exit_duration_in_mins", "exit_signal_handler")
+        ),
+    )
+
+
+def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
+    """Return the arguments, by name, that make Megatron treat one role's processes as a job."""
+    wanted: dict[str, Any] = {"rank": job.role_rank, "world_size": job.ranks.role_size(job.role)}
+    if getattr(args, "rerun_mode", None) == "validate_results":
+        # Backward ranks would rerun a step with an unexpected loss and wait for forwards that
+        # never come. Disabled, such a loss ends the job at once.
+        wanted["rerun_mode"] = "disabled"
+    if job.role == "backward":
+        return wanted
+    # A forward rank has no gradients and writes no files.
+    settings: dict[str, Any] = {
+        "exit_duration_in_mins": None,  # see `Job.ends_by_itself`
+        "use_distributed_optimizer": False,
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "distribute_saved_activations": False,  # Megatron requires full recomputation with it
+        "save": None,
+        "load": None,
+        "pretrained_checkpoint": None,
+        "tensorboard_dir": None,
+        # torch's profiler writes beside the files of TensorBoard, which backward ranks write.
+        "profile": getattr(args, "profile", False) and not profiles_with_torch(args),
+        "wandb_project": "",
+    }
+    if job.ranks.merged:
+        settings |= {
+            "tensor_model_parallel_size": 1,
+            "sequence_parallel": False,
+            "tp_comm_overlap": False,  # Megatron requires sequence parallelism with it
+            # Pads the vocabulary to the same size as the shards do.
+            "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by * job.ranks.tp,
+        }
+    return wanted | {dest: value for dest, value in settings.items() if hasattr(args, dest)}
+
+
+def roles_in_words(args: Namespace, job: Job, count: int) -> str:
+    """Return a log line about the disaggregated schedule of some micro-batches, with its bubble."""
+    replicas = job.ranks.dp // getattr(args, "context_parallel_size", 1)
+    timeline = commands.evaluate(job.schedule(count), UNIT)
+    forwards, backwards = (job.ranks.role_size(role) for role in ("forward", "backward"))
+    return (
+        f"pipeline schedule: {timeline.schedule.label} on {job.ranks.num_ranks} processes: "
+        f"{forwards} forward and {backwards} backward ranks, {replicas} replica(s), {count} "
+        f"micro-batches: makespan {timeline.makespan / 2:g} forwards of a stage, bubble "
+        f"{100 * timeline.bubble_ratio:.1f} %"
+    )
+
+
+def profiles_with_torch(args: Namespace) -> bool:
+    """Return whether torch's profiler is on, which writes beside the files of TensorBoard."""
+    return all(getattr(args, dest, False) for dest in ("profile", "use_pytorch_profiler"))
+
+
+def _gathers_late(args: Namespace) -> bool:
+    """Return whether replicas still hold only their own updated shard when a step ends."""
+    if (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1:
+        return False  # replicas form groups, and each group has gathered by then
+    if getattr(args, "fp4_param_gather", False):
+        return False  # the gather moves quantised bytes
+    if getattr(args, "num_experts", None):
+        tensor_parallel = getattr(args, "expert_tensor_parallel_size", None)
+        spread = (getattr(args, "expert_model_parallel_size", None) or 1) > 1
+        if spread or tensor_parallel not in (None, args.tensor_model_parallel_size):
+            return False  # experts have fewer, or other, replicas than the rest
+    return bool(args.use_distributed_optimizer and getattr(args, "overlap_param_gather", False))
