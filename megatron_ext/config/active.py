@@ -26,9 +26,7 @@ from megatron_ext.schedules.table.validation import validate
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig, TransportName
     from megatron_ext.config.roles import Job, Role
-    from megatron_ext.disaggregation.worlds import Roles
-    from megatron_ext.runtime.executor import Observer
-    from megatron_ext.runtime.runtime import Runtimes
+    from megatron_ext.observer import Observer
     from megatron_ext.schedules.search.policies import Policy
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.placement import Placement
@@ -237,10 +235,11 @@ class Active:
     """Place of this process among those that the launcher started together."""
     iteration: int | None = None
     """The training step in progress, counted over all resumed runs; None: not known."""
-    runtimes: Runtimes | None = None
+    runtimes: Closing | None = None
     """What the runtime keeps; None before its first step (`runtime.in_force`)."""
-    roles: Roles | None = None
-    """What a process of a disaggregated job keeps, once it has joined the others."""
+    roles: Closing | None = None
+    """What a process of a disaggregated job keeps, once it has joined the others
+    (`worlds.roles_in_force`)."""
     host: Closing | None = None
     """What a training loop of others (`megatron_ext/hosts/`) keeps, once it gave its sizes."""
     checked_steps: int = 0

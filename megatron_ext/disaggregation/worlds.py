@@ -73,7 +73,7 @@ def join(backend: str) -> None:
 def roles_in_force() -> Roles:
     """Return what this process keeps under the active configuration."""
     roles = active.required().roles
-    assert roles is not None, "join() comes first"
+    assert isinstance(roles, Roles), "join() comes first"
     return roles
 
 

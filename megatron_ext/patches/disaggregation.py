@@ -156,7 +156,8 @@ def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> boo
 def _replay() -> Any:
     """Return the replay of shipped activations that is in progress, or None."""
     found = active.active()
-    return None if found is None or found.roles is None else found.roles.replay
+    roles: Any = None if found is None else found.roles
+    return None if roles is None else roles.replay
 
 
 @PATCHES.row(

@@ -19,7 +19,8 @@ _MOE = "megatron.core.transformer.moe"
 def _running() -> Any:
     """Return the slice that runs; None outside of slices."""
     found = active.active()
-    return None if found is None or found.runtimes is None else found.runtimes.kept.running
+    runtimes: Any = None if found is None else found.runtimes
+    return None if runtimes is None else runtimes.kept.running
 
 
 PATCHES = PatchTable(feature="schedules", when=lambda: _running() is not None)

@@ -20,7 +20,8 @@ PATCHES = PatchTable(feature="schedules")
 def _record() -> Any:
     """Return the target of deferred weight gradients; None outside `SplitBackward.defer`."""
     found = active.active()
-    return None if found is None or found.runtimes is None else found.runtimes.splits.record
+    runtimes: Any = None if found is None else found.runtimes
+    return None if runtimes is None else runtimes.splits.record
 
 
 def _splitting() -> bool:

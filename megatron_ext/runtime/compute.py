@@ -34,7 +34,7 @@ from megatron_ext.upstream.signatures import backward_step_of
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_ext.runtime.executor import Observer
+    from megatron_ext.observer import Observer
     from megatron_ext.runtime.program import Table
     from megatron_ext.schedules.table.actions import Action
 

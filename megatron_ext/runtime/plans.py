@@ -24,8 +24,8 @@ from megatron_ext.runtime.compute import StageCompute, rng_of_this_step, set_rng
 from megatron_ext.upstream.signatures import parameters
 
 if TYPE_CHECKING:
+    from megatron_ext.observer import Observer
     from megatron_ext.runtime.compute import Tensors
-    from megatron_ext.runtime.executor import Observer
     from megatron_ext.schedules.table.actions import Action, Kind
 
 _Key = tuple[int, int]

@@ -19,15 +19,10 @@ from megatron.core import parallel_state
 from megatron_ext import devices
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
+from megatron_ext.observer import Observer, overrides
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute, swapped
 from megatron_ext.runtime.connect import open_transport, pairs_of
-from megatron_ext.runtime.executor import (
-    Executed,
-    Executor,
-    Observer,
-    num_out_of_order,
-    overrides,
-)
+from megatron_ext.runtime.executor import Executor, num_out_of_order
 from megatron_ext.runtime.lengths import BalancedStep, ReplicaExchange, cost_of_model
 from megatron_ext.runtime.offloading import Offloading
 from megatron_ext.runtime.ordering import (
@@ -63,6 +58,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_ext.config.active import Pipeline
+    from megatron_ext.observer import Executed
     from megatron_ext.runtime.megatron_messages import StockPipeline
     from megatron_ext.schedules.table.route_plan import Route
 
@@ -409,6 +405,7 @@ def in_force() -> Runtimes:
     found = active.required()
     if found.runtimes is None:
         found.runtimes = Runtimes()
+    assert isinstance(found.runtimes, Runtimes)
     return found.runtimes
 
 

@@ -413,7 +413,7 @@ def with_earlier_slices(
         Keys and values of all tokens of the micro-batch up to the last one of `key`, and the
         position of the first one of `key`.
     """
-    runtimes = active.required().runtimes
+    runtimes: Any = active.required().runtimes
     running = None if runtimes is None else runtimes.kept.running
     if running is None:
         return key, value, 0

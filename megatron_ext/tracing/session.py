@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext import devices, files
 from megatron_ext.config.stages import batches_of, layout_text
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime.executor import Executed, Observer, num_out_of_order
+from megatron_ext.observer import Executed, Observer
+from megatron_ext.runtime.executor import num_out_of_order
 from megatron_ext.runtime.lengths import item_size
 from megatron_ext.schedules.generators.catalog import base_table, generate
 from megatron_ext.schedules.table import table_files

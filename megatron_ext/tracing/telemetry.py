@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.runtime.executor import Observer
+from megatron_ext.observer import Observer
 from megatron_ext.tracing.records import ACTION_NAMES
 
 if TYPE_CHECKING:

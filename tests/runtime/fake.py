@@ -16,8 +16,8 @@ from megatron_ext.transport.base import Expected, Stats
 
 if TYPE_CHECKING:
     from megatron_ext.message import Message
+    from megatron_ext.observer import Observer
     from megatron_ext.runtime.compute import Tensors
-    from megatron_ext.runtime.executor import Observer
     from megatron_ext.schedules.table.actions import Action, Schedule
 
 DTYPE = torch.float64

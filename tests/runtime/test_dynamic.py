@@ -20,6 +20,7 @@ from megatron_ext.config.active import Active, activate_configuration
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import TransportTimeout
 from megatron_ext.runtime.ordering import leaders
+from megatron_ext.runtime.runtime import Runtimes
 from megatron_ext.schedules.search.policies import Hint, PolicyName
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks
@@ -130,7 +131,7 @@ def _under_delays(policy: PolicyName, extra: int | None, seeds: list[int]) -> tu
         assert (not theirs[0]) == (dist.get_rank() == 0)
         for seed in seeds[int(dropout > 0) :: 2]:
             assert _same(_train(ours, stages, dropout, seed), theirs), (dropout, seed)
-    assert ours.runtimes is not None
+    assert isinstance(ours.runtimes, Runtimes)
     [runtime] = ours.runtimes
     rule = chosen.policy(M, dist.get_rank())
     cap = rule.cap if isinstance(rule, Hint) else M * len(stages)
@@ -172,7 +173,7 @@ def _ends_with_a_smaller_micro_batch() -> int:
     ours = use(chosen, seed=11)
     for seed in range(3):
         assert _same(_train(ours, stages, 0.3, seed, last_batch=1), theirs), seed
-    assert ours.runtimes is not None
+    assert isinstance(ours.runtimes, Runtimes)
     [runtime] = ours.runtimes
     return runtime.measured.out_of_order
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import MegatronExtError, TransportTimeout
 from megatron_ext.message import Message
-from megatron_ext.runtime.executor import Executed, Observer
+from megatron_ext.observer import Executed, Observer
 from megatron_ext.schedules import Action, Schedule, generate
 
 from . import fake

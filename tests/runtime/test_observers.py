@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.message import Message
-from megatron_ext.runtime.executor import Executed, Observer, num_out_of_order
+from megatron_ext.observer import Executed, Observer
+from megatron_ext.runtime.executor import num_out_of_order
 from megatron_ext.runtime.runtime import Measured
 from megatron_ext.schedules import Action, generate
 from megatron_ext.transport.base import Expected

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import megatron_ext
 from megatron_ext.config.pipeline_config import DynamicOrder
-from megatron_ext.runtime.executor import Executed, Observer
+from megatron_ext.observer import Executed, Observer
 from megatron_ext.schedules.search.policies import activation_cap
 from megatron_ext.schedules.table.memory import stash_ratio
 from tests.pipelines import make_pipeline, splits, use

@@ -1,0 +1,75 @@
+"""The interface of what observes a job: traces, watchdogs, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.transport.observed import TransportObserver
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_ext.schedules.table.actions import Action, Kind
+
+# A plain tuple because one is created between every two actions, where the device may wait.
+Executed = tuple[int, "Action", float]
+"""(position in table order, action, duration in seconds of host time, of which the two of a pair
+have a half each)."""
+
+
+class Observer(TransportObserver):
+    """Observes the training of one rank; override the methods you need.
+
+    Append to the `observers` of what is in force before the first step. A runtime hands them to its
+    transport, which reports messages also between steps, to the data (`read`), and in training to
+    the executor, after `begin_step`. The patches of `patches/trace.py` report what belongs to a
+    training step but not to its table, and the actions of Megatron's own schedules.
+    """
+
+    def begin_iteration(self, num_microbatches: int) -> None:
+        """Called when a training step begins: the schedule, reductions and the optimizer."""
+
+    def end_iteration(self) -> None:
+        """Called when a training step has failed, or has sent new weights to forward ranks.
+
+        Any other step ends with the optimizer.
+        """
+
+    def begin_collective(self, name: str) -> None:
+        """Called when a rank enters a collective part of a step: `reduce` or `optimizer`."""
+
+    def end_collective(self, name: str) -> None:
+        """Called when the rank has left it, with or without an error."""
+
+    def begin_step(self, compute: Any) -> None:
+        """Called when a table's training step begins, with the `StageCompute` that runs it."""
+
+    def read(self, microbatch: int, item: Any) -> None:
+        """Called with what the data iterator gave for a micro-batch."""
+
+    def made(self, stage: int, outputs: Sequence[Any], model: torch.nn.Module) -> None:
+        """Called after a forward of Megatron's own schedules, with its outputs, `[s, b, h]`."""
+
+    def close(self) -> None:
+        """Called when the configuration ends."""
+
+    def begin_action(self, action: Action) -> None:
+        """Called when an action's inputs are here; a pair's forward begins first and ends last."""
+
+    def end_action(self, position: int, action: Action) -> None:
+        """Called when the action at a position of its row has computed, before results leave."""
+
+    def begin_exchange(self) -> None:
+        """Called when experts are about to exchange tokens, in the stream that does; pairs only."""
+
+    def end_exchange(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Called behind it, with the action that it belongs to."""
+
+    def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
+        """Called when a step is complete, with its actions in execution order and its duration."""
+
+
+def overrides(observer: Observer, method: str) -> bool:
+    """Return whether an observer overrides a method of `Observer`."""
+    return getattr(type(observer), method) is not getattr(Observer, method)
