@@ -22,7 +22,6 @@ from megatron_ext.version import __version__
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import begin_iteration
-    from megatron_ext.config.entrances import configure
     from megatron_ext.config.hosting import preflight
     from megatron_ext.config.pipeline_config import (
         Disaggregation,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
         Tracing,
     )
     from megatron_ext.config.stages import ModelBuild
+    from megatron_ext.hosts.own_program import configure
     from megatron_ext.patches.point import Row
     from megatron_ext.runtime import routes
     from megatron_ext.schedules.search.length_balance import LengthCost
@@ -64,7 +64,7 @@ _MODULE_OF = {
     "PipelineConfig": "megatron_ext.config.pipeline_config",
     "Tracing": "megatron_ext.config.pipeline_config",
     "begin_iteration": "megatron_ext.config.active",
-    "configure": "megatron_ext.config.entrances",
+    "configure": "megatron_ext.hosts.own_program",
     "preflight": "megatron_ext.config.hosting",
     "routes": "megatron_ext.runtime.routes",
 }

@@ -1,4 +1,4 @@
-"""The two entrances: `prepare` and `check` for a command line, `configure` for a program.
+"""The entrance of a command line: `prepare` and `check`. Hosts enter by it, too.
 
 Megatron's training loop allows two points. `prepare` runs between parsing and Megatron's own
 validation: it translates the flags, works out the arguments that Megatron needs to host the
@@ -12,10 +12,8 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
-import megatron_ext
-from megatron_ext import devices, hosts
 from megatron_ext.config.active import (
     Active,
     Pipeline,
@@ -23,15 +21,11 @@ from megatron_ext.config.active import (
     clear_configuration,
     required,
 )
-from megatron_ext.config.flags import in_fields
 from megatron_ext.config.hosting import Preflight, inspect
-from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.config.roles import roles_in_words
-from megatron_ext.config.stages import ModelBuild, batches_of, flags_for, with_stash
-from megatron_ext.errors import ArgumentsError, DeviceError, ScheduleError
-from megatron_ext.patches.registry import REGISTRY
+from megatron_ext.config.stages import batches_of, with_stash
+from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules import commands
-from megatron_ext.schedules.generators.catalog import base_table
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import NOTABLE, quiet
 from megatron_ext.schedules.search.policies import Hint
@@ -41,6 +35,7 @@ from megatron_ext.schedules.table.memory import activation_peaks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.costs import Costs
 
@@ -75,13 +70,13 @@ def prepare(args: Namespace, requested: PipelineConfig | None = None) -> dict[st
     vars(args).pop(_REWRITTEN, None)
     vars(args).update(vars(given) | found.arguments | ({_REWRITTEN: changes} if changes else {}))
     if getattr(given, "rank", 0) == 0:  # of the job, not of a role
-        _log(*found.changes, *found.notices)
+        log(*found.changes, *found.notices)
     size, seed = int(getattr(given, "world_size", None) or 1), getattr(given, "seed", None)
-    _activate(found, requested, size, seed)
+    put_in_force(found, requested, size, seed)
     return found.arguments
 
 
-def _activate(
+def put_in_force(
     found: Preflight, requested: PipelineConfig | None, world_size: int, seed: int | None
 ) -> None:
     """Put a checked configuration in force."""
@@ -116,7 +111,7 @@ def check(args: Namespace) -> None:
             clear_configuration()
             raise
     if getattr(args, "rank", 0) == 0:
-        _log(*_what_runs(args, found))
+        log(*_what_runs(args, found))
 
 
 def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
@@ -237,171 +232,10 @@ def warning(pipeline: Pipeline) -> str | None:
     )
 
 
-def _log(*lines: str) -> None:
+def log(*lines: str) -> None:
     """Log notices, as warnings: scripts without logging set-up hide lower levels."""
     for line in lines:
         _LOG.warning("%s", line)
-
-
-@overload
-def configure(config: PipelineConfig) -> None: ...
-
-
-@overload
-def configure(
-    config: PipelineConfig,
-    *,
-    pipeline_ranks: int,
-    num_microbatches: int,
-    num_layers: int,
-    mtp_num_layers: int | None = None,
-    layout: str | None = None,
-    world_size: int | None = None,
-    seed: int | None = None,
-) -> ModelBuild: ...
-
-
-def configure(
-    config: PipelineConfig,
-    *,
-    pipeline_ranks: int | None = None,
-    num_microbatches: int | None = None,
-    num_layers: int | None = None,
-    mtp_num_layers: int | None = None,
-    layout: str | None = None,
-    world_size: int | None = None,
-    seed: int | None = None,
-) -> ModelBuild | None:
-    """Activate a configuration, and return what to build the model with.
-
-    For programs that do not parse Megatron's command line. Call it in every process of the job,
-    with the same arguments, before you create process groups and the model. `megatron.core` may be
-    imported earlier unless `config.device` is given. From then on
-    `megatron.core.pipeline_parallel.get_forward_backward_func` returns the schedule. Another call,
-    or `deconfigure`, ends this configuration.
-
-    Without any size it waits for a host that knows them, `pretrain` or `finetune` of
-    Megatron-Bridge, which then builds the model accordingly; it returns None.
-
-    Args:
-        config: The settings.
-        pipeline_ranks: Ranks of one pipeline, of both where a schedule mirrors two.
-        num_microbatches: Of one step of these ranks, both mirrored pipelines together.
-        num_layers: Transformer layers of the model, without those of multi-token prediction.
-        mtp_num_layers: Layers of multi-token prediction.
-        layout: Which layers each stage has, in Megatron's notation; None: the same number in each.
-        world_size: Ranks of the job; None: one pipeline.
-        seed: Of the run; needed where random numbers are drawn by micro-batch, as with `dynamic`.
-
-    Raises:
-        UserError: A size is missing or impossible, the sizes do not fit the configuration, the
-            device was named too late, or no host is installed.
-        UpstreamMismatch: Active patches do not fit the installed Megatron.
-    """
-    if not isinstance(config, PipelineConfig):
-        raise ArgumentsError(
-            f"configure takes a PipelineConfig, not a {type(config).__name__}; for example "
-            'configure(PipelineConfig(schedule="zb-v"), pipeline_ranks=4, ...)'
-        )
-    has_sizes = _check_sizes(
-        pipeline_ranks=pipeline_ranks,
-        num_microbatches=num_microbatches,
-        num_layers=num_layers,
-        world_size=world_size,
-        mtp_num_layers=mtp_num_layers,
-        seed=seed,
-        layout=layout,
-    )
-    clear_configuration()
-    if config.device != "auto":
-        # Before the patches are armed: they import Megatron for the device that is chosen then.
-        taken = devices.take(config.device).name
-        if taken != config.device:
-            raise DeviceError(
-                f"device {config.device} came after the {taken} backend was armed (megatron.core "
-                "was imported before); call configure first, or set "
-                f"MEGATRON_EXT_DEVICE={config.device}"
-            )
-    megatron_ext.activate()
-    REGISTRY.raise_mismatches()
-    if config.disaggregation is not None:
-        raise ArgumentsError(
-            "disaggregation needs a training loop that supports both roles; start Megatron's own "
-            "with --forward-backward-disaggregating"
-        )
-    if not has_sizes:
-        hosts.check_some_host()
-        await_host(config)
-        return None
-    if config.draws_by_microbatch and seed is None:
-        raise ConfigurationError(
-            "--microbatch-rng and --use-dpp need a seed; pass seed, the same on all ranks"
-        )
-    assert pipeline_ranks is not None
-    assert num_microbatches is not None
-    assert num_layers is not None
-    name = config.schedule or base_table(config.chunks)
-    if num_microbatches % config.twins:
-        raise ConfigurationError(
-            f"num_microbatches {num_microbatches} must be even for the two mirrored pipelines of "
-            f"{name}; use {num_microbatches - 1} or {num_microbatches + 1}"
-        )
-    world_size = world_size or pipeline_ranks
-    given = Namespace(
-        world_size=world_size,
-        tensor_model_parallel_size=1,  # Megatron's other sizes are replicas here
-        pipeline_model_parallel_size=pipeline_ranks,
-        num_virtual_stages_per_pipeline_rank=None if layout else config.chunks,
-        pipeline_model_parallel_layout=layout,
-        num_layers=num_layers,
-        mtp_num_layers=mtp_num_layers,
-        micro_batch_size=1,
-        global_batch_size=num_microbatches * max(1, world_size // pipeline_ranks),
-    )
-    # One rank under Megatron's own schedule sends nothing: there is no transport to check.
-    has_work = config.schedule or config.dynamic or pipeline_ranks > 1
-    found = inspect(given, config) if has_work else Preflight()
-    try:
-        found.raise_refusals()
-        hosted = found.pipeline or found.transport_only
-        if hosted is None:
-            hosted = Pipeline(replace(config, schedule=name), pipeline_ranks, num_microbatches)
-        cut = found.arguments
-        if found.pipeline is None:  # Megatron's own schedule, whose model is cut by the same rules
-            cut, _ = flags_for(given, hosted.placement, name)
-    except (ArgumentsError, ScheduleError) as error:
-        raise type(error)(in_fields(str(error))) from None
-    _activate(found, config, world_size, seed)
-    if required().environment.local_rank == 0:
-        _log(*map(in_fields, found.changes + found.notices))
-    placement = hosted.placement
-    chunks = placement.num_stages // placement.num_ranks
-    return ModelBuild(
-        pipeline_model_parallel_size=placement.num_ranks,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        pipeline_model_parallel_layout=cut.get("pipeline_model_parallel_layout", layout),
-        replicas=config.twins,
-        num_microbatches=hosted.num_microbatches,
-        variable_seq_lengths=config.variable_seq_lengths,
-        stages_of=placement.stages_of,
-    )
-
-
-def _check_sizes(**given: object) -> bool:
-    """Check the sizes and the layout that `configure` gets; return whether there are any."""
-    sizes = {name: value for name, value in given.items() if value is not None}
-    for name, value in sizes.items():
-        least = 0 if name in ("mtp_num_layers", "seed") else 1
-        if name == "layout":
-            if not isinstance(value, str):
-                raise ArgumentsError(f"layout {value!r} must be a string in Megatron's notation")
-        elif not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ArgumentsError(f"{name} {value!r} must be a whole number of at least {least}")
-    needed = ("pipeline_ranks", "num_microbatches", "num_layers")
-    missing = [name for name in needed if name not in sizes]
-    if missing and sizes:
-        raise ArgumentsError(f"configure needs all sizes; give {', '.join(missing)} too")
-    return bool(sizes)
 
 
 def count_recomputation(built: Any) -> None:
@@ -423,7 +257,7 @@ def count_recomputation(built: Any) -> None:
     pipeline.schedule(pipeline.num_microbatches)
     found.config, found.pipeline = counted, pipeline
     if found.environment.local_rank == 0:
-        _log(running(pipeline))
+        log(running(pipeline))
 
 
 def await_host(config: PipelineConfig) -> None:

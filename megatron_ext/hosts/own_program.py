@@ -1,0 +1,180 @@
+"""The entrance for a program with a training loop of its own: `configure`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import overload
+
+from megatron_ext import devices, hosts, patches
+from megatron_ext.config.active import Pipeline, clear_configuration, required
+from megatron_ext.config.entrances import await_host, log, put_in_force
+from megatron_ext.config.flags import in_fields
+from megatron_ext.config.hosting import Preflight, inspect
+from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
+from megatron_ext.config.stages import ModelBuild, flags_for
+from megatron_ext.errors import ArgumentsError, DeviceError, ScheduleError
+from megatron_ext.patches.registry import REGISTRY
+from megatron_ext.schedules.generators.catalog import base_table
+
+
+@overload
+def configure(config: PipelineConfig) -> None: ...
+
+
+@overload
+def configure(
+    config: PipelineConfig,
+    *,
+    pipeline_ranks: int,
+    num_microbatches: int,
+    num_layers: int,
+    mtp_num_layers: int | None = None,
+    layout: str | None = None,
+    world_size: int | None = None,
+    seed: int | None = None,
+) -> ModelBuild: ...
+
+
+def configure(
+    config: PipelineConfig,
+    *,
+    pipeline_ranks: int | None = None,
+    num_microbatches: int | None = None,
+    num_layers: int | None = None,
+    mtp_num_layers: int | None = None,
+    layout: str | None = None,
+    world_size: int | None = None,
+    seed: int | None = None,
+) -> ModelBuild | None:
+    """Activate a configuration, and return what to build the model with.
+
+    For programs that do not parse Megatron's command line. Call it in every process of the job,
+    with the same arguments, before you create process groups and the model. `megatron.core` may be
+    imported earlier unless `config.device` is given. From then on
+    `megatron.core.pipeline_parallel.get_forward_backward_func` returns the schedule. Another call,
+    or `deconfigure`, ends this configuration.
+
+    Without any size it waits for a host that knows them, `pretrain` or `finetune` of
+    Megatron-Bridge, which then builds the model accordingly; it returns None.
+
+    Args:
+        config: The settings.
+        pipeline_ranks: Ranks of one pipeline, of both where a schedule mirrors two.
+        num_microbatches: Of one step of these ranks, both mirrored pipelines together.
+        num_layers: Transformer layers of the model, without those of multi-token prediction.
+        mtp_num_layers: Layers of multi-token prediction.
+        layout: Which layers each stage has, in Megatron's notation; None: the same number in each.
+        world_size: Ranks of the job; None: one pipeline.
+        seed: Of the run; needed where random numbers are drawn by micro-batch, as with `dynamic`.
+
+    Raises:
+        UserError: A size is missing or impossible, the sizes do not fit the configuration, the
+            device was named too late, or no host is installed.
+        UpstreamMismatch: Active patches do not fit the installed Megatron.
+    """
+    if not isinstance(config, PipelineConfig):
+        raise ArgumentsError(
+            f"configure takes a PipelineConfig, not a {type(config).__name__}; for example "
+            'configure(PipelineConfig(schedule="zb-v"), pipeline_ranks=4, ...)'
+        )
+    has_sizes = _check_sizes(
+        pipeline_ranks=pipeline_ranks,
+        num_microbatches=num_microbatches,
+        num_layers=num_layers,
+        world_size=world_size,
+        mtp_num_layers=mtp_num_layers,
+        seed=seed,
+        layout=layout,
+    )
+    clear_configuration()
+    if config.device != "auto":
+        # Before the patches are armed: they import Megatron for the device that is chosen then.
+        taken = devices.take(config.device).name
+        if taken != config.device:
+            raise DeviceError(
+                f"device {config.device} came after the {taken} backend was armed (megatron.core "
+                "was imported before); call configure first, or set "
+                f"MEGATRON_EXT_DEVICE={config.device}"
+            )
+    patches.arm()
+    hosts.arm()
+    REGISTRY.raise_mismatches()
+    if config.disaggregation is not None:
+        raise ArgumentsError(
+            "disaggregation needs a training loop that supports both roles; start Megatron's own "
+            "with --forward-backward-disaggregating"
+        )
+    if not has_sizes:
+        hosts.check_some_host()
+        await_host(config)
+        return None
+    if config.draws_by_microbatch and seed is None:
+        raise ConfigurationError(
+            "--microbatch-rng and --use-dpp need a seed; pass seed, the same on all ranks"
+        )
+    assert pipeline_ranks is not None
+    assert num_microbatches is not None
+    assert num_layers is not None
+    name = config.schedule or base_table(config.chunks)
+    if num_microbatches % config.twins:
+        raise ConfigurationError(
+            f"num_microbatches {num_microbatches} must be even for the two mirrored pipelines of "
+            f"{name}; use {num_microbatches - 1} or {num_microbatches + 1}"
+        )
+    world_size = world_size or pipeline_ranks
+    given = Namespace(
+        world_size=world_size,
+        tensor_model_parallel_size=1,  # Megatron's other sizes are replicas here
+        pipeline_model_parallel_size=pipeline_ranks,
+        num_virtual_stages_per_pipeline_rank=None if layout else config.chunks,
+        pipeline_model_parallel_layout=layout,
+        num_layers=num_layers,
+        mtp_num_layers=mtp_num_layers,
+        micro_batch_size=1,
+        global_batch_size=num_microbatches * max(1, world_size // pipeline_ranks),
+    )
+    # One rank under Megatron's own schedule sends nothing: there is no transport to check.
+    has_work = config.schedule or config.dynamic or pipeline_ranks > 1
+    found = inspect(given, config) if has_work else Preflight()
+    try:
+        found.raise_refusals()
+        hosted = found.pipeline or found.transport_only
+        if hosted is None:
+            hosted = Pipeline(replace(config, schedule=name), pipeline_ranks, num_microbatches)
+        cut = found.arguments
+        if found.pipeline is None:  # Megatron's own schedule, whose model is cut by the same rules
+            cut, _ = flags_for(given, hosted.placement, name)
+    except (ArgumentsError, ScheduleError) as error:
+        raise type(error)(in_fields(str(error))) from None
+    put_in_force(found, config, world_size, seed)
+    if required().environment.local_rank == 0:
+        log(*map(in_fields, found.changes + found.notices))
+    placement = hosted.placement
+    chunks = placement.num_stages // placement.num_ranks
+    return ModelBuild(
+        pipeline_model_parallel_size=placement.num_ranks,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_model_parallel_layout=cut.get("pipeline_model_parallel_layout", layout),
+        replicas=config.twins,
+        num_microbatches=hosted.num_microbatches,
+        variable_seq_lengths=config.variable_seq_lengths,
+        stages_of=placement.stages_of,
+    )
+
+
+def _check_sizes(**given: object) -> bool:
+    """Check the sizes and the layout that `configure` gets; return whether there are any."""
+    sizes = {name: value for name, value in given.items() if value is not None}
+    for name, value in sizes.items():
+        least = 0 if name in ("mtp_num_layers", "seed") else 1
+        if name == "layout":
+            if not isinstance(value, str):
+                raise ArgumentsError(f"layout {value!r} must be a string in Megatron's notation")
+        elif not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ArgumentsError(f"{name} {value!r} must be a whole number of at least {least}")
+    needed = ("pipeline_ranks", "num_microbatches", "num_layers")
+    missing = [name for name in needed if name not in sizes]
+    if missing and sizes:
+        raise ArgumentsError(f"configure needs all sizes; give {', '.join(missing)} too")
+    return bool(sizes)
