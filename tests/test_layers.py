@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,63 @@ sys.meta_path = [finder for finder in sys.meta_path if "Redirecting" not in type
 from importlinter.cli import lint_imports
 sys.exit(lint_imports(no_cache=True))
 """
+
+
+def imported(path: Path, tree: ast.Module, modules: frozenset[str]) -> set[str]:
+    """Modules of the package that a file imports, in functions and for types, too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name(path)}:{node.lineno}: a relative import"
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (inside & modules) or {str(node.module)}
+    return found & modules
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room(module: str) -> str:
+    """A folder of the package, or a file beside them."""
+    return ".".join(module.split(".")[:2])
+
+
+def check_circles(extra: str = "", into: str = "") -> None:
+    """Raise `CycleError` for files, or for rooms, that import each other; with a line more."""
+    modules = frozenset(map(module, SOURCES))
+    graph = {}
+    for path in SOURCES:
+        code = path.read_text(encoding="utf-8") + (extra if name(path) == into else "")
+        graph[module(path)] = imported(path, ast.parse(code), modules)
+    # The one exception: errors of the configuration name fields, and the flags that set them.
+    graph["megatron_ext.config.pipeline_config"].remove("megatron_ext.config.flags")
+    TopologicalSorter(graph).prepare()
+    rooms: dict[str, set[str]] = {}
+    for one, others in graph.items():
+        rooms.setdefault(room(one), set()).update(map(room, others))
+    TopologicalSorter({one: others - {one} for one, others in rooms.items()}).prepare()
+
+
+def test_no_files_and_no_rooms_import_each_other() -> None:
+    check_circles()
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("config/active.py", "if TYPE_CHECKING:\n    from megatron_ext.runtime import runtime"),
+        ("config/entrances.py", "def f(): from megatron_ext import hosts"),
+        ("planning/bounds.py", "from megatron_ext.config.incompatible import RULES"),
+        ("runtime/compute.py", "from megatron_ext.runtime.executor import Executor"),
+        ("upstream/tree.py", "from megatron_ext.training import wheel"),
+    ],
+)
+def test_a_circle_is_found(file: str, line: str) -> None:
+    with pytest.raises(CycleError):
+        check_circles(f"\n{line}\n", f"megatron_ext/{file}")
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ from megatron_ext.config.active import (
     clear_configuration,
     required,
 )
-from megatron_ext.config.hosting import Preflight, inspect
+from megatron_ext.config.hosting import inspect
 from megatron_ext.config.roles import roles_in_words
 from megatron_ext.config.stages import batches_of, with_stash
 from megatron_ext.errors import ArgumentsError
@@ -35,6 +35,7 @@ from megatron_ext.schedules.table.memory import activation_peaks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from megatron_ext.config.incompatible import Preflight
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.costs import Costs

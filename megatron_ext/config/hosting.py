@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
 from megatron_ext.config import flags, incompatible, stages
 from megatron_ext.config.active import Environment, Pipeline
-from megatron_ext.config.incompatible import MEGATRON_FIELDS, RULES, Refusal
-from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
+from megatron_ext.config.incompatible import MEGATRON_FIELDS, RULES, Preflight
 from megatron_ext.config.roles import job_of, rank_map, role_arguments
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
@@ -29,7 +27,7 @@ from megatron_ext.schedules.table.placement import linear
 from megatron_ext.upstream.tree import setting_names
 
 if TYPE_CHECKING:
-    from megatron_ext.config.roles import Job
+    from megatron_ext.config.pipeline_config import PipelineConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,58 +58,6 @@ _OF_TRAINING = {
     "global_batch_size", "micro_batch_size", "num_layers_per_virtual_pipeline_stage",
     "rampup_batch_size", "seq_length", "step_batch_size_schedule", "world_size",
 }  # fmt: skip
-
-
-@dataclass
-class Preflight:
-    """Answer of `preflight`: whether a training can run, and how it differs from its flags."""
-
-    refusals: list[Refusal] = field(default_factory=list)
-    changes: list[str] = field(default_factory=list)
-    """Settings that the schedule replaces: the cut of the model, what is dropped or taken over."""
-    notices: list[str] = field(default_factory=list)
-    """Notices of settings with less effect than they seem to have."""
-    ignored: list[str] = field(default_factory=list)
-    """Settings that neither Megatron, where one is installed, nor this package knows."""
-    config: PipelineConfig | None = None
-    """The pipeline as the flags describe it; None: they contradict each other."""
-    pipeline: Pipeline | None = None
-    """The pipeline that runs; None: Megatron's own schedules run, or it is refused."""
-    transport_only: Pipeline | None = None
-    """Megatron's own schedule if its messages travel over our transport."""
-    job: Job | None = None
-    """The disaggregated job, in a process of it."""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments by Megatron's names that let it host the pipeline."""
-    given: Namespace = field(default_factory=Namespace)
-    """The arguments that were checked, with Megatron's defaults for missing ones."""
-
-    @property
-    def accepted(self) -> bool:
-        """Whether the configuration can run."""
-        return not self.refusals
-
-    def raise_refusals(self) -> None:
-        """Raise all refusals as one `ArgumentsError` or `ScheduleError`, a line for each."""
-        if self.refusals:
-            of_schedule = all(refusal.error is ScheduleError for refusal in self.refusals)
-            kind = ScheduleError if of_schedule else ArgumentsError
-            raise kind("\n".join(map(str, self.refusals)))
-
-    @contextmanager
-    def collecting(self, rule: str) -> Iterator[None]:
-        """Make errors inside this context refusals by a rule; the check goes on after it."""
-        try:
-            yield
-        except (ArgumentsError, ScheduleError) as error:
-            text = error.in_flags if isinstance(error, ConfigurationError) else str(error)
-            kind = ScheduleError if isinstance(error, ScheduleError) else ArgumentsError
-            for line in text.splitlines():
-                reason, _, remedy = line.rpartition("; ")
-                refusal = Refusal(rule, reason or remedy, remedy if reason else "", kind)
-                # Both the number of stages and the cut into them read the flags of a cut.
-                if refusal not in self.refusals:
-                    self.refusals.append(refusal)
 
 
 def preflight(

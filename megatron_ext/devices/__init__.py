@@ -11,7 +11,7 @@ import os
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,6 @@ class _Selected:
     """The state of this process."""
 
     device: Device | None = None
-    immortal: list[object] = field(default_factory=list)
 
 
 # The device of this process.
@@ -123,12 +122,6 @@ def off_cuda() -> bool:
 def on_cpu() -> bool:
     """Return whether this process computes on the host."""
     return current().name == "cpu"
-
-
-def keep_for_ever(what: object) -> None:
-    """Keep an object alive until the process exits, because torch holds its address."""
-    # A later object at the same address would be taken for this one.
-    _PROCESS.immortal.append(what)
 
 
 def _make(name: str) -> Device:

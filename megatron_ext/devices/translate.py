@@ -11,11 +11,11 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_ext import devices
 from megatron_ext.devices.backend import Redirect
 
 Translator = Callable[[Any], Any]
@@ -208,7 +208,8 @@ def _translated_factory(
     operator = _builtins._find_builtin(original)
     if operator is not None:  # torch.jit.script identifies functions by address
         _builtins._register_builtin(make, operator)
-        devices.keep_for_ever(make)
+        # A later function at the same address would be taken for this one.
+        weakref.finalize(make, _builtins._get_builtin_table().pop, id(make), None)
     return make
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_ext.config import active
-from megatron_ext.disaggregation.ship import Replay, Saved, replaying, saving
+from megatron_ext.disaggregation.ship import Replay, Saved, saving
+from megatron_ext.disaggregation.worlds import roles_in_force
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.runtime.compute import StageCompute, microbatch_rng
 from megatron_ext.runtime.program import Form
@@ -149,8 +150,12 @@ class BackwardCompute(StageCompute):
         given: Tensors = [packed[0].clone()] if action.stage else []
         outputs = packed[1:] if action.stage else packed
         replay = Replay(outputs.unbind(), states[0] if states else None)
-        with replaying(replay):
+        roles = roles_in_force()
+        roles.replay = replay  # for Megatron's checkpoint, see `patches/disaggregation.py`
+        try:
             super().run(action, given)
+        finally:
+            roles.replay = None
         if replay.num_replayed != len(self.layers):
             raise MegatronExtError(
                 f"{action} recomputed layers although their outputs were shipped: it reused only "

@@ -16,7 +16,6 @@ import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron_ext.disaggregation.worlds import roles_in_force
 from megatron_ext.errors import ScheduleError
 
 
@@ -104,14 +103,3 @@ class Replay:
             return output, inputs[2]  # the block passes on a second value
 
         return computed_later
-
-
-@contextmanager
-def replaying(replay: Replay) -> Iterator[None]:
-    """Make checkpointed layers return shipped outputs inside the block."""
-    roles = roles_in_force()
-    roles.replay = replay
-    try:
-        yield
-    finally:
-        roles.replay = None

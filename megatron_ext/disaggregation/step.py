@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
@@ -22,7 +21,7 @@ from megatron_ext.disaggregation.link import explaining_failures, open_wire
 from megatron_ext.disaggregation.role_compute import BackwardCompute, ForwardCompute, RoleEnds
 from megatron_ext.disaggregation.ship import layers_of
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
-from megatron_ext.disaggregation.worlds import beat, hand_over, roles_in_force
+from megatron_ext.disaggregation.worlds import RoleRuntime, beat, hand_over, roles_in_force
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute
 from megatron_ext.runtime.executor import Executor
@@ -33,24 +32,6 @@ from megatron_ext.runtime.trees import agree_trees
 from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.upstream.signatures import default_groups
-
-if TYPE_CHECKING:
-    from megatron_ext.config.roles import Job
-    from megatron_ext.transport.base import Transport
-
-
-@dataclass
-class RoleRuntime:
-    """State that lasts from step to step."""
-
-    job: Job
-    wire: Transport
-    """Carries tensors and weights to the neighbours of this process."""
-    weights: WeightSender | WeightReceiver
-    layers: Sequence[torch.nn.Module] | None
-    """Layers of this stage if their inputs are shipped, else None."""
-    tables: dict[int, Table] = field(default_factory=dict)
-    """By number of micro-batches."""
 
 
 def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:

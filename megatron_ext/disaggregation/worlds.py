@@ -9,11 +9,12 @@ each other in it, and the few values below travel through it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.utils.store import barrier
@@ -25,11 +26,27 @@ from megatron_ext.errors import TransportTimeout
 if TYPE_CHECKING:
     from megatron_ext.config.roles import Job
     from megatron_ext.disaggregation.ship import Replay
-    from megatron_ext.disaggregation.step import RoleRuntime
+    from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
+    from megatron_ext.runtime.program import Table
+    from megatron_ext.transport.base import Transport
 
 _PREFIX = "megatron_ext/fbd"
 _BEATS = f"{_PREFIX}/beats"
 _PAUSE_S = 0.5
+
+
+@dataclass
+class RoleRuntime:
+    """State that lasts from step to step."""
+
+    job: Job
+    wire: Transport
+    """Carries tensors and weights to the neighbours of this process."""
+    weights: WeightSender | WeightReceiver
+    layers: Sequence[torch.nn.Module] | None
+    """Layers of this stage if their inputs are shipped, else None."""
+    tables: dict[int, Table] = field(default_factory=dict)
+    """By number of micro-batches."""
 
 
 @dataclass

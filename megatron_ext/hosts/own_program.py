@@ -10,7 +10,8 @@ from megatron_ext import devices, hosts, patches
 from megatron_ext.config.active import Pipeline, clear_configuration, required
 from megatron_ext.config.entrances import await_host, log, put_in_force
 from megatron_ext.config.flags import in_fields
-from megatron_ext.config.hosting import Preflight, inspect
+from megatron_ext.config.hosting import inspect
+from megatron_ext.config.incompatible import Preflight
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.config.stages import ModelBuild, flags_for
 from megatron_ext.errors import ArgumentsError, DeviceError, ScheduleError

@@ -232,9 +232,10 @@ def _has_messages_of_ours() -> bool:
 )
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not announce the messages of a step, which a transport needs at its start."""
-    from megatron_ext.runtime.megatron_messages import stepwise
+    from megatron_ext.runtime.runtime import in_force
 
-    return stepwise(call(*args, **kwargs))
+    schedule = call(*args, **kwargs)
+    return lambda **keywords: in_force().stock.step(schedule, keywords)
 
 
 @PATCHES.row(
@@ -245,12 +246,14 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 )
 def _over_ours(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron sends over torch.distributed only, not over --pipeline-transport."""
-    from megatron_ext.runtime.megatron_messages import communicate
+    from megatron_ext.runtime.runtime import in_force
 
-    # The shape travels with the tensor; outside of a step (None) the call is not one of a pipeline.
+    step = in_force().stock.running
+    if step is None:  # outside of a step the call is not one of a pipeline
+        return call(*args, **kwargs)
+    # The shape travels with the tensor.
     without_shape = {name: value for name, value in kwargs.items() if name != "tensor_shape"}
-    done = communicate(**without_shape)
-    return call(*args, **kwargs) if done is None else done
+    return step.communicate(**without_shape)
 
 
 @PATCHES.row(

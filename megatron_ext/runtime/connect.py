@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.config.pipeline_config import TransportName
     from megatron_ext.runtime.program import Peers, Shapes, Table
-    from megatron_ext.schedules.table.route_plan import Route
+    from megatron_ext.schedules.table.actions import Route
     from megatron_ext.transport.address import Wire
     from megatron_ext.transport.base import Transport
 

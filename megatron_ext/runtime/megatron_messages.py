@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,6 @@ from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.connect import open_transport, pairs_of
 from megatron_ext.runtime.program import Peers, Table, make_table, shape_between_stages
-from megatron_ext.runtime.runtime import in_force
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.observed import observed
 from megatron_ext.upstream.signatures import default_groups
@@ -29,72 +28,6 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.message import MessageKind
     from megatron_ext.schedules.table.communication import Transfer
-
-
-def stepwise(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap one of Megatron's schedules so that each call is one step of the transport."""
-
-    def run(**keywords: Any) -> Any:
-        pipeline, runtimes = active.transport_only(), in_force()
-        assert pipeline is not None, "the patch asks for it while there is a pipeline"
-        assert runtimes.stock_step is None, "a step inside of a step"
-        groups = keywords.get("pg_collection") or default_groups()
-        stock = runtimes.stock.get(id(groups.pp))
-        if stock is None:
-            stock = runtimes.stock[id(groups.pp)] = StockPipeline(pipeline, groups, keywords)
-        runtimes.stock_step = stock
-        try:
-            stock.begin(keywords["num_microbatches"], bool(keywords.get("forward_only")))
-            result = schedule(**keywords)
-            stock.transport.flush(pipeline.timeout_s)
-        except BaseException as error:
-            stock.transport.abort(str(error))
-            raise
-        finally:
-            runtimes.stock_step = None
-        return result
-
-    return run
-
-
-def communicate(
-    *,
-    tensor_send_next: torch.Tensor | None,
-    tensor_send_prev: torch.Tensor | None,
-    recv_prev: bool,
-    recv_next: bool,
-    wait_on_reqs: bool = True,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, _Request] | None] | None:
-    """Replace `P2PCommunicator._communicate`.
-
-    Activations go to the next pipeline rank and gradients to the previous one, `[s, b, h]` each.
-    Without `wait_on_reqs`, received tensors are empty until their request's `wait()` fills them.
-
-    Returns:
-        (activation, gradient, requests). `requests` has Megatron's keys; None if already waited
-        for. The whole result is None outside a step.
-
-    Raises:
-        ScheduleError: Megatron sends or receives more tensors than the table has messages.
-        TransportError: A message timed out, or a peer failed.
-    """
-    step = in_force().stock_step
-    if step is None:
-        return None
-    requests: dict[str, _Request] = {}
-    if tensor_send_prev is not None:
-        requests["send_prev"] = step.send(tensor_send_prev, "B")
-    if tensor_send_next is not None:
-        requests["send_next"] = step.send(tensor_send_next, "F")
-    activation = gradient = None
-    if recv_prev:
-        activation, requests["recv_prev"] = step.receive("F")
-    if recv_next:
-        gradient, requests["recv_next"] = step.receive("B")
-    if wait_on_reqs:
-        for request in requests.values():
-            request.wait()
-    return activation, gradient, None if wait_on_reqs else requests
 
 
 @dataclass
@@ -180,6 +113,44 @@ class StockPipeline:
 
         return tensor, _Request(arrive)
 
+    def communicate(
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        wait_on_reqs: bool = True,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, _Request] | None]:
+        """Exchange the tensors of a step, in place of `P2PCommunicator._communicate`.
+
+        Activations go to the next pipeline rank and gradients to the previous one, `[s, b, h]`
+        each. Without `wait_on_reqs`, received tensors are empty until their request's `wait()`
+        fills them.
+
+        Returns:
+            (activation, gradient, requests). `requests` has Megatron's keys; None if already
+            waited for.
+
+        Raises:
+            ScheduleError: Megatron sends or receives more tensors than the table has messages.
+            TransportError: A message timed out, or a peer failed.
+        """
+        requests: dict[str, _Request] = {}
+        if tensor_send_prev is not None:
+            requests["send_prev"] = self.send(tensor_send_prev, "B")
+        if tensor_send_next is not None:
+            requests["send_next"] = self.send(tensor_send_next, "F")
+        activation = gradient = None
+        if recv_prev:
+            activation, requests["recv_prev"] = self.receive("F")
+        if recv_next:
+            gradient, requests["recv_next"] = self.receive("B")
+        if wait_on_reqs:
+            for request in requests.values():
+                request.wait()
+        return activation, gradient, None if wait_on_reqs else requests
+
     def _next(
         self, queues: dict[MessageKind, deque[Transfer]], kind: MessageKind, verb: str
     ) -> Transfer:
@@ -189,3 +160,39 @@ class StockPipeline:
                 f"has messages; take --pipeline-transport torch"
             )
         return queues[kind].popleft()
+
+
+@dataclass
+class StockPipelines:
+    """Megatron's own schedules of a configuration, whose messages travel over our transport."""
+
+    by_group: dict[int, StockPipeline] = field(default_factory=dict)
+    """By id of the pipeline group, which the pipeline holds, so its id stays unique."""
+    running: StockPipeline | None = None
+    """The one whose step runs."""
+
+    def step(self, schedule: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
+        """Run one of Megatron's schedules as one step of the transport."""
+        pipeline = active.transport_only()
+        assert pipeline is not None, "the patch asks for it while there is a pipeline"
+        assert self.running is None, "a step inside of a step"
+        groups = keywords.get("pg_collection") or default_groups()
+        stock = self.by_group.get(id(groups.pp))
+        if stock is None:
+            stock = self.by_group[id(groups.pp)] = StockPipeline(pipeline, groups, keywords)
+        self.running = stock
+        try:
+            stock.begin(keywords["num_microbatches"], bool(keywords.get("forward_only")))
+            result = schedule(**keywords)
+            stock.transport.flush(pipeline.timeout_s)
+        except BaseException as error:
+            stock.transport.abort(str(error))
+            raise
+        finally:
+            self.running = None
+        return result
+
+    def close(self) -> None:
+        """Close the transports."""
+        for stock in self.by_group.values():
+            stock.transport.close()

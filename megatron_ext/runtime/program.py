@@ -29,8 +29,7 @@ from megatron_ext.transport.base import Expected
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.message import Message, MessageKind
-    from megatron_ext.schedules.table.actions import Action, Schedule
-    from megatron_ext.schedules.table.route_plan import Route
+    from megatron_ext.schedules.table.actions import Action, Route, Schedule
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute, swa
 from megatron_ext.runtime.connect import open_transport, pairs_of
 from megatron_ext.runtime.executor import Executor, num_out_of_order
 from megatron_ext.runtime.lengths import BalancedStep, ReplicaExchange, cost_of_model
+from megatron_ext.runtime.megatron_messages import StockPipelines
 from megatron_ext.runtime.offloading import Offloading
 from megatron_ext.runtime.ordering import (
     Agreement,
@@ -59,8 +60,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.config.active import Pipeline
     from megatron_ext.observer import Executed
-    from megatron_ext.runtime.megatron_messages import StockPipeline
-    from megatron_ext.schedules.table.route_plan import Route
+    from megatron_ext.schedules.table.actions import Route
 
 _LOG = logging.getLogger(__name__)
 
@@ -379,10 +379,8 @@ class Runtimes:
     """What layers keep from slice to slice; patches of layers read it here."""
     offloading: Offloading = field(default_factory=Offloading)
     """In which order Megatron brings offloaded activations back."""
-    stock: dict[int, StockPipeline] = field(default_factory=dict)
-    """Megatron's own schedules, whose messages travel over our transport; as `by_group`."""
-    stock_step: StockPipeline | None = None
-    """The one of them that runs."""
+    stock: StockPipelines = field(default_factory=StockPipelines)
+    """Megatron's own schedules, whose messages travel over our transport."""
     last_counts: tuple[float, list[float]] | None = None
     """When the counts for writers of scalars were read last, and what they were."""
 
@@ -396,8 +394,7 @@ class Runtimes:
             if runtime.run_ahead is not None:
                 runtime.run_ahead.close()
             runtime.transport.close()
-        for stock in self.stock.values():
-            stock.transport.close()
+        self.stock.close()
 
 
 def in_force() -> Runtimes:

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.compute import Call, Tensors
     from megatron_ext.runtime.program import Shapes
     from megatron_ext.runtime.routes import Batch, Published
-    from megatron_ext.schedules.table.actions import Action
+    from megatron_ext.schedules.table.actions import Action, Route
     from megatron_ext.schedules.table.placement import Placement
-    from megatron_ext.schedules.table.route_plan import Route
 
 Tree = Any
 """A tensor, None, or a tuple, list or dict of trees."""

@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.jit import _builtins
 
+from megatron_ext.devices import translate
 from megatron_ext.devices.cpu import CpuDevice
 from tests.ranks import run_ranks
 
@@ -140,6 +142,14 @@ def jit_script_knows_the_factories() -> None:
     assert torch.jit.script(scripted)(3).tolist() == [0.0, 0.0, 0.0]
 
 
+def jit_script_forgets_a_factory_that_is_gone() -> None:
+    made = translate._translated_factory(str, False, torch.zeros.__wrapped__)
+    address = id(made)
+    assert address in _builtins._get_builtin_table()
+    del made
+    assert address not in _builtins._get_builtin_table()
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -150,6 +160,7 @@ def jit_script_knows_the_factories() -> None:
         random_numbers,
         dropout_repeats_under_the_tracker,
         jit_script_knows_the_factories,
+        jit_script_forgets_a_factory_that_is_gone,
     ],
 )
 def test_armed(case: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, Schedule, generate, registered
-from megatron_ext.schedules.table.route_plan import Route
+from megatron_ext.schedules.table.actions import Route
 
 TIMES = st.sampled_from([0.25, 0.5, 0.75, 1.0, 1.25, 2.0, 3.0])
 EQUAL = st.builds(lambda time: Costs(time, time, time), TIMES)

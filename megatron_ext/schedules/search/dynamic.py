@@ -1,21 +1,14 @@
-"""Actions that may run next on a rank, and a step in dynamic order simulated event by event.
+"""A step in dynamic order, simulated event by event.
 
-`Progress` is the bookkeeping under every dynamic policy. An action is *ready* when its inputs exist
-(`Schedule.needs`) and everything has run that must run before it for the sake of equal bits. On a
-device an action can *follow* its inputs once they are launched: it runs behind them.
-
-`simulate_dynamic` is the counterpart of `simulate.py`, with the same costs: there the order is
-given and the times follow; here policies choose the order as time advances.
+The counterpart of `simulate.py`, with the same costs: there the order is given and the times
+follow; here policies choose the order as time advances.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
@@ -27,183 +20,6 @@ if TYPE_CHECKING:
     from megatron_ext.message import Message
     from megatron_ext.schedules.search.policies import Policy
     from megatron_ext.schedules.table.actions import Action, Schedule
-
-
-class Progress:
-    """The ready actions of one rank, as positions in its row of the static table.
-
-    Policies choose by kind, so there are three heaps: forwards, backwards (B and I) and weights.
-    """
-
-    def __init__(self, schedule: Schedule, rank: int) -> None:
-        self.row = schedule.rows[rank]
-        self.done = bytearray(len(self.row))
-        self.left = len(self.row)
-        self.forwards: list[int] = []
-        self.backwards: list[int] = []
-        self.weights: list[int] = []
-        # By position: the number of tensors and actions that it waits for.
-        self._missing = [0] * len(self.row)
-        # By position: those among them that are not even launched.
-        self._unlaunched: list[int] = []
-        # Tensors that are launched and have not arrived.
-        self._launched: set[Message] = set()
-        # Inputs that were launched when the last chosen action began.
-        self._launched_before: set[Message] = set()
-        self.hears_launches = False
-        """Whether `launched` announces each tensor of another rank before it arrives."""
-        # Inputs that had not arrived when their action was chosen.
-        self._awaited: set[Message] = set()
-        # By position: the actions of this rank that wait for it.
-        self._enables: list[list[int]] = [[] for _ in self.row]
-        # By message, activation or gradient: the position of the action that needs it.
-        self._takers: dict[Message, int] = {}
-        # By position: the rank that makes its input, None for what needs none.
-        self._sources: list[int | None] = [None] * len(self.row)
-        self._heap_of = self._heaps()
-        self._connect(schedule)
-        self._unlaunched = list(self._missing)
-        for index, missing in enumerate(self._missing):
-            if not missing:
-                heapq.heappush(self._heap_of[index], index)
-
-    def again(self) -> Progress:
-        """Return a copy for another step; what no step changes is shared."""
-        made = copy(self)
-        made.done = bytearray(self.done)
-        made.forwards, made.backwards = [*self.forwards], [*self.backwards]
-        made.weights = [*self.weights]
-        made._missing, made._unlaunched = [*self._missing], [*self._unlaunched]
-        made._launched, made._launched_before = {*self._launched}, {*self._launched_before}
-        made._awaited, made._takers = {*self._awaited}, {**self._takers}
-        # The map by position holds the lists themselves, so a copy needs one of its own.
-        made._heap_of = made._heaps()
-        return made
-
-    def _heaps(self) -> list[list[int]]:
-        heaps = {"F": self.forwards, "B": self.backwards, "I": self.backwards, "W": self.weights}
-        return [heaps[action.kind] for action in self.row]
-
-    def _connect(self, schedule: Schedule) -> None:
-        """Build the dependencies between actions."""
-        position = {action: index for index, action in enumerate(self.row)}
-        rank_of = schedule.placement.rank_of
-        for index, action in enumerate(self.row):
-            for needed in schedule.needs(action):
-                if schedule.travels(needed, action):
-                    self._takers[tensor_of(action)] = index
-                    self._missing[index] += 1
-                    self._sources[index] = rank_of[needed.stage]
-                else:
-                    self._order(position[needed], index)
-        # The backwards of a stage, and what computes its weight gradients, become ready in the
-        # order of micro-batches. So gradients are summed in one order, and the result equals that
-        # of the static table bit for bit, whatever arrives first.
-        last_stage = schedule.num_stages - 1
-        turns: dict[tuple[int, str], list[int]] = defaultdict(list)
-        # The slices of a micro-batch run backward in reverse.
-        turn_of = [(action.microbatch, -action.slice) for action in self.row]
-        for index in sorted(range(len(self.row)), key=turn_of.__getitem__):
-            stage, kind, *_ = self.row[index]
-            if kind in ("B", "I"):
-                turns[stage, "I"].append(index)
-            if kind in ("B", "W"):
-                turns[stage, "W"].append(index)
-        forwards: dict[int, list[int]] = defaultdict(list)
-        for index, action in enumerate(self.row):
-            if action.kind == "F":
-                forwards[action.stage].append(index)
-        # Forwards of the last stage keep the order of the table: some losses are averaged over
-        # replicas, which must meet there.
-        for turn in (*turns.values(), forwards.get(last_stage, [])):
-            for before, after in pairwise(turn):
-                self._order(before, after)
-        # On every stage the first forward is the table's: `validation.check_first_gradients`.
-        for first, *others in forwards.values():
-            for after in others:
-                self._order(first, after)
-
-    def _order(self, before: int, after: int) -> None:
-        self._enables[before].append(after)
-        self._missing[after] += 1
-
-    def require(self, action: Action, message: Message) -> None:
-        """Let an action wait for one message more; before anything is chosen."""
-        index = self.row.index(action)
-        assert self._missing[index], f"{action} may have been chosen already"
-        self._takers[message] = index
-        self._missing[index] += 1
-        self._unlaunched[index] += 1
-
-    def launched(self, message: Message) -> None:
-        """Record that the device of another rank will compute a message, with all its parts."""
-        self._launched.add(message)
-        self._unlaunched[self._takers[message]] -= 1
-
-    def arrived(self, message: Message) -> None:
-        """Record the arrival of a message that an action needs, with all its parts.
-
-        The notice of a launch counts as `launched`.
-        """
-        if message.launched:
-            self.launched(message.tensor)
-            return
-        if message in self._awaited:
-            self._awaited.remove(message)
-            return
-        index = self._takers[message]
-        if message in self._launched:
-            self._launched.remove(message)
-        else:
-            self._unlaunched[index] -= 1
-        self._supply(index)
-
-    def finished(self, index: int) -> None:
-        """Record that an action has run, which may make others of this rank ready."""
-        self.done[index] = 1
-        self.left -= 1
-        for after in self._enables[index]:
-            self._unlaunched[after] -= 1
-            self._supply(after)
-
-    def began(self) -> None:
-        """Record that the last chosen action begins, and what is on its way at that time."""
-        self._launched_before = set(self._launched)
-
-    def expects(self) -> bool:
-        """Return whether a tensor may arrive before the last chosen action has ended.
-
-        Actions take about as long on all ranks. So what was launched after its begin ends later.
-        """
-        return not self.hears_launches or not self._launched_before.isdisjoint(self._launched)
-
-    def follow(self, index: int) -> None:
-        """Record that an action which is not ready is chosen, to follow what it needs."""
-        self._missing[index] = 0
-        self._awaited |= self._launched  # all of it is for this action (`follower`)
-        self._launched.clear()
-
-    def is_ready(self, index: int) -> bool:
-        """Return whether an action may run, or has run."""
-        return not self._missing[index]
-
-    def follower(self, head: int) -> int | None:
-        """Return the action that needs all that is launched, and nothing more; None if none does.
-
-        Other than the head only one whose input comes from the same device as the head's: devices
-        run in the order of launches, so what the head needs comes later anyway.
-        """
-        takers = {self._takers[message] for message in self._launched}
-        if len(takers) != 1:
-            return None
-        index = takers.pop()
-        is_first = index == head or self._sources[index] == self._sources[head]
-        return index if is_first and not self._unlaunched[index] else None
-
-    def _supply(self, index: int) -> None:
-        self._missing[index] -= 1
-        if not self._missing[index]:
-            heapq.heappush(self._heap_of[index], index)
 
 
 class _RankEvent(NamedTuple):

@@ -80,7 +80,7 @@ def policies(
     table is simulated with. The others are as for `activation_cap`.
 
     Raises:
-        ScheduleError: The table sums gradients in another order than policies (`dynamic.py`).
+        ScheduleError: The table sums gradients in another order than policies (`progress.py`).
     """
     if not validate(schedule).ascending:
         raise ScheduleError(

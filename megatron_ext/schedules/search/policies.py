@@ -24,7 +24,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from megatron_ext.schedules.search.dynamic import Progress
+from megatron_ext.schedules.search.progress import Progress
 from megatron_ext.schedules.table.memory import most_alive
 from megatron_ext.schedules.table.validation import validate
 

@@ -11,14 +11,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
-    from megatron_ext.schedules.table.route_plan import Route
 
 Kind = Literal["F", "B", "I", "W", "R"]
 """F: forward. B: full backward. I: gradient of the input. W: gradient of the weights (B = I + W).
@@ -94,6 +93,24 @@ def parse_row(cells: Iterable[str]) -> tuple[Row, frozenset[int]]:
         except ScheduleError as error:
             raise ScheduleError(f"cell {number}: {error}") from error
     return tuple(row), frozenset(pairs)
+
+
+class Route(NamedTuple):
+    """A tensor that one stage publishes and later stages take."""
+
+    name: str
+    source: int
+    """The stage that publishes it."""
+    takers: tuple[int, ...]
+    """The stages that take it, ascending."""
+
+    @property
+    def links(self) -> Iterator[tuple[int, int]]:
+        """Yield (sender, receiver) of each gradient: from taker to taker, down to the publisher."""
+        # Gradients are added in descending stage order, as in the backward of an unpipelined model,
+        # so the sum has the same bits under every placement. Summing per rank first would save
+        # messages if a rank has several takers, but the bits would depend on the placement.
+        return pairwise((*reversed(self.takers), self.source))
 
 
 @dataclass(frozen=True)

@@ -15,33 +15,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.message import Message
+from megatron_ext.schedules.table.actions import Route
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.placement import Placement
-
-
-class Route(NamedTuple):
-    """A tensor that one stage publishes and later stages take."""
-
-    name: str
-    source: int
-    """The stage that publishes it."""
-    takers: tuple[int, ...]
-    """The stages that take it, ascending."""
-
-    @property
-    def links(self) -> Iterator[tuple[int, int]]:
-        """Yield (sender, receiver) of each gradient: from taker to taker, down to the publisher."""
-        # Gradients are added in descending stage order, as in the backward of an unpipelined model,
-        # so the sum has the same bits under every placement. Summing per rank first would save
-        # messages if a rank has several takers, but the bits would depend on the placement.
-        return pairwise((*reversed(self.takers), self.source))
 
 
 def connect(

@@ -38,7 +38,7 @@ from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
-    from megatron_ext.config.hosting import Preflight
+    from megatron_ext.config.incompatible import Preflight
     from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.planning.techniques import Precision
 

@@ -9,8 +9,9 @@ import pytest
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, generate, simulate
-from megatron_ext.schedules.search.dynamic import Progress, simulate_dynamic
+from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import policies
+from megatron_ext.schedules.search.progress import Progress
 from megatron_ext.schedules.table.costs import AHEAD
 from megatron_ext.schedules.table.transforms import split_backwards
 
