@@ -292,7 +292,7 @@ PATCHES.row(
     "bridge.logged",
     f"{_TRAINING}.utils.train_utils:training_log",
     "Bridge does not check at the first logged line that the table ran and the loss has arrived.",
-    when=effects.is_not_logged,
+    of=effects.not_logged,
     order=-20,
 )(effects.logged)
 PATCHES.row(

@@ -163,12 +163,12 @@ def _replay() -> Any:
 @PATCHES.row(
     "disaggregation.layers",
     "megatron.core.tensor_parallel.random:checkpoint",
-    when=lambda: _replay() is not None,
+    of=_replay,
 )
-def _replay_layer(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _replay_layer(replay: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron runs a layer for its output, which --fbd-activations ship has already delivered."""
     function, distribute, hidden_states, *others = args
-    later = _replay().instead_of(function, hidden_states)
+    later = replay.instead_of(function, hidden_states)
     return call(later, distribute, hidden_states, *others, **kwargs)
 
 

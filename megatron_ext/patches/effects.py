@@ -35,10 +35,10 @@ def _is_due() -> bool:
     return found is not None and found.checked_steps < _STEPS
 
 
-def is_not_logged() -> bool:
-    """Return whether the first line of the log is still to be checked."""
+def not_logged() -> active.Active | None:
+    """Return what is in force while the first line of the log is still to be checked."""
     found = _checked()
-    return found is not None and not found.is_log_checked
+    return None if found is None or found.is_log_checked else found
 
 
 def _acted(*patches: str) -> bool:
@@ -105,11 +105,10 @@ def _check_model(chunks: list[Any], step: int) -> None:
             )
 
 
-@PATCHES.row("effects.logged", "megatron.training.training:training_log", when=is_not_logged)
-def logged(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+@PATCHES.row("effects.logged", "megatron.training.training:training_log", of=not_logged)
+def logged(found: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not verify at the first log line that the table ran and the loss arrived."""
     # Once: what had no effect in the steps before the first line will have none later.
-    found = active.required()
     found.is_log_checked = True
     chosen, messages = found.pipeline, found.transport_only
     if chosen is not None and not _acted("schedules.forward_backward"):

@@ -25,14 +25,16 @@ _CHECKPOINTING = "megatron.training.checkpointing"
 PATCHES = PatchTable(feature="schedules", when=active.is_folded)
 
 
-@PATCHES.row("placement.layers", f"{_LAYOUT}:PipelineParallelLayerLayout.from_str")
-def _place_layers(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+@PATCHES.row(
+    "placement.layers", f"{_LAYOUT}:PipelineParallelLayerLayout.from_str", of=active.pipeline
+)
+def _place_layers(
+    chosen: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron places the stages of a layout round-robin; V and W place them differently."""
     from megatron_ext.runtime.folded import placed_layout
 
     parsed = call(*args, **kwargs)
-    chosen = active.pipeline()
-    assert chosen is not None
     if parsed.pipeline_model_parallel_size != chosen.placement.num_ranks:
         return parsed
     return placed_layout(parsed.input_data, chosen.placement)
@@ -41,18 +43,20 @@ def _place_layers(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 @PATCHES.row(
     "placement.segments",
     "megatron.core.ssm.mamba_hybrid_layer_allocation:select_pipeline_segment",
+    of=active.pipeline,
     since=(0, 17),
     until=(0, 18),
 )
 @PATCHES.row(
     "placement.segments",
     "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
+    of=active.pipeline,
     since=(0, 18),
 )
-def _place_segment(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> tuple[list[str], int]:
+def _place_segment(
+    chosen: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> tuple[list[str], int]:
     """Megatron places the segments of a hybrid pattern round-robin; V and W do not."""
-    chosen = active.pipeline()
-    assert chosen is not None
     pattern, *others = args
     segments, stages_of = pattern.split("|"), chosen.placement.stages_of
     if len(segments) != chosen.placement.num_stages:

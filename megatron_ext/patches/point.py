@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -61,6 +62,9 @@ class Patch:
     kind: Literal["wrap", "replace", "set"] = "wrap"
     when: Callable[[], bool] = always
     """wrap, replace: evaluated at each call. set: evaluated once, when the module is loaded."""
+    of: Callable[[], Any] | None = None
+    """wrap, replace: returns what the patch works on, such as the pipeline in force, which is
+    handed to `fn` as its first argument; None: the patch does not act."""
     order: int = 0
     """Place among the wraps of a target: lower is further out."""
     feature: str = "core"
@@ -92,6 +96,15 @@ class Patch:
         if self.since == _ANY[0]:
             return "" if self.until == _ANY[1] else f"before {end}"
         return f"since {first}" if self.until == _ANY[1] else f"{first} to before {end}"
+
+    def acting(self) -> Callable[..., Any] | None:
+        """Return `fn` with what it works on; None: the patch does not act now."""
+        if not self.when():
+            return None
+        if self.of is None:
+            return self.fn
+        found = self.of()
+        return None if found is None else partial(self.fn, found)
 
     def is_for(self, release: Release | None) -> bool:
         """Return whether the row is for a release; without a known release, only rows for all."""

@@ -194,7 +194,7 @@ class Registry:
         if patch.kind == "set":
             # Once and for all: a value has no proxy that could check at each call whether its
             # feature is on.
-            if not patch.when() or drift.refuses(site.mismatch):
+            if patch.acting() is None or drift.refuses(site.mismatch):
                 return False
             site.put(patch.fn(None if site.original is MISSING else site.original))
             return True
@@ -233,28 +233,28 @@ class Registry:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one call of a patch point through the patches that are active now."""
-        active = [patch for patch in site.patches if patch.when()]
+        active = [(patch, fn) for patch in site.patches if (fn := patch.acting()) is not None]
         if not active:
             return wrapped(*args, **kwargs)
         if drift.refuses(site.mismatch):
             raise site.mismatch  # type: ignore[misc]
         if len(active) > 1:
-            active.sort(key=lambda patch: (patch.kind == "replace", patch.order, patch.id))
-            replacements = [patch.id for patch in active if patch.kind == "replace"]
+            active.sort(key=lambda found: (found[0].kind == "replace", found[0].order, found[0].id))
+            replacements = [patch.id for patch, _ in active if patch.kind == "replace"]
             if len(replacements) > 1:
                 raise PatchConflict(
                     f"{site.target} has {len(replacements)} active replacements, "
                     f"{', '.join(replacements)}; at most one is allowed: switch off all but one of "
                     "these features"
                 )
-        for patch in active:
+        for patch, _ in active:
             self.acted.add(patch.id)
         call = wrapped
-        for patch in active[:0:-1]:
+        for _, fn in active[:0:-1]:
             # All but the outermost, inner ones first: the wraps around them read the parameters of
             # the target.
-            call = update_wrapper(partial(_step, patch.fn, call, instance), wrapped)
-        return active[0].fn(call, instance, args, kwargs)
+            call = update_wrapper(partial(_step, fn, call, instance), wrapped)
+        return active[0][1](call, instance, args, kwargs)
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class Registry:
         is_ours = patch.is_for(self.release)
         site = self._sites[patch.target] if is_ours else Site(patch.target)
         loaded = _is_loaded(patch.module)
-        wanted = bool(patch.when()) if loaded else False
+        wanted = loaded and patch.acting() is not None
         state: State = "refused"
         if not is_ours:
             state = "other release"
@@ -307,7 +307,8 @@ class Registry:
                 continue
             lacks = drift.is_missing(mismatch)
             # A missing target or module counts if a patch that requires it would act.
-            if any(patch.when() for patch in site.patches if patch.required or not lacks):
+            relevant = (patch for patch in site.patches if patch.required or not lacks)
+            if any(patch.acting() for patch in relevant):
                 if drift.refuses(mismatch):
                     raise mismatch
                 mismatches.append(mismatch)

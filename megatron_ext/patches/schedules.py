@@ -62,6 +62,7 @@ def _carries_messages() -> bool:
     "schedules.model_config",
     _CONFIG,
     when=_carries_messages,
+    of=active.active,
     order=10,  # before split_backward.config sets fields of its own
 )
 @PATCHES.row(
@@ -69,8 +70,11 @@ def _carries_messages() -> bool:
     "megatron.core.distributed.distributed_data_parallel_config:"
     "DistributedDataParallelConfig.__post_init__",
     when=_carries_messages,
+    of=active.active,
 )
-def _check_built(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _check_built(
+    found: active.Active, call: Call, instance: Any, args: Args, kwargs: Kwargs
+) -> None:
     """Programs that call configure show settings nowhere else, and some exclude the schedule."""
     from torch import distributed
 
@@ -78,7 +82,6 @@ def _check_built(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     from megatron_ext.config.incompatible import refuse_built
 
     call(*args, **kwargs)
-    found = active.required()
     pipeline = found.pipeline or found.transport_only
     assert pipeline is not None
     # A configuration object may be built before the process group.
@@ -181,20 +184,23 @@ def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
                     next(iterator)
 
 
-@PATCHES.row("schedules.packing", f"{_PACKING}:wrap_data_iterator", since=(0, 20))
+@PATCHES.row(
+    "schedules.packing", f"{_PACKING}:wrap_data_iterator", of=active.pipeline, since=(0, 20)
+)
 @PATCHES.row(
     "schedules.packed_batch",
     f"{_PACKING}:get_batch_on_this_rank_for_sequence_packing",
+    of=active.pipeline,
     since=(0, 20),
 )
-def _check_packing(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _check_packing(
+    pipeline: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron takes the last rank for the one with the last stage, and deals out samples to
     replicas, which --pipeline-balance pack does too.
     """
     from megatron_ext.config.pipeline_config import ConfigurationError
 
-    pipeline = active.pipeline()
-    assert pipeline is not None
     if pipeline.placement.rank_of[-1] != pipeline.placement.num_ranks - 1:
         raise ConfigurationError(
             f"--pipeline-schedule {pipeline.config.schedule} has its last stage on another rank "

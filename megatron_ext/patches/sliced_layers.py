@@ -23,7 +23,7 @@ def _running() -> Any:
     return None if runtimes is None else runtimes.kept.running
 
 
-PATCHES = PatchTable(feature="schedules", when=lambda: _running() is not None)
+PATCHES = PatchTable(feature="schedules", of=_running)
 
 
 @PATCHES.row(
@@ -36,16 +36,16 @@ PATCHES = PatchTable(feature="schedules", when=lambda: _running() is not None)
     "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
     required=False,  # Transformer Engine may be missing; the first step checks the effect
 )
-def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _attend(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron attends to the tokens that it is given; those of a slice need all before them."""
-    return _running().attend(call, instance, *args, **kwargs)
+    return running.attend(call, instance, *args, **kwargs)
 
 
 @PATCHES.row("slices.packed", "megatron.core.models.gpt.gpt_model:GPTModel.forward")
-def _begin_forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _begin_forward(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron takes the packed sequences of a whole micro-batch for those of the slice."""
     given = by_name(call, args, kwargs)
-    _running().begin_forward(given)
+    running.begin_forward(given)
     return call(**given)
 
 
@@ -55,24 +55,26 @@ def _begin_forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
 @PATCHES.row(
     "slices.yarn_positions", f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward"
 )
-def _positions(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _positions(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron counts positions from the first token that it is given."""
-    return _running().positions(call, by_name(call, args, kwargs))
+    return running.positions(call, by_name(call, args, kwargs))
 
 
 @PATCHES.row("slices.predicted_inputs", f"{_MTP}:MultiTokenPredictionLayer._get_embeddings")
-def _look_ahead(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _look_ahead(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron shifts tokens and positions without a name, and both look the same."""
     given = by_name(call, args, kwargs)
-    _running().look_ahead(given["input_ids"], given["position_ids"])
+    running.look_ahead(given["input_ids"], given["position_ids"])
     return call(**given)
 
 
 @PATCHES.row("slices.sequence_length", "megatron.core.pipeline_parallel.schedules:forward_step")
-def _with_length_of_slice(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _with_length_of_slice(
+    running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron lets scripts read batches of whole sequences, whose length is an argument."""
     # Scripts give tensor-parallel ranks buffers of this length, which they receive the slice in.
-    arguments, running = megatron_arguments(), _running()
+    arguments = megatron_arguments()
     if arguments is None:
         return call(*args, **kwargs)
     whole, arguments.seq_length = arguments.seq_length, running.end - running.begin
@@ -83,24 +85,24 @@ def _with_length_of_slice(call: Call, _instance: Any, args: Args, kwargs: Kwargs
 
 
 @PATCHES.row("slices.predicted_tokens", f"{_MTP}:roll_tensor")
-def _roll(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _roll(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron ends with the slice, but its last token predicts tokens of the next one."""
-    return _running().roll(call, *args, **kwargs)
+    return running.roll(call, *args, **kwargs)
 
 
 @PATCHES.row("slices.route", f"{_MOE}.router:TopKRouter.routing")
-def _route(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _route(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron leaves balancing losses to recomputation, without the counts of other slices."""
-    return _running().route(call, instance, *args, **kwargs)
+    return running.route(call, instance, *args, **kwargs)
 
 
 @PATCHES.row("slices.balance", f"{_MOE}.moe_utils:switch_load_balancing_loss_func")
-def _balance(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _balance(running: Any, _call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron balances the tokens of a slice, as if there were no others in the micro-batch."""
-    return _running().balance(*args, **kwargs)
+    return running.balance(*args, **kwargs)
 
 
 @PATCHES.row("slices.z_loss", f"{_MOE}.moe_utils:z_loss_func")
-def _z_loss(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _z_loss(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron averages over the tokens that it is given, those of a slice."""
-    return _running().z_loss(call(*args, **kwargs))
+    return running.z_loss(call(*args, **kwargs))

@@ -24,28 +24,24 @@ def _record() -> Any:
     return None if runtimes is None else runtimes.splits.record
 
 
-def _splitting() -> bool:
-    return _record() is not None
-
-
 @PATCHES.row(
     "split_backward.linear",
     "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
-    when=_splitting,
+    of=_record,
 )
-def _linear(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _linear(record: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron computes both gradients of a linear layer at once; the weight's is due later."""
     from megatron_ext.runtime import split
 
-    return split.linear(call, _record(), *args, **kwargs)
+    return split.linear(call, record, *args, **kwargs)
 
 
 @PATCHES.row(
     "split_backward.embedding",
     "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
-    when=_splitting,
+    of=_record,
 )
-def _embedding(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _embedding(_record: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """A weight that embedding and output layer share has one sum of gradients: no split."""
     from megatron_ext.runtime.split import mark_embedding
 

@@ -33,11 +33,15 @@ def _may_be_observed() -> bool:
     return bool(found.observers) or wanted or telemetry.is_on()
 
 
-def _sees_megatrons_steps() -> bool:
-    found = active.active()  # called for each action
-    if found is None or found.pipeline is not None or found.job is not None:
-        return False  # the executor reports
-    return bool(found.observers)
+def _observed() -> active.Active | None:
+    found = active.active()
+    return found if found is not None and found.observers else None
+
+
+def _observed_stock() -> active.Active | None:
+    found = _observed()  # called for each action
+    # For tables and roles the executor reports.
+    return None if found is None or found.pipeline or found.job else found
 
 
 @PATCHES.row(
@@ -74,20 +78,14 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _observe_collective(name: str, patch: str, target: str, reason: str) -> None:
     """Add a row that reports the calls of a target as a collective of a name."""
 
-    @PATCHES.row(
-        patch,
-        target,
-        reason,
-        when=lambda: (found := active.active()) is not None and bool(found.observers),
-    )
-    def run(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        observers = active.required().observers
-        for observer in observers:
+    @PATCHES.row(patch, target, reason, of=_observed)
+    def run(found: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        for observer in found.observers:
             observer.begin_collective(name)
         try:
             return call(*args, **kwargs)
         finally:
-            for observer in observers:
+            for observer in found.observers:
                 observer.end_collective(name)
 
 
@@ -106,39 +104,43 @@ for _optimizer in ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer
     )
 
 
-@PATCHES.row("trace.forward", f"{_SCHEDULES}:forward_step", when=_sees_megatrons_steps)
-def _forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+@PATCHES.row("trace.forward", f"{_SCHEDULES}:forward_step", of=_observed_stock)
+def _forward(found: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not record the forwards of its own schedules for --trace."""
     key = kwargs.get("vp_stage") or 0, kwargs.get("current_microbatch") or 0
-    action, result = _reported(call, "F", key, args, kwargs)
+    action, result = _reported(found, call, "F", key, args, kwargs)
     outputs = result[0] if isinstance(result[0], list) else [result[0]]
     if outputs[0] is not None:
         setattr(outputs[0], _ACTION, key)
-        for observer in active.required().observers:
+        for observer in found.observers:
             observer.made(action.stage, outputs, args[2])
     return result
 
 
-@PATCHES.row("trace.backward", f"{_SCHEDULES}:backward_step", when=_sees_megatrons_steps)
-def _backward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+@PATCHES.row("trace.backward", f"{_SCHEDULES}:backward_step", of=_observed_stock)
+def _backward(found: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not record the backwards of its own schedules for --trace."""
     # Megatron gives it nothing but the output that it starts from; `_forward` has marked that.
     output = args[1] if len(args) > 1 else kwargs["output_tensor"]
     first = output[0] if isinstance(output, list) else output
-    return _reported(call, "B", getattr(first, _ACTION, (0, 0)), args, kwargs)[1]
+    return _reported(found, call, "B", getattr(first, _ACTION, (0, 0)), args, kwargs)[1]
 
 
 def _reported(
-    call: Call, kind: Kind, key: tuple[int, int], args: Args, kwargs: Kwargs
+    found: active.Active,
+    call: Call,
+    kind: Kind,
+    key: tuple[int, int],
+    args: Args,
+    kwargs: Kwargs,
 ) -> tuple[Action, Any]:
     """Run an action of a (chunk, micro-batch) before observers; return it and its result."""
     chunk, microbatch = key
     action = Action(stage_of_chunk(chunk), kind, microbatch)
-    observers = active.required().observers
-    for observer in observers:
+    for observer in found.observers:
         observer.begin_action(action)
     result = call(*args, **kwargs)
-    for observer in observers:
+    for observer in found.observers:
         observer.end_action(-1, action)  # no position in a table
     return action, result
 

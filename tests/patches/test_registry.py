@@ -101,6 +101,22 @@ def test_a_module_imported_while_inactive_is_patched_on_the_next_activation(
     assert load("core").add(1) == ("x", 2)
 
 
+def test_a_patch_is_handed_what_it_works_on(package: str, registry: Registry) -> None:
+    works_on: list[int | None] = [5]
+
+    def fn(found: int, call: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
+        return found, call(*args, **kwargs)
+
+    registry.register([patch("add", of=lambda: works_on[0], fn=fn)])
+    registry.activate()
+    add = load("core").add
+    assert add(1) == (5, 2)
+    works_on[0] = 0
+    assert add(1) == (0, 2)
+    works_on[0] = None
+    assert add(1) == 2
+
+
 def test_the_chain_is_chosen_at_each_call(package: str, registry: Registry) -> None:
     on = {"a": True, "r": False}
     registry.register(
