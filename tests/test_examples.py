@@ -286,9 +286,11 @@ def test_the_tiny_run_goes_on_under_another_schedule(tmp_path: Path) -> None:
         chosen = ["--pipeline-schedule", name] if name else []
         done = bash(LLAMA3, *flags, *chosen, "--train-iters", str(2 * index + 2), NPROC="2")
         assert done.returncode == 0, done.stdout + done.stderr
-        begun = re.findall(r"(?m)^pipeline schedule: ([\w-]+).* on \d+ ranks", done.stdout)
+        line = r"(?m)^megatron_ext: pipeline schedule: (\S+).* on \d+ ranks"
+        begun = re.findall(line, done.stdout)
         assert begun == ([name] if name else [])
-        losses += [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
+        steps = re.findall(r"(?m)^iteration \d+/\d+  loss (\S+)", done.stdout)
+        losses += [float(loss) for loss in steps]
     assert len(losses) == 4
     assert losses[2] < losses[1]
 
