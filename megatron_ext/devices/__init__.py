@@ -180,9 +180,8 @@ def count_devices(directory: Path = Path("/dev")) -> int:
     # The environment first: the drivers show also devices that this job must not use.
     if os.environ.get(_VARIABLE) == "cpu":
         return 0
-    for name in VISIBLE_DEVICES:
-        visible = os.environ.get(name)
-        if visible:
-            return len(visible.split(","))
+    visible = [os.environ[name].split(",") for name in VISIBLE_DEVICES if name in os.environ]
+    if visible:  # users hide all by nothing or -1, Slurm by NoDevFiles
+        return max(sum(one not in ("", "-1", "NoDevFiles") for one in each) for each in visible)
     node = re.compile(r"nvidia\d+|mtgpu\.\d+")
     return sum(node.fullmatch(entry.name) is not None for entry in directory.iterdir())

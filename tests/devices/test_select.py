@@ -86,3 +86,26 @@ def test_cuda_without_a_gpu_says_what_is_missing() -> None:
 def test_importing_the_package_decides_nothing() -> None:
     ended = _run("import sys, megatron_ext; print('torch' in sys.modules)")
     assert ended.stdout == "False\n", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        ({}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "1,3,GPU-4a"}, 3),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "", "MUSA_VISIBLE_DEVICES": "0"}, 1),
+    ],
+)
+def test_devices_that_the_environment_hides_do_not_count(
+    visible: dict[str, str], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    for name in devices.VISIBLE_DEVICES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in visible.items():
+        monkeypatch.setenv(name, value)
+    assert devices.count_devices(tmp_path) == count
