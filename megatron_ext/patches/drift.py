@@ -119,7 +119,7 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
 def _mismatch(target: str, expected: str, found: str) -> UpstreamMismatch:
     # Forced: pip leaves a version of the range as it is, whoever edited it.
     remedy = f"pip install --force-reinstall --no-deps 'megatron-core{SUPPORTED}'"
-    if not target.startswith("megatron.core.") and tree.find_tree() is not None:
+    if target.startswith(("megatron.legacy.", "megatron.training.")) and tree.find_tree():
         remedy = tree.how_to_get()
     if not found.startswith(_NOTHING):
         remedy += "; or, at your own risk, set MEGATRON_EXT_DRIFT=warn"
