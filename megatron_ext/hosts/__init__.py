@@ -44,12 +44,12 @@ def check_some_host() -> None:
         UserError: No host is installed, or it lacks a requirement; names what to install.
     """
     from megatron_ext.errors import ArgumentsError
-    from megatron_ext.hosts.bridge_requirements import check_installed
+    from megatron_ext.hosts.bridge_requirements import SUPPORTED, check_installed
 
     if find_spec(_BRIDGE) is None:
         raise ArgumentsError(
             "configure was given no sizes, and no training loop that knows them is installed; "
             "give pipeline_ranks, num_microbatches and num_layers, or pip install "
-            "'megatron-bridge>=0.6,<0.7' and train with its pretrain or finetune"
+            f"'megatron-bridge{SUPPORTED}' and train with its pretrain or finetune"
         )
     check_installed()

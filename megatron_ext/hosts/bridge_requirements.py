@@ -10,12 +10,11 @@ from importlib.util import find_spec
 from megatron_ext.errors import UserError
 from megatron_ext.upstream import releases
 
-SUPPORTED = ">=0.6,<0.7"
+SUPPORTED = ">=0.6,<0.8"
 """Versions of megatron-bridge that the patches in `megatron_ext/hosts/bridge.py` support."""
 
-_RANGE = (0, 6)
-# Bridge 0.6 imports `megatron.training.models` and multi-module schedules.
-_OLDEST_CORE = (0, 19)
+# The minor release of megatron-core that each of them was tried with, and needs.
+_CORES = {(0, 6): 19, (0, 7): 20}
 _PYTHON = (3, 12)
 # Imports of `megatron.bridge.training.pretrain`: module to package requirement.
 _IMPORTS = {
@@ -41,18 +40,20 @@ def bridge_version() -> str | None:
 def problems() -> Iterator[str]:
     """Yield each problem that keeps Bridge from running: found, required, what to install."""
     version = bridge_version()
-    if version is not None and releases.parse_release(version) != _RANGE:
+    release = min(_CORES) if version is None else releases.parse_release(version)
+    if release not in _CORES:
         yield (
             f"megatron-bridge {version} is installed, but {SUPPORTED} is supported; pip install "
             f"'megatron-bridge{SUPPORTED}'"
         )
         return
     name = f"megatron-bridge {version or '(sources)'}"
-    core = releases.installed_release()
-    if core is None or core < _OLDEST_CORE:
+    core, minor = releases.installed_release(), _CORES[release]
+    if core is None or core < (0, minor):
+        needed = f"megatron-core>=0.{minor},<0.{minor + 1}"
         yield (
-            f"{name} needs megatron-core >=0.19,<0.20, but {releases.core_version() or 'none'} is "
-            "installed; pip install 'megatron-core>=0.19,<0.20'"
+            f"{name} needs {needed}, but {releases.core_version() or 'none'} is installed; pip "
+            f"install '{needed}'"
         )
     if sys.version_info[:2] < _PYTHON:
         found = ".".join(map(str, sys.version_info[:2]))

@@ -88,6 +88,7 @@ def own() -> Any:
     [
         pytest.param({}, {"transport": "shm"}, {}, id="1f1b over shm"),
         pytest.param({}, {"schedule": "zb-h1"}, {}, id="zb-h1"),
+        pytest.param({}, {"schedule": "zb-h1", "slices": 2}, {}, id="zb-h1 in slices"),
         pytest.param({}, {"schedule": "zb-v"}, {}, id="zb-v, tied"),
         pytest.param(UNTIED, {"schedule": "zb-v", "transport": "shm"}, UNTIED, id="zb-v, untied"),
         pytest.param({}, {"dynamic": DynamicOrder()}, {}, id="dynamic order"),

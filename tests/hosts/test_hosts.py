@@ -59,8 +59,8 @@ def test_nothing_of_a_host_is_imported_without_it() -> None:
 
 
 OLD_BRIDGE = (
-    "megatron-bridge 0.5.0 is installed, but >=0.6,<0.7 is supported; pip install "
-    "'megatron-bridge>=0.6,<0.7'"
+    "megatron-bridge 0.5.0 is installed, but >=0.6,<0.8 is supported; pip install "
+    "'megatron-bridge>=0.6,<0.8'"
 )
 
 HOST = """
@@ -171,10 +171,20 @@ def test_a_bridge_outside_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(bridge_requirements.problems()) == [OLD_BRIDGE]
 
 
-def test_a_bridge_that_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    _installed(monkeypatch, "0.6.2", "0.19.2")
+@pytest.mark.parametrize(
+    ("version", "core", "told"),
+    [
+        ("0.6.2", "0.19.2", []),
+        ("0.7.0", "0.20.0", []),
+        ("0.7.0", "0.19.2", ["pip install 'megatron-core>=0.20,<0.21'"]),
+    ],
+)
+def test_the_core_that_a_bridge_needs(
+    monkeypatch: pytest.MonkeyPatch, version: str, core: str, told: list[str]
+) -> None:
+    _installed(monkeypatch, version, core)
     monkeypatch.setattr(bridge_requirements.sys, "version_info", (3, 12, 1))
-    assert list(bridge_requirements.problems()) == []
+    assert [line.partition("; ")[2] for line in bridge_requirements.problems()] == told
 
 
 def test_flags_in_the_environment_are_split_as_by_a_shell() -> None:
