@@ -35,7 +35,8 @@ class Message(NamedTuple):
     slice: int = 0
     """F, B, P, G: position of the slice in its micro-batch."""
     part: int = 0
-    """F, B: index of the tensor in one hand-over, where stages exchange several."""
+    """F, B: index of the tensor in one hand-over, where stages exchange several. P, G: 1 to the
+    twin, which may take others from the same stage."""
     header: bool = False
     """F, P, W: it describes the tensors that follow under the same name: how to read them."""
     launched: bool = False

@@ -260,7 +260,9 @@ class PolicyOrder(Order):
         progress = self.policy.progress
         for part in messages:
             assert part.kind != "D", "a leader receives no decisions"
-            message = part._replace(part=0, header=False)
+            # Tensors of one hand-over are one message; those of routes differ by their direction.
+            one = part if part.kind in ("P", "G") else part._replace(part=0)
+            message = one._replace(header=False)
             if self._is_whole(message):
                 if message.launched:
                     progress.launched(message.tensor)

@@ -212,7 +212,7 @@ class Form(NamedTuple):
 
     def named(self, message: Message) -> Message:
         """Return the name of this tensor in a hand-over."""
-        return message._replace(part=self.part, header=self.header)
+        return message._replace(part=message.part + self.part, header=self.header)
 
 
 class Ends(Protocol):

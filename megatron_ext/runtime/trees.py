@@ -216,10 +216,9 @@ class Forms:
     varies: bool
     """Whether they may change between micro-batches."""
     agreed: bool = False
+    # By (message kind, sending stage, receiving stage).
     _sent: dict[tuple[str, int, int], TreeForm] = field(default_factory=dict)
-    """By (message kind, sending stage, receiving stage)."""
-    _received: dict[tuple[str, int], TreeForm] = field(default_factory=dict)
-    """By message kind and the message's stage."""
+    _received: dict[tuple[str, int, int], TreeForm] = field(default_factory=dict)
 
     @property
     def of_messages(self) -> dict[str, list[Form]]:
@@ -249,7 +248,7 @@ class Forms:
                 )
         return [] if self.agreed else [form.header()]
 
-    def read(self, key: tuple[str, int], inputs: Iterator[torch.Tensor | None]) -> TreeForm:
+    def read(self, key: tuple[str, int, int], inputs: Iterator[torch.Tensor | None]) -> TreeForm:
         """Return the form of the next tree; consume its header from `inputs` if there is one."""
         if self.agreed:
             return self._received[key]
@@ -317,10 +316,10 @@ class TreeCompute(StageCompute):
         tree = None
         leaves: Tensors = []
         if stage > 0:
-            tree, tensors = self._received("F", stage, microbatch, inputs)
+            tree, tensors = self._received(("F", stage - 1, stage), microbatch, inputs)
             leaves = [tensor for tensor in tensors if tensor.requires_grad]
         for hop in self._plan.hops_in(action):
-            values, _ = self._received("P", hop.stage, microbatch, inputs)
+            values, _ = self._received(("P", hop.stage, stage), microbatch, inputs)
             self._store.receive(batch, values)
         with self._store.running(stage, batch):
             [made] = self.forward(stage, microbatch, [tree])
@@ -390,10 +389,10 @@ class TreeCompute(StageCompute):
         return [known for name in names if (known := self._store[batch, name]).has_gradient]
 
     def _received(
-        self, kind: str, stage: int, microbatch: int, inputs: Iterator[torch.Tensor | None]
+        self, key: tuple[str, int, int], microbatch: int, inputs: Iterator[torch.Tensor | None]
     ) -> tuple[Tree, list[torch.Tensor]]:
-        form = self.forms.read((kind, stage), inputs)
-        what = f"what stage {stage} gets" if kind == "F" else f"what stage {stage} published"
+        form, (kind, stage, taker) = self.forms.read(key, inputs), key
+        what = f"what stage {taker} gets" if kind == "F" else f"what stage {stage} published"
         packed = next(inputs)
         assert packed is not None
         tensors = unpack(packed, form.leaves, f"{what} for micro-batch {microbatch}")

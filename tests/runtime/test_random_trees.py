@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,24 +26,27 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "gpipe", "dualpipe-v")
+TWINS = ("bitpipe", "dualpipe")
 STEPS = 5
 """Of each model; one is an evaluation, and forms are agreed after the first."""
 
 
-def _random_steps(first: int, number: int, **settings: Any) -> int:
+def _random_steps(
+    first: int, number: int, schedules: Sequence[str] = SCHEDULES, **settings: Any
+) -> int:
     """Run random models; return how many gradients of weights were compared."""
     device = devices.current().torch_device(int(os.environ["RANK"]))
     devices.current().bind(int(os.environ["RANK"]))
-    toy.start(int(os.environ["WORLD_SIZE"]))
+    toy.start(int(os.environ["WORLD_SIZE"]) // (1 + (schedules == TWINS)))
     checked = 0
     for seed in range(first, first + number):
-        pipeline = _random_pipeline(random.Random(seed), settings)
+        pipeline = _random_pipeline(random.Random(seed), schedules, settings)
         use(pipeline, seed=1)
         placement = pipeline.placement
         config = toy.config()
         chunks = [
             RandomStage(config, seed, stage, placement.num_stages, device)
-            for stage in placement.stages_of[dist.get_rank()]
+            for stage in placement.stages_of[dist.get_rank() // placement.twins]
         ]
         m = pipeline.num_microbatches
         expected = alone(seed, placement.num_stages, m)
@@ -62,9 +66,11 @@ def _random_steps(first: int, number: int, **settings: Any) -> int:
     return checked
 
 
-def _random_pipeline(draw: random.Random, given: dict[str, Any]) -> Pipeline:
+def _random_pipeline(
+    draw: random.Random, schedules: Sequence[str], given: dict[str, Any]
+) -> Pipeline:
     pp = dist.get_world_size()
-    name, m = draw.choice(SCHEDULES), 2 * pp * draw.randint(1, 2)
+    name, m = draw.choice(schedules), 2 * pp * draw.randint(1, 2)
     settings: dict[str, Any] = {"transport": draw.choice(("shm", "tcp", "torch"))}
     if draw.random() < 0.4:
         dynamic = DynamicOrder(policy=draw.choice(list(POLICIES)))
@@ -121,6 +127,12 @@ def _check(chunks: list[RandomStage], losses: list[float], expected: Any, what: 
 def test_bits_of_one_process(ranks: int, first: int, number: int) -> None:
     for checked in run_ranks(ranks, _random_steps, first, number, timeout_s=560):
         assert checked > number
+
+
+def test_mirrored_pipelines() -> None:
+    """Both read the same micro-batches, whose stages are partly on the twin."""
+    for checked in run_ranks(4, _random_steps, 0, 16, TWINS, timeout_s=200):
+        assert checked > 16
 
 
 @pytest.mark.usefixtures("emulated_musa")

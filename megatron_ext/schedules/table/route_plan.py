@@ -83,7 +83,7 @@ class Hop(NamedTuple):
 
     def message(self, action: Action) -> Message:
         """Return the message for the micro-batch and slice of an action."""
-        return Message(self.kind, self.stage, action.microbatch, action.slice)
+        return Message(self.kind, self.stage, action.microbatch, action.slice, int(self.to_twin))
 
 
 @dataclass(frozen=True)
