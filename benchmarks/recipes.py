@@ -99,7 +99,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "`--fp8-recipe delayed`": {"fp8": "hybrid", "fp8_recipe": "delayed"},
     "`--fp8-recipe mxfp8`": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
-    "`--fp8-param-gather`": {"fp8": "e4m3", "fp8_param_gather": True},
+    "`--fp8-param-gather`": {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True},
     "`--delay-wgrad-compute`": {"delay_wgrad_compute": True},
     "`--defer-embedding-wgrad-compute`": {"defer_embedding_wgrad_compute": True},
     "`--overlap-moe-expert-parallel-comm`": {

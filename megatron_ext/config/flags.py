@@ -272,20 +272,22 @@ def read_words(words: Sequence[str]) -> dict[str, Any]:
     given = parse_words(requested_flags(), FLAGS)
     own.set_defaults(**vars(given))  # as Megatron's parser gets them
     parsed, others = own.parse_known_args(list(words))
-    found: dict[str, Any] = {}
+    found: dict[str, list[str]] = {}
     values: list[Any] = []
     for word in others:
         flag, equals, value = word.partition("=")
         if flag.startswith("--"):
-            values = [_number(value)] if equals else []
+            values = [value] if equals else []
             dest = flag[2:].replace("-", "_")
             found[_DEST_OF.get(dest, dest)] = values
         else:
-            values.append(_number(word))
-    settings = {
-        dest: all_[0] if len(all_) == 1 and dest not in _SEVERAL else all_ or True
-        for dest, all_ in found.items()
-    }
+            values.append(word)
+    settings: dict[str, Any] = {}
+    for dest, texts in found.items():
+        values = [_number(text) for text in texts]
+        settings[dest] = values[0] if len(values) == 1 and dest not in _SEVERAL else values or True
+        if dest in _TEXTS:
+            settings[dest] = " ".join(texts)
     for dest in list(settings):
         positive = dest.removeprefix("no_")
         if positive != dest and settings[dest] is True:
@@ -303,6 +305,12 @@ _DEST_OF = {
     "no_rope_fusion": "no_apply_rope_fusion",
     "overlap_p2p_communication": "overlap_p2p_comm",
 }
+
+# Arguments that are no number even where a mistaken value looks like one.
+_TEXTS = (
+    "hybrid_layer_pattern", "hybrid_override_pattern", "pipeline_model_parallel_layout",
+    "step_batch_size_schedule",
+)  # fmt: skip
 
 # Flags of Megatron's that take several values.
 _SEVERAL = ("rampup_batch_size", "recompute_modules")

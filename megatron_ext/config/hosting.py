@@ -35,13 +35,17 @@ _LOG = logging.getLogger(__name__)
 _USUAL = {
     "add_bias_linear": True,
     "add_qkv_bias": False,
+    "apply_rope_fusion": True,
     "attention_dropout": 0.1,
     "ckpt_format": "torch_dist",
     "context_parallel_size": 1,
     "dist_ckpt_optim_fully_reshardable": False,
+    "fp8_recipe": "delayed",
     "gradient_accumulation_fusion": True,
     "hidden_dropout": 0.1,
     "load": None,
+    "masked_softmax_fusion": True,
+    "moe_token_dispatcher_type": "allgather",
     "multi_latent_attention": False,
     "pipeline_model_parallel_size": 1,
     "rank": 0,
@@ -68,8 +72,8 @@ def preflight(
 ) -> Preflight:
     """Return what a configuration takes, changes and refuses; imports neither torch nor Megatron.
 
-    The job may run on another machine: devices are taken to reach each other, and Transformer
-    Engine to be installed where its layers are chosen.
+    The job may run on another machine: devices are taken to be GPUs that reach each other if the
+    arguments name none, and Transformer Engine to be installed where its layers are chosen.
 
     Args:
         arguments: The words of a command line, parsed arguments, or settings by the names of
@@ -84,7 +88,11 @@ def preflight(
     else:
         given = dict(arguments if isinstance(arguments, Mapping) else flags.read_words(arguments))
     renamed = {field: dest for dest, field in MEGATRON_FIELDS.items()}
-    settings = {**_USUAL, **{renamed.get(name, name): given[name] for name in given}}
+    usual, device = dict(_USUAL), config.device if config else given.get("device_backend")
+    if device not in (None, "auto"):
+        needed = devices.named(device).argument_defaults
+        usual |= {dest: value for dest, (value, _) in needed.items()}
+    settings = {**usual, **{renamed.get(name, name): given[name] for name in given}}
     layout = stages.layout_text(given.get("pipeline_model_parallel_layout"))
     if layout and "virtual_pipeline_model_parallel_size" in given:
         # Configuration objects hold both; Megatron derives this one from the layout.
@@ -113,6 +121,7 @@ def inspect(
     """
     found = Preflight()
     with found.collecting("flags"):
+        stages.check_sizes(args)
         found.config = config = stages.completed(args, requested or flags.pipeline_config(args))
         ranks = stages.world_size(args)
     # Without a configuration there is nothing to compare the rest with.
@@ -132,9 +141,10 @@ def inspect(
     if found.pipeline is not None:
         placement = found.pipeline.placement
     with found.collecting("num_layers"):
-        if placement is not None and (here or getattr(args, "num_layers", None)):
+        sizes = (getattr(args, dest, None) for dest in ("num_layers", "hybrid_layer_pattern"))
+        if placement is not None and (here or any(sizes)):
             brought_by = "schedule" if roles is None else "disaggregation"
-            subject = incompatible.flag_of(config, brought_by)
+            subject = incompatible.flag_of(args, config, brought_by)
             found.arguments, found.changes = stages.flags_for(args, placement, subject)
         elif found.pipeline is not None:
             found.notices.append("the cut into stages is not checked: there is no --num-layers")

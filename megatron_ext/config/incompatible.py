@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_ext.config.flags import FLAG_OF, in_fields
 from megatron_ext.config.pipeline_config import ConfigurationError
 from megatron_ext.config.roles import profiles_with_torch
-from megatron_ext.config.stages import replica_size, world_size
+from megatron_ext.config.stages import chooser, replica_size, world_size
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.rules import Rule, read_rules
 
@@ -416,13 +416,16 @@ def rules_of(
             ("dynamic", "dynamic", chooses and has_replicas),
             ("dynamic", "crossed", chooses and bool(placement.twin_hops)),
         ]
-    return [(flag_of(config, field), RULES[group]) for field, group, applies in groups if applies]
+    return [
+        (flag_of(args, config, field), RULES[group]) for field, group, applies in groups if applies
+    ]
 
 
-def flag_of(config: PipelineConfig, field: str) -> str:
+def flag_of(args: Namespace, config: PipelineConfig, field: str) -> str:
     """Return a flag as the user chose it, with its value where it has several."""
-    values = {"schedule": config.schedule, "transport": config.wire}
-    values |= {"balance": config.balance, "slices": str(config.slices)}
+    if field == "schedule":
+        return chooser(args, config)
+    values = {"transport": config.wire, "balance": config.balance, "slices": str(config.slices)}
     return f"{FLAG_OF[field]} {values.get(field) or ''}".rstrip()
 
 
@@ -550,7 +553,7 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
         )
     else:
         placed = RULES["placed"] if pipeline.is_folded else ()
-        groups.append((flag_of(config, "schedule"), dropped(pipeline.full) + placed))
+        groups.append((flag_of(args, config, "schedule"), dropped(pipeline.full) + placed))
     wrong = [
         refusal for flag, rules in groups for refusal in refusals(in_fields(flag), args, rules)
     ]

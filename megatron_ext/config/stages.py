@@ -32,6 +32,10 @@ _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _LAYERS = "--num-layers-per-virtual-pipeline-stage"
 _PATTERN = "--hybrid-layer-pattern"
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
+)  # fmt: skip
 _HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 # Arguments with a file or text that describes each layer.
@@ -59,6 +63,17 @@ def _cut_flag(args: Namespace) -> tuple[str, Any]:
 
 def _dest(flag: str) -> str:
     return flag[2:].replace("-", "_")
+
+
+def check_sizes(args: Namespace) -> None:
+    """Refuse sizes that are no number of ranks, stages or layers."""
+    for dest in _SIZES:
+        size = getattr(args, dest, None)
+        if size is not None and (type(size) is not int or size < 1):
+            raise ArgumentsError(
+                f"--{dest.replace('_', '-')} {size} must be a whole number of at least 1; "
+                "leave it out"
+            )
 
 
 def chunks_of_megatron(args: Namespace) -> int:
@@ -107,7 +122,8 @@ def _pattern(args: Namespace) -> str | None:
 
 def _num_layers(args: Namespace) -> int:
     pattern = _pattern(args)
-    count = args.num_layers if pattern is None else len(pattern.replace("|", ""))
+    given = getattr(args, "num_layers", None)
+    count = given if pattern is None else len(pattern.replace("|", ""))
     if count is None:
         # Megatron's validation, which comes later, takes it where --num-layers is missing.
         count = getattr(args, "encoder_num_layers", None)
@@ -242,7 +258,7 @@ def flags_for(
         wanted |= dict.fromkeys(replaced)
         if given("hybrid_override_pattern"):
             wanted["hybrid_override_pattern"] = None  # the other's former name
-        return wanted, [f"the stages of {subject}: {_PATTERN} '{cut}'"]
+        return wanted, [f"the stages of {subject}: {_PATTERN} '{wanted['hybrid_layer_pattern']}'"]
     if auto:
         from megatron_ext.planning.training_cut import layout_for
 
@@ -391,13 +407,20 @@ class ModelBuild:
         ]
 
 
+def chooser(args: Namespace, config: PipelineConfig) -> str:
+    """Return the flag that chose the schedule, with its value if it has one."""
+    given = vars(args).get
+    if given("pipeline_schedule") is None:
+        for flag in ("--enable-bitpipe-schedule", "--use-dpp"):
+            if given(_dest(flag)):
+                return flag
+    return f"--pipeline-schedule {config.schedule}"
+
+
 def check_ranks(args: Namespace, config: PipelineConfig) -> None:
     """Refuse a number of ranks on which Megatron cannot host the schedule; name one that works."""
     pp, ranks = args.pipeline_model_parallel_size, "--pipeline-model-parallel-size"
-    chosen, given = f"--pipeline-schedule {config.schedule}", vars(args).get
-    if given("pipeline_schedule") is None:  # another flag may have chosen it
-        switches = ("--enable-bitpipe-schedule", "--use-dpp")
-        chosen = next((flag for flag in switches if given(_dest(flag))), chosen)
+    chosen = chooser(args, config)
     if pp < 2:
         raise ConfigurationError(
             f"{chosen} needs a pipeline, {ranks} {pp} makes none; use {ranks} {2 * config.twins}, "

@@ -71,8 +71,8 @@ def select(name: str) -> Device:
         DeviceError: The name is unknown, or the backend cannot run here; the message says why.
     """
     if name == "auto":
-        return next(device for device in map(_make, CHOICES[1:]) if device.missing() is None)
-    device = _make(name)
+        return next(device for device in map(named, CHOICES[1:]) if device.missing() is None)
+    device = named(name)
     reason = device.missing()
     if reason is not None:
         raise DeviceError(
@@ -124,7 +124,8 @@ def on_cpu() -> bool:
     return current().name == "cpu"
 
 
-def _make(name: str) -> Device:
+def named(name: str) -> Device:
+    """Return a backend by name, whether or not it can run here; needs no torch."""
     from megatron_ext.devices.cpu import CpuDevice
     from megatron_ext.devices.cuda import CudaDevice
     from megatron_ext.devices.musa import MusaDevice

@@ -22,6 +22,7 @@ SIZES = {
     "seq_length": 4096,
 }
 ZB_V = PipelineConfig(schedule="zb-v")
+SLICES = "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h1 --pipeline-slices 2"
 
 
 def rules(settings: dict[str, Any], config: PipelineConfig = ZB_V) -> list[str]:
@@ -132,6 +133,21 @@ def test_flags_of_the_environment_count_for_a_command_line(monkeypatch: pytest.M
     found = preflight([*words[:-1], "--pipeline-schedule", "zb-h1"])
     assert found.pipeline is not None
     assert found.pipeline.name == "zb-h1"
+
+
+def test_the_layers_of_a_pattern_are_cut() -> None:
+    words = (
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --hybrid-layer-pattern M*M*/MM"
+    )
+    found = preflight(words.split())
+    assert found.arguments["hybrid_layer_pattern"] == "M|*|M|*/MM"
+    assert any(line.endswith("--hybrid-layer-pattern 'M|*|M|*/MM'") for line in found.changes)
+
+
+@pytest.mark.parametrize(("device", "accepted"), [("auto", False), ("cpu", True)])
+def test_defaults_are_those_of_the_device(device: str, accepted: bool) -> None:
+    words = f"{SLICES} --transformer-impl local --bf16 --device-backend {device}"
+    assert preflight(words.split()).accepted is accepted
 
 
 def test_groups_that_files_by_rank_need_are_made_and_named() -> None:

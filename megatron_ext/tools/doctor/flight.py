@@ -113,18 +113,24 @@ def check_training(
         yield Diagnosis("FAIL", "training", refusal.reason, refusal.remedy)
     for line in (*found.changes, *found.notices):
         yield Diagnosis("OK", "training", line)
-    args = found.given
-    last = parse_layout(getattr(args, "pipeline_model_parallel_layout", None) or "tL")[-1]
-    args.ends_without_layers = last == "L"
-    with suppress(ArgumentsError):  # refused above
-        args.num_chunks = stages.chunks_of_megatron(args)
+    if not found.accepted or found.config is None:
+        return
     # Our messages have names, so that the order in which ranks send cannot swap them.
-    for rule in KNOWN_HANGS if found.pipeline is None else KNOWN_HANGS[-1:]:
+    args, hangs, name = found.given, KNOWN_HANGS[-1:], "--forward-backward-disaggregating"
+    if found.pipeline is not None:
+        name = found.pipeline.name
+    elif found.config.disaggregation is None:
+        hangs, name = KNOWN_HANGS, "Megatron's own schedule"
+        try:  # the cut, which `preflight` leaves to Megatron where its own schedule runs
+            args.num_chunks = stages.chunks_of_megatron(args)
+            layout = parse_layout(args.pipeline_model_parallel_layout or "tL")
+        except (ArgumentsError, ScheduleError) as error:
+            yield Diagnosis.of("FAIL", "layout", error)
+            return
+        args.ends_without_layers = layout[-1] == "L"
+    for rule in hangs:
         if rule.refuses(args):
             yield Diagnosis("WARN", "known hang", f"{rule.flag}: {rule.reason}", rule.remedy)
-    if not found.accepted:
-        return
-    name = found.pipeline.name if found.pipeline else "Megatron's own schedule"
     yield Diagnosis("OK", "training", f"{name} takes these flags")
     yield from _arenas(found, is_here=count is None)
     if device is None:
@@ -231,7 +237,7 @@ def planned(
     if (ranks := count // pp) % experts:
         raise ArgumentsError(
             f"--expert-model-parallel-size {experts} does not divide the {ranks} ranks of a stage; "
-            f"use {math.gcd(experts, ranks)}"
+            f"use --expert-model-parallel-size {math.gcd(experts, ranks)}"
         )
     sequence = model.sequence
     if sequence is None:
@@ -284,8 +290,7 @@ def planned(
         if counts is None:
             raise ScheduleError(
                 f"{args.num_layers} layers do not divide into {placement.num_stages} stages of "
-                f"{name}, which Megatron refuses; add {_OURS} {name} --pipeline-layout auto, which "
-                "cuts them unevenly"
+                f"{name}, which Megatron refuses; add {_OURS} {name}, which cuts them unevenly"
             )
         plan = forecast(free, sizes, name, placement.num_stages * twins // pp, counts)
     return job, None if plan is None else replace(plan, job=job)

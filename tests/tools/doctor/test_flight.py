@@ -49,6 +49,21 @@ CASES = {
         ONE.format(64) + PP.format(8) + "--num-experts 8 --expert-model-parallel-size 2", "layout",
         "FAIL", "--expert-model-parallel-size 2 does not divide the 1 ranks of a stage",
     ),
+    "layers of a hybrid left over": (
+        ONE.format(64) + PP.format(4) + "--hybrid-layer-pattern M*M-M*", "layout", "FAIL",
+        "layers do not divide into 4 stages",
+    ),
+    "no letter of a layout": (
+        DEVICE + "--pipeline-model-parallel-layout Ex|tL", "layout", "FAIL", "Ex|tL has x",
+    ),
+    "no layout": (DEVICE + "--pipeline-model-parallel-layout 4", "layout", "FAIL", "4 has 4"),
+    "roles": (
+        ONE.format(64) + PP.format(4) + "--forward-backward-disaggregating --hidden-dropout 0 "
+        "--attention-dropout 0 --num-layers-per-virtual-pipeline-stage 3", "training", "OK",
+        "--forward-backward-disaggregating takes these flags",
+    ),
+    "no ranks": (PP.format(0), "training", "FAIL", "size 0 must be a whole number"),
+    "no number": (PP.format("x"), "training", "FAIL", "size x must be a whole number"),
     "no sizes": (ONE.format(64) + "--hidden-size 0", "layout", "FAIL", "--hidden-size is missing"),
     "#1450": (DEVICE + "--num-virtual-stages-per-pipeline-rank 2 --variable-seq-lengths "
               "--moe-token-dispatcher-type alltoall", "known hang", "WARN", "1450"),
@@ -67,6 +82,11 @@ def test_findings(name: str) -> None:
     finding = flight(flags)[check]
     assert finding.level == level
     assert re.search(text, finding.found), finding.found
+    if name.endswith("left over") and name.startswith("layers"):
+        remedy = finding.remedy.removeprefix("add ").partition(",")[0]
+        after = flight(f"{flags} {remedy}")
+        assert "memory" in after
+        assert "FAIL" not in {each.level for each in after.values()}
 
 
 def test_experts_and_reductions_on_many_devices() -> None:
