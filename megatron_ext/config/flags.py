@@ -204,6 +204,7 @@ FLAG_OF = {
     "chunks": "--num-virtual-stages-per-pipeline-rank",
     "layout": "--pipeline-model-parallel-layout",
     "num_layers": "--num-layers",
+    "num_microbatches": "--global-batch-size",
     "mtp_num_layers": "--mtp-num-layers",
     "pairs": "--overlap-moe-expert-parallel-comm",
     "message_timeout_s": "--distributed-timeout-minutes",

@@ -529,11 +529,11 @@ class Batches:
 
     def explained(self, global_batch: int) -> str:
         """Return the number of micro-batches in a global batch, with its derivation in words."""
-        worlds = self.replicas // self.twins
-        return (
-            f"{self.twins * self.counts[global_batch]} micro-batches (--global-batch-size "
-            f"{global_batch} / (--micro-batch-size {self.micro_batch} x {worlds} data-parallel))"
-        )
+        count, worlds = self.twins * self.counts[global_batch], self.replicas // self.twins
+        batch = f"--global-batch-size {global_batch}"
+        if count != global_batch:
+            batch += f" / (--micro-batch-size {self.micro_batch} x {worlds} data-parallel)"
+        return f"{count} micro-batches ({batch})"
 
 
 def batches_of(args: Namespace, pp: int, twins: int) -> Batches:

@@ -126,14 +126,15 @@ def configure(
     world_size = world_size or pipeline_ranks
     given = Namespace(
         world_size=world_size,
-        tensor_model_parallel_size=1,  # Megatron's other sizes are replicas here
+        # Whatever a program has beside its pipeline: one batch is that of one pipeline here.
+        tensor_model_parallel_size=max(1, world_size // pipeline_ranks),
         pipeline_model_parallel_size=pipeline_ranks,
         num_virtual_stages_per_pipeline_rank=None if layout else config.chunks,
         pipeline_model_parallel_layout=layout,
         num_layers=num_layers,
         mtp_num_layers=mtp_num_layers,
         micro_batch_size=1,
-        global_batch_size=num_microbatches * max(1, world_size // pipeline_ranks),
+        global_batch_size=num_microbatches,
     )
     # One rank under Megatron's own schedule sends nothing: there is no transport to check.
     has_work = config.schedule or config.dynamic or pipeline_ranks > 1

@@ -84,8 +84,8 @@ _REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"schedule": "bitpipe"}, {"num_microbatches": 7}, "must be even for the two mirrored"),
     (
         {"transport": "shm", "chunks": 2},
-        {"num_microbatches": 6},
-        "sends micro-batches in groups of pp = 4",
+        {"num_microbatches": 6, "world_size": 8},
+        "groups of pp = 4, so their number must be a multiple of it; use num_microbatches 4 or 8",
     ),
     (
         {"schedule": "zb-v"},

@@ -289,7 +289,7 @@ def planned(
         counts = stages.layers_of_flags(hosted, placement)
         if counts is None:
             raise ScheduleError(
-                f"{args.num_layers} layers do not divide into {placement.num_stages} stages of "
+                f"{model.num_layers} layers do not divide into {placement.num_stages} stages of "
                 f"{name}, which Megatron refuses; add {_OURS} {name}, which cuts them unevenly"
             )
         plan = forecast(free, sizes, name, placement.num_stages * twins // pp, counts)

@@ -51,7 +51,7 @@ CASES = {
     ),
     "layers of a hybrid left over": (
         ONE.format(64) + PP.format(4) + "--hybrid-layer-pattern M*M-M*", "layout", "FAIL",
-        "layers do not divide into 4 stages",
+        "^6 layers do not divide into 4 stages",
     ),
     "no letter of a layout": (
         DEVICE + "--pipeline-model-parallel-layout Ex|tL", "layout", "FAIL", "Ex|tL has x",
