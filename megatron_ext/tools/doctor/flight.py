@@ -74,10 +74,11 @@ class Diagnosis:
 
 _OURS = "--pipeline-schedule"
 KNOWN_HANGS = read_rules(f"""
-    --variable-seq-lengths: variable_seq_lengths & pipeline_model_parallel_size=2 & num_chunks>1
+    --variable-seq-lengths: variable_seq_lengths & pipeline_model_parallel_size=2 & num_chunks>1 &
+    !shapes_travel
         two ranks exchange shapes in both directions at once, and swap them: hangs or fails
         (Megatron-LM#1450, docs/hangs.md); add {_OURS} interleaved, whose messages have names
-    --variable-seq-lengths: variable_seq_lengths & pipeline_model_parallel_size>3
+    --variable-seq-lengths: variable_seq_lengths & pipeline_model_parallel_size>3 & !shapes_travel
         with four or more stages, ranks exchange shapes in an order that hangs where the calls of a
         batch are started one by one (Megatron-LM#5100, docs/hangs.md); add {_OURS} 1f1b, whose
         messages carry their shape
@@ -128,6 +129,7 @@ def check_training(
             yield Diagnosis.of("FAIL", "layout", error)
             return
         args.ends_without_layers = layout[-1] == "L"
+        args.shapes_travel = found.transport_only is not None
     for rule in hangs:
         if rule.refuses(args):
             yield Diagnosis("WARN", "known hang", f"{rule.flag}: {rule.reason}", rule.remedy)

@@ -113,9 +113,13 @@ def test_messages_of_other_devices_are_not_compared_with_the_memory_here(
     assert flight(flags)["transport arenas"].found.endswith("MiB for a pipeline on one machine")
 
 
-def test_a_schedule_of_ours_does_not_hang() -> None:
-    flags = DEVICE + "--variable-seq-lengths --moe-token-dispatcher-type alltoall "
-    assert "known hang" not in flight(flags + "--pipeline-schedule zb-h1")
+@pytest.mark.parametrize("ours", ["--pipeline-schedule zb-h1", "--pipeline-transport shm"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_messages_of_ours_do_not_hang(ours: str, ranks: int) -> None:
+    flags = ONE.format(64) + PP.format(ranks) + "--num-virtual-stages-per-pipeline-rank 2 "
+    flags += "--variable-seq-lengths --moe-token-dispatcher-type alltoall "
+    assert "known hang" in flight(flags)
+    assert "known hang" not in flight(flags + ours)
 
 
 @pytest.mark.parametrize("name", ["optimizer and activations", "too few micro-batches"])
