@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_ext.errors import ScheduleError
 from megatron_ext.planning.calibration import parts_of
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layer_costs import FULL, Sharding
@@ -40,5 +41,10 @@ def layout_for(args: Namespace, placement: Placement) -> str:
         mode = frozenset(getattr(args, "recompute_modules", None) or ())
     layers, *ends = parts_of(model, by, DEVICES["h100"], mode)
     works, (first, last) = ([part.work for part in parts] for parts in (layers, ends))
-    counts = cut(works, first, last, placement, least_last=0 if model.mtp_layers else 1)
+    try:
+        counts = cut(works, first, last, placement, least_last=0 if model.mtp_layers else 1)
+    except ScheduleError as error:
+        raise ScheduleError(
+            f"--pipeline-layout auto: {error}; leave --pipeline-layout out"
+        ) from error
     return layout_of(counts, model.mtp_layers)

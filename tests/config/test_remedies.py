@@ -151,6 +151,7 @@ ON_OBJECTS = ("dropped", "dropped_by_split", "dropped_by_line", "placed")
 OTHERS = [
     "--enable-bitpipe-schedule --pipeline-schedule zb-v",
     "--pipeline-layout auto",
+    "--pipeline-schedule zb-v --pipeline-layout auto --num-layers 7",
     "--pipeline-schedule zb-v --bitpipe-order zb",
     "--dpp-policy hint",
     "--trace-interval 5",
