@@ -88,12 +88,11 @@ def question_of(row: dict[str, Any], flags: str, techniques: str | None) -> Ques
     if row["source"] == "SimuMax":
         device = replace(device, gemm=_SIMUMAX_GEMM)
     names = ("tp", "pp", "cp", "ep", "micro_batch", "vp")
-    schedule = "interleaved" if row["vp"] > 1 else "1f1b"
     mode = row.get("recompute", "none")
     fixed = {name: row[name] for name in names}
     fixed |= {"recompute": frozenset(() if mode == "none" else mode.split("+"))}
-    fixed |= {"schedule": schedule}
     if row["pp"] > 1:
+        fixed["schedule"] = "interleaved" if row["vp"] > 1 else "1f1b"
         fixed["layout"] = [stage.count("t") for stage in parse_layout(row["layout"])]
     plain = Techniques(precision=row["precision"])
     if techniques is not None:

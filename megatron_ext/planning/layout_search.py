@@ -274,9 +274,12 @@ def fits(job: Question) -> bool:
             raise KeyboardInterrupt
 
     try:
-        return bool(search(job, keep=1, progress=stop).plans)
+        found = search(job, keep=1, progress=stop)
     except ArgumentsError:  # the devices and the batch allow no sizes
         return False
+    if not (found.plans or found.is_complete):
+        raise KeyboardInterrupt  # not from `stop`: the user's
+    return bool(found.plans)
 
 
 def _powers(limit: int) -> list[int]:
@@ -300,7 +303,8 @@ def _space(job: Question) -> Iterator[ParallelSizes]:
         pipelines = [p for p in range(1, min(most_stages, 64, total) + 1) if not total // tp % p]
         for pp in choices("pp", pipelines):
             for cp in choices("cp", _powers(job.sequence // 4096)):
-                if total % (tp * pp * cp) or job.sequence % (2 * cp * tp):
+                # Each rank of context parallelism has a part of both halves.
+                if total % (tp * pp * cp) or job.sequence % (tp * (2 * cp if cp > 1 else 1)):
                     continue
                 replicas = total // (tp * pp * cp)
                 experts = [1]
@@ -367,13 +371,13 @@ def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[Question, str
 def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]:
     """Yield schedules and their stages on each rank."""
     fixed, pp = job.fixed, sizes.pp
-    if pp == 1:
-        if fixed.get("vp", 1) == 1:
+    if pp == 1:  # without a pipeline there is neither a schedule nor a cut to keep
+        if fixed.get("vp", 1) == len(fixed.get("layout", "-")) == 1 and "schedule" not in fixed:
             yield "none", 1
         return
     most = (job.model.num_layers + 2) // pp
     for name, generator in registered().items():
-        if name == "gpipe" or name != fixed.get("schedule", name):
+        if name != fixed.get("schedule", name if name != "gpipe" else None):
             continue
         if not generator.free_chunks:
             if fixed.get("vp", generator.num_chunks) == generator.num_chunks:
@@ -426,9 +430,8 @@ def _least_step(job: Question, sizes: ParallelSizes) -> float:
     whole = total([*layers, first, last])
     d, experts = sizes.replicas * sizes.cp, _expert_replicas(job, sizes)
     static = _static(job, whole, 2 * d, 2 * experts)
-    if sizes.pp > 1:  # the mean of 1F1B's ranks, which no schedule is below
-        static += min(sizes.num_microbatches, (sizes.pp + 1) / 2) * whole.saved
-    if static / sizes.pp > _limit(job):
+    # Between its forwards and its backwards a micro-batch is alive on all stages.
+    if (static + whole.saved) / sizes.pp > _limit(job):
         return math.inf
     return min(_bound(job, sizes, twins) for twins in ((1, 2) if sizes.pp > 1 else (1,)))
 
@@ -503,7 +506,7 @@ def _uses(name: str, pp: int, num_microbatches: int, chunks: int | None, pairs: 
 
 def _table_bound(job: Question, sizes: ParallelSizes, schedule: str, chunks: int) -> float:
     """Return a time that no cut of a schedule beats; infinite if none fits into memory."""
-    pp, pairs, simulated = sizes.pp, _has_pairs(job, sizes), _simulated(sizes)
+    pp, pairs, simulated = sizes.pp, _has_pairs(job, sizes), _simulated(sizes, schedule)
     if pp == 1:
         plan = forecast(job, sizes, schedule, chunks)
         return plan.step_s if plan is not None else math.inf
@@ -566,7 +569,7 @@ def forecast(
             hidden = device.pair_overlap * (m - 1) / m
             span -= hidden * m * whole.exchange
     else:
-        simulated = _simulated(sizes)
+        simulated = _simulated(sizes, schedule)
         generator = get(schedule)
         try:
             own = chunks if generator.free_chunks else None
@@ -643,10 +646,11 @@ def _least(model: ModelSizes, stages: int) -> dict[str, int]:
     return {"least_first": 0 if short > 1 - bool(model.mtp_layers) else 1, "least_last": last}
 
 
-def _simulated(sizes: ParallelSizes) -> int:
+def _simulated(sizes: ParallelSizes, schedule: str) -> int:
     """Return the number of micro-batches after which a table repeats itself, if there are more."""
     m, pp = sizes.num_microbatches, sizes.pp
-    if m > 2 * _ENOUGH * pp:  # the same remainder for tables that come in rounds
+    if m > 2 * _ENOUGH * pp and schedule != "gpipe":
+        # The same remainder for tables that come in rounds.
         return m - (m - _ENOUGH * pp) // (2 * pp) * 2 * pp
     return m
 
@@ -675,7 +679,7 @@ def timeline_of(plan: Layout) -> Timeline:
     """
     sizes, generator = plan.sizes, get(plan.schedule)
     chunks = plan.chunks if generator.free_chunks else None
-    table = _table(plan.schedule, sizes.pp, _simulated(sizes), chunks, plan.pairs)
+    table = _table(plan.schedule, sizes.pp, _simulated(sizes, plan.schedule), chunks, plan.pairs)
     costs = _costs(plan.job, sizes, stage_parts(plan), table.placement.twins)
     return simulate(table, costs)
 

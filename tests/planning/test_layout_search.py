@@ -116,6 +116,70 @@ def test_the_bound_is_below_every_plan_with_pairs(
         assert ruled_out
 
 
+def test_a_cut_fits_that_keeps_less_than_even_ranks_would() -> None:
+    """1F1B keeps most on its first ranks, so a cut that gives them fewer layers needs less."""
+    counts = [4, 4, 5, 6, 8, 9, 12, 16]
+    roomy = dataclasses.replace(DEVICES["cpu"], memory_gib=100.0, reserve_gib=0.0)
+    job = Question(
+        model=tiny("--num-layers 64"), device=roomy, num_devices=8, global_batch=32, sequence=4096,
+        pair_rules=RULES["pairs"],
+        fixed={"tp": 1, "cp": 1, "pp": 8, "micro_batch": 1, "schedule": "1f1b",
+               "recompute": frozenset(), "layout": counts},
+    )  # fmt: skip
+    [plan] = search(job).plans
+    even = search(dataclasses.replace(job, fixed={**job.fixed, "layout": [8] * 8})).plans[0]
+    least = 1.001 * max(plan.memory_gib)
+    assert 1.5 * least < max(even.memory_gib)
+    tight = dataclasses.replace(job, device=dataclasses.replace(roomy, memory_gib=least))
+    assert [each.counts for each in search(tight).plans] == [tuple(counts)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("schedule", "gpipe"), ("schedule", "zb-v"), ("layout", [2, 3])]
+)
+def test_no_layout_leaves_out_what_is_fixed(name: str, value: str | list[int]) -> None:
+    job = Question(
+        model=tiny(), device=DEVICES["cpu"], num_devices=4, global_batch=8, sequence=511,
+        pair_rules=RULES["pairs"],
+        fixed={"tp": 1, "micro_batch": 1, name: value},
+    )  # fmt: skip
+    plans = search(job).plans
+    assert plans
+    for plan in plans:
+        kept = {"schedule": plan.schedule, "layout": list(plan.counts)}
+        assert kept[name] == value
+
+
+def test_gpipe_keeps_every_micro_batch() -> None:
+    job = Question(
+        model=tiny(), device=DEVICES["cpu"], num_devices=2, global_batch=16, sequence=64,
+        pair_rules=RULES["pairs"],
+        fixed={"tp": 1, "pp": 2, "micro_batch": 1, "schedule": "gpipe", "recompute": frozenset()},
+    )  # fmt: skip
+    kept = [
+        search(dataclasses.replace(job, global_batch=batch)).plans[0].kept_gib[0]
+        for batch in (16, 64)
+    ]
+    assert kept[1] == pytest.approx(4 * kept[0])
+
+
+def test_an_interrupt_while_devices_are_counted_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Question(
+        model=tiny(), device=DEVICES["cpu"], num_devices=4, global_batch=8, sequence=512,
+        pair_rules=RULES["pairs"],
+    )  # fmt: skip
+    assert layout_search.fits(job)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(layout_search, "forecast", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        layout_search.fits(job)
+
+
 def test_an_interrupted_search_gives_the_best_so_far() -> None:
     job = Question(
         model=tiny(), device=DEVICES["cpu"], num_devices=4, global_batch=8, sequence=512,
