@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,10 @@ _HALF = (
     "Megatron-Bridge's performance summary; benchmarks/planner.py says which"
 )
 _ESTIMATE = "as on B200; not measured on this device"
+_MAY_BE_NONE = (
+    *("reserve_gib", "flops_4bit", "kernel_s", "launch_s", "message_s", "hop_s"),
+    *("overlap", "pair_overlap", "exposed"),
+)
 _PEAKS = ("flops", "flops_8bit", "flops_4bit")
 _GEMM = ("gemm", "gemm_8bit", "gemm_block", "gemm_4bit")
 _COMMON = dict.fromkeys(("kernel_s", "message_s", "hop_s", "collective", "gemm_weight"), _SIMUMAX)
@@ -372,10 +377,19 @@ def parse_devices(text: str) -> tuple[int, DeviceKind]:
         )
         own = dict.fromkeys(given, f"given by {name}")
         given["sources"] = own | given.get("sources", {})
-        if base is None:
-            return int(found[1]), DeviceKind(**given)
-        given["sources"] = DEVICES[base].sources | given["sources"]
-        return int(found[1]), replace(DEVICES[base], **given)
+        if base is not None:
+            given = (
+                vars(DEVICES[base]) | given | {"sources": DEVICES[base].sources | given["sources"]}
+            )
+        device = DeviceKind(**given)
+        for each in fields(device):
+            value, like = getattr(device, each.name), getattr(DEVICES["h100"], each.name)
+            if isinstance(like, int | float) and not (
+                isinstance(value, int | float)
+                and (0 < value < math.inf or (value == 0 and each.name in _MAY_BE_NONE))
+            ):
+                raise ValueError(f"{each.name} is {value!r}, no positive number")
+        return int(found[1]), device
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         names = ", ".join(each.name for each in fields(DeviceKind))
         raise ArgumentsError(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_ext.errors import ArgumentsError
+
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
 Graphs = Literal["none", "router", "mamba", "layers", "step"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp8", "mxfp8", "nvfp4")
@@ -72,8 +74,12 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision = "bf16") -> 
     Those are graphs of all but the experts, the dispatcher `flex`, and tensor parallelism whose
     communication overlaps. `--cuda-graph-impl none`, `--moe-token-dispatcher-type alltoall` and
     `--disable-tp-comm-overlap-ag` are without.
+
+    Raises:
+        ArgumentsError: A flag lacks its value, or has one that it does not take.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    # An error of argparse's would end the process, of which the planner is only a part.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--cuda-graph-impl", default="transformer_engine")
     parser.add_argument("--cuda-graph-scope", "--cuda-graph-modules", nargs="*", default=[])
@@ -85,7 +91,10 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision = "bf16") -> 
     )
     for name in switches.split():
         parser.add_argument(f"--{name}", action="store_true")
-    given, _ = parser.parse_known_args(list(flags))
+    try:
+        given, _ = parser.parse_known_args(list(flags))
+    except argparse.ArgumentError as error:
+        raise ArgumentsError(f"{error}; give it as Megatron takes it") from error
     graphs: Graphs = "none"
     if given.cuda_graph_impl != "none":
         whole = "full_iteration" in (given.cuda_graph_impl, *given.cuda_graph_scope)

@@ -256,7 +256,12 @@ def _without_garbage_collection() -> Iterator[None]:
 
 def _run_lengths(args: argparse.Namespace) -> int:
     """Predict what balancing by cost gains."""
-    for flag, value in (("--use-dpp", args.use_dpp), ("--chunks", args.chunks)):
+    for flag, value in (
+        ("--use-dpp", args.use_dpp),
+        ("--chunks", args.chunks),
+        ("--pairs", args.pairs),
+        ("--slices", args.slices != 1),
+    ):
         if value:
             raise ScheduleError(f"{flag} cannot be combined with --lengths; leave it out")
     if args.max_tokens is None:
@@ -348,8 +353,6 @@ def _print_plan(args: argparse.Namespace, timelines: list[Timeline]) -> None:
     print("\nwith --use-dpp, time of the table's own order over time of the dynamic one:")
     costs = _costs(args)
     for timeline in timelines:
-        if timeline.schedule.disaggregated:
-            continue
         found = gains(timeline.schedule, costs)
         label = timeline.schedule.label.ljust(width)
         print(

@@ -26,6 +26,7 @@ from megatron_ext.planning.layer_costs import Sharding
 from megatron_ext.planning.model_sizes import read_model
 from megatron_ext.schedules.commands import aligned
 from megatron_ext.schedules.table.cuts import parse_layout
+from megatron_ext.tools.plan_command import refuse_others
 
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
 _MOST_EXPERTS = 8
 """Experts that one device builds: more cost memory, and each gets as many tokens."""
 _LEAST_REPEATS, _ENOUGH_S = 5, 3.0
-_GIVES = ("calibrate", "model", "size", "devices", "seq_length", "fix", "model_flags")
-_ALWAYS = ("run", "run_planned", "run_compared", "run_simulated", "parser", "command")
+_GIVES = ("calibrate", "model", "size", "devices", "seq_length", "fix")
 
 
 def add_to_plan(subparsers: Any) -> None:
@@ -64,10 +64,7 @@ def _run_plan(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    for name, value in vars(args).items():
-        if name not in (*_GIVES, *_ALWAYS) and value != args.parser.get_default(name):
-            flag = "--" + name.replace("_", "-")
-            raise ArgumentsError(f"--calibrate measures layers, {flag} is for a plan; leave it out")
+    refuse_others(args, _GIVES, "--calibrate measures layers, {} is for a plan; leave it out")
     path = Path(args.calibrate)
     if path.suffix != ".json":
         raise ArgumentsError(f"--calibrate {path}: unknown file type; use .json")
@@ -76,7 +73,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     if sequence is None or not 0 < sequence < 10**9:
         raise ArgumentsError(f"--seq-length is {sequence or 'missing'}; give the tokens, say 4096")
     key, _, number = (args.fix or "micro_batch=1").partition("=")
-    if key != "micro_batch" or not number.isdigit() or not int(number):
+    if key != "micro_batch" or not number.isdecimal() or not int(number):
         raise ArgumentsError(
             f"--fix {args.fix}: --calibrate takes the sequences alone; use --fix micro_batch=2"
         )

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,10 @@ _FLAGS = (
     *("precision", "picture"),
 )
 _SWITCHES = ("fp8", "cross_entropy_loss_fusion", "no_overlap", "explain")
+_ALWAYS = (
+    *("run", "run_planned", "run_compared", "run_simulated", "parser", "command"),
+    "model_flags",  # without a model they are unknown arguments
+)
 _MOST_DOUBLINGS = 6
 _MOST = 10**9
 """Sequences or tokens that can be planned."""
@@ -125,12 +130,12 @@ def _run_plan(args: argparse.Namespace) -> int:
                 f"unknown argument {args.model_flags[0]}; see megatron-ext plan --help"
             )
         return int(args.run_compared(args))
-    for name in ("pp", "microbatches", "chunks", "trace_dir", "lengths", "memory_gb"):
-        if getattr(args, name) is not None:
-            raise ArgumentsError(
-                f"--{name.replace('_', '-')} compares schedules for sizes, --devices finds the "
-                "sizes; leave one of them out (--fix pp=8 keeps a size)"
-            )
+    refuse_others(
+        args,
+        (*_FLAGS, *_SWITCHES, "json", "measured"),
+        "{} compares schedules for sizes, --devices finds the sizes; leave one of them out "
+        "(--fix pp=8,schedule=zb-v keeps values)",
+    )
     batch = args.global_batch_size
     if batch is None or not 0 < batch <= _MOST:
         example = "--global-batch-size 1024"
@@ -156,6 +161,17 @@ def _run_plan(args: argparse.Namespace) -> int:
     if args.picture is not None:
         _draw(found.plans[0], args.picture)
     return 0
+
+
+def refuse_others(args: argparse.Namespace, taken: Collection[str], reason: str) -> None:
+    """Refuse what one use of `plan` does not take, for a reason with the flag in place of `{}`.
+
+    Raises:
+        ArgumentsError: The reason.
+    """
+    for name, value in vars(args).items():
+        if name not in (*taken, *_ALWAYS) and value != args.parser.get_default(name):
+            raise ArgumentsError(reason.format("--" + re.sub("[_ ]", "-", name)))
 
 
 def _too_large(job: Question, found: Found) -> Found:
@@ -241,7 +257,7 @@ def _job(args: argparse.Namespace) -> Question:
                     f"--fix {item} has {sum(fixed[key])} layers, {model.name} has "
                     f"{model.num_layers}; give t that many times"
                 )
-        elif value.isdigit() and int(value) > 0:
+        elif value.isdecimal() and int(value) > 0:
             fixed[key] = int(value)
         else:
             raise ArgumentsError(f"--fix {item} needs a positive whole number, such as {key}=2")

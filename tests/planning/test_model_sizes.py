@@ -141,13 +141,21 @@ def test_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (count, mine.name, mine.memory_gib) == (64, "mine", 64.0)
     assert mine.flops == DEVICES["h100"].flops
     assert mine.sources["memory_gib"] == "given by mine.json"
+    Path("free.json").write_text('{"base": "cpu", "overlap": 0}')
+    assert parse_devices("1xfree.json")[1].overlap == 0
     Path("bad.json").write_text('{"base": "h100", "speed": 1}')
+    for name, content in (("word", '"x"'), ("none", "0"), ("less", "-1"), ("endless", "1e400")):
+        Path(f"{name}.json").write_text(f'{{"base": "h100", "gemm": {content}}}')
     for text, message in (
         ("h100", "is not a number and a kind"),
         ("0xh100", "is not a number and a kind"),
         ("8xh900", "h900 is unknown; use h100"),
         ("8xbad.json", "describes no device"),
-        ("8xnone.json", "describes no device"),
+        ("8xmissing.json", "describes no device"),
+        ("8xword.json", "gemm is 'x', no positive number"),
+        ("8xnone.json", "gemm is 0, no positive number"),
+        ("8xless.json", "gemm is -1, no positive number"),
+        ("8xendless.json", "gemm is inf, no positive number"),
     ):
         with pytest.raises(ArgumentsError, match=message):
             parse_devices(text)

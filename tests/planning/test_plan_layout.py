@@ -126,6 +126,13 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
     [
         ([*LLAMA, "--devices", "8xh100"], "--global-batch-size is missing"),
         ([*LLAMA, "--devices", "8xh100", "--lengths", "f"], "--lengths compares schedules for"),
+        (
+            [*LLAMA, "--devices", "8xh100", "--schedule", "zb-v"],
+            "--schedule compares schedules for",
+        ),
+        ([*LLAMA, "--devices", "8xh100", "--bitpipe-order", "zb"], "--bitpipe-order compares"),
+        ([*LLAMA, "--devices", "8xh100", "--use-dpp"], "--use-dpp compares schedules for"),
+        (["--trace-dir", "run", "--schedule", "zb-v"], "--trace-dir predicts every schedule with"),
         ([*LLAMA], "--model needs --devices"),
         (["--fp8"], "--fp8 needs --devices"),
         (["--no-overlap"], "--no-overlap needs --devices"),
@@ -135,6 +142,15 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
         ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--pp", "2"], "--fix pp=8"),
         ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "zp=2"], "no zp"),
         ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "pp=x"], "pp=2"),
+        ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "pp=²"], "pp=2"),
+        (
+            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "schedule=fbd"],
+            "--fix allows no layout",
+        ),
+        (
+            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--", "--cuda-graph-impl"],
+            "--cuda-graph-impl: expected one argument; give it as Megatron takes it",
+        ),
         (
             [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "schedule=zb-w"],
             "did you mean zb-",

@@ -108,6 +108,8 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ("--lengths {} --hidden-size 8 --replicas 0", "--replicas 0 must be 1 or more"),
         ("--lengths {} --hidden-size 8 --replicas 99", "give more lengths, or lower"),
         ("--lengths {} --hidden-size 8 --chunks 2", "--chunks cannot be combined with --lengths"),
+        ("--lengths {} --hidden-size 8 --pairs", "--pairs cannot be combined with --lengths"),
+        ("--lengths {} --hidden-size 8 --slices 2", "--slices cannot be combined with --lengths"),
         ("--lengths {} --hidden-size 8 --schedule bitpipe", "bitpipe mirrors two pipelines"),
         ("--lengths {} --hidden-size 8 --schedule csv:x", "registered schedules, not csv:x"),
         ("--lengths {}.no --hidden-size 8", "cannot be read: No such file"),

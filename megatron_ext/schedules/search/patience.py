@@ -80,8 +80,14 @@ def policies(
     table is simulated with. The others are as for `activation_cap`.
 
     Raises:
-        ScheduleError: The table sums gradients in another order than policies (`progress.py`).
+        ScheduleError: The table sums gradients in another order than policies (`progress.py`), or
+            runs forwards and backwards on different ranks.
     """
+    if schedule.disaggregated:
+        raise ScheduleError(
+            f"{schedule.label} runs forwards and backwards on different ranks, which choose no "
+            "order; leave --use-dpp out"
+        )
     if not validate(schedule).ascending:
         raise ScheduleError(
             f"{schedule.label}: backwards of a stage are not in the order of micro-batches, in "

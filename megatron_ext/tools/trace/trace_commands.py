@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_ext import files
 from megatron_ext.errors import ArgumentsError, DataError
+from megatron_ext.tools.plan_command import refuse_others
 
 _Subparsers = argparse._SubParsersAction
 
@@ -103,6 +104,12 @@ def _run_plan(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return simulated(args)
+    refuse_others(
+        args,
+        ("trace_dir", "memory_gb", "json"),
+        "--trace-dir predicts every schedule with the sizes and costs of the run, {} is for a plan "
+        "without; leave it out",
+    )
     # Only here: the forecast imports every schedule, and `--help` shall not wait for that.
     from megatron_ext.tools.trace import forecast
 
