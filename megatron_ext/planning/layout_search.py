@@ -620,7 +620,10 @@ def forecast(
             rank.work - share * rank.exchange
             for rank, share in zip(by_rank, timeline.hidden_in_pairs, strict=True)
         )
-        span = timeline.makespan + (m - simulated) / twins * each
+        span = timeline.makespan
+        if m > simulated:  # a round more shows what ranks wait for in each
+            longer = simulate(_table(schedule, pp, simulated + 2 * pp, own, pairs), costs).makespan
+            span += (m - simulated) * max((longer - span) / (2 * pp), each / twins)
         hidden = timeline.hidden
     around = max(_around_step(job, sizes, rank, d, experts) for rank in by_rank)
     return Layout(

@@ -150,6 +150,27 @@ def test_no_layout_leaves_out_what_is_fixed(name: str, value: str | list[int]) -
         assert kept[name] == value
 
 
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("interleaved", 3), ("v-half", 2), ("bitpipe", 4)]
+)
+def test_a_long_step_is_as_long_as_its_whole_table(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, chunks: int
+) -> None:
+    """Ranks with uneven stages wait in every round: their work alone is up to a fifth less."""
+    job = Question(
+        model=tiny("--num-layers 15"), device=DEVICES["cpu"], num_devices=4, global_batch=64,
+        sequence=512, pair_rules=RULES["pairs"],
+        fixed={"tp": 1, "pp": 4, "micro_batch": 1, "recompute": frozenset()},
+    )  # fmt: skip
+    [sizes] = layout_search._space(job)
+    short = forecast(job, sizes, schedule, chunks)
+    monkeypatch.setattr(layout_search, "_simulated", lambda sizes, _: sizes.num_microbatches)
+    assert short is not None
+    whole = forecast(job, sizes, schedule, chunks, short.counts)
+    assert whole is not None
+    assert short.step_s == pytest.approx(whole.step_s, rel=0.002)
+
+
 def test_gpipe_keeps_every_micro_batch() -> None:
     job = Question(
         model=tiny(), device=DEVICES["cpu"], num_devices=2, global_batch=16, sequence=64,

@@ -41,7 +41,7 @@ def test_rows_that_nothing_was_fitted_to_are_as_close_as_the_documentation_says(
     own = [each for each in rows if each[0]["source"] == "Megatron-Bridge"]
     others = [abs(error) for row, _, error, _ in own if not row["fitted"]]
     assert (len(own), len(others)) == (143, 70)
-    assert statistics.mean(others) <= 0.051
+    assert statistics.mean(others) <= 0.052
     assert max(others) <= 0.215
 
 
