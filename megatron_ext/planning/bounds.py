@@ -85,17 +85,18 @@ class CutBound:
         span, waits, owners = 0.0, list(map(self._waits, self.table.rows)), self._owners
         for layer, count in Counter(self.layers).items():
             left, heap = count, []
+            memory = [self._memory(rank, layer) for rank in range(len(waits))]
             for rank, wait in enumerate(waits):
-                span = max(span, wait + self._rank_s(rank, 0, layer))
+                span = max(span, wait + self._rank_s(rank, 0, layer, memory[rank]))
                 left -= sum(self.least[s] for s in owners[rank] if layer in self._kinds[s])
-                heap.append((wait + self._rank_s(rank, 1, layer), rank, 1))
+                heap.append((wait + self._rank_s(rank, 1, layer, memory[rank]), rank, 1))
             heapify(heap)
             for _ in range(left):
                 now, rank, more = heap[0]
                 span = max(span, now)
                 if span == math.inf:
                     return span
-                then = waits[rank] + self._rank_s(rank, more + 1, layer)
+                then = waits[rank] + self._rank_s(rank, more + 1, layer, memory[rank])
                 heapreplace(heap, (then, rank, more + 1))
         return span
 
@@ -134,14 +135,23 @@ class CutBound:
         wait = sum(part.input + part.weight * (kind == "B") for part in after)
         return wait + sum(part.forward for part in self._fixed[:begin])
 
-    def _rank_s(self, rank: int, count: int, layer: Part) -> float:
+    def _rank_s(
+        self, rank: int, count: int, layer: Part, memory: Sequence[Sequence[float]]
+    ) -> float:
         """Return the least that a rank runs if its stages have so many more layers of a kind."""
         width = len(self._owners[rank])
         if width == 2:
             ways: list[tuple[int, ...]] = [(n, count - n) for n in range(count + 1)]
         else:
             ways = [tuple(count * (n == at) for n in range(width)) for at in range(width)]
-        held = [self._held(rank, way, layer) for way in ways]
+        held = []
+        for way in ways:
+            own = memory[0]
+            for more, each in zip(way, memory[1:], strict=True):
+                own = (
+                    [one + more * two for one, two in zip(own, each, strict=True)] if more else own
+                )
+            held.append(own)
         if width <= 2:
             ways = [way for way, own in zip(ways, held, strict=True) if max(own) <= self.limit]
         elif any(min(each) > self.limit for each in zip(*held, strict=True)):
@@ -169,17 +179,17 @@ class CutBound:
             whole -= count * of_b * input_s * min(1.0, shorter / (b or math.inf))
         return whole
 
-    def _held(self, rank: int, more: Sequence[int], layer: Part) -> list[float]:
-        """Return the bytes at each moment."""
-        own = [(self._fixed[s], count) for s, count in zip(self._owners[rank], more, strict=True)]
-        static = max(part.transient for part, _ in own)
-        static += sum(self.static(part) + count * self.static(layer) for part, count in own)
+    def _memory(self, rank: int, layer: Part) -> list[list[float]]:
+        """Return the bytes at each moment, and for each stage those that one layer more adds."""
+        own = [self._fixed[s] for s in self._owners[rank]]
+        static = max(part.transient for part in own) + sum(map(self.static, own))
+
+        def kept(part: Part, at: tuple[int, int]) -> float:
+            return at[0] * part.saved + at[1] * part.waiting
+
+        moments = self.uses[rank].moments
         return [
-            static
-            + sum(
-                kept * (part.saved + count * layer.saved)
-                + waiting * (part.waiting + count * layer.waiting)
-                for (part, count), (kept, waiting) in zip(own, moment, strict=True)
-            )
-            for moment in self.uses[rank].moments
-        ]
+            [static + sum(map(kept, own, moment)) for moment in moments],
+            *([self.static(layer) + kept(layer, each) for each in of_stage]
+              for of_stage in zip(*moments, strict=True)),
+        ]  # fmt: skip

@@ -250,7 +250,7 @@ def search(
                 possible.append(least)
                 if least >= worst:
                     continue
-                plan = forecast(own, sizes, schedule, chunks, job.fixed.get("layout"))
+                plan = forecast(own, sizes, schedule, chunks, job.fixed.get("layout"), worst)
                 found.num_evaluated += 1
                 if plan is not None:
                     fitting.append(plan)
@@ -545,6 +545,7 @@ def forecast(
     schedule: str,
     chunks: int,
     counts: Sequence[int] | None = None,
+    worst_s: float = math.inf,
 ) -> Layout | None:
     """Return the plan of a schedule, or None if it is impossible or too large for the memory.
 
@@ -554,6 +555,7 @@ def forecast(
         schedule: A registered name.
         chunks: Stages on each rank.
         counts: Layers of each stage; None: the faster of the cuts into even ranks and even stages.
+        worst_s: Step time from which on a plan is out, and a time that it does not reach will do.
     """
     layers, first, last = _parts(_key(job), sizes)
     device, pp, m = job.device, sizes.pp, sizes.num_microbatches
@@ -583,7 +585,10 @@ def forecast(
                     tuple(cut(works, first.work, end, placement, by_stage=even, **least))
                     for even in ((False, True) if chunks > 1 else (False,))
                 }
-                plans = [forecast(job, sizes, schedule, chunks, counts) for counts in sorted(cuts)]
+                plans = [
+                    forecast(job, sizes, schedule, chunks, counts, worst_s)
+                    for counts in sorted(cuts)
+                ]
                 fitting = filter(None, plans)
                 return min(fitting, key=lambda plan: plan.step_s, default=None)
         except ScheduleError:
@@ -613,6 +618,7 @@ def forecast(
     ]
     if max(memory) > _limit(job):
         return None
+    around = max(_around_step(job, sizes, rank, d, experts) for rank in by_rank)
     if table is not None:
         costs = _costs(job, sizes, stages, twins)
         timeline = simulate(table, costs)
@@ -620,12 +626,13 @@ def forecast(
             rank.work - share * rank.exchange
             for rank, share in zip(by_rank, timeline.hidden_in_pairs, strict=True)
         )
-        span = timeline.makespan
-        if m > simulated:  # a round more shows what ranks wait for in each
-            longer = simulate(_table(schedule, pp, simulated + 2 * pp, own, pairs), costs).makespan
-            span += (m - simulated) * max((longer - span) / (2 * pp), each / twins)
+        span = timeline.makespan + (m - simulated) / twins * each
+        if m > simulated and span + around < worst_s:
+            # A round more shows what ranks wait for in each.
+            longer = simulate(_table(schedule, pp, simulated + 2 * pp, own, pairs), costs)
+            by_batch = (longer.makespan - timeline.makespan) / (2 * pp)
+            span = max(span, timeline.makespan + (m - simulated) * by_batch)
         hidden = timeline.hidden
-    around = max(_around_step(job, sizes, rank, d, experts) for rank in by_rank)
     return Layout(
         job=job,
         sizes=sizes,
