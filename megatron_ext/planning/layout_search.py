@@ -215,18 +215,23 @@ def search(
 ) -> Found:
     """Return the layouts with the shortest steps: branch and bound over all sizes.
 
-    Sizes are visited by their bound, so that everything that could still beat the worst of the
-    best is evaluated, with every schedule and its cut. Interrupted, it returns the best so far.
+    Sizes are visited by their bound, those that hardly fit last, and everything that could still
+    beat the worst of the best is evaluated, with every schedule and its cut. Interrupted, it
+    returns the best so far.
 
     Raises:
         ArgumentsError: The fixed values, or the devices and the batch, allow no sizes.
     """
     space = list(_space(job))
     bounds = (
-        (min((_least_step(own, each) for own in _variants(job, each)), default=math.inf), n, each)
-        for n, each in enumerate(space)
+        min((_least_step(own, each) for own in _variants(job, each)), default=math.inf)
+        for each in space
     )
-    todo = sorted(each for each in bounds if each[0] < math.inf)
+    todo = sorted(
+        (_is_tight(job, each), bound, n, each)
+        for n, (bound, each) in enumerate(zip(bounds, space, strict=True))
+        if bound < math.inf
+    )
     if not space:
         raise ArgumentsError(
             f"{job.num_devices} devices and --global-batch-size {job.global_batch} allow no sizes"
@@ -236,10 +241,10 @@ def search(
     found = Found(num_sizes=len(space))
     possible: list[float] = []
     try:
-        for position, (bound, _, sizes) in enumerate(todo):
+        for position, (_, bound, _, sizes) in enumerate(todo):
             if len(found.plans) == keep and bound >= found.plans[-1].step_s:
                 possible.append(bound)
-                break
+                continue
             progress(found, len(todo) - position)
             fitting = []
             worst = found.plans[-1].step_s if len(found.plans) == keep else math.inf
@@ -261,7 +266,7 @@ def search(
                 found.plans = list(distinct.values())[:keep]
     except KeyboardInterrupt:
         found.is_complete = False
-        possible.append(todo[position][0])
+        possible += [bound for _, bound, *_ in todo[position:]]
     found.bound_s = min(possible, default=math.inf)
     return found
 
@@ -434,6 +439,15 @@ def _least_step(job: Question, sizes: ParallelSizes) -> float:
     if (static + whole.saved) / sizes.pp > _limit(job):
         return math.inf
     return min(_bound(job, sizes, twins) for twins in ((1, 2) if sizes.pp > 1 else (1,)))
+
+
+def _is_tight(job: Question, sizes: ParallelSizes) -> bool:
+    """Return whether 1F1B fits, if at all, with fewer layers on the ranks that keep the most."""
+    layers, first, last = _parts(_key(job), sizes)
+    whole, d = total([*layers, first, last]), sizes.replicas * sizes.cp
+    alive = min(sizes.num_microbatches, (sizes.pp + 1) / 2)  # the mean of its ranks
+    static = _static(job, whole, 2 * d, 2 * _expert_replicas(job, sizes))
+    return (static + alive * whole.saved) / sizes.pp > _limit(job)
 
 
 def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
