@@ -141,8 +141,8 @@ MUTANTS = (
     Mutant(
         "all tensors of a hand-over have one name",
         f"{_RUNTIME}.program",
-        "return message._replace(part=self.part, header=self.header)",
-        "return message._replace(header=self.header)",
+        "part=message.part + self.part, header=self.header",
+        "header=self.header",
     ),
     Mutant(
         "what goes to the twin goes along the own pipeline",
