@@ -135,7 +135,7 @@ _HALF = (
     "Megatron-Bridge's performance summary; benchmarks/planner.py says which"
 )
 _ESTIMATE = "as on B200; not measured on this device"
-_MAY_BE_NONE = (
+_MAY_BE_ZERO = (
     *("reserve_gib", "flops_4bit", "kernel_s", "launch_s", "message_s", "hop_s"),
     *("overlap", "pair_overlap", "exposed"),
 )
@@ -386,7 +386,7 @@ def parse_devices(text: str) -> tuple[int, DeviceKind]:
             value, like = getattr(device, each.name), getattr(DEVICES["h100"], each.name)
             if isinstance(like, int | float) and not (
                 isinstance(value, int | float)
-                and (0 < value < math.inf or (value == 0 and each.name in _MAY_BE_NONE))
+                and (0 < value < math.inf or (value == 0 and each.name in _MAY_BE_ZERO))
             ):
                 raise ValueError(f"{each.name} is {value!r}, no positive number")
         return int(found[1]), device

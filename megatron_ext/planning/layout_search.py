@@ -227,6 +227,7 @@ def search(
         min((_least_step(own, each) for own in _variants(job, each)), default=math.inf)
         for each in space
     )
+    # Tight ones last: nearly all of them are ruled out, which takes long.
     todo = sorted(
         (_is_tight(job, each), bound, n, each)
         for n, (bound, each) in enumerate(zip(bounds, space, strict=True))
@@ -431,23 +432,23 @@ def _key(job: Question) -> tuple[Any, ...]:
 
 def _least_step(job: Question, sizes: ParallelSizes) -> float:
     """Return a time that no order and no cut of these sizes beats; infinite if none fits."""
-    layers, first, last = _parts(_key(job), sizes)
-    whole = total([*layers, first, last])
-    d, experts = sizes.replicas * sizes.cp, _expert_replicas(job, sizes)
-    static = _static(job, whole, 2 * d, 2 * experts)
     # Between its forwards and its backwards a micro-batch is alive on all stages.
-    if (static + whole.saved) / sizes.pp > _limit(job):
+    if _mean_memory(job, sizes, 1) > _limit(job):
         return math.inf
     return min(_bound(job, sizes, twins) for twins in ((1, 2) if sizes.pp > 1 else (1,)))
 
 
 def _is_tight(job: Question, sizes: ParallelSizes) -> bool:
     """Return whether 1F1B fits, if at all, with fewer layers on the ranks that keep the most."""
+    return _mean_memory(job, sizes, min(sizes.num_microbatches, (sizes.pp + 1) / 2)) > _limit(job)
+
+
+def _mean_memory(job: Question, sizes: ParallelSizes, alive: float) -> float:
+    """Return the bytes of the mean rank while so many micro-batches are alive on its stages."""
     layers, first, last = _parts(_key(job), sizes)
     whole, d = total([*layers, first, last]), sizes.replicas * sizes.cp
-    alive = min(sizes.num_microbatches, (sizes.pp + 1) / 2)  # the mean of its ranks
     static = _static(job, whole, 2 * d, 2 * _expert_replicas(job, sizes))
-    return (static + alive * whole.saved) / sizes.pp > _limit(job)
+    return (static + alive * whole.saved) / sizes.pp
 
 
 def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
@@ -569,7 +570,7 @@ def forecast(
         schedule: A registered name.
         chunks: Stages on each rank.
         counts: Layers of each stage; None: the faster of the cuts into even ranks and even stages.
-        worst_s: Step time from which on a plan is out, and a time that it does not reach will do.
+        worst_s: Step time that a plan has to beat; of one that does not, the time may be too short.
     """
     layers, first, last = _parts(_key(job), sizes)
     device, pp, m = job.device, sizes.pp, sizes.num_microbatches
