@@ -1,7 +1,7 @@
 """Support for third-party training loops ("hosts") that call Megatron's schedules: Megatron-Bridge.
 
 A host's module has a table `PATCHES` and is imported just before the host, so an unused host costs
-nothing.
+nothing. `own_program.py` is the entrance of a program whose training loop is its own.
 """
 
 from __future__ import annotations

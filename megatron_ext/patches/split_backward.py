@@ -41,7 +41,7 @@ def _linear(record: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
     of=_record,
 )
-def _embedding(_record: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _embedding(_found: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """A weight that embedding and output layer share has one sum of gradients: no split."""
     from megatron_ext.runtime.split import mark_embedding
 
