@@ -52,6 +52,7 @@ def test_settings_missing_from_a_namespace_get_their_defaults() -> None:
     assert config == PipelineConfig(device="cpu")
 
 
+@pytest.mark.short_s(8)  # the only test of --json
 def test_listing_shows_each_patch_with_target_and_reason() -> None:
     done = run_package("patches", "list", "--json")
     assert done.returncode == 0, done.stderr

@@ -172,7 +172,7 @@ def test_a_bridge_outside_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "core", "told"),
+    ("version", "core", "remedies"),
     [
         ("0.6.2", "0.19.2", []),
         ("0.7.0", "0.20.0", []),
@@ -180,11 +180,11 @@ def test_a_bridge_outside_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_core_that_a_bridge_needs(
-    monkeypatch: pytest.MonkeyPatch, version: str, core: str, told: list[str]
+    monkeypatch: pytest.MonkeyPatch, version: str, core: str, remedies: list[str]
 ) -> None:
     _installed(monkeypatch, version, core)
     monkeypatch.setattr(bridge_requirements.sys, "version_info", (3, 12, 1))
-    assert [line.partition("; ")[2] for line in bridge_requirements.problems()] == told
+    assert [line.partition("; ")[2] for line in bridge_requirements.problems()] == remedies
 
 
 def test_flags_in_the_environment_are_split_as_by_a_shell() -> None:
