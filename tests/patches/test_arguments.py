@@ -86,7 +86,8 @@ def test_a_namespace_without_our_flags_is_fine() -> None:
     ("flags", "message"),
     [
         ("--pipeline-model-parallel-size 3", "world size"),
-        ("--pipeline-model-parallel-size 0", "by zero: assert args.world_size % total_model_size"),
+        ("--pipeline-model-parallel-size 0", "must be a whole number of at least 1"),
+        ("--num-attention-heads 0", "by zero: assert args.hidden_size % args.num_attention_heads"),
         ("--transformer-impl transformer_engine", "local"),
         ("--context-parallel-size 2", "context-parallel"),
         ("--device-backend musa", "MEGATRON_EXT_DEVICE"),
