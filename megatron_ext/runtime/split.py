@@ -165,6 +165,8 @@ class SplitBackward:
         assert self._key is not None, "layers postpone inside `defer` only"
         if any(getattr(layer, name, False) for name in _GATHERS_IN_USER_BUFFERS):
             operands = [_copied(operand) for operand in operands]
+        if not layer.fuse_wgrad_accumulation and isinstance(operands[-1], list):
+            product = _into_new_memory(operands[-1], product)
         gradient: Any = _QueuedGradients(layer)
         found = self._waiting.get(self._key, {}).get(id(gradient.weights[0]))
         if found is None:
@@ -629,6 +631,25 @@ def _copied(operand: Any) -> Any:
     tensors, holder = operand.prepare_for_saving()
     holder.restore_from_saved([None if one is None else one.clone() for one in tensors])
     return holder
+
+
+def _into_new_memory(gradients: list[Any], product: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the product of a grouped layer take the memory of its gradients when it runs.
+
+    Without gradient accumulation fusion the layer queues memory that nothing has filled, and hands
+    the same list to autograd, which would add it up.
+    """
+    empty = partial(
+        torch.empty, (len(gradients), *gradients[0].shape),
+        dtype=gradients[0].dtype, device=gradients[0].device,
+    )  # fmt: skip
+    gradients[:] = [None] * len(gradients)
+
+    def run(inputs: Any, grad_outputs: Any, _: Any) -> Any:
+        gradients[:] = empty()  # one for each expert; `backward_dw` reads the list
+        return product(inputs, grad_outputs, gradients)
+
+    return run
 
 
 def _matrices(layer: Any) -> list[Any]:

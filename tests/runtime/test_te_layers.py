@@ -224,13 +224,16 @@ class _UnfusedLayer(_Layer):
     def __init__(self, delay: bool, *, by_ddp: bool) -> None:
         super().__init__(delay)
         self.fuse_wgrad_accumulation = False
+        self.nodes = [self._hooked(self.weight)] if by_ddp else []
         if not by_ddp:
             del self.weight.main_grad
-            return
-        self.weight.grad_added_to_main_grad = False
-        # As DDP does, on the node that autograd reaches without a gradient too.
-        self.node = self.weight.expand_as(self.weight).grad_fn.next_functions[0][0]
-        self.node.register_hook(lambda *_: _ddp_hook(self.weight))
+
+    def _hooked(self, weight: torch.nn.Parameter) -> Any:
+        """Do as DDP: it hooks the node that autograd reaches without a gradient too."""
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(4, 4), False
+        node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_: _ddp_hook(weight))
+        return node
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _UnfusedLinear.apply(x, self.weight, self.wgrad_store)
@@ -247,14 +250,61 @@ def _ddp_hook(weight: torch.Tensor) -> None:
     weight.grad = None
 
 
+class _GroupedProducts(torch.autograd.Function):
+    """What `GroupedLinear` does without accumulation fusion, with half of the tokens each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, store: _Store, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.store = store
+        return torch.cat([x @ w.t() for x, w in zip(x.chunk(2), weights, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        halves = grad.chunk(2)
+        grad_x = torch.cat([g @ w for g, w in zip(halves, weights, strict=True)])
+        gradients = list(torch.full((2, 4, 4), torch.nan))  # memory that nothing has filled
+
+        def products(x: Any, halves: Any, gradients: Any) -> None:
+            for each, half, into in zip(x, halves, gradients, strict=True):
+                into.copy_(half.t() @ each)
+
+        if ctx.store.delay_wgrad_compute():
+            ctx.store.put([x.chunk(2), halves, gradients], products)
+        else:
+            products(x.chunk(2), halves, gradients)
+        return grad_x, None, *gradients  # filled or not
+
+
+class _UnfusedExperts(_UnfusedLayer):
+    """Two experts."""
+
+    def __init__(self, delay: bool, *, by_ddp: bool) -> None:
+        super().__init__(delay, by_ddp=by_ddp)
+        del self.weight
+        self.num_gemms = 2
+        self.weight0, self.weight1 = (torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+        self.nodes = [self._hooked(weight) for weight in self.parameters() if by_ddp]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _GroupedProducts.apply(x, self.wgrad_store, self.weight0, self.weight1)
+
+    def backward_dw(self) -> None:
+        operands, product = self.wgrad_store.context.get_nowait()
+        product(*operands)
+        self.weight0.grad, self.weight1.grad = operands[2]
+
+
 class _Unfused(torch.nn.Module):
     def __init__(self, delay: bool, *, by_ddp: bool) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.once, self.twice = (_UnfusedLayer(delay, by_ddp=by_ddp) for _ in range(2))
+        self.experts = _UnfusedExperts(delay, by_ddp=by_ddp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.twice(self.twice(self.once(x)))
+        return self.experts(self.twice(self.twice(self.once(x))))
 
 
 @pytest.mark.parametrize("by_ddp", [True, False])
