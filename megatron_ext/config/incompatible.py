@@ -287,8 +287,7 @@ _TEXTS = {
         reset_attention_mask & tensor_model_parallel_size>1
             tensor-parallel ranks receive the mask in a buffer of the whole one's form; leave one of
             them out
-        fused softmax in 16 bits: masked_softmax_fusion & !transformer_impl=transformer_engine &
-        fp16 | bf16
+        fused softmax in 16 bits: masked_softmax_fusion & transformer_impl=local & fp16 | bf16
             its kernel takes as many queries as keys; add --no-masked-softmax-fusion
         fp8 | fp4
             scales follow from whole micro-batches; use --bf16 instead

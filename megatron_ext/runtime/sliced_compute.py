@@ -652,6 +652,13 @@ def _check_model(model: torch.nn.Module) -> None:
             # Megatron has a type for kinds of masks, Transformer Engine their names.
             elif getattr(core.attn_mask_type, "name", core.attn_mask_type) != "causal":
                 wrong = "attention to later tokens"
+            elif (own := getattr(core, "scale_mask_softmax", None)) and (
+                own.scaled_masked_softmax_fusion and own.input_in_float16
+            ):
+                wrong = (
+                    "the fused softmax in 16 bits, which takes as many queries as keys "
+                    "(masked_softmax_fusion=False)"
+                )
     if wrong is not None:
         raise ScheduleError(
             f"slices are for a GPTModel with causal DotProductAttention, or Transformer Engine's, "

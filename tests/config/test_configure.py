@@ -336,6 +336,24 @@ def _recomputing() -> tuple[list[Any], str]:
     return found, "\n".join(lines)
 
 
+def _in_slices_of_16_bits() -> bool:
+    from megatron.core.transformer import TransformerConfig
+
+    megatron_ext.configure(
+        PipelineConfig(schedule="zb-h1", slices=2),
+        pipeline_ranks=2, num_microbatches=4, num_layers=4,
+    )  # fmt: skip
+    config = TransformerConfig(
+        num_layers=4, hidden_size=8, num_attention_heads=2, bf16=True, masked_softmax_fusion=True
+    )
+    return config.masked_softmax_fusion
+
+
+def test_a_program_with_layers_that_have_a_softmax_of_their_own_trains_in_slices() -> None:
+    """Transformer Engine's; which layers a program builds, its configuration does not say."""
+    assert run_ranks(1, _in_slices_of_16_bits) == [True]
+
+
 RECOMPUTED = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
 }  # fmt: skip

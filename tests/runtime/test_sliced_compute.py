@@ -609,7 +609,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         run_ranks(2, train_bert, flags)
 
 
-def attends_to_later_tokens() -> str:
+def wrong_layers() -> list[str]:
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_ext.errors import ScheduleError
@@ -618,14 +618,22 @@ def attends_to_later_tokens() -> str:
 
     start_parallel()
     model = small_gpt.build(use_ddp=False, **PLAIN)
-    sliced_compute._check_model(model)
     core = model.decoder.layers[1].self_attention.core_attention
-    core.attn_mask_type = AttnMaskType.no_mask
-    with pytest.raises(ScheduleError) as raised:
-        sliced_compute._check_model(model)
-    return str(raised.value)
+    softmax, found = core.scale_mask_softmax, []
+    softmax.input_in_float16 = True
+    sliced_compute._check_model(model)
+    for changed, name, value in (
+        (softmax, "scaled_masked_softmax_fusion", True),
+        (core, "attn_mask_type", AttnMaskType.no_mask),
+    ):
+        setattr(changed, name, value)
+        with pytest.raises(ScheduleError) as raised:
+            sliced_compute._check_model(model)
+        found.append(str(raised.value))
+    return found
 
 
-def test_attention_to_later_tokens_is_refused() -> None:
-    [reason] = run_ranks(1, attends_to_later_tokens)
-    assert "not for attention to later tokens; leave the slices out" in reason
+def test_attention_to_later_tokens_and_a_fused_softmax_are_refused() -> None:
+    [(fused, later)] = run_ranks(1, wrong_layers)
+    assert "not for the fused softmax in 16 bits, which takes as many queries as keys" in fused
+    assert "not for attention to later tokens; leave the slices out" in later
