@@ -160,8 +160,23 @@ def join() -> None:
     backend = "mccl" if EMULATED else "gloo"
     torch.distributed.init_process_group(backend, store=store(), rank=rank, world_size=size)
     if not EMULATED:
+        torch.distributed.ProcessGroup.allreduce = _allreduce
         # Gloo reduces one tensor of a GPU, but not several in one call, as Megatron does.
         torch.distributed.ProcessGroup.allreduce_coalesced = _allreduce_one_by_one
+
+
+_of_gloo = torch.distributed.ProcessGroup.allreduce
+
+
+class _Done:
+    """Work of a group of one rank, which has nothing to do; gloo's makes the host wait for it."""
+
+    def wait(self) -> None:
+        pass
+
+
+def _allreduce(group: Any, tensors: list[torch.Tensor], options: Any) -> Any:
+    return _Done() if group.size() == 1 else _of_gloo(group, tensors, options)
 
 
 def _allreduce_one_by_one(group: Any, tensors: list[torch.Tensor], options: Any) -> Any:
