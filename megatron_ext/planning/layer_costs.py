@@ -29,8 +29,10 @@ ASSUMPTIONS = {
     "activations": "kept as Transformer Engine keeps them, flash attention, no dropout: inputs and "
     "outputs of norms, queries, keys, values, attention output, both sides of the activation; what "
     "a product takes in its own precision",
-    "logits": "10 bytes for each while the loss is computed, 4 with --cross-entropy-loss-fusion; "
-    "the 4 is fitted to SimuMax's B200 rows of Llama with one stage",
+    "logits": "6 bytes for each while the loss is computed, as an H100 held, 4 with "
+    "--cross-entropy-loss-fusion; the 4 is fitted to SimuMax's B200 rows of Llama with one stage",
+    "gradients": "products of weight gradients add to the buffer; that of the embedding is as large "
+    "as the table, and added apart, as all are with --no-gradient-accumulation-fusion",
     "products": "in waves of tiles of 256 x 128, one on each processor, the last wave as long as a "
     "full one; at least as long as their operands take through memory",
     "host": "starts about 30 to 40 kernels for the forward of a dense layer in bf16 and 105 to 170 "
@@ -101,6 +103,9 @@ class Part(NamedTuple):
     """Bytes that the loss keeps until its backward begins, before which that of no layer does."""
     transient: float
     """Bytes at the worst moment of the backward, beyond what is saved."""
+    copies: float
+    """Bytes of weights that Transformer Engine keeps in the precision of its products, once as they
+    are and once transposed, beside Megatron's."""
     dummies: float
     """Bytes of the weight gradients, one for each shape, that Transformer Engine hands to autograd
     and keeps, while the real ones add to Megatron's buffers."""
@@ -115,9 +120,9 @@ def total(parts: Sequence[Part]) -> Part:
     """Return what parts cost together."""
     if not parts:
         return Part(*[0.0] * len(Part._fields))
-    *sums, transients, dummies = zip(*parts, strict=True)
+    *sums, transients, copies, dummies = zip(*parts, strict=True)
     # Layers of one kind have the same shapes.
-    return Part._make([*map(sum, sums), max(transients), sum(set(dummies))])
+    return Part._make([*map(sum, sums), max(transients), sum(copies), sum(set(dummies))])
 
 
 def beside(part: Part, overlap: float) -> Part:
@@ -191,7 +196,8 @@ class _Ledger:
         self.traffic = device.memory_bytes * device.memory
         self.forward: defaultdict[str, float] = defaultdict(float)
         self.saved: defaultdict[str, float] = defaultdict(float)
-        self.input = self.weight = self.waiting = self.exchange = self.dummies = 0.0
+        self.input = self.weight = self.waiting = self.exchange = 0.0
+        self.dummies = self.copies = 0.0
         self.params = self.expert_params = self.operations = self.launches = 0.0
         """Kernels of the forward that the host starts one by one; a backward has twice as many."""
         self.waits = False
@@ -252,10 +258,15 @@ class _Ledger:
         size = everywhere * (2 * inputs + low * outputs) + low * weights
         self.input += of(rows, inputs, outputs, size)
         self.input += casts * everywhere * outputs / self.traffic
-        size = low * everywhere * (inputs + outputs)
-        size += 2 * self.by.techniques.gradient_bytes * weights
+        techniques, size = self.by.techniques, low * everywhere * (inputs + outputs)
+        size += 2 * (techniques.gradient_bytes if techniques.fuses_gradients else 1) * weights
         self.weight += of(inputs, outputs, rows, size) / self.device.gemm_weight
-        self.dummies += 2 * inputs * outputs
+        if techniques.copies_weights and self.precision != "bf16":
+            self.copies += 2 * low * weights
+        if techniques.fuses_gradients:
+            self.dummies += 2 * inputs * outputs
+        else:
+            self.weight += 2 * (1 + techniques.gradient_bytes) * weights / self.traffic
 
     def pass_over(self, module: str, forward: float, backward: float, kernels: int = 1) -> None:
         """Add elementwise kernels by their bytes of traffic."""
@@ -322,6 +333,7 @@ class _Ledger:
             waiting=self.waiting,
             logits=0.0,
             transient=transient + (dropped if mode else 0.0),
+            copies=self.copies,
             dummies=self.dummies,
         )
 
@@ -353,7 +365,9 @@ def part_of(
     if by.techniques.overlaps_tensor:
         exchange *= 1 - device.overlap
     if kind == "embedding":
-        books.pass_over("base", 4 * wide, 10 * wide)
+        # A gradient as large as the table is cleared, and added to Megatron's buffer, fused or not.
+        of_table = 2 * (2 + by.techniques.gradient_bytes) * table
+        books.pass_over("base", 4 * wide, 10 * wide + of_table)
         books.wait("base", exchange, exchange)
         books.params = table + model.learned_positions * hidden
         return books.part()
@@ -368,8 +382,8 @@ def part_of(
         books.keep("base", 4 * wide, _kept_by_norm(model, wide, hidden) + 2 * wide)
         shared = table if model.is_tied and holds_embedding else 0.0
         books.params += hidden * model.norm_weights - shared
-        # The unfused loss has logits in bf16, probabilities in fp32 and gradients at once.
-        at_once = (4 if by.fused_loss else 10) * logits
+        # The unfused loss has logits or their gradients in bf16 beside probabilities in fp32.
+        at_once = (4 if by.fused_loss else 6) * logits
         return books.part(transient=at_once)._replace(logits=4 * logits)
     if kind == "mtp":
         layer = part_of(model, model.mtp_kind, by, device, mode)

@@ -494,7 +494,7 @@ def _expert_replicas(job: Question, sizes: ParallelSizes) -> int:
 
 def _static(job: Question, part: Part, replicas: int, experts: int) -> float:
     """Return the bytes of weights, gradients and optimizer, with so many replicas of each."""
-    sizes = 0.0
+    sizes = part.copies
     for params, count in ((part.params, replicas), (part.expert_params, experts)):
         states = _STATE_BYTES / (count if job.shards_optimizer else 1)
         sizes += params * (_WEIGHT_BYTES + job.techniques.gradient_bytes + states)

@@ -40,6 +40,10 @@ class Techniques:
     """Whether gathers and scatters of tensor parallelism run behind products."""
     is_local: bool = False
     """Whether layers are Megatron's own, not Transformer Engine's; costs no time here."""
+    fuses_gradients: bool = True
+    """Whether products add weight gradients to Megatron's buffers, but that of the embedding."""
+    copies_weights: bool = False
+    """Whether Transformer Engine keeps weights in 8 or 4 bits beside Megatron's in bf16."""
     gradient_bytes: int = 4
     """Of an element of the gradients that add up, and are reduced."""
 
@@ -64,6 +68,7 @@ class Techniques:
             "--fp8-output-proj": self.outputs_in_8bit,
             "--cross-entropy-fusion-impl te": self.loses_in_place,
             "--transformer-impl local": self.is_local,
+            "--no-gradient-accumulation-fusion": not self.fuses_gradients,
         }
         return " ".join(word for word, is_asked in words.items() if word and is_asked)
 
@@ -87,7 +92,8 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision = "bf16") -> 
     parser.add_argument("--cross-entropy-fusion-impl", default="native")
     switches = (
         "use-transformer-engine-op-fuser overlap-moe-expert-parallel-comm "
-        "disable-tp-comm-overlap-ag fp8-dot-product-attention fp8-output-proj grad-reduce-in-bf16"
+        "disable-tp-comm-overlap-ag fp8-dot-product-attention fp8-output-proj grad-reduce-in-bf16 "
+        "no-gradient-accumulation-fusion fp8-param-gather fp4-param-gather"
     )
     for name in switches.split():
         parser.add_argument(f"--{name}", action="store_true")
@@ -114,5 +120,7 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision = "bf16") -> 
         # Products in 4 bits have no communication that overlaps.
         overlaps_tensor=precision != "nvfp4" and not given.disable_tp_comm_overlap_ag,
         is_local=given.transformer_impl == "local",
+        fuses_gradients=not given.no_gradient_accumulation_fusion,
+        copies_weights=precision != "bf16" and not (given.fp8_param_gather or given.fp4_param_gather),
         gradient_bytes=2 if given.grad_reduce_in_bf16 else 4,
     )
