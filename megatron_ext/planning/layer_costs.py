@@ -31,8 +31,8 @@ ASSUMPTIONS = {
     "a product takes in its own precision",
     "logits": "6 bytes for each while the loss is computed, as an H100 held, 4 with "
     "--cross-entropy-loss-fusion; the 4 is fitted to SimuMax's B200 rows of Llama with one stage",
-    "gradients": "products of weight gradients add to the buffer; that of the embedding is as large "
-    "as the table, and added apart, as all are with --no-gradient-accumulation-fusion",
+    "gradients": "products of weight gradients add to the buffer; the embedding's is as large as "
+    "the table, and added apart, as all are with --no-gradient-accumulation-fusion",
     "products": "in waves of tiles of 256 x 128, one on each processor, the last wave as long as a "
     "full one; at least as long as their operands take through memory",
     "host": "starts about 30 to 40 kernels for the forward of a dense layer in bf16 and 105 to 170 "

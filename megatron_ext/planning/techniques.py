@@ -121,6 +121,7 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision = "bf16") -> 
         overlaps_tensor=precision != "nvfp4" and not given.disable_tp_comm_overlap_ag,
         is_local=given.transformer_impl == "local",
         fuses_gradients=not given.no_gradient_accumulation_fusion,
-        copies_weights=precision != "bf16" and not (given.fp8_param_gather or given.fp4_param_gather),
+        copies_weights=precision != "bf16"
+        and not (given.fp8_param_gather or given.fp4_param_gather),
         gradient_bytes=2 if given.grad_reduce_in_bf16 else 4,
     )
