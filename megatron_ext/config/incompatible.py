@@ -498,8 +498,7 @@ def suit_layers(found: Preflight, pipeline: Pipeline, args: Namespace, *, here: 
         return
     subject, reason = f"--pipeline-schedule {pipeline.name}", why_te_cannot_split(args, here=here)
     if reason is None:
-        if (notice := te_leaves_whole(args, here=here)) is not None:
-            found.notices.append(f"{subject}: {notice}")
+        found.notices += (f"{subject}: {notice}" for notice in te_leaves_whole(args, here=here))
         if getattr(args, "tp_comm_overlap", False) and args.transformer_impl != "local":
             found.notices.append(
                 f"{subject}: --tp-comm-overlap hides no reduce-scatter under weight gradients, "
@@ -594,14 +593,31 @@ def why_te_cannot_split(config: Any, *, here: bool = True) -> str | None:
     )
 
 
-def te_leaves_whole(config: Any, *, here: bool = True) -> str | None:
-    """Return which weight gradients of Transformer Engine's layers stay in I, and why, or None."""
-    if not uses_te(config, here=here) or config.multi_latent_attention:
-        return None
-    if not config.add_bias_linear and not config.add_qkv_bias:
-        return None
-    return (
-        "weight gradients of the projections to queries, keys and values are computed in I, "
-        "because Transformer Engine computes them together with those of the biases; "
-        "--disable-bias-linear without --add-qkv-bias moves them to W"
-    )
+def te_leaves_whole(config: Any, *, here: bool = True) -> Iterator[str]:
+    """Yield which weight gradients of Transformer Engine's layers stay in I, and why."""
+    if not uses_te(config, here=here):
+        return
+    given = vars(config).get
+    # Layers that add their bias themselves; others leave it to Megatron.
+    biased = {
+        "the projections to queries, keys and values": not config.multi_latent_attention,
+        "the first layer of grouped experts": config.add_bias_linear and given("moe_grouped_gemm"),
+        "the projections of latent experts": config.add_bias_linear and given("moe_latent_size"),
+    }
+    if (config.add_bias_linear or config.add_qkv_bias) and any(biased.values()):
+        yield (
+            f"weight gradients of {' and of '.join(name for name in biased if biased[name])} are "
+            "computed in I, because Transformer Engine computes them together with those of the "
+            "biases; --disable-bias-linear without --add-qkv-bias moves them to W"
+        )
+    if given("moe_single_grouped_weight") and not config.gradient_accumulation_fusion:
+        yield (
+            "weight gradients of grouped experts are computed in I, because Transformer Engine "
+            "hands them on before W could fill them; leave --moe-single-grouped-weight or "
+            "--no-gradient-accumulation-fusion out"
+        )
+    if given("use_transformer_engine_op_fuser"):
+        yield (
+            "weight gradients of MLPs are computed in I, because fused operations of Transformer "
+            "Engine replace their layers; leave --use-transformer-engine-op-fuser out"
+        )

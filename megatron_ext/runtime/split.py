@@ -165,9 +165,16 @@ class SplitBackward:
         assert self._key is not None, "layers postpone inside `defer` only"
         if any(getattr(layer, name, False) for name in _GATHERS_IN_USER_BUFFERS):
             operands = [_copied(operand) for operand in operands]
-        if not layer.fuse_wgrad_accumulation and isinstance(operands[-1], list):
-            product = _into_new_memory(operands[-1], product)
         gradient: Any = _QueuedGradients(layer)
+        if not layer.fuse_wgrad_accumulation:
+            if isinstance(operands[-1], list):
+                product = _into_new_memory(operands[-1], product)
+            for weight in gradient.weights:
+                if hasattr(weight, "main_grad"):
+                    # DDP's hook fires in I, wants a gradient and adds it, unless it has been added.
+                    nothing = weight.main_grad.new_zeros((), dtype=weight.dtype)
+                    weight.grad, weight.grad_added_to_main_grad = nothing.expand(weight.shape), True
+                    self._marked.append(weight)
         found = self._waiting.get(self._key, {}).get(id(gradient.weights[0]))
         if found is None:
             self._record(self._key, gradient)
@@ -565,7 +572,6 @@ class PostponingLayers:
         self.chunk = chunk
         self.overwrites_first = overwrites_first(chunk)
         self.layers: list[Any] = []
-        self._unfused: list[Any] = []
         for layer in chunk.modules():
             store: Any = getattr(layer, "wgrad_store", None)
             if store is None or store.context is None:
@@ -575,20 +581,12 @@ class PostponingLayers:
                 continue
             self.layers.append(layer)
             store.put = partial(put, layer)
-            if not layer.fuse_wgrad_accumulation:
-                self._unfused += [w for w in _matrices(layer) if hasattr(w, "main_grad")]
 
     def postpone(self, *, on: bool) -> None:
         """Let the layers postpone their weight gradients, or compute them in the backward."""
         for layer in self.layers:
             store = layer.wgrad_store
             (store.enable_delay_wgrad_compute if on else store.disable_delay_wgrad_compute)()
-        for weight in self._unfused:
-            weight.grad, weight.grad_added_to_main_grad = None, on
-            if on:
-                # DDP's hooks fire in I, want a gradient and add it, unless it is added already.
-                gradient = weight.main_grad.new_zeros((), dtype=weight.dtype)
-                weight.grad = gradient.expand(weight.shape)
 
 
 class _QueuedGradients(WeightGradient):
@@ -660,9 +658,11 @@ def _matrices(layer: Any) -> list[Any]:
 
 def _can_postpone(layer: Any) -> bool:
     """Return whether a layer's `backward_dw` sets the gradients of its own weights, and no more."""
-    # Of several weights put together it would set the gradient of the copy.
+    # Of several weights put together it would set the gradient of the copy. And of the experts'
+    # weights as one parameter, autograd gets the gradient before W has filled it.
     several = len(getattr(layer, "weight_names", ())) > 1 and not hasattr(layer, "num_gemms")
-    if several and not layer.fuse_wgrad_accumulation:
+    joined = several or getattr(layer, "single_grouped_weight", False)
+    if joined and not layer.fuse_wgrad_accumulation:
         return False
     # DDP's hooks expect bias gradients in I. Most layers let Megatron add their bias, and then
     # autograd computes its gradient there. A layer that adds its bias itself (attention's QKV

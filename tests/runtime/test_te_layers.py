@@ -296,15 +296,23 @@ class _UnfusedExperts(_UnfusedLayer):
         self.weight0.grad, self.weight1.grad = operands[2]
 
 
+class _Replaced(_UnfusedLayer):
+    """A layer that holds the weight of a fused operation (--use-transformer-engine-op-fuser)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+
 class _Unfused(torch.nn.Module):
     def __init__(self, delay: bool, *, by_ddp: bool) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.once, self.twice = (_UnfusedLayer(delay, by_ddp=by_ddp) for _ in range(2))
         self.experts = _UnfusedExperts(delay, by_ddp=by_ddp)
+        self.replaced = _Replaced(delay, by_ddp=by_ddp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts(self.twice(self.twice(self.once(x))))
+        return self.experts(self.replaced(self.twice(self.twice(self.once(x)))))
 
 
 @pytest.mark.parametrize("by_ddp", [True, False])
@@ -434,6 +442,14 @@ def test_a_layer_of_two_weights_with_biases_is_left_whole() -> None:
     layer.use_bias, layer.fc1_bias = True, torch.nn.Parameter(torch.zeros(4))
     assert not split.PostponingLayers(layer, layer.wgrad_store.put).layers
     assert not layer.wgrad_store.enabled
+
+
+def test_experts_in_one_parameter_postpone_only_what_they_accumulate() -> None:
+    layer = _Layer()
+    layer.single_grouped_weight = True
+    assert split.PostponingLayers(layer, layer.wgrad_store.put).layers
+    layer.fuse_wgrad_accumulation = False
+    assert not split.PostponingLayers(layer, layer.wgrad_store.put).layers
 
 
 def test_a_backward_that_is_not_split_computes_all() -> None:
@@ -586,11 +602,35 @@ def test_its_layers_can_be_split(te_version: Any) -> None:
     assert why_not_split(_config(tp_comm_overlap=True, gradient_accumulation_fusion=False)) is None
 
 
-@pytest.mark.parametrize("flag", ["add_bias_linear", "add_qkv_bias"])
-def test_layers_that_add_a_bias_are_said_to_stay_whole(flag: str, te_version: Any) -> None:
-    biased = _config(**{flag: True})
-    assert te_leaves_whole(biased) is None  # it is not installed
+@pytest.mark.parametrize(
+    ("settings", "whole"),
+    [
+        ({}, ""),
+        ({"add_bias_linear": True}, "of the projections to queries, keys and values are"),
+        ({"add_qkv_bias": True, "moe_grouped_gemm": True}, "queries, keys and values are"),
+        ({"add_bias_linear": True, "multi_latent_attention": True}, ""),
+        (
+            {"add_bias_linear": True, "multi_latent_attention": True, "moe_grouped_gemm": True},
+            "gradients of the first layer of grouped experts are",
+        ),
+        (
+            {"add_bias_linear": True, "moe_grouped_gemm": True, "moe_latent_size": 8},
+            "and values and of the first layer of grouped experts and of the projections of latent",
+        ),
+        ({"moe_single_grouped_weight": True}, ""),
+        (
+            {"moe_single_grouped_weight": True, "gradient_accumulation_fusion": False},
+            "of grouped experts are computed in I",
+        ),
+        ({"use_transformer_engine_op_fuser": True}, "of MLPs are computed in I"),
+    ],
+)
+def test_layers_that_are_left_whole_are_named(
+    settings: dict[str, Any], whole: str, te_version: Any
+) -> None:
+    config = _config(**settings)
+    assert not [*te_leaves_whole(config)]  # it is not installed
     te_version("2.9.0")
-    assert "queries, keys and values are computed in I" in str(te_leaves_whole(biased))
-    assert te_leaves_whole(_config()) is None
-    assert te_leaves_whole(_config(**{flag: True}, multi_latent_attention=True)) is None
+    notices = [*te_leaves_whole(config)]
+    assert len(notices) == bool(whole)
+    assert not whole or whole in notices[0]
