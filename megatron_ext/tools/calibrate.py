@@ -193,6 +193,7 @@ class _Bench:
         from torch.nn import functional
 
         model, on_host = self.model, self.device.name == "cpu"
+        has_te = gpt_layer_specs.HAVE_TE and not on_host
         settings: dict[str, Any] = {
             "num_layers": 1,
             "hidden_size": model.hidden,
@@ -210,6 +211,10 @@ class _Bench:
             "bf16": not on_host,
             "params_dtype": torch.float32 if on_host else torch.bfloat16,
             "gradient_accumulation_fusion": False,
+            # Fused as in trainings without further flags.
+            "bias_dropout_fusion": not on_host,
+            "bias_activation_fusion": not on_host and (model.gated or model.biases),
+            "apply_rope_fusion": has_te and not model.is_latent,
         }
         experts = None
         if kind == "moe":
@@ -237,7 +242,7 @@ class _Bench:
         config = (MLATransformerConfig if model.is_latent else TransformerConfig)(**settings)
         options = {"num_experts": experts, "qk_layernorm": model.qk_norm}
         options |= {"multi_latent_attention": model.is_latent}
-        if gpt_layer_specs.HAVE_TE and not on_host:
+        if has_te:
             spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
                 moe_grouped_gemm=bool(experts), **options
             )
