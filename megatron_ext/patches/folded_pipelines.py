@@ -187,6 +187,18 @@ def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     keep_one_main_copy(args[0] if args else kwargs["sharded_state_dict"])
 
 
+@PATCHES.row(
+    "placement.tied_loading",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel:"
+    "FullyParallelLoadStrategyWrapper.load",
+)
+def _load_apart(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron gives both copies of an embedding one tensor; as a moment, two weights update it."""
+    from megatron_ext.runtime.folded import with_own_tensors
+
+    return with_own_tensors(call(*args, **kwargs))
+
+
 def check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse checkpoints that identify tensors by rank and chunk instead of by layer."""
     loaded = call(*args, **kwargs)

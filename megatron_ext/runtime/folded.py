@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -112,6 +112,20 @@ def keep_one_main_copy(sharded_state_dict: Any) -> None:
                 # Any number but 0: this rank then leaves the tensor to its first copy.
                 shard.replica_id = 1
             taken.add(name)
+
+
+def with_own_tensors(state_dict: Any) -> Any:
+    """Copy every tensor that a loaded state dict has in two places, in place; return the dict."""
+    seen: set[int] = set()
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.clone() if id(value) in seen else value
+        seen.add(id(value))
+        return value
+
+    return dict_list_map_inplace(own, state_dict)
 
 
 def share_losses(

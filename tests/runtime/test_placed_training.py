@@ -93,23 +93,25 @@ def test_tied_embeddings_with_mtp() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "saved", "others"),
+    ("num_ranks", "flags", "saved", "others"),
     [
-        pytest.param("", ZB_V, [(2, PP2)], id="replicated-from-v"),
-        pytest.param("", PP2, [(2, ZB_V)], id="replicated-to-v"),
-        pytest.param(SHARDED, ZB_V, [(2, PP2 + RESHARDABLE), (1, "")], id="sharded-from-v"),
-        pytest.param(SHARDED, PP2 + RESHARDABLE, [(2, ZB_V)], id="sharded-to-v"),
+        pytest.param(2, "", ZB_V, [(2, PP2)], id="replicated-from-v"),
+        pytest.param(2, "", PP2, [(2, ZB_V)], id="replicated-to-v"),
+        # Replicas read each a part, so both copies of an embedding come from one tensor.
+        pytest.param(4, "", PP2, [(4, ZB_V + "--ckpt-fully-parallel-load ")], id="parallel-to-v"),
+        pytest.param(2, SHARDED, ZB_V, [(2, PP2 + RESHARDABLE), (1, "")], id="sharded-from-v"),
+        pytest.param(2, SHARDED, PP2 + RESHARDABLE, [(2, ZB_V)], id="sharded-to-v"),
     ],
 )
 def test_resume_under_another_schedule(
-    tmp_path: Path, flags: str, saved: str, others: list[tuple[int, str]]
+    tmp_path: Path, num_ranks: int, flags: str, saved: str, others: list[tuple[int, str]]
 ) -> None:
     """A run goes on under another schedule, and in one process, as it does under its own."""
-    flags = f"{MOCK}{EXACT}--eval-iters 0 {flags}"
-    report(train(2, f"{flags}{saved}--save {tmp_path} --save-interval 2 --exit-interval 2"))
+    flags = f"{MOCK}{EXACT}--eval-iters 0 --train-iters 4 {flags}"
+    report(train(num_ranks, f"{flags}{saved}--save {tmp_path} --save-interval 2 --exit-interval 2"))
     went_on, *elsewhere = (
-        report(train(num_ranks, f"{flags}{schedule}--load {tmp_path}"))
-        for num_ranks, schedule in [(2, saved), *others]
+        report(train(number, f"{flags}{schedule}--load {tmp_path}"))
+        for number, schedule in [(num_ranks, saved), *others]
     )
     assert all(lines == went_on for lines in elsewhere)
 
