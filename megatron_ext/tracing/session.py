@@ -8,7 +8,6 @@ import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,9 @@ from megatron_ext.tracing.activations import kept_bytes
 from megatron_ext.tracing.hang import OUTSIDE, RankState, Watchdog, made_by
 from megatron_ext.tracing.recorder import DeviceClock, HostClock, Recorder, check_writable
 from megatron_ext.tracing.records import ACTION_NAMES, SCHEDULE_FILE, Header, directory_name
+from megatron_ext.upstream.releases import core_version
 from megatron_ext.upstream.signatures import megatron_arguments
-from megatron_ext.version import __version__
+from megatron_ext.version import __version__, installed
 
 if TYPE_CHECKING:
     import torch
@@ -355,7 +355,6 @@ def _identity(found: Active) -> tuple[Path, Header]:
         clock = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         clock = socket.gethostname()
-    versions = {name: metadata.version(name) for name in ("megatron-core", "torch")}
     header = Header(
         rank,
         *place,
@@ -365,7 +364,12 @@ def _identity(found: Active) -> tuple[Path, Header]:
         clock_ns=time.monotonic_ns(),
         wall_ns=time.time_ns(),
         settings=settings,
-        versions={"megatron_ext": __version__, **versions, "python": platform.python_version()},
+        versions={
+            "megatron_ext": __version__,
+            "megatron-core": core_version() or "unknown",  # a tree on PYTHONPATH goes first
+            "torch": installed("torch") or "unknown",
+            "python": platform.python_version(),
+        },
     )
     assert found.config.tracing is not None
     own = Path("benchmark") / directory_name(sizes, dynamic=found.config.dynamic is not None)

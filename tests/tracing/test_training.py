@@ -21,6 +21,7 @@ from megatron_ext.tools.trace import forecast, report
 from megatron_ext.tools.trace.aggregate import Run, read_run, write_chrome_trace
 from megatron_ext.tools.trace.survey import figures
 from megatron_ext.tracing.session import subscribe
+from megatron_ext.upstream.releases import core_version
 from megatron_ext.upstream.signatures import parameters
 from tests.commands import run_package
 from tests.ranks import losses, run_ranks, run_script, start_script
@@ -99,6 +100,8 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
         done.stdout,
     )
     settings = run.surveys[0].header.settings
+    # Of what ranks import: a tree may stand before an installed package of another version.
+    assert run.surveys[0].header.versions["megatron-core"] == core_version()
     assert settings["pipeline_schedule"] == "interleaved"
     assert settings["dpp_policy"] == "hint"
     assert settings["transport"] == "shm"
