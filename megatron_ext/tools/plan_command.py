@@ -360,7 +360,8 @@ def _print(found: Found, took_s: float, *, explain: bool) -> None:
         f"{found.num_sizes} sizes in {took_s:.1f} s; batch and number are of micro-batches"
     )
     first = found.plans[0]
-    print(f"\nmemory by rank of the first, of {first.job.device.memory_gib:g} GiB:")
+    pipeline = "" if len(first.memory_gib) == first.sizes.pp else ", one of two mirrored pipelines"
+    print(f"\nmemory by rank of the first{pipeline}, of {first.job.device.memory_gib:g} GiB:")
     for rank, size in enumerate(first.memory_gib):
         bar = "#" * round(50 * size / first.job.device.memory_gib)
         print(f"  {rank:>3}  {size:6.1f}  {bar}")
