@@ -251,7 +251,13 @@ def _job(args: argparse.Namespace) -> Question:
                 raise ArgumentsError(f"--fix {item} is neither yes nor no; use pairs=no")
             fixed[key] = value == "yes"
         elif key == "layout":
-            fixed[key] = [stage.count("t") for stage in parse_layout(value)]
+            stages = parse_layout(value)
+            fixed[key] = [stage.count("t") for stage in stages]
+            if "E" in "".join(stages[1:]) or set("mL") & set("".join(stages[:-1])):
+                raise ArgumentsError(
+                    f"--fix {item}: forecasts have the embedding in the first stage, MTP and loss "
+                    "in the last; put E first and mL last"
+                )
             if sum(fixed[key]) != model.num_layers:
                 raise ArgumentsError(
                     f"--fix {item} has {sum(fixed[key])} layers, {model.name} has "

@@ -161,6 +161,10 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
             "has 2 layers, .* has 32",
         ),
         (
+            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "layout=Et*32|L|"],
+            "MTP and loss in the last; put E first and mL last",
+        ),
+        (
             [
                 *LLAMA,
                 "--devices",
