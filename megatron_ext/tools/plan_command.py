@@ -28,7 +28,7 @@ from megatron_ext.planning.layout_search import (
     search,
     timeline_of,
 )
-from megatron_ext.planning.model_sizes import read_model
+from megatron_ext.planning.model_sizes import ModelSizes, read_model
 from megatron_ext.planning.techniques import PRECISIONS, techniques_of_flags
 from megatron_ext.schedules.commands import aligned
 from megatron_ext.schedules.drawing import svg
@@ -229,9 +229,27 @@ def _job(args: argparse.Namespace) -> Question:
             f"--seq-length is {'missing' if sequence is None else sequence}; give the tokens, say "
             "4096"
         )
+    return Question(
+        model=model,
+        device=device,
+        num_devices=count,
+        global_batch=args.global_batch_size,
+        sequence=sequence,
+        pair_rules=RULES["pairs"],
+        techniques=techniques_of_flags(
+            model.flags, args.precision or ("fp8" if args.fp8 else "bf16")
+        ),
+        fused_loss=args.cross_entropy_loss_fusion,
+        overlaps=not args.no_overlap,
+        fixed=_fixed(model, args.fix or ""),
+    )
+
+
+def _fixed(model: ModelSizes, text: str) -> dict[str, Any]:
+    """Read `--fix`, by key."""
     fixed: dict[str, Any] = {}
     # A layout has commas of its own: only those in front of a KEY= separate.
-    for item in filter(None, re.split(r",(?=[a-z_]+=)", args.fix or "")):
+    for item in filter(None, re.split(r",(?=[a-z_]+=)", text)):
         key, _, value = item.partition("=")
         if key not in FIXABLE:
             raise ArgumentsError(f"--fix {item}: there is no {key}; use {', '.join(FIXABLE)}")
@@ -267,20 +285,7 @@ def _job(args: argparse.Namespace) -> Question:
             fixed[key] = int(value)
         else:
             raise ArgumentsError(f"--fix {item} needs a positive whole number, such as {key}=2")
-    return Question(
-        model=model,
-        device=device,
-        num_devices=count,
-        global_batch=args.global_batch_size,
-        sequence=sequence,
-        pair_rules=RULES["pairs"],
-        techniques=techniques_of_flags(
-            model.flags, args.precision or ("fp8" if args.fp8 else "bf16")
-        ),
-        fused_loss=args.cross_entropy_loss_fusion,
-        overlaps=not args.no_overlap,
-        fixed=fixed,
-    )
+    return fixed
 
 
 def _progress(found: Found, left: int) -> None:
