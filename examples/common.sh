@@ -10,6 +10,7 @@
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 readonly REPO
+readonly ASKED_TORCH=${TORCH_VERSION:-}
 readonly TORCH_VERSION=${TORCH_VERSION:-2.13.0}
 readonly NEWEST_CORE=0.19.2
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
@@ -65,14 +66,22 @@ prepare_environment() {
     exec 9>&-
 }
 
-# An environment that is there already keeps its Python. Refuses to go on with it where PYTHON3 names another one.
+# An environment that is there already keeps its Python and torch. Refuses to go on with it where PYTHON3 or
+# TORCH_VERSION names another one.
 check_choice() {
-    local version='import sys; print("%d.%d" % sys.version_info[:2])' there wanted
-    [[ -n ${PYTHON3:-} && -x $PYTHON ]] || return 0
-    wanted=$(find_python)
-    there=$("$PYTHON" -c "$version") wanted=$("$wanted" -c "$version")
-    [[ $there == "$wanted" ]] ||
-        fail "PYTHON3=$PYTHON3 is Python $wanted, but $REPO/.venv was made with $there; unset PYTHON3, or make it anew: rm -r $REPO/.venv"
+    local version='import sys; print("%d.%d" % sys.version_info[:2])' there wanted anew="or make it anew: rm -r $REPO/.venv"
+    [[ -x $PYTHON ]] || return 0
+    if [[ -n ${PYTHON3:-} ]]; then
+        wanted=$(find_python)
+        there=$("$PYTHON" -c "$version") wanted=$("$wanted" -c "$version")
+        [[ $there == "$wanted" ]] ||
+            fail "PYTHON3=$PYTHON3 is Python $wanted, but $REPO/.venv was made with $there; unset PYTHON3, $anew"
+    fi
+    version='from importlib.metadata import version; print(version("torch").partition("+")[0])'
+    if [[ -n $ASKED_TORCH ]] && there=$("$PYTHON" -c "$version" 2>/dev/null); then
+        [[ $there == "$ASKED_TORCH" ]] ||
+            fail "TORCH_VERSION is $ASKED_TORCH, but $REPO/.venv has torch $there; unset TORCH_VERSION, $anew"
+    fi
 }
 
 # Whether prepare_environment would have nothing to install.

@@ -160,6 +160,9 @@ def test_bad_input_is_explained(
 
 def test_without_a_usable_python_the_remedy_is_named(tmp_path: Path) -> None:
     folder = copy_of_the_scripts(tmp_path)
+    done = bash(str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, TORCH_VERSION="1.2.3")
+    assert done.returncode == 2
+    assert f"TORCH_VERSION is 1.2.3, but {folder}/.venv has torch " in done.stderr
     done = bash(str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, PYTHON3="/absent/python3")
     assert done.returncode == 2
     assert "found no Python >= 3.10" in done.stderr
@@ -196,7 +199,7 @@ def test_the_newest_python_is_taken_that_has_the_headers(tmp_path: Path) -> None
     assert common(path).stdout == f"{new}\n"
 
 
-def test_an_environment_with_another_python_is_not_taken_for_the_one_asked_for(
+def test_an_environment_with_another_python_or_torch_is_not_taken_for_the_one_asked_for(
     tmp_path: Path,
 ) -> None:
     folder = copy_of_the_scripts(tmp_path)
