@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 
-from .processes import CHECKS, why_no_gpu
+from .processes import CHECKS, TRANSFORMER_ENGINE, why_no_gpu
 
 _UNDER_RUN_SH = CHECKS in os.environ
+
+# The planner forecasts Transformer Engine's layers on a GPU, and no others there.
+collect_ignore = [] if TRANSFORMER_ENGINE else ["test_planner.py"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,6 +23,17 @@ def gpu() -> None:
     reason = why_no_gpu()
     if reason is not None:
         pytest.skip(f"needs an NVIDIA GPU: {reason}")
+
+
+@pytest.fixture(autouse=True)
+def share_of_the_gpu(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Let a case with the mark `alone` have the GPU, where workers of pytest-xdist share it."""
+    with (tmp_path_factory.getbasetemp().parent / "gpu.lock").open("w") as lock:
+        is_alone = request.node.get_closest_marker("alone") is not None
+        fcntl.flock(lock, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -91,8 +91,6 @@ CASES = {
     "zb-h1": _pipeline("zb-h1", "Etttt|tttt|tttt|ttttL"),
     "zb-v": _pipeline("zb-v", "Ett|tt|tt|tt|tt|tt|tt|ttL"),
 }
-if not processes.TRANSFORMER_ENGINE:  # the planner's formulas are of its layers on a GPU
-    CASES = {}
 
 
 def train(flags: str) -> float:
@@ -128,11 +126,13 @@ def forecast(case: Case, batch: int) -> dict[str, Any]:
     return plan
 
 
+@pytest.mark.alone
+@pytest.mark.timeout(1200)  # with the wait for the GPU
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_hold_what_is_forecast(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Memory of each rank; time is shown, and means something only with one rank on a free GPU."""
+    """Memory of each rank; time is shown, and means something only with one rank."""
     case = CASES[name]
     batch = 8 if case.ranks == 1 else 12
     plan = forecast(case, batch)
