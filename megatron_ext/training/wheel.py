@@ -197,7 +197,10 @@ def _step(
 ) -> tuple[Any, Callable[..., Any]]:
     """Fetch a micro-batch and run a chunk on it, or return the chunk's schedule plan."""
     args = get_args()
-    batch = _batch(data_iterator, get_attr_wrapped_model(chunk, "vp_stage"))
+    samples = args.micro_batch_size
+    if not chunk.training:  # since 0.18 an evaluation may have a size of its own
+        samples = getattr(args, "eval_micro_batch_size", samples)
+    batch = _batch(data_iterator, get_attr_wrapped_model(chunk, "vp_stage"), samples)
     if batch and args.context_parallel_size > 1:
         group = parallel_state.get_context_parallel_group()
         options = {"cp_group": group, "is_hybrid_cp": False}
@@ -230,7 +233,9 @@ def _fields_read(vp_stage: int | None) -> list[str]:
     return names
 
 
-def _batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, torch.Tensor]:
+def _batch(
+    data_iterator: Iterator[Any] | None, vp_stage: int | None, samples: int
+) -> dict[str, torch.Tensor]:
     """Fetch the fields of a stage, `[b, s]` each; one tensor-parallel rank reads and broadcasts."""
     args = get_args()
     names = _fields_read(vp_stage)
@@ -238,7 +243,7 @@ def _batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[st
         return {}
     sample = next(data_iterator) if data_iterator is not None else None
     device = devices.current().torch_device(args.local_rank)
-    shape = (args.micro_batch_size, args.seq_length)
+    shape = (samples, args.seq_length)
     kinds = {
         "loss_mask": (shape, torch.float32),
         "attention_mask": ((shape[0], 1, shape[1], shape[1]), torch.bool),

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ext.upstream import releases
 from tests.commands import run_package
+from tests.ranks import _run_script, start_ranks
 from tests.upstream_script.runs import GPT
 
 pytestmark = [
@@ -34,6 +35,18 @@ def test_a_model_trains_from_the_wheel_alone() -> None:
     assert done.returncode == 0, done.stderr
     assert "runs megatron.training of the wheel for GPT" in done.stdout
     assert "lm loss: " in done.stdout
+
+
+def test_tensor_parallel_ranks_evaluate_another_batch() -> None:
+    release = releases.installed_release()
+    if release is not None and release < (0, 18):
+        pytest.skip("before 0.18 evaluations have the batch of the training")
+    flags = ONE.replace("--eval-iters 0", "--eval-iters 1 --eval-micro-batch-size 4 ")
+    flags += "--tensor-model-parallel-size 2 "
+    argv = ["pretrain_gpt.py", flags.split()]
+    done = start_ranks(2, _run_script, *argv, env={"MEGATRON_LM_PATH": ""})
+    assert done.exit_codes == [0, 0], done.describe()
+    assert "validation loss at" in done.logs[-1]
 
 
 @pytest.mark.parametrize("flags", ["--sft", "--experimental-attention-variant dsa"])
