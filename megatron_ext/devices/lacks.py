@@ -16,6 +16,8 @@ CUDA_ONLY = read_rules("""
         --record-memory-history is a feature of the CUDA allocator; use a host profiler
     log_energy
         --log-energy reads GPU sensors; leave it out
+    log_straggler
+        --log-straggler reads GPU sensors; leave it out
     inprocess_restart
         --inprocess-restart aborts and rebuilds NCCL communicators; leave it out
     profile & !use_pytorch_profiler

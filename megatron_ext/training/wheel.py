@@ -27,9 +27,9 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.transformer.spec_utils import import_module as import_spec
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
-from megatron.training import get_args, get_tokenizer, print_rank_0
+from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.training import pretrain
+from megatron.training.training import pretrain, stimer
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_ext import devices
@@ -196,26 +196,30 @@ def _step(
     data_iterator: Iterator[Any] | None, chunk: torch.nn.Module, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[..., Any]]:
     """Fetch a micro-batch and run a chunk on it, or return the chunk's schedule plan."""
-    args = get_args()
+    args, timer = get_args(), get_timers()("batch-generator", log_level=2)
     samples = args.micro_batch_size
     if not chunk.training:  # since 0.18 an evaluation may have a size of its own
         samples = getattr(args, "eval_micro_batch_size", samples)
-    batch = _batch(data_iterator, get_attr_wrapped_model(chunk, "vp_stage"), samples)
-    if batch and args.context_parallel_size > 1:
-        group = parallel_state.get_context_parallel_group()
-        options = {"cp_group": group, "is_hybrid_cp": False}
-        taken = parameters("megatron.core.utils:get_batch_on_this_cp_rank")
-        batch = get_batch_on_this_cp_rank(
-            batch, **{name: value for name, value in options.items() if name in taken}
-        )
+    timer.start()
+    with stimer(bdata=True):
+        batch = _batch(data_iterator, get_attr_wrapped_model(chunk, "vp_stage"), samples)
+        if batch and args.context_parallel_size > 1:
+            group = parallel_state.get_context_parallel_group()
+            options = {"cp_group": group, "is_hybrid_cp": False}
+            taken = parameters("megatron.core.utils:get_batch_on_this_cp_rank")
+            batch = get_batch_on_this_cp_rank(
+                batch, **{name: value for name, value in options.items() if name in taken}
+            )
+    timer.stop()
     run: Any = chunk.build_schedule_plan if return_schedule_plan else chunk
-    output = run(
-        batch.get("tokens"),
-        batch.get("position_ids"),
-        batch.get("attention_mask"),
-        labels=batch.get("labels"),
-        loss_mask=batch.get("loss_mask"),
-    )
+    with stimer:
+        output = run(
+            batch.get("tokens"),
+            batch.get("position_ids"),
+            batch.get("attention_mask"),
+            labels=batch.get("labels"),
+            loss_mask=batch.get("loss_mask"),
+        )
     return output, partial(_loss, args, batch.get("loss_mask"))
 
 

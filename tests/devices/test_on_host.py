@@ -179,6 +179,7 @@ _REFUSED = {
     "cuda_graph_impl": "local",
     "record_memory_history": True,
     "log_energy": True,
+    "log_straggler": True,
     "inprocess_restart": True,
     "overlap_p2p_comm_warmup_flush": True,
     "profile": True,

@@ -49,6 +49,25 @@ def test_tensor_parallel_ranks_evaluate_another_batch() -> None:
     assert "validation loss at" in done.logs[-1]
 
 
+def _with_sensors(flags: str) -> None:
+    import torch
+
+    from megatron_ext import devices
+
+    devices.current().lacks = ()  # this process is a rank and ends
+    for sensor in ("temperature", "power_draw", "utilization", "clock_rate"):
+        setattr(torch.cuda, sensor, lambda: 1)
+    _run_script("pretrain_gpt.py", flags.split())
+
+
+def test_steps_are_timed_as_upstreams_script_times_them() -> None:
+    flags = ONE + "--log-straggler --timing-log-level 2 "
+    done = start_ranks(1, _with_sensors, flags, env={"MEGATRON_LM_PATH": ""})
+    assert done.exit_codes == [0], done.describe()
+    assert "MnRtt/Rnk: " in done.logs[0]
+    assert "batch-generator" in done.logs[0]
+
+
 @pytest.mark.parametrize("flags", ["--sft", "--experimental-attention-variant dsa"])
 def test_what_only_the_script_does_is_refused_in_one_line(flags: str) -> None:
     flag = flags.partition(" ")[0]
