@@ -61,6 +61,40 @@ def _product(
     return result, left.sum(0) if grad and bias is not None else None, None, None
 
 
+def _matrices(operand: Any) -> list[torch.Tensor]:
+    """Return the matrices of a list, or of a grouped tensor of the library's."""
+    if isinstance(operand, list | tuple):
+        return [*operand]
+    rows = operand.rowwise_data.view(-1, operand.logical_shape[-1])
+    whole = [len(rows) // operand.num_tensors] * operand.num_tensors
+    return [*rows.split(whole if operand.first_dims is None else operand.first_dims.tolist())]
+
+
+def _grouped_product(a: Any, b: Any, out: Any, *_: Any, **settings: Any) -> tuple[Any, ...]:
+    """Compute what `general_grouped_gemm`, or the one for grouped tensors, would."""
+    outputs = _matrices(out)
+    if settings.get("single_output"):
+        outputs = [*outputs[0].split(settings["m_splits"])]
+    kept = {name: settings[name] for name in ("layout", "accumulate") if name in settings}
+    for left, right, into in zip(_matrices(a), _matrices(b), outputs, strict=True):
+        _product(left, right, out=into, **kept)
+    return out, [None] * len(outputs), None
+
+
+class _OnGpu(torch.Tensor):
+    """Counts of tokens that seem to lie on a GPU."""
+
+    device = torch.device("cuda")
+
+
+def _offsets(
+    counts: torch.Tensor, _device: Any, strides: list[int], **_: Any
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    counts = counts.as_subclass(torch.Tensor)
+    sums = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return counts, tuple(sums * stride for stride in strides)
+
+
 def _norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *_: Any
 ) -> tuple[torch.Tensor, ...]:
@@ -84,9 +118,14 @@ def _norm_backward(
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put torch's products and norm in place of the library's kernels."""
-    from transformer_engine.pytorch.module import _common, layernorm_linear, linear
+    from transformer_engine.pytorch.module import _common, grouped_linear, layernorm_linear, linear
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for name in ("general_grouped_gemm", "general_grouped_gemm_for_grouped_tensor"):
+        monkeypatch.setattr(grouped_linear, name, _grouped_product)
+    monkeypatch.setattr(grouped_linear, "is_module_grouped_tensor_path_supported", lambda *_: True)
+    monkeypatch.setattr(grouped_linear.tex, "splits_to_offsets_multi", _offsets)
     for module in (linear, layernorm_linear):
         monkeypatch.setattr(module, "general_gemm", _product)
     monkeypatch.setattr(_common.tex, "layernorm_fwd", _norm)
@@ -181,22 +220,60 @@ def test_no_layer_overwrites_first_before_megatron_says_which_micro_batch_is() -
     assert not overwrites_first(torch.nn.ModuleDict(_layers()))
 
 
-def _stage(*, delay: bool) -> torch.nn.Sequential:
-    """Build a stage whose gradients go to `main_grad`, as Megatron's DDP keeps them."""
-    given = {**_BUILT, "delay_wgrad_compute": delay}
+class _Experts(torch.nn.Module):
+    """Two layers of grouped experts, as Megatron calls them; the second expert gets no tokens."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(te.GroupedLinear(3, 8, 8, **given) for _ in range(2))
+        self.is_grouped = given.get("use_grouped_tensor", False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        counts: Any = torch.tensor([4, 0, 6])
+        counts = counts.as_subclass(_OnGpu) if self.is_grouped else counts
+        first, second = self.experts
+        return second(first(x.view(10, 8), counts), counts).view(x.shape)
+
+
+# With or without accumulation fusion, and how the library multiplies and holds experts.
+_KINDS: dict[str, dict[str, Any]] = {
+    "fused": {},
+    "unfused": {"fuse_wgrad_accumulation": False},
+    "grouped": {"use_grouped_tensor": True},
+    "grouped, unfused": {"use_grouped_tensor": True, "fuse_wgrad_accumulation": False},
+    "one parameter": {"use_grouped_tensor": True, "single_grouped_weight": True},
+    "one parameter, unfused": {
+        "use_grouped_tensor": True,
+        "single_grouped_weight": True,
+        "fuse_wgrad_accumulation": False,
+    },
+}
+
+
+def _stage(kind: str, *, delay: bool, by_ddp: bool = True) -> torch.nn.Sequential:
+    """Build a stage whose gradients go to `main_grad`, as Megatron's DDP keeps them, or `grad`."""
+    of_experts = {"delay_wgrad_compute": delay, "bias": False, **_KINDS[kind]}
+    given = {**_BUILT, "fuse_wgrad_accumulation": True, **of_experts}
+    of_experts = dict(given)
+    for name in ("use_grouped_tensor", "single_grouped_weight"):
+        given.pop(name, None)
     torch.manual_seed(1)
     stage = torch.nn.Sequential(
-        te.LayerNormLinear(8, 16, **given, bias=False), te.Linear(16, 8, **given, bias=False)
+        te.LayerNormLinear(8, 16, **given), te.Linear(16, 8, **given), _Experts(**of_experts)
     )
-    for parameter in stage.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
+    for parameter in stage.parameters() if by_ddp else ():
+        parameter.main_grad = torch.zeros(parameter.shape)
         parameter.grad_added_to_main_grad = False
-        parameter.register_post_accumulate_grad_hook(_hook)
+        # As DDP: it hooks the node that autograd reaches without a gradient, too.
+        expanded = parameter.expand_as(parameter)
+        parameter.node = expanded.grad_fn.next_functions[0][0]
+        parameter.node.register_hook(lambda *_, parameter=parameter: _hook(parameter))
     return stage
 
 
 def _hook(parameter: torch.nn.Parameter) -> None:
     """Do as DDP's hook."""
+    assert parameter.grad is not None
     if not parameter.grad_added_to_main_grad:
         parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
@@ -207,13 +284,21 @@ def _loss(stage: torch.nn.Module, microbatch: int) -> torch.Tensor:
     return stage(torch.randn(5, 2, 8, generator=generator)).square().sum()
 
 
-def _main_grads(stage: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.main_grad.clone() for name, parameter in stage.named_parameters()}
+def _gradients(stage: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    found = {n: getattr(p, "main_grad", p.grad) for n, p in stage.named_parameters()}
+    return {name: None if grad is None else grad.clone() for name, grad in found.items()}
 
 
 @pytest.mark.usefixtures("kernels")
-def test_each_w_adds_what_the_backward_of_its_micro_batch_left() -> None:
-    whole, stage = _stage(delay=False), _stage(delay=True)
+@pytest.mark.parametrize(
+    ("kind", "by_ddp"),
+    [(kind, by_ddp) for kind in _KINDS for by_ddp in (True, False) if by_ddp or "un" in kind],
+)
+def test_each_w_adds_what_the_backward_of_its_micro_batch_left(
+    kind: str, by_ddp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    whole, stage = (_stage(kind, delay=delay, by_ddp=by_ddp) for delay in (False, True))
     split = _registered(stage)
     for microbatch in range(3):
         with split.defer(0, microbatch):
@@ -221,19 +306,19 @@ def test_each_w_adds_what_the_backward_of_its_micro_batch_left() -> None:
         with split.defer(0, microbatch):
             loss.backward()
     assert split.pending() == [(0, 0), (0, 1), (0, 2)]
-    assert {name for name, grad in _main_grads(stage).items() if grad.any()} == {
-        "0.layer_norm_weight",
-        "0.layer_norm_bias",
-    }
+    in_i = {name for name, grad in _gradients(stage).items() if grad is not None and grad.any()}
+    is_whole = kind == "one parameter, unfused"
+    experts = {f"2.experts.{layer}.weight" for layer in range(2)} if is_whole else set()
+    assert in_i == {"0.layer_norm_weight", "0.layer_norm_bias", *experts}
     for microbatch in range(3):
         split.run(0, microbatch)
         _loss(whole, microbatch).backward()
-        expected = _main_grads(whole)
-        for name, found in _main_grads(stage).items():
-            assert "norm" in name or torch.equal(found, expected[name]), name
+        expected = _gradients(whole)
+        for name, found in _gradients(stage).items():
+            assert name in in_i or torch.equal(found, expected[name]), name
     assert all(
         torch.equal(*both)
-        for both in zip(_main_grads(stage).values(), _main_grads(whole).values(), strict=True)
+        for both in zip(_gradients(stage).values(), _gradients(whole).values(), strict=True)
     )
 
 
