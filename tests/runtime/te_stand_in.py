@@ -64,6 +64,10 @@ class DotProductAttention(torch.nn.Module):
         assert qkv_format == "thd"
         assert cu_seqlens_q is not None
         assert cu_seqlens_kv is not None
+        assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
+        assert cu_seqlens_q.shape == cu_seqlens_kv.shape
+        assert max_seqlen_q == cu_seqlens_q.diff().max()  # kernels read no more than these
+        assert max_seqlen_kv == cu_seqlens_kv.diff().max()
         assert attn_mask_type.startswith("padding")
         parts = []
         queries, keys = pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_kv.tolist())

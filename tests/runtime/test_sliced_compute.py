@@ -301,7 +301,7 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
         "attention_mask": torch.ones(len(tokens), 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1),
     }
     if is_packed:
-        item |= {"cu_seqlens": torch.tensor([DOCUMENTS]), "attention_mask": None}
+        item |= {"cu_seqlens": torch.tensor([DOCUMENTS], dtype=torch.int32), "attention_mask": None}
 
     def loss_of(part: dict[str, torch.Tensor]) -> torch.Tensor:
         packed = None
