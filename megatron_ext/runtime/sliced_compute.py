@@ -190,11 +190,15 @@ class RunningSlice:
         """
         key, value = self.with_earlier(layer, key, value)
         has_own_masks = not isinstance(layer, DotProductAttention)  # Transformer Engine
+        if has_own_masks:
+            # Its kernels get addresses alone: it copies parts of one projection, but takes queries
+            # for contiguous where keys and values have memory of their own.
+            query = query.contiguous()
         packed = others.get("packed_seq_params")
         if packed is not None:
             spans = self._spans()
-            first = spans[0][0]
-            key, value = key[first:], value[first:]
+            if first := spans[0][0]:
+                key, value = key[first:].clone(), value[first:].clone()  # it refuses views
             keys = [end - start for start, _, end in spans]
             others["packed_seq_params"] = replace(
                 packed,

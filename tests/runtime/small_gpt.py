@@ -24,6 +24,7 @@ def build(
     ddp: dict[str, Any] | None = None,
     use_ddp: bool = True,
     core_attention: Any = None,
+    rotary: bool = True,
     **settings: Any,
 ) -> Any:
     """Return a model, the same for the same arguments."""
@@ -59,7 +60,7 @@ def build(
         VOCABULARY,
         SEQUENCE,
         share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
+        position_embedding_type="rope" if rotary else "learned_absolute",
         mtp_block_spec=mtp,
     )
     if config.bf16:

@@ -57,6 +57,7 @@ class DotProductAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attend; `[s, b, heads, width]`, or `[t, heads, width]` with `qkv_format` thd."""
         self.masks.append(attn_mask_type)
+        query, key, value = _as_read(query, key, value)
         if qkv_format == "sbhd":
             assert cu_seqlens_q is None
             mask = _later(len(query), len(key), attn_mask_type)  # causal: no other mask is read
@@ -90,6 +91,21 @@ class DotProductAttention(torch.nn.Module):
         scores = torch.einsum("qbhw,kbhw->bhqk", query, key) * scale
         scores = scores.masked_fill(mask, -torch.inf)
         return torch.einsum("bhqk,kbhw->qbhw", scores.softmax(-1), value).flatten(2)
+
+
+def _as_read(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return queries, keys and values as the library's kernels read them (`get_qkv_layout`)."""
+    if len({x.untyped_storage().data_ptr() for x in tensors}) == 1:
+        return tensors  # parts of one memory, or copied
+    query, *pair = tensors
+    widths = [[stride / x.shape[-1] for stride in x.stride()[:-1]] for x in pair]
+    if any(x.storage_offset() for x in pair) or widths[0] != widths[1]:
+        query, *pair = (x.contiguous() for x in tensors)
+        if any(x.storage_offset() for x in pair):
+            raise RuntimeError("The provided qkv memory layout is not supported!")
+    # Three memories: they get the addresses alone.
+    strides = query.new_empty(query.shape).stride()
+    return [query.as_strided(query.shape, strides, query.storage_offset()), *pair]
 
 
 def _later(queries: int, keys: int, kind: str) -> torch.Tensor:
