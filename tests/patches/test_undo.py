@@ -72,7 +72,7 @@ json.dump(described(), sys.stdout)
 """
 
 
-@pytest.mark.short_s(20)
+@pytest.mark.short_s(10)
 def test_what_was_imported_while_active_is_as_without_us_too() -> None:
     """Modules that copied names from `torch.cuda` while those were ours."""
     texts = []

@@ -112,7 +112,7 @@ def check_losses(found: Captured, whole: Captured, tolerance: float = 1e-6) -> N
         assert ours == pytest.approx(theirs, rel=tolerance, abs=0)
 
 
-@pytest.mark.short_s(25)
+@pytest.mark.short_s(12)
 @pytest.mark.parametrize(
     ("num_ranks", "flags", "schedule"),
     [
@@ -155,7 +155,7 @@ def test_every_table_computes_what_one_stage_does(
     check_losses(found, stock(num_ranks, flags), 1e-3 if flags.endswith((BF16, FP16)) else 1e-6)
 
 
-@pytest.mark.short_s(30)
+@pytest.mark.short_s(12)
 @pytest.mark.parametrize(
     "flags",
     [
