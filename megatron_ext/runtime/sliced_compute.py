@@ -202,6 +202,7 @@ class RunningSlice:
             keys = [end - start for start, _, end in spans]
             others["packed_seq_params"] = replace(
                 packed,
+                cu_seqlens_q=_sums([end - begin for _, begin, end in spans], packed.cu_seqlens_q),
                 cu_seqlens_kv=_sums(keys, packed.cu_seqlens_kv),
                 max_seqlen_q=max(end - begin for _, begin, end in spans),
                 max_seqlen_kv=max(keys),
@@ -246,7 +247,9 @@ class RunningSlice:
                     )
                 kept.packed, kept.documents = packed, tuple(dict.fromkeys(sums))
             whole = kept.packed
-            sums = _sums([end - begin for _, begin, end in self._spans()], whole.cu_seqlens_q)
+            # One sequence, so that rotary positions, those of its tokens (`positions`), are read in
+            # order: else fused kernels begin each sequence with the first. Attention knows better.
+            sums = _sums([self.end - self.begin], whole.cu_seqlens_q)
             # Lengths of samples only matter where several are packed into one: slices take one.
             alone = {"tokens_per_sample": None} if hasattr(whole, "tokens_per_sample") else {}
             unpadded = {"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}

@@ -115,6 +115,27 @@ def _later(queries: int, keys: int, kind: str) -> torch.Tensor:
     return torch.ones(queries, keys, dtype=torch.bool).triu(1 + ahead)
 
 
+def _rotate(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str = "sbhd",
+    fused: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    **settings: Any,
+) -> torch.Tensor:
+    """Turn `[s, b, heads, width]`, or `[t, heads, width]` of thd, as the fused kernels do."""
+    assert fused
+    if tensor_format == "thd":
+        assert cu_seqlens is not None
+        lengths = cu_seqlens.diff().tolist()
+        rows = torch.cat([freqs[:length, 0] for length in lengths])  # each begins with the first
+        assert len(rows) == len(t)
+    else:
+        rows = freqs[: len(t)]
+    first, second = t.chunk(2, dim=-1)
+    return t * rows.cos() + torch.cat([-second, first], dim=-1) * rows.sin()
+
+
 def _norm(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return torch's norm as Megatron makes one: its last layer takes Transformer Engine's."""
 
@@ -126,7 +147,8 @@ def _norm(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
     return type(base.__name__, (base,), {"__init__": init})
 
 
-_REAL = {
+_REAL: dict[str, Any] = {
+    "apply_rotary_pos_emb": _rotate,
     "DotProductAttention": DotProductAttention,
     "LayerNorm": _norm(torch.nn.LayerNorm),
     "RMSNorm": _norm(torch.nn.RMSNorm),

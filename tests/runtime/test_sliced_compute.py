@@ -362,8 +362,10 @@ from tests.runtime import te_stand_in
 te_stand_in.install()
 import megatron_ext
 from tests.runtime.test_sliced_compute import MODELS, worst_difference
+settings = MODELS[sys.argv[1]] | {"te": True}
 # Rotary positions would copy queries, which else are parts of a projection.
-print("worst", worst_difference(MODELS[sys.argv[1]] | {"te": True, "rotary": False}))
+settings |= {"apply_rope_fusion": True} if "packed" in settings else {"rotary": False}
+print("worst", worst_difference(settings))
 """
 
 
