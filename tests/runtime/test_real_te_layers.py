@@ -7,6 +7,9 @@ docs/devices.md says how to build the library on such a machine; without it thes
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -320,6 +323,82 @@ def test_each_w_adds_what_the_backward_of_its_micro_batch_left(
         torch.equal(*both)
         for both in zip(_gradients(stage).values(), _gradients(whole).values(), strict=True)
     )
+
+
+class _FromPacked:
+    """Fills up sequences, `[t, ...]` to `[b, s, ...]`: a kernel of the library."""
+
+    @staticmethod
+    def apply(packed: torch.Tensor, sums: torch.Tensor, longest: int) -> torch.Tensor:
+        parts = packed.split(sums.diff().tolist())
+        edges = [0] * (2 * packed.dim() - 1)
+        return torch.stack(
+            [torch.nn.functional.pad(part, (*edges, longest - len(part))) for part in parts]
+        )
+
+
+class _ToPacked:
+    """The way back."""
+
+    @staticmethod
+    def apply(filled: torch.Tensor, sums: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.cat([row[:n] for row, n in zip(filled, sums.diff().tolist(), strict=True)])
+
+
+def worst_of_slices(name: str) -> float:
+    """Return the worst difference of gradients of slices under the attention that needs no kernel.
+
+    In a process of its own, which it changes.
+    """
+    from transformer_engine.pytorch.attention.dot_product_attention import backends, utils
+
+    from tests.runtime import te_stand_in
+    from tests.runtime.test_sliced_compute import MODELS, worst_difference
+
+    for norm in ("LayerNorm", "RMSNorm"):
+        setattr(te, norm, te_stand_in._norm(getattr(torch.nn, norm)))
+    torch.Tensor.is_cuda = True
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    backends.ConvertTHDtoBSHD, backends.ConvertBSHDtoTHD = _FromPacked, _ToPacked
+    utils.get_attention_backend = lambda _: (False, None, False, None, True, [False, False, True])
+    # This attention alone takes the lengths of queries for those of keys, unless it is said to run
+    # across.
+    for function in ("get_padding_mask", "get_full_mask"):
+        setattr(utils, function, _across(getattr(utils, function)))
+    return worst_difference(MODELS[name] | {"te": True, "rotary": "packed" in name})
+
+
+def _across(function: Any) -> Any:
+    def run(*args: Any, **settings: Any) -> Any:
+        if "attention_type" in settings:
+            return function(*args, **{**settings, "attention_type": "cross"})
+        return function(*args[:-1], "cross")
+
+    return run
+
+
+_SLICES = """
+import sys
+import megatron_ext
+from tests.runtime.test_real_te_layers import worst_of_slices
+print("worst", worst_of_slices(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("name", ["tied", "latent", "packed"])
+def test_their_attention_takes_slices(name: str) -> None:
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", _SLICES, name],
+        env=os.environ | alone,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout.rpartition("worst ")[2]) < 2e-6
 
 
 @pytest.fixture
