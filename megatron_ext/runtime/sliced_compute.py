@@ -209,6 +209,9 @@ class RunningSlice:
             )
             if has_own_masks:
                 attn_mask_type = _PACKED_BOTTOM_RIGHT
+                # Its attention without kernels else takes the lengths of queries for all.
+                unfused: Any = layer.unfused_attention
+                unfused.attention_type = "cross"
         elif has_own_masks:  # it reads none for causal attention
             attn_mask_type = AttnMaskType.causal_bottom_right
         elif attention_mask is None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class DotProductAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.attn_mask_type, self.scale = attn_mask_type, softmax_scale
+        self.unfused_attention = SimpleNamespace(attention_type="self")
         self.masks: list[str] = []
         """Kinds of masks that were asked for."""
 
@@ -70,6 +71,8 @@ class DotProductAttention(torch.nn.Module):
         assert max_seqlen_q == cu_seqlens_q.diff().max()  # kernels read no more than these
         assert max_seqlen_kv == cu_seqlens_kv.diff().max()
         assert attn_mask_type.startswith("padding")
+        if self.unfused_attention.attention_type == "self":  # then it reads `cu_seqlens_q` alone
+            assert cu_seqlens_q.equal(cu_seqlens_kv)
         parts = []
         queries, keys = pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_kv.tolist())
         for (begin, end), (first, last) in zip(queries, keys, strict=True):

@@ -362,20 +362,7 @@ def worst_of_slices(name: str) -> float:
     torch.cuda.current_device = lambda: torch.device("cpu")
     backends.ConvertTHDtoBSHD, backends.ConvertBSHDtoTHD = _FromPacked, _ToPacked
     utils.get_attention_backend = lambda _: (False, None, False, None, True, [False, False, True])
-    # This attention alone takes the lengths of queries for those of keys, unless it is said to run
-    # across.
-    for function in ("get_padding_mask", "get_full_mask"):
-        setattr(utils, function, _across(getattr(utils, function)))
     return worst_difference(MODELS[name] | {"te": True, "rotary": "packed" in name})
-
-
-def _across(function: Any) -> Any:
-    def run(*args: Any, **settings: Any) -> Any:
-        if "attention_type" in settings:
-            return function(*args, **{**settings, "attention_type": "cross"})
-        return function(*args[:-1], "cross")
-
-    return run
 
 
 _SLICES = """
