@@ -621,3 +621,8 @@ def te_leaves_whole(config: Any, *, here: bool = True) -> Iterator[str]:
             "weight gradients of MLPs are computed in I, because fused operations of Transformer "
             "Engine replace their layers; leave --use-transformer-engine-op-fuser out"
         )
+    if given("fp8_output_proj") and given("fp8") and given("fp8_recipe") == "mxfp8":
+        yield (
+            "weight gradients of the output layer are computed in I, because Megatron builds it to "
+            "do so; leave --fp8-output-proj out"
+        )

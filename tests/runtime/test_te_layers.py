@@ -623,6 +623,11 @@ def test_its_layers_can_be_split(te_version: Any) -> None:
             "of grouped experts are computed in I",
         ),
         ({"use_transformer_engine_op_fuser": True}, "of MLPs are computed in I"),
+        ({"fp8_output_proj": True, "fp8": "e4m3", "fp8_recipe": "delayed"}, ""),
+        (
+            {"fp8_output_proj": True, "fp8": "e4m3", "fp8_recipe": "mxfp8"},
+            "of the output layer are computed in I",
+        ),
     ],
 )
 def test_layers_that_are_left_whole_are_named(
