@@ -178,7 +178,12 @@ class TrainingSync(Sync):
             self._buckets[number] = groups
         waiting = self._buckets[number]
         while waiting and waiting[-1].weights.isdisjoint(remaining):
-            waiting.pop().group.start_grad_sync(force_all_reduce=self._force_all_reduce)
+            group = waiting.pop().group
+            group.start_grad_sync(force_all_reduce=self._force_all_reduce)
+            # Megatron ends the step with a reduction of what no hook has counted yet, unless there
+            # is a handle of one; several optimizer instances keep none.
+            if group.grad_reduce_handle is None:
+                group.is_first_batch = False
 
 
 class _BucketGroup(NamedTuple):

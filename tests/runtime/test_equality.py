@@ -13,6 +13,7 @@ import pytest
 
 from megatron_ext.schedules.generators.catalog import generate
 from megatron_ext.schedules.table import table_files
+from tests.training import helpers
 from tests.training.helpers import LLAMA, MLA, MOE, NO_DROPOUT, bert_flags
 
 from .capture import GPT, PP2, PP4, Captured, train
@@ -169,6 +170,19 @@ def test_full_backwards_overlap_their_reduction(schedule: str) -> None:
     flags = GPT + SHARDED + "--ddp-num-buckets 4 "
     more = PP2 + (VPP2 if schedule == "interleaved" else "")
     check(4, schedule, flags, theirs=more, ours=more)
+
+
+@pytest.mark.parametrize("schedule", ["--pipeline-schedule 1f1b ", "--use-dpp ", "roles"])
+def test_several_optimizer_instances_reduce_once(schedule: str) -> None:
+    """The log has the norm of the gradients. Megatron's own schedule reduces later stages twice."""
+    num_ranks, flags = 4, f"{GPT}{PP2}{SHARDED}--calculate-per-token-loss "
+    if schedule == "roles":
+        num_ranks, schedule = 8, "--forward-backward-disaggregating "
+    one, two = (
+        helpers.report(helpers.train(num_ranks, f"{flags}{schedule}{instances}"))
+        for instances in ("", "--num-distributed-optimizer-instances 2 ")
+    )
+    assert one == two
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "bitpipe"])

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 class Chunk(torch.nn.Module):
     """State of a chunk under DDP: whether its hooks are silent, and reductions by hand."""
 
+    grad_reduce_handle = "a reduction that runs"
+
     def __init__(self, number: int, log: list[str]) -> None:
         super().__init__()
         self.number, self.log, self.silent = number, log, 0
@@ -207,6 +209,7 @@ class Buckets:
 
     def __init__(self, name: str, params: list[torch.Tensor], log: list[str]) -> None:
         self.name, self.params, self.log = name, set(params), log
+        self.grad_reduce_handle = "a reduction that runs"
 
     def start_grad_sync(self, **_: Any) -> None:
         self.log.append(self.name)
