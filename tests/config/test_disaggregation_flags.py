@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from megatron_ext.config import active
@@ -98,6 +100,20 @@ def test_each_role_is_an_ordinary_job() -> None:
     assert [rank for rank, *_ in found] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {(world, replicas) for _, world, replicas, _ in found} == {(4, 2)}
     assert [save for *_, save in found] == [None, "x"] * 4
+
+
+def test_forward_ranks_have_an_optimizer_of_nothing() -> None:
+    """Megatron configures one there, too, and takes these with the distributed optimizer only."""
+    flags = (
+        f"{GPT}{FBD}{PP2}--use-distributed-optimizer --num-distributed-optimizer-instances 2 "
+        "--use-precision-aware-optimizer --optimizer-cpu-offload --exp-avg-dtype bf16 --bf16 "
+    )
+    args = parse("gpt", flags.split(), {"WORLD_SIZE": "8"})
+    from megatron.core.optimizer import OptimizerConfig
+
+    names = {field.name for field in fields(OptimizerConfig)}
+    OptimizerConfig(**{name: value for name, value in vars(args).items() if name in names})
+    assert args.num_distributed_optimizer_instances == 1
 
 
 def test_one_process_instead_of_two_shards() -> None:
