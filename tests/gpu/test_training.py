@@ -35,6 +35,7 @@ _TE = (
     f"{_BASE}{LLAMA}--bf16 --transformer-impl transformer_engine --no-gradient-accumulation-fusion "
     "--hidden-size 128 --seq-length 64 --max-position-embeddings 64 "
 )
+_LEARNED = _TE.replace(LLAMA, "")  # as many query groups as heads, positions in the embedding
 _FULL = "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1 --microbatch-rng " + RECOMPUTE
 _OFFLOAD = "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules "
 
@@ -45,6 +46,7 @@ MODELS = {
     "dropout, recomputed": _BASE + PLAIN + LLAMA + _FULL,
     "experts": _BASE + PLAIN + LLAMA + MOE + "--bf16 ",
     "TE": _TE,
+    "TE, learned positions": _LEARNED,
     "TE, fp8": _TE + "--fp8-format hybrid --fp8-recipe tensorwise ",
     "TE, experts": _TE + MOE + "--moe-grouped-gemm ",
 }
@@ -110,6 +112,9 @@ if processes.TRANSFORMER_ENGINE:
         ),
         "TE, dpp": Case("TE", PP4 + "--pipeline-schedule 1f1b --use-dpp", "Direct"),
         "TE, slices": Case("TE", _TABLE + "zb-h1 --pipeline-slices 2", same_bits=False),
+        "TE, slices, learned positions": Case(
+            "TE, learned positions", _TABLE + "zb-h1 --pipeline-slices 2", same_bits=False
+        ),
         "TE, offloading": Case("TE", _TABLE + f"zb-v {_OFFLOAD}attn_norm mlp_norm"),
         "TE, offloading, eight queues": Case(
             "TE", _TABLE + f"zb-h1 {_OFFLOAD}qkv_linear core_attn attn_proj", queues=8
