@@ -304,8 +304,6 @@ _TEXTS = {
         fine_grained_activation_offloading
             activations return from the host by the backwards of the same rank; use
             --recompute-granularity selective instead
-        moe_input_jitter_eps
-            both roles would draw their own noise
         freeze_all_layers
             backward ranks have nothing to do; leave one of them out
         moe_use_upcycling | ckpt_convert_format

@@ -117,7 +117,6 @@ CASES: dict[str, tuple[str, list[str]]] = {
         FBD,
         [
             OFFLOAD,
-            "--moe-input-jitter-eps 0.1",
             "--freeze-all-layers",
             "--moe-use-upcycling",
             MERGED + "--num-experts 8 --world-size 48",

@@ -55,7 +55,11 @@ def stock(num_ranks: int, flags: str) -> Captured:
     return capture.train(num_ranks, flags, timeout_s=240)
 
 
-DROPOUT = GPT.replace("--hidden-dropout 0 --attention-dropout 0", "--microbatch-rng")
+RNG = "--microbatch-rng "
+"""What disaggregation implies where a forward draws."""
+DROPOUT = GPT.replace("--hidden-dropout 0 --attention-dropout 0 ", RNG)
+ROUTED = GPT + RNG + "--moe-router-force-load-balancing "
+JITTER = GPT + RNG + "--moe-input-jitter-eps 0.1 "
 BF16 = "--bf16 "
 MOE_LAYERS = f"{MOE}--swiglu --disable-bias-linear "
 EP2 = MOE_LAYERS + "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
@@ -97,11 +101,13 @@ slow = pytest.mark.slow
         pytest.param(4, 4, 1, GPT, marks=slow),
         pytest.param(2, 4, 2, GPT + SHARDED, marks=slow),
         pytest.param(4, 2, 2, DROPOUT + BF16, marks=slow),
+        (1, 2, 1, ROUTED + MOE_LAYERS),
+        pytest.param(1, 2, 1, JITTER + MOE_LAYERS, marks=slow),
     ],
 )
 def test_equal_to_half_the_replicas(tp: int, pp: int, dp: int, flags: str) -> None:
     flags += sizes(tp, pp)
-    ours, _ = train(2 * tp * pp * dp, flags + FBD)
+    ours, _ = train(2 * tp * pp * dp, flags.replace(RNG, "") + FBD)
     assert_equal(ours, stock(tp * pp * dp, flags))
 
 
@@ -116,11 +122,12 @@ def test_equal_to_half_the_replicas(tp: int, pp: int, dp: int, flags: str) -> No
         pytest.param(1, 1, 2, GPT + EP2, marks=slow),
         pytest.param(2, 4, 1, DROPOUT, marks=slow),
         pytest.param(4, 4, 1, DROPOUT + BF16, marks=slow),
+        pytest.param(1, 2, 1, ROUTED + MOE_LAYERS, marks=slow),
     ],
 )
 def test_shipped_activations_give_the_same(tp: int, pp: int, dp: int, flags: str) -> None:
     flags += sizes(tp, pp) + RECOMPUTE
-    ours, _ = train(2 * tp * pp * dp, flags + FBD + SHIP)
+    ours, _ = train(2 * tp * pp * dp, flags.replace(RNG, "") + FBD + SHIP)
     assert_equal(ours, stock(tp * pp * dp, flags))
 
 
