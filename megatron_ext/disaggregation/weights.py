@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -82,6 +83,10 @@ def _dtype(bucket: _Bucket) -> torch.dtype:
     return bucket[0][0].parameter.dtype
 
 
+def _flat(bucket: _Bucket) -> torch.Tensor:
+    return torch.cat([weight.parameter.detach().reshape(-1) for weight, _ in bucket])
+
+
 # By bucket: the names of weights and their first elements.
 _Layout = list[list[tuple[str, int]]]
 
@@ -121,6 +126,12 @@ def _travels_as(buffer: torch.Tensor) -> torch.dtype:
     return torch.float32 if buffer.is_floating_point() else buffer.dtype
 
 
+def _frozen(weights: Iterable[_Weight], layout: _Layout) -> list[_Bucket]:
+    """Return buckets of the weights that are in none of Megatron's: those that do not train."""
+    trained = {name for bucket in layout for name, _ in bucket}
+    return list(_portions(weight for weight in weights if weight.name not in trained))
+
+
 class _Side:
     """One end of the transfers, with its model in its wrappers."""
 
@@ -129,6 +140,8 @@ class _Side:
         self._wire = wire
         self._chunks = chunks
         self._partners = [job.ranks.rank(place) for place in job.weight_partners]
+        # Of shared weights, those that only the first transfer has.
+        self._frozen: list[_Bucket] = []
 
 
 class WeightSender(_Side):
@@ -138,9 +151,11 @@ class WeightSender(_Side):
         super().__init__(job, wire, chunks)
         self._buckets = list(_portions(_weights(job, chunks)))
         if job.shares_weights:
-            layout = bytearray(json.dumps(_layout(chunks)).encode())
+            layout = _layout(chunks)
+            self._frozen = _frozen(_weights(job, chunks), layout)
+            encoded = bytearray(json.dumps(layout).encode())
             wire.begin([], 1)
-            self._isend(torch.frombuffer(layout, dtype=torch.uint8), _message(job, 0, header=True))
+            self._isend(torch.frombuffer(encoded, dtype=torch.uint8), _message(job, 0, header=True))
 
     def catch_up(self) -> None:
         """Do nothing: this side has the weights."""
@@ -172,15 +187,16 @@ class WeightSender(_Side):
             # --overlap-param-gather). Instead of waiting for that, each sends its updated shard to
             # the forward ranks of all replicas, which assemble the buckets of Megatron's gradient
             # buffers.
-            for _, shared in _shared_buckets(self._chunks):
-                shares = shared.param_data.view(-1).chunk(self._job.ranks.dp)
+            shared = (bucket.param_data.view(-1) for _, bucket in _shared_buckets(self._chunks))
+            for whole in chain(shared, map(_flat, self._frozen)):
+                shares = whole.tensor_split(self._job.ranks.dp)
                 yield shares[self._job.place.dp].detach().clone()
+            self._frozen = []
             return
         for chunk in self._chunks:
             if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-        for bucket in self._buckets:
-            yield torch.cat([weight.parameter.detach().reshape(-1) for weight, _ in bucket])
+        yield from map(_flat, self._buckets)
 
 
 class WeightReceiver(_Side):
@@ -200,6 +216,7 @@ class WeightReceiver(_Side):
             self._buckets = [
                 [(by_name[name], start) for name, start in bucket] for bucket in layout
             ]
+            self._frozen = _frozen(weights, layout)
         else:
             self._buckets = list(_portions(weights))
 
@@ -243,9 +260,10 @@ class WeightReceiver(_Side):
             buffer.data = notices[0][taken:end].clone().view(dtype).view(buffer.shape)
             taken = end
         if any(bool(notice[0]) for notice in notices):
-            messages = [_message(self._job, number + 1) for number in range(len(self._buckets))]
-            self._begin(dict(zip(messages, map(_dtype, self._buckets), strict=True)))
-            for bucket, message in zip(self._buckets, messages, strict=True):
+            buckets, self._frozen = self._buckets + self._frozen, []
+            messages = [_message(self._job, number + 1) for number in range(len(buckets))]
+            self._begin(dict(zip(messages, map(_dtype, buckets), strict=True)))
+            for bucket, message in zip(buckets, messages, strict=True):
                 parts = [self._recv(source, message) for source in self._partners]
                 if self._job.shares_weights:
                     # Ordered by replica: one bucket for each tensor-parallel rank.

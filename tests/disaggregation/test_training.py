@@ -234,6 +234,40 @@ def test_steps_that_loss_scaling_skips() -> None:
     assert_equal(ours, stock(2, flags))
 
 
+def run_frozen(argv: list[str]) -> tuple[str, Captured]:
+    """Train some weights as one rank; forward ranks, which load nothing, begin with others."""
+    from megatron_ext import devices
+    from megatron_ext.config import active
+
+    devices.current()  # before Megatron is imported
+    from megatron.core.models.gpt import GPTModel
+
+    build: Any = GPTModel.__init__
+
+    def frozen(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        for name, weight in self.named_parameters():
+            weight.requires_grad_("linear_fc1" not in name)
+
+    fill: Any = capture._fill_by_name
+
+    def filled(*args: Any) -> None:
+        if not active.has_role("forward"):
+            fill(*args)
+
+    setattr(GPTModel, "__init__", frozen)  # noqa: B010
+    setattr(capture, "_fill_by_name", filled)  # noqa: B010
+    return run_role(argv)
+
+
+def test_weights_that_do_not_train_reach_forward_ranks() -> None:
+    """The distributed optimizer has no shard of them."""
+    flags = GPT + PP2 + SHARDED
+    megatrons, _ = together(run_ranks(4, run_frozen, flags.split()))
+    ours, _ = together(run_ranks(8, run_frozen, (flags + FBD).split(), timeout_s=240))
+    assert_equal(ours, megatrons)
+
+
 def run_signalled(argv: list[str]) -> tuple[str, Captured]:
     """Train as one rank; one backward rank gets SIGTERM after its second step."""
     from megatron.training import training
