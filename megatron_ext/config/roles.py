@@ -301,6 +301,8 @@ def _gathers_late(args: Namespace) -> bool:
         return False  # replicas form groups, and each group has gathered by then
     if getattr(args, "fp4_param_gather", False):
         return False  # the gather moves quantised bytes
+    if getattr(args, "optimizer", "adam") not in ("adam", "sgd"):
+        return False  # replicas own whole weights, and their shards differ in size
     if getattr(args, "num_experts", None):
         tensor_parallel = getattr(args, "expert_tensor_parallel_size", None)
         spread = (getattr(args, "expert_model_parallel_size", None) or 1) > 1

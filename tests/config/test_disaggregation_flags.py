@@ -116,6 +116,17 @@ def test_forward_ranks_have_an_optimizer_of_nothing() -> None:
     assert args.num_distributed_optimizer_instances == 1
 
 
+@pytest.mark.parametrize(("optimizer", "shares"), [("adam", True), ("muon", False)])
+def test_replicas_send_shards_if_they_have_equal_ones(optimizer: str, shares: bool) -> None:
+    flags = f"{GPT}{PP2}--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce"
+    args = parse("gpt", flags.split(), {"WORLD_SIZE": "8"})
+    args.forward_backward_disaggregating, args.optimizer = True, optimizer
+    prepare(args)
+    job = active.job()
+    assert job is not None
+    assert job.shares_weights is shares
+
+
 def test_one_process_instead_of_two_shards() -> None:
     flags = (GPT + MERGED + PP2 + TP2).split()
     args = parse("gpt", flags, {"WORLD_SIZE": "6", "RANK": "3"})
