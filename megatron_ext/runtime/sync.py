@@ -77,9 +77,15 @@ class TrainingSync(Sync):
         self._buckets: dict[int, list[_BucketGroup]] = {}
         self._force_all_reduce = force_all_reduce
         self._functions = _by_chunk(config.grad_sync_func, len(chunks))
-        self._overlaps = config.no_sync_func is not None
+        silences = _by_chunk(config.no_sync_func, 1)
+        if silences is None:
+            # Megatron's own schedules do without: hooks then count the backwards of a whole step.
+            # They would count I, before there are gradients of weights.
+            ddp: list[Any] = [chunk for chunk in chunks if _overlaps(chunk)]
+            silences = [chunk.no_sync for chunk in ddp]
+        self._overlaps = bool(silences)
         # What disables DDP's hooks, by chunk or for all of them, and what holds it while it does.
-        self._silences = [(ExitStack(), each) for each in _by_chunk(config.no_sync_func, 1) or ()]
+        self._silences = [(ExitStack(), each) for each in silences]
 
     def __enter__(self) -> TrainingSync:
         """Disable DDP's hooks."""
@@ -192,6 +198,11 @@ class _BucketGroup(NamedTuple):
     group: Any
     weights: frozenset[int]
     """Ids of its parameters."""
+
+
+def _overlaps(chunk: torch.nn.Module) -> bool:
+    """Return whether DDP's hooks reduce the gradients of a chunk."""
+    return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))
 
 
 def _by_chunk(function: Any, num_chunks: int) -> list[Callable[..., Any]] | None:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from megatron_ext.schedules.table import table_files
 from tests.training import helpers
 from tests.training.helpers import LLAMA, MLA, MOE, NO_DROPOUT, bert_flags
 
-from .capture import GPT, PP2, PP4, Captured, train
+from .capture import GPT, PP2, PP4, Captured, run_here, train
 
 EIGHT_LAYERS = "--num-layers 8 "
 VPP2 = "--num-layers-per-virtual-pipeline-stage 1 "
@@ -183,6 +184,34 @@ def test_several_optimizer_instances_reduce_once(schedule: str) -> None:
         for instances in ("", "--num-distributed-optimizer-instances 2 ")
     )
     assert one == two
+
+
+def _without_functions(model: str, argv: list[str], mean_delay_s: float) -> Captured:
+    """Train as a program that tells Megatron nothing of its reductions."""
+    from megatron_ext import devices
+
+    devices.current()  # before Megatron is imported
+    from megatron.core.utils import get_model_config
+    from megatron.training import training
+
+    step = training.train_step
+
+    @wraps(step)
+    def stepping(forward_step: Any, data: Any, chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
+        config = get_model_config(chunks[0])
+        config.no_sync_func = config.grad_sync_func = None
+        return step(forward_step, data, chunks, *args, **kwargs)
+
+    training.train_step = stepping  # this process is a rank and ends
+    return run_here(model, argv, mean_delay_s)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_programs_need_no_functions_for_reductions(schedule: str) -> None:
+    """Megatron's own schedules need none either: hooks then count all backwards of a step."""
+    flags = GPT + UNCLIPPED + PP2 + OVERLAP
+    ours = f"{flags}--pipeline-schedule {schedule} "
+    assert_equal(train(4, ours, run=_without_functions), stock(4, flags))
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "bitpipe"])

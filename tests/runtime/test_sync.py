@@ -78,9 +78,19 @@ def replay(
     return log, table, chunks
 
 
+def by_ddp(config: Any, chunks: list[Chunk]) -> None:
+    """Do as a program that gives Megatron no `no_sync_func`."""
+    config.no_sync_func = None
+    for chunk in chunks:
+        vars(chunk)["ddp_config"] = SimpleNamespace(overlap_grad_reduce=True)
+
+
+@pytest.mark.parametrize("change", [lambda *_: None, by_ddp], ids=["given", "by DDP"])
 @pytest.mark.parametrize(("schedule", "pp"), [("bitpipe", 4), ("zb-v", 2), ("zb-h1", 2)])
-def test_a_split_chunk_is_reduced_right_after_its_last_w(schedule: str, pp: int) -> None:
-    log, table, chunks = replay(schedule, pp)
+def test_a_split_chunk_is_reduced_right_after_its_last_w(
+    schedule: str, pp: int, change: Callable[[Any, list[Chunk]], None]
+) -> None:
+    log, table, chunks = replay(schedule, pp, change)
     for chunk in chunks:
         stage = table.schedule.placement.stages_of[0][chunk.number]
         before = log[log.index(f"reduce {chunk.number}") - 1]
