@@ -156,6 +156,7 @@ _SCOPES = {
     "dynamic": "`--use-dpp` with several replicas",
     "chosen": "`--use-dpp`",
     "crossed": "`--use-dpp` on mirrored pipelines",
+    "balance": "`--pipeline-balance`",
     "pack": "`--pipeline-balance pack`",
     "slices": "`--pipeline-slices`",
     "lengths": "`--variable-seq-lengths`",

@@ -247,6 +247,10 @@ _TEXTS = {
         --overlap-param-gather with --bitpipe-routing twin: overlap_param_gather
             twins gather parameters for each other, and start their chunks in different orders; use
             --bitpipe-routing local, or leave it out""",
+    # For micro-batches in another order than the file's.
+    "balance": """
+        logits_load_dir | logits_save_dir
+            logits lie in their files in the order of the data; leave one of them out""",
     # For micro-batches that data-parallel replicas share out.
     "pack": """
         moe_router_load_balancing_type=global_aux_loss
@@ -296,7 +300,10 @@ _TEXTS = {
             its tables of rotary positions begin with the slice; add --no-rope-fusion
         fine_grained_activation_offloading
             keys and values stay on the device from slice to slice; use --recompute-granularity
-            selective instead""",
+            selective instead
+        logits_load_dir | logits_save_dir
+            logits lie in their files by micro-batch, and slices have a part each; leave one of them
+            out""",
     # For forward and backward ranks.
     # Steps of --freeze-all-layers are forward only from 0.20 on; both roles take them for an
     # evaluation.
@@ -391,6 +398,7 @@ def rules_of(
     groups = [
         (drawing, "microbatch_rng", draws),
         (drawing, "stock_microbatch_rng", draws and is_stock),
+        ("balance", "balance", config.balance != "off"),
         ("balance", "pack", config.balance == "pack"),
         ("slices", "slices", config.slices > 1),
         ("variable_seq_lengths", "lengths", config.variable_seq_lengths),

@@ -86,6 +86,10 @@ CASES: dict[str, tuple[str, list[str]]] = {
     ),
     "chosen": ("--use-dpp ", [OFFLOAD]),
     "crossed": ("--use-dpp --pipeline-schedule bitpipe ", ["--overlap-param-gather"]),
+    "balance": (
+        "--pipeline-schedule 1f1b --pipeline-balance order ",
+        ["--logits-load-dir teacher"],
+    ),
     "pack": (
         "--pipeline-schedule 1f1b --pipeline-balance pack ",
         [EXPERTS + "--moe-router-load-balancing-type global_aux_loss"],
@@ -111,6 +115,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--fp8-format hybrid --no-masked-softmax-fusion",
             "--multi-latent-attention",
             OFFLOAD,
+            "--logits-save-dir teacher --logits-save-top-k 4",
         ],
     ),
     "roles": (
