@@ -157,7 +157,8 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
 
 def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...] | None:
     """Return the shape of activations between stages: `[s, b, h]`; None: it travels with them."""
-    if config.variable_seq_lengths:
+    # A stage of multi-token prediction alone hands on the hidden states of several depths.
+    if config.variable_seq_lengths or config.mtp_standalone:
         return None
     length = call.get("decoder_seq_length") or call["seq_length"]
     return shape_between_stages(config, groups, length, call["micro_batch_size"])

@@ -103,6 +103,7 @@ slow = pytest.mark.slow
         pytest.param(4, 2, 2, DROPOUT + BF16, marks=slow),
         (1, 2, 1, ROUTED + MOE_LAYERS),
         pytest.param(1, 2, 1, JITTER + MOE_LAYERS, marks=slow),
+        (1, 2, 1, GPT + MTP + "--pipeline-model-parallel-layout Ettttm|L "),
     ],
 )
 def test_equal_to_half_the_replicas(tp: int, pp: int, dp: int, flags: str) -> None:
