@@ -278,6 +278,8 @@ _TEXTS = {
             an expert drops the tokens of a slice that are too many for it, not of a micro-batch
         --mtp-use-repeated-layer: mtp_num_layers & mtp_use_repeated_layer
             a layer that runs twice would keep keys and values of two kinds; leave it out
+        --mtp-hsm: mtp_num_layers & mtp_hsm
+            it mixes hidden states of later tokens, which another slice computes; leave it out
         {_HYBRID}
             only attention keeps its state between slices; leave --pipeline-slices out
         --experimental-attention-variant: experimental_attention_variant | linear_attention_type

@@ -106,6 +106,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             EXPERTS + "--moe-router-load-balancing-type global_aux_loss",
             EXPERTS + "--moe-expert-capacity-factor 1.0",
             "--mtp-num-layers 1 --mtp-use-repeated-layer",
+            "--mtp-num-layers 2 --mtp-hsm",
             f"--hybrid-layer-pattern {'M*M-' * 8}",
             "--experimental-attention-variant dsa",
             "--window-size 4,0",
