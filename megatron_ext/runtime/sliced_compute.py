@@ -235,9 +235,14 @@ class RunningSlice:
         """Adapt the arguments of `GPTModel.forward`, by name, to a slice.
 
         Raises:
-            ScheduleError: There is padding between packed sequences.
+            ScheduleError: There is padding between packed sequences, or experts are told of some.
         """
         kept, packed = self.kept, given.get("packed_seq_params")
+        if given.get("padding_mask") is not None:
+            raise ScheduleError(
+                "padding_mask of GPTModel's forward cannot be used in slices, whose routers count "
+                "all tokens; leave the mask out, or leave the slices out"
+            )
         if packed is not None:
             if self.number == 0:
                 # A wait for the device, so once for each micro-batch.

@@ -613,10 +613,13 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 
 
 def wrong_layers() -> list[str]:
+    import torch
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_ext.errors import ScheduleError
     from megatron_ext.runtime import sliced_compute
+    from megatron_ext.runtime.runtime import in_force
+    from tests.pipelines import use
     from tests.runtime import small_gpt
 
     start_parallel()
@@ -633,10 +636,15 @@ def wrong_layers() -> list[str]:
         with pytest.raises(ScheduleError) as raised:
             sliced_compute._check_model(model)
         found.append(str(raised.value))
-    return found
+    use(None)
+    tokens = torch.arange(11)[None]
+    with in_force().kept.of(0, 0, 0, BOUNDS), pytest.raises(ScheduleError) as raised:
+        model(tokens, tokens, None, labels=tokens, padding_mask=tokens > 7)
+    return [*found, str(raised.value)]
 
 
-def test_attention_to_later_tokens_and_a_fused_softmax_are_refused() -> None:
-    [(fused, later)] = run_ranks(1, wrong_layers)
+def test_attention_to_later_tokens_a_fused_softmax_and_padding_are_refused() -> None:
+    [(fused, later, padded)] = run_ranks(1, wrong_layers)
+    assert "padding_mask of GPTModel's forward cannot be used in slices" in padded
     assert "not for the fused softmax in 16 bits, which takes as many queries as keys" in fused
     assert "not for attention to later tokens; leave the slices out" in later
