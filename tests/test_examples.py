@@ -160,9 +160,6 @@ def test_bad_input_is_explained(
 
 def test_without_a_usable_python_the_remedy_is_named(tmp_path: Path) -> None:
     folder = copy_of_the_scripts(tmp_path)
-    done = bash(str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, TORCH_VERSION="1.2.3")
-    assert done.returncode == 2
-    assert f"TORCH_VERSION is 1.2.3, but {folder}/.venv has torch " in done.stderr
     done = bash(str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, PYTHON3="/absent/python3")
     assert done.returncode == 2
     assert "found no Python >= 3.10" in done.stderr
@@ -210,6 +207,9 @@ def test_an_environment_with_another_python_or_torch_is_not_taken_for_the_one_as
     assert done.returncode == 2
     assert f"PYTHON3={asked} is Python 3.12, but {folder}/.venv was made with 3.11" in done.stderr
     assert f"rm -r {folder}/.venv" in done.stderr
+    done = bash(str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, TORCH_VERSION="1.2.3")
+    assert done.returncode == 2
+    assert f"TORCH_VERSION is 1.2.3, but {folder}/.venv has torch " in done.stderr
     done = bash(str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, PYTHON3="/absent/python3")
     assert done.returncode == 2
     [line] = done.stderr.splitlines()

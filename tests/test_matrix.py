@@ -135,7 +135,7 @@ def test_every_pair_occurs() -> None:
         assert {(case[column], case[other]) for case in chosen} == asked
 
 
-@pytest.mark.short_s(48)
+@pytest.mark.short_s(40)
 @pytest.mark.usefixtures("a_training_loop")
 @pytest.mark.parametrize("case", pairwise(EVERY), ids=", ".join)
 def test_bits_of_megatrons_own(case: Case, request: pytest.FixtureRequest) -> None:
