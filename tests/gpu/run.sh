@@ -46,4 +46,5 @@ if [[ $MEGATRON_EXT_GPU_CHECKS == cuda ]]; then
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
     "$python" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
 fi
-exec "$python" -m pytest tests/gpu -m gpu -v -p no:cacheprovider "$@"
+# A case may wait for others that need the memory of the GPU alone.
+exec "$python" -m pytest tests/gpu -m gpu -v -p no:cacheprovider -o timeout=1200 "$@"

@@ -158,9 +158,9 @@ def waits_are_seen() -> str:
 
 
 def test_a_wait_of_the_host_is_an_error(tmp_path: Path) -> None:
-    (told,) = processes.run(1, waits_are_seen, directory=tmp_path / "run")
-    assert "waits for the device" in told
-    assert "test_host.py" in told
+    (message,) = processes.run(1, waits_are_seen, directory=tmp_path / "run")
+    assert "waits for the device" in message
+    assert "test_host.py" in message
 
 
 def train_without_waits(flags: str) -> int:

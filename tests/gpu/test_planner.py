@@ -40,9 +40,9 @@ _SMALL = (
     "--vocab-size 31999 "
 )
 # Apex, which the fusion needs, is not everywhere.
-_OF_BOTH = "--no-gradient-accumulation-fusion "
+_UNFUSED = "--no-gradient-accumulation-fusion "
 _TRAINING = (
-    f"{_OF_BOTH}--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 --bf16 "
+    f"{_UNFUSED}--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 --bf16 "
     "--num-workers 0 --mock-data --tokenizer-type NullTokenizer --lr 1e-4 --min-lr 1e-5 "
     "--attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --eval-interval 1000 "
     "--train-iters 7 --log-interval 1 --transformer-impl transformer_engine "
@@ -118,16 +118,15 @@ def forecast(case: Case, batch: int) -> dict[str, Any]:
         sys.executable, "-m", "megatron_ext", "plan", "--devices", f"{case.ranks}x{kind.name}",
         "--global-batch-size", str(batch), "--seq-length", "4096", "--json",
         "--fix", f"tp=1,micro_batch=1,{case.fix}", *case.options.split(),
-        "--", *case.model.split(), *_OF_BOTH.split(), "--cuda-graph-impl", "none",
+        "--", *case.model.split(), *_UNFUSED.split(), "--cuda-graph-impl", "none",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     plan: dict[str, Any] = json.loads(done.stdout)["plans"][0]
     return plan
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(1200)  # with the wait for the GPU
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_hold_what_is_forecast(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]

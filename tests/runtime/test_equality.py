@@ -187,7 +187,7 @@ def test_several_optimizer_instances_reduce_once(schedule: str) -> None:
 
 
 def _without_functions(model: str, argv: list[str], mean_delay_s: float) -> Captured:
-    """Train as a program that tells Megatron nothing of its reductions."""
+    """Train as a program that gives Megatron no functions for reductions."""
     from megatron_ext import devices
 
     devices.current()  # before Megatron is imported

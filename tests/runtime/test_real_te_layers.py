@@ -7,9 +7,6 @@ docs/devices.md says how to build the library on such a machine; without it thes
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_ext.patches.split_backward import prepare_config
 from megatron_ext.runtime.split import PostponingLayers, SplitBackward, overwrites_first
+from tests.runtime.test_sliced_compute import worst_by
 
 te = pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
 
@@ -375,17 +373,7 @@ print("worst", worst_of_slices(sys.argv[1]))
 
 @pytest.mark.parametrize("name", ["tied", "latent", "packed"])
 def test_their_attention_takes_slices(name: str) -> None:
-    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", _SLICES, name],
-        env=os.environ | alone,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert float(run.stdout.rpartition("worst ")[2]) < 2e-6
+    assert worst_by(_SLICES, name) < 2e-6
 
 
 @pytest.fixture
