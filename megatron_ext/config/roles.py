@@ -231,9 +231,6 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
     )
 
 
-_OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-
-
 def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
     """Return the arguments, by name, that make Megatron treat one role's processes as a job."""
     wanted: dict[str, Any] = {"rank": job.role_rank, "world_size": job.ranks.role_size(job.role)}
@@ -251,7 +248,10 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
         "num_distributed_optimizer_instances": 1,
         "use_precision_aware_optimizer": False,
         "optimizer_cpu_offload": False,
-        **dict.fromkeys(_OPTIMIZER_DTYPES, "fp32"),
+        "main_grads_dtype": "fp32",
+        "main_params_dtype": "fp32",
+        "exp_avg_dtype": "fp32",
+        "exp_avg_sq_dtype": "fp32",
         "overlap_grad_reduce": False,
         "overlap_param_gather": False,
         "recompute_granularity": None,

@@ -196,7 +196,12 @@ class RunningSlice:
             query = query.contiguous()
         packed = others.get("packed_seq_params")
         if packed is not None:
-            spans = self._spans()
+            # Of each packed sequence its first token, and its first and end in the slice.
+            spans = [
+                (first, max(first, self.begin), min(end, self.end))
+                for first, end in pairwise(self.kept.documents)
+                if first < self.end and self.begin < end
+            ]
             if first := spans[0][0]:
                 key, value = key[first:].clone(), value[first:].clone()  # it refuses views
             keys = [end - start for start, _, end in spans]
@@ -223,19 +228,13 @@ class RunningSlice:
         result: torch.Tensor = call(query, key, value, attention_mask, **others)
         return result
 
-    def _spans(self) -> list[tuple[int, int, int]]:
-        """Return of each packed sequence its first token, and its first and end in the slice."""
-        return [
-            (first, max(first, self.begin), min(end, self.end))
-            for first, end in pairwise(self.kept.documents)
-            if first < self.end and self.begin < end
-        ]
-
     def begin_forward(self, given: dict[str, Any]) -> None:
-        """Adapt the arguments of `GPTModel.forward`, by name, to a slice.
+        """Change the arguments of `GPTModel.forward` from those of a micro-batch to a slice's.
+
+        They are given by name, and changed in place.
 
         Raises:
-            ScheduleError: There is padding between packed sequences, or experts are told of some.
+            ScheduleError: There is padding between packed sequences, or a mask of padding.
         """
         kept, packed = self.kept, given.get("packed_seq_params")
         if given.get("padding_mask") is not None:

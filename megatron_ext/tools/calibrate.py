@@ -286,14 +286,14 @@ class _Bench:
 
         # Megatron adds the gradient of the table to its buffer by a kernel of its own.
         table: Any = built.embedding.word_embeddings.weight if pre else None
-        buffer = torch.zeros_like(table, dtype=torch.float32) if pre else None
+        buffer: Any = torch.zeros_like(table, dtype=torch.float32) if pre else None
 
         def backward(out: Any) -> float:
             gradient = None if post else torch.ones_like(out)
 
             def run() -> None:
                 out.backward(gradient)
-                if table is not None and buffer is not None:
+                if pre:
                     buffer.add_(table.grad)
                     table.grad = None
 
