@@ -124,6 +124,7 @@ PAIRED = {
         f"{EXPERTS}--moe-layer-freq [0,1,1,1] {_SELECTED}core_attn mlp layernorm ",
     ),
     "all recomputed": ("zb-v", EXPERTS + RECOMPUTE),
+    "all recomputed, where W comes later": ("zb-h1", EXPERTS + RECOMPUTE),
     "all recomputed, latent": ("dualpipe-v", _LATENT + RECOMPUTE),
     "first layers recomputed": (
         "1f1b",

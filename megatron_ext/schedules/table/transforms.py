@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,22 +18,13 @@ def split_backwards(schedule: Schedule) -> Schedule:
     shortens a step in the table's own order; a dynamic policy (policies.py) also moves W into idle
     time.
     """
-    rows, pairs = [], []
-    for rank, row in enumerate(schedule.rows):
-        split: list[Action] = []
-        begins = set()
-        for index, action in enumerate(row):
-            # Positions shift with each B that became two. A pair keeps its forward, and has the I
-            # in place of the B.
-            if index in schedule.pairs_of(rank):
-                begins.add(len(split))
-            if action.kind == "B":
-                split += (action._replace(kind="I"), action._replace(kind="W"))
-            else:
-                split.append(action)
-        rows.append(tuple(split))
-        pairs.append(frozenset(begins))
-    return replace(schedule, rows=tuple(rows), pairs=tuple(pairs) if schedule.pairs else ())
+
+    def split(action: Action) -> Row:
+        if action.kind != "B":
+            return (action,)
+        return action._replace(kind="I"), action._replace(kind="W")
+
+    return _replaced(schedule, split)
 
 
 def weights_at_once(schedule: Schedule) -> Schedule:
@@ -41,16 +34,23 @@ def weights_at_once(schedule: Schedule) -> Schedule:
     should be held for one micro-batch at a time. No other rank waits for a W, so the table stays
     valid, and I still sends its result before W runs.
     """
-    rows = []
-    for row in schedule.rows:
-        moved: list[Action] = []
-        for action in row:
-            if action.kind != "W":
-                moved.append(action)
-            if action.kind == "I":
-                moved.append(action._replace(kind="W"))
-        rows.append(tuple(moved))
-    return replace(schedule, rows=tuple(rows))
+
+    def moved(action: Action) -> Row:
+        if action.kind == "W":
+            return ()
+        return (action, action._replace(kind="W")) if action.kind == "I" else (action,)
+
+    return _replaced(schedule, moved)
+
+
+def _replaced(schedule: Schedule, by: Callable[[Action], Row]) -> Schedule:
+    """Return the table with other actions in place of each; a pair keeps what both begin with."""
+    rows, pairs = [], []
+    for rank, row in enumerate(schedule.rows):
+        places = [*accumulate((len(by(action)) for action in row), initial=0)]
+        rows.append(tuple(chain.from_iterable(map(by, row))))
+        pairs.append(frozenset(places[index] for index in schedule.pairs_of(rank)))
+    return replace(schedule, rows=tuple(rows), pairs=tuple(pairs) if schedule.pairs else ())
 
 
 def ahead(row: Row, lead: int) -> Row:

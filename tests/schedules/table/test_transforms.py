@@ -1,4 +1,4 @@
-"""Twins on screen: both directions, mirrored."""
+"""Tables made from others: pairs stay, and twins on screen run mirrored in both directions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,29 @@ from collections import Counter
 import pytest
 from hypothesis import given
 
-from megatron_ext.schedules import Schedule, generate
-from megatron_ext.schedules.table.transforms import literal_rows
+from megatron_ext.schedules import Action, Schedule, generate, registered, validate
+from megatron_ext.schedules.table.transforms import (
+    literal_rows,
+    split_backwards,
+    weights_at_once,
+)
 from tests.schedules.strategies import schedules
+
+
+def _pairs(table: Schedule) -> list[list[tuple[Action, Action]]]:
+    """By rank the pairs of a table, with I for B."""
+    return [
+        [(row[n], row[n + 1]._replace(kind="I")) for n in sorted(table.pairs_of(rank))]
+        for rank, row in enumerate(table.rows)
+    ]
+
+
+@pytest.mark.parametrize("name", registered())
+def test_pairs_stay_where_weight_gradients_move(name: str) -> None:
+    table = generate(name, 4, 8, pairs=True)
+    for made in (split_backwards(table), weights_at_once(table)):
+        validate(made)
+        assert _pairs(made) == _pairs(table)
 
 
 @given(schedules("bitpipe") | schedules("dualpipe"))
