@@ -1,8 +1,8 @@
 """Pipeline schedules as data: generated, validated, simulated and drawn.
 
 A `Schedule` holds a list of actions for each rank. `generate` makes one by name, `validate` proves
-it correct, `simulate` computes its time and memory, `render` and `svg` draw it, and `lower` adds
-the communication. All of this imports the standard library only.
+it correct, `simulate` computes its time and memory, `render` and `svg` draw it. All of this imports
+the standard library only.
 
 Terms: a *rank* is a process of the pipeline. The model is split into *stages*; a rank holds one or
 more, its *chunks*. A step runs every *micro-batch* through all stages, forward and backward. With
@@ -12,7 +12,6 @@ more, its *chunks*. A step runs every *micro-batch* through all stages, forward 
 from megatron_ext.schedules.generators.catalog import generate, register, registered
 from megatron_ext.schedules.search.simulate import Timeline, simulate
 from megatron_ext.schedules.table.actions import Action, Kind, Schedule
-from megatron_ext.schedules.table.communication import lower
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.placement import Placement
 from megatron_ext.schedules.table.validation import Report, validate
@@ -28,7 +27,6 @@ __all__ = [
     "Timeline",
     "generate",
     "registered",
-    "lower",
     "register",
     "simulate",
     "validate",

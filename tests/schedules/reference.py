@@ -1,4 +1,4 @@
-"""A second, slow and simple implementation of what validator and simulator compute."""
+"""A second, slow and simple implementation of what validator and simulator compute; programs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import product
 
 from megatron_ext.schedules import Action, Costs, Schedule
+from megatron_ext.schedules.table.communication import Transfer, exchanges
 
 
 def needs(schedule: Schedule, action: Action) -> list[list[Action]]:
@@ -124,3 +125,24 @@ def ends_with_slots(schedule: Schedule, slots: int) -> bool:
 def is_correct(schedule: Schedule) -> bool:
     """Whether the table computes each gradient once and ends."""
     return is_cover(schedule) and end_times(schedule, Costs()) is not None
+
+
+def lower(schedule: Schedule) -> list[list[Action | Transfer]]:
+    """The program of each rank: its actions in the table's order with all messages."""
+    programs: list[list[Action | Transfer]] = [[] for _ in schedule.rows]
+    for rank, program in enumerate(programs):
+        for exchange in exchanges(schedule, rank):
+            # A local tensor is listed once, as the output of its producer.
+            program += (transfer for transfer in exchange.all_inputs if transfer.verb == "RECV")
+            program += (*exchange.actions, *exchange.all_outputs)
+    return programs
+
+
+def text(step: Action | Transfer) -> str:
+    """The form of torch.distributed.pipelining, where a SEND names the sending stage."""
+    if isinstance(step, Action):
+        return str(step)
+    kind, stage, microbatch, _ = step.message[:4]
+    if step.verb == "SEND":
+        stage += -1 if kind == "F" else 1
+    return f"{stage}{step.verb}_{kind}{microbatch}"

@@ -17,10 +17,11 @@ from megatron_ext.schedules.drawing import render
 from megatron_ext.schedules.generators import fbd
 from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.actions import Action
-from megatron_ext.schedules.table.communication import Transfer, exchanges, lower
+from megatron_ext.schedules.table.communication import Transfer, exchanges
 from megatron_ext.schedules.table.memory import slots_needed
 
 from . import published
+from .reference import lower
 from .strategies import COSTS
 
 MODES = ("recompute", "ship")

@@ -30,13 +30,6 @@ class Transfer(NamedTuple):
     to_twin: bool = False
     """Whether the peer belongs to the mirrored pipeline."""
 
-    def __str__(self) -> str:
-        """Return the form of torch.distributed.pipelining, where a SEND names the sending stage."""
-        kind, stage, microbatch, part = self.message[:4]
-        if self.verb == "SEND" and kind in ("F", "B"):
-            stage += -1 if kind == "F" else 1
-        return f"{stage}{self.verb}_{kind}{microbatch}{f'.{part}' if part else ''}"
-
 
 class Exchange(NamedTuple):
     """One action and its messages, in the order in which the executor processes them."""
@@ -122,19 +115,6 @@ def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple
 
 # By kind of a route's message, the kind of action at both of its ends.
 _ENDS = {"P": "F", "G": "B"}
-
-
-def lower(schedule: Schedule) -> tuple[tuple[Action | Transfer, ...], ...]:
-    """Return the program of each rank: its actions in the table's order with all messages."""
-    programs = []
-    for rank in range(len(schedule.rows)):
-        program: list[Action | Transfer] = []
-        for exchange in exchanges(schedule, rank):
-            # A local tensor is listed once, as the output of its producer.
-            program += (transfer for transfer in exchange.all_inputs if transfer.verb == "RECV")
-            program += (*exchange.actions, *exchange.all_outputs)
-        programs.append(tuple(program))
-    return tuple(programs)
 
 
 def tensor_of(action: Action) -> Message:

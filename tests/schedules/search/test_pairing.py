@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules import Action, Costs, Schedule, generate, lower, simulate, validate
+from megatron_ext.schedules import Action, Costs, Schedule, generate, simulate, validate
 from megatron_ext.schedules.search.queues import check_queues
 from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.communication import exchanges
@@ -119,9 +119,9 @@ def test_a_pair_waits_for_all_inputs_and_sends_afterwards() -> None:
     assert list(schedule.cells(1)) == ["1F0", "(1F1;1B0)OVERLAP_F_B", "(1F2;1B1)OVERLAP_F_B", "1B2"]
     middle = exchanges(generate("1f1b", 3, 4, pairs=True), 1)[3]
     assert [*map(str, middle.actions)] == ["1F3", "1B0"]
-    assert [*map(str, middle.all_inputs)] == ["1RECV_F3", "1RECV_B0"]
-    assert [*map(str, middle.all_outputs)] == ["1SEND_F3", "1SEND_B0"]
-    program = [str(step) for step in lower(schedule)[1]]
+    assert [*map(reference.text, middle.all_inputs)] == ["1RECV_F3", "1RECV_B0"]
+    assert [*map(reference.text, middle.all_outputs)] == ["1SEND_F3", "1SEND_B0"]
+    program = [*map(reference.text, reference.lower(schedule)[1])]
     assert program[2:6] == ["1RECV_F1", "1F1", "1B0", "1SEND_B0"]
 
 

@@ -7,17 +7,18 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.schedules import Action, Schedule, generate, lower, simulate
+from megatron_ext.schedules import Action, Schedule, generate, simulate
 from megatron_ext.schedules.table.communication import (
     Transfer,
     exchanges,
     reduction_order,
 )
+from tests.schedules.reference import lower, text
 from tests.schedules.strategies import schedules
 
 
 def _text(name: str, pp: int, num_microbatches: int) -> list[str]:
-    return [" ".join(map(str, row)) for row in lower(generate(name, pp, num_microbatches))]
+    return [" ".join(map(text, row)) for row in lower(generate(name, pp, num_microbatches))]
 
 
 def test_the_program_of_1f1b() -> None:
@@ -37,11 +38,11 @@ def test_the_turn_of_a_v_is_local() -> None:
 
 def test_inner_folds_of_twins_are_messages_to_the_twin() -> None:
     inner = lower(generate("bitpipe", 4, 2))[1]
-    to_twin = [str(step) for step in inner if isinstance(step, Transfer) and step.to_twin]
+    to_twin = [text(step) for step in inner if isinstance(step, Transfer) and step.to_twin]
     assert to_twin[:4] == ["1SEND_F0", "2RECV_F0", "5SEND_F0", "6RECV_F0"]
     local = lower(generate("bitpipe", 4, 2, routing="local"))[1]
     assert not any(isinstance(step, Transfer) and step.to_twin for step in local)
-    assert "2LOCAL_F0" in map(str, local)
+    assert "2LOCAL_F0" in map(text, local)
 
 
 @given(schedules())
