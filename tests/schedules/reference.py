@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
-from megatron_ext.schedules import Action, Costs, Schedule
+from megatron_ext.schedules import Action, Costs, Schedule, Timeline
 from megatron_ext.schedules.table.communication import Transfer, exchanges
 
 
@@ -146,3 +146,9 @@ def text(step: Action | Transfer) -> str:
     if step.verb == "SEND":
         stage += -1 if kind == "F" else 1
     return f"{stage}{step.verb}_{kind}{microbatch}"
+
+
+def span(timeline: Timeline) -> float:
+    """The longest time from first start to last end of one rank."""
+    rows = zip(timeline.starts, timeline.ends, strict=True)
+    return max(ends[-1] - starts[0] for starts, ends in rows if starts)

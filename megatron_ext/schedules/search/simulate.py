@@ -20,7 +20,7 @@ from megatron_ext.schedules.table.transforms import literal_rows, table_rank
 from megatron_ext.schedules.table.walk import check_ends, walk
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Action, Link, Schedule
+    from megatron_ext.schedules.table.actions import Action, Schedule
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,6 @@ class Timeline:
     def bubble_ratio(self) -> float:
         """Bubble as a fraction of the makespan."""
         return self.bubble / self.makespan if self.makespan else 0.0
-
-    @property
-    def span(self) -> float:
-        """The longest time from first start to last end of one rank."""
-        rows = zip(self.starts, self.ends, strict=True)
-        return max((ends[-1] - starts[0] for starts, ends in rows if starts), default=0.0)
 
     @cached_property
     def peak_activations_per_rank(self) -> tuple[float, ...]:
@@ -184,23 +178,18 @@ class Clock:
         self.starts: list[list[float]] = [[] for _ in schedule.rows]
         self.ends: list[list[float]] = [[] for _ in schedule.rows]
         self._num_slices, self._in_step = schedule.num_slices, schedule.slices_in_step
-        self._slices = schedule.slices
         self._durations = costs.durations(schedule)
         differ = costs.jitter or costs.microbatch_scale or schedule.num_slices > 1
         self._factors = costs.action_factors(schedule) if differ else None
         self._hides = costs.hides
         self._exchanges = costs.exchanges or (costs.all_to_all,) * schedule.num_stages
         self._latency = costs.latency
-        self._wire_time = 0.0 if costs.bandwidth is None else 1.0 / costs.bandwidth
         self._link_factors = costs.link_factors(schedule) if costs.link_jitter else None
-        # When each link has carried its last message.
-        self._carried: dict[Link, float] = {}
-        links_are_free = not costs.latency and costs.bandwidth is None
-        self.is_free = links_are_free and not schedule.disaggregated
+        self.is_free = not (costs.latency or schedule.disaggregated)
         """Whether everything arrives when the action that made it ends."""
         # By kind and stage of an action: the link to each that takes its tensor; None: free.
         self._links = {
-            kind: [[None if links_are_free else link for _, link in fed] for fed in of_stages]
+            kind: [[link if costs.latency else None for _, link in fed] for fed in of_stages]
             for kind, of_stages in schedule.links.items()
         }
 
@@ -254,10 +243,6 @@ class Clock:
         for link in self._links[kind][stage]:
             arrival = end
             if link is not None:
-                if self._wire_time:  # messages queue on their link
-                    arrival = max(end, self._carried.get(link, 0.0))
-                    arrival += self._wire_time * self._slices[part]
-                    self._carried[link] = arrival
                 latency = self._latency
                 if self._link_factors is not None:
                     number = microbatch * self._num_slices + part

@@ -36,9 +36,6 @@ class Costs:
     """Gradient of its weights, Tw."""
     latency: float = 0.0
     """Time from the end of an action until another rank has its output."""
-    bandwidth: float | None = None
-    """Messages of whole micro-batches per unit of time on one link (ordered pair of ranks); None:
-    unlimited. Messages queue on their link; different links are independent."""
     stages: tuple[tuple[float, float, float], ...] = ()
     """Forward, input and weight gradient of each stage, for uneven stages; empty: an equal share of
     the model for each."""
@@ -87,8 +84,6 @@ class Costs:
             raise ScheduleError(
                 f"how much of its all-to-all a pair hides must be from 0 to 1, got {self.hides:g}"
             )
-        if self.bandwidth is not None and not self.bandwidth > 0:
-            raise ScheduleError(f"the bandwidth must be positive, got {self.bandwidth:g}")
         if self.jitter < 0 or self.link_jitter < 0:
             raise ScheduleError(
                 f"jitter must be 0 or more, got {min(self.jitter, self.link_jitter):g}; it is the "

@@ -12,6 +12,7 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import UNIT, Costs, Schedule, generate, registered, simulate, validate
 from megatron_ext.schedules.search.queues import check_queues
 from tests.schedules import published
+from tests.schedules.reference import span
 from tests.schedules.strategies import COSTS, schedules
 
 NAMES = list(registered())
@@ -108,7 +109,7 @@ def test_v_half_halves_bubble_and_memory_of_1f1b(pp: int) -> None:
 def test_zb_v_ranks_never_pause_once_the_pipeline_is_full() -> None:
     for pp in (2, 4, 8):
         timeline = simulate(generate("zb-v", pp, 2 * pp))
-        assert timeline.span == timeline.ideal
+        assert span(timeline) == timeline.ideal
 
 
 @pytest.mark.parametrize("pp", [3, 5, 8, 12, 16])
