@@ -78,12 +78,14 @@ class TrainingSync(Sync):
         self._force_all_reduce = force_all_reduce
         self._functions = _by_chunk(config.grad_sync_func, len(chunks))
         silences = _by_chunk(config.no_sync_func, 1)
+        reducing: list[Any] = [chunk for chunk in chunks if _overlaps(chunk)]
         if silences is None:
             # Megatron's own schedules do without: hooks then count the backwards of a whole step.
             # They would count I, before there are gradients of weights.
-            ddp: list[Any] = [chunk for chunk in chunks if _overlaps(chunk)]
-            silences = [chunk.no_sync for chunk in ddp]
-        self._overlaps = bool(silences)
+            silences = [chunk.no_sync for chunk in reducing if hasattr(chunk, "ddp_config")]
+        # A program may give functions although its DDP does not overlap. Reductions that start here
+        # would then come twice: `finalize_model_grads` starts its own.
+        self._overlaps = bool(silences and reducing)
         # What disables DDP's hooks, by chunk or for all of them, and what holds it while it does.
         self._silences = [(ExitStack(), each) for each in silences]
 
@@ -126,15 +128,16 @@ class TrainingSync(Sync):
         return _UNCHANGED
 
     def _hooks_reduce(self, stage: int) -> bool:
-        if not self._by_hooks or not self._overlaps:
+        # Twins may complete their chunks in different orders, because each waits for the other's
+        # micro-batches.
+        if not self._by_hooks or not self._overlaps or self._placement.twins == 2:
             return False
         # `--align-grad-reduce`, Megatron's default, sets functions, which keep reductions from
         # slowing down a B that another rank waits for: a chunk is reduced in one go after its last
         # B. No rank waits for the last B of stage 0, so there the hooks reduce bucket by bucket, as
         # in upstream's 1F1B. Without functions they may do so for every stage: peers have one order
         # anyway, because the last B of a stage needs the last B of the next stage.
-        ends_all = stage == 0 and self._placement.twins == 1
-        return self._functions is None or (ends_all and self._uses_ddp_reduction(stage))
+        return self._functions is None or (stage == 0 and self._uses_ddp_reduction(stage))
 
     def _uses_ddp_reduction(self, stage: int) -> bool:
         """Whether DDP itself reduces a stage, rather than a custom `grad_sync_func`."""
@@ -201,8 +204,8 @@ class _BucketGroup(NamedTuple):
 
 
 def _overlaps(chunk: torch.nn.Module) -> bool:
-    """Return whether DDP's hooks reduce the gradients of a chunk."""
-    return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))
+    """Return whether DDP's hooks reduce the gradients of a chunk; other DDPs than Megatron's do."""
+    return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", True))
 
 
 def _by_chunk(function: Any, num_chunks: int) -> list[Callable[..., Any]] | None:

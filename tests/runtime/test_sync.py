@@ -36,6 +36,7 @@ class Chunk(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.params = {self.weight}
         self.bucket_groups = [self]
+        self.ddp_config = SimpleNamespace(overlap_grad_reduce=True)
         self.expert_parallel_bucket_groups: list[Any] = []
 
     @contextmanager
@@ -54,9 +55,11 @@ def replay(
     change: Callable[[Any, list[Chunk]], None] = lambda *_: None,
     *,
     force_all_reduce: bool = False,
+    **options: str,
 ) -> tuple[list[str], Table, list[Chunk]]:
     """Execute the row of rank 0; log what starts, and windows in which hooks may."""
-    pipeline = make_pipeline(schedule, pp, 4, 2 if schedule == "interleaved" else None)
+    num_chunks = 2 if schedule == "interleaved" else None
+    pipeline = make_pipeline(schedule, pp, 4, num_chunks, options=options)
     table = make_table(pipeline, 4, 0, backward=True)
     log: list[str] = []
     chunks = [Chunk(i, log) for i in range(len(table.schedule.placement.stages_of[0]))]
@@ -78,11 +81,9 @@ def replay(
     return log, table, chunks
 
 
-def by_ddp(config: Any, chunks: list[Chunk]) -> None:
+def by_ddp(config: Any, _: list[Chunk]) -> None:
     """Do as a program that gives Megatron no `no_sync_func`."""
     config.no_sync_func = None
-    for chunk in chunks:
-        vars(chunk)["ddp_config"] = SimpleNamespace(overlap_grad_reduce=True)
 
 
 @pytest.mark.parametrize("change", [lambda *_: None, by_ddp], ids=["given", "by DDP"])
@@ -105,9 +106,18 @@ def test_reductions_do_not_wait_for_the_end_of_the_step() -> None:
     assert first < len(table.exchanges) - 1
 
 
+def by_others(_: Any, chunks: list[Chunk]) -> None:
+    """Do as a program with a DDP that is not Megatron's."""
+    for chunk in chunks:
+        del chunk.ddp_config
+
+
+@pytest.mark.parametrize("change", [lambda *_: None, by_others], ids=["Megatron's", "others'"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "gpipe"])
-def test_hooks_reduce_during_the_last_full_backward_of_a_chunk(schedule: str) -> None:
-    log, table, chunks = replay(schedule, 2)
+def test_hooks_reduce_during_the_last_full_backward_of_a_chunk(
+    schedule: str, change: Callable[[Any, list[Chunk]], None]
+) -> None:
+    log, table, chunks = replay(schedule, 2, change)
     for chunk in chunks:
         stage = table.schedule.placement.stages_of[0][chunk.number]
         assert log[log.index(f"window {chunk.number}") - 1] == f"{stage}B3"
@@ -143,9 +153,10 @@ def test_aligned_hooks_reduce_during_the_last_backward_of_stage_0_only(schedule:
     assert "reduce 0" not in log
 
 
-def test_twins_open_no_window() -> None:
+@pytest.mark.parametrize("change", [own, lambda *_: None], ids=["aligned", "as they complete"])
+def test_twins_open_no_window(change: Callable[[Any, list[Chunk]], None]) -> None:
     """Replicas may complete their chunks in another order."""
-    log, _, chunks = replay("dualpipe", 4, own)
+    log, _, chunks = replay("bitpipe", 4, change, order="paper")
     assert not any(entry.startswith("window") for entry in log)
     assert sum(entry.startswith("reduce") for entry in log) == len(chunks)
 
@@ -157,15 +168,20 @@ def test_aligned_split_chunks_are_reduced_all_the_same() -> None:
     ]
 
 
-def test_without_overlap_nothing_starts() -> None:
-    def alone(config: Any, _: list[Chunk]) -> None:
-        config.no_sync_func = None
+@pytest.mark.parametrize("silences", [True, False])
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
+def test_without_overlap_nothing_starts(schedule: str, silences: bool) -> None:
+    """Also for programs that give a `no_sync_func` all the same."""
 
-    for schedule in ("zb-h1", "1f1b"):
-        log, _, chunks = replay(schedule, 2, alone)
-        # No chunk is silenced then, so every action counts as a window of this log.
-        assert not any(entry.startswith("reduce") for entry in log)
-        assert len(chunks) == 1
+    def alone(config: Any, chunks: list[Chunk]) -> None:
+        config.no_sync_func = config.no_sync_func if silences else None
+        for chunk in chunks:
+            chunk.ddp_config.overlap_grad_reduce = False
+
+    log, _, chunks = replay(schedule, 2, alone)
+    # A chunk that is not silenced has windows in this log, in which its hooks do nothing.
+    assert not any(entry.startswith("reduce") for entry in log)
+    assert len(chunks) == 1
 
 
 def test_everything_can_be_reduced_everywhere() -> None:
