@@ -81,7 +81,10 @@ def from_csv(text: str, name: str) -> Schedule:
     rows: list[Row] = []
     pairs: list[frozenset[int]] = []
     try:
-        for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+        # Without what editors add: a mark of UTF-8 in front, and blank lines behind, which are no
+        # ranks.
+        lines = io.StringIO(text.strip("\ufeff \t\r\n"))
+        for line, cells in enumerate(csv.reader(lines), start=1):
             computed = ("" if _DERIVED.fullmatch(cell.strip()) else cell for cell in cells)
             try:
                 row, begins = parse_row(computed)

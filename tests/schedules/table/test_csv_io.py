@@ -104,6 +104,11 @@ def test_idle_cells_pairs_and_communication() -> None:
 GOOD = table_files.csv_text(generate("1f1b", 4, 6))
 
 
+def test_marks_and_blank_lines_of_editors_are_no_ranks() -> None:
+    loaded = table_files.from_csv(f"\ufeff{GOOD}\r\n  \n", "csv:x")
+    assert loaded.rows == generate("1f1b", 4, 6).rows
+
+
 def _edit(row: int, old: str, new: str) -> Callable[[str], str]:
     """An edit of one row; `old` has to occur there."""
 
