@@ -74,17 +74,17 @@ def test_a_source_distribution_builds_a_complete_wheel(tmp_path):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in content.namelist())
 
     content.extractall(tmp_path / "installed")
-    assert ring_in(tmp_path / "installed") == "True"
+    assert flush_in(tmp_path / "installed") == "True"
 
 
-def ring_in(site: Path) -> str:
+def flush_in(site: Path) -> str:
     """Uses the native module of a package directory, in a Python without this environment's .pth
     files, which would find an editable installation first."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); sys.path.append(sys.argv[2]); "
         "from megatron_ext.transport.native import require_native; _C = require_native(); "
         "assert _C.__file__.startswith(sys.argv[1]), _C.__file__; "
-        "bell = _C.Doorbell(_C.Segment.create(4)); bell.ring(); print(bell.wait(0))"
+        "print(_C.Endpoint(0, 1, 1).flush(0))"
     )
     command = [sys.executable, "-I", "-S", "-c", code, str(site), sysconfig.get_path("purelib")]
     environment = {**os.environ, "MEGATRON_EXT_DISABLE": "1"}
