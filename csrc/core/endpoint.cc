@@ -215,10 +215,10 @@ bool Endpoint::progress_of(int peer, Link& link) {
 }
 
 bool Endpoint::failed() const noexcept {
-    return std::any_of(links_.begin(), links_.end(), [](const auto& entry) {
-        const PeerState state = entry.second.link->state();
-        return state == PeerState::kDied || state == PeerState::kAborted;
-    });
+    return aborted_ || std::any_of(links_.begin(), links_.end(), [](const auto& entry) {
+               const PeerState state = entry.second.link->state();
+               return state == PeerState::kDied || state == PeerState::kAborted;
+           });
 }
 
 /// Sleeps once, until a ring after `seen`, or briefly enough to detect dead peers, which cannot
@@ -312,7 +312,8 @@ bool Endpoint::flush(Deadline deadline, InterruptCheck check) {
     };
     wait_until(
         [&] {
-            empty = std::all_of(links_.begin(), links_.end(), is_empty);
+            // An abort has emptied the queues: their messages have not left.
+            empty = !aborted_ && std::all_of(links_.begin(), links_.end(), is_empty);
             return empty || failed() || std::any_of(links_.begin(), links_.end(), is_stuck);
         },
         deadline, check);
@@ -327,6 +328,8 @@ void Endpoint::abort(const std::string& reason) {
         Events events(*this, peer);
         entry.link->say_aborted(reason, events);
     }
+    aborted_ = true;
+    bell_->ring();  // another thread may wait
     done.swap(done_);
 }
 

@@ -91,19 +91,21 @@ class Endpoint {
     std::pair<std::byte*, std::size_t> add_buffers(std::size_t num_slots);
 
     /// Waits for a message and takes it. Returns std::nullopt if the deadline comes first, if
-    /// `source` closed before it sent the message, or if any peer died or aborted.
+    /// `source` closed before it sent the message, or if any peer died or aborted, or this process
+    /// aborted.
     std::optional<Message> take(int source, std::uint64_t tag, Deadline deadline,
                                 InterruptCheck check);
 
     /// Waits for messages that no earlier call returned, and returns their names. Empty at the
-    /// deadline, or if any peer died or aborted, or all closed.
+    /// deadline, or if any peer died or aborted, all closed, or this process aborted.
     std::vector<Arrival> arrivals(Deadline deadline, InterruptCheck check);
 
     /// Waits until all messages have left and their memory is free. Returns false if the deadline
-    /// comes first, or if a peer with queued messages is gone.
+    /// comes first, if a peer with queued messages is gone, or if this process aborted.
     bool flush(Deadline deadline, InterruptCheck check);
 
-    /// Tells all peers that this process aborts, which ends their waits; drops queued messages.
+    /// Tells all peers that this process aborts, which ends their waits, and that of this process:
+    /// peers that compute do not answer. Drops queued messages.
     void abort(const std::string& reason);
 
     /// Closes all links and releases everything. Messages that were taken stay valid.
@@ -158,6 +160,7 @@ class Endpoint {
     EndpointCounts counts_;
     Owners done_;               // of bytes that were sent; the calling thread releases them
     std::exception_ptr error_;  // the error that ended the service thread
+    bool aborted_ = false;
     Service service_;
 };
 

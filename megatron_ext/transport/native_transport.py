@@ -45,6 +45,8 @@ _from_dlpack = getattr(torch._C, "_from_dlpack", from_dlpack)
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
+_MAX_SLOTS = 1024  # of an arena (csrc/core/arena.h); a table of gpipe has a message for each F
+
 # How long a wait spins before it sleeps, on a host with a CPU for each rank.
 _SPIN_S = 20e-6
 
@@ -104,8 +106,9 @@ class NativeTransport:
         run_id: Distinguishes the jobs of one store, and the transports of a job. The same on all
             ranks.
         wire: shm, tcp, rdma, or the best that each pair has (auto).
-        slots: Messages of each peer that have room here, 2 or more. Received tensors may hold half
-            of the slots; the other half stays available to new messages.
+        slots: Messages of each peer that have room here, 2 or more; of more than 1024 the rest
+            waits at its sender. Received tensors may hold half of the slots; the other half stays
+            available to new messages.
         slot_bytes: Size of a slot, ideally the usual size of a message: a longer one is sent in
             pieces and copied once more.
         connect_timeout_s: How long to wait for the peers.
@@ -144,7 +147,7 @@ class NativeTransport:
         for_device: bool = False,
     ) -> None:
         self._rank = rank
-        self._slots = slots
+        self._slots = slots = min(slots, _MAX_SLOTS)
         native = require_native()
         self._Arrived: type[Arrived] = native.Message
         # Once this rank holds half of a peer's slots, the endpoint copies further messages: tensors
@@ -187,7 +190,13 @@ class NativeTransport:
                     )
             for peer, link in sorted(links.items()):
                 if isinstance(link, native.ShmLink):
-                    link.accept(connect_timeout_s)
+                    try:
+                        link.accept(connect_timeout_s)
+                    except TransportError as error:  # it knows no ranks
+                        raise TransportError(
+                            f"rank {rank} shares no memory with rank {peer} on host "
+                            f"{self._hosts[peer]}: {error}; see the log of rank {peer}"
+                        ) from error
                 elif isinstance(link, native.RdmaLink):
                     link.connect(connect_timeout_s)
                     _log.info("rank %d and rank %d: %s", rank, peer, link.text)
@@ -405,7 +414,8 @@ class NativeTransport:
         """Wait until the receivers can take all messages sent."""
         endpoint = self._usable()
         if not endpoint.flush(timeout_s):
-            target = next((peer.rank for peer in endpoint.peers() if peer.num_queued), None)
+            peers = self._usable().peers()  # raises if another thread has aborted
+            target = next((peer.rank for peer in peers if peer.num_queued), None)
             if target is None:
                 return  # the last message left between the time-out and this check
             what = f"rank {target} did not receive what was sent to it: {self._waited(endpoint)}"

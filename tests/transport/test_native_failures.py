@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import torch
 from megatron_ext.errors import PeerAborted, PeerClosed, PeerDied, TransportError, TransportTimeout
 from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
+from megatron_ext.transport.rendezvous import connect_peers
 from tests.ranks import run_ranks, start_ranks
 from tests.transport.native_ranks import (
     SLOT_BYTES,
@@ -25,6 +27,7 @@ from tests.transport.native_ranks import (
     on_each_wire,
     open_transport,
     rank,
+    store,
 )
 
 if TYPE_CHECKING:
@@ -155,6 +158,60 @@ def test_the_reason_for_giving_up_reaches_the_peers() -> None:
     for message in run_ranks(2, on_each_wire, _aborting)[0]:
         assert "did not come from rank 1" in message
         assert "gave up: rank 1: ran out of memory at /tmp/?" in message
+
+
+def _aborted_by_another_thread(wire: Wire, waiting: str) -> None:
+    """As by a thread whose copy has failed; the peer computes and hears of nothing."""
+    transport = open_transport(wire)
+    done = Path(f"{wire} done")
+    transport.begin([Expected(1, Message("F", 0, 0), None, torch.float32)] * (rank() == 0), 1)
+    if rank() == 0:
+        for i in range(20 * (waiting == "flush")):
+            transport.isend(torch.ones(1 << 18), 1, Message("F", 1, i))
+        threading.Timer(0.2, transport.abort, ["a copy failed"]).start()
+        with pytest.raises(TransportError, match=r"^the transport was aborted: a copy failed$"):
+            transport.flush(1000) if waiting == "flush" else _wait_for_ever(transport, waiting)
+        done.touch()
+    while not done.exists():
+        time.sleep(0.02)
+    transport.close()
+
+
+@pytest.mark.parametrize("waiting", ["recv", "poll", "flush"])
+def test_another_thread_that_gives_up_ends_the_wait_of_its_own_rank(waiting) -> None:
+    run_ranks(2, on_each_wire, _aborted_by_another_thread, waiting, timeout_s=30)
+
+
+def _interrupted() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    transport = open_transport("shm")
+    transport.begin([Expected(0, Message("F", 0, 0), None, torch.float32)], 1)
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        transport.recv(0, Message("F", 0, 0), 1000)
+    transport.close()
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    run_ranks(1, _interrupted, timeout_s=30)
+
+
+def _without_memory(wire: Wire) -> str:
+    if rank() == 1:  # as if there were no memory for its arena
+        for peer in connect_peers(
+            store(), 1, [0], run_id=f"test/{wire}", timeout_s=9, wire=wire
+        ).values():
+            peer.socket.close()
+        return ""
+    with pytest.raises(TransportError) as raised:
+        open_transport(wire)
+    return str(raised.value)
+
+
+def test_a_peer_that_has_no_memory_is_named() -> None:
+    message = run_ranks(2, _without_memory, "shm")[0]
+    assert message.startswith(f"rank 0 shares no memory with rank 1 on host {socket.gethostname()}")
+    assert message.endswith("the peer closed the connection; see the log of rank 1")
 
 
 def _farewell(wire: Wire) -> None:

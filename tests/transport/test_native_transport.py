@@ -45,7 +45,7 @@ def _any_order(wire: Wire, num_messages: int, slots: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_messages", "slots"), [(2, 400, 8), (4, 60, 2), (8, 16, 2)]
+    ("num_ranks", "num_messages", "slots"), [(2, 400, 8), (4, 60, 2), (8, 16, 2), (2, 16, 2400)]
 )
 def test_messages_of_all_kinds_are_taken_in_any_order(num_ranks, num_messages, slots) -> None:
     """More than 10000 messages on each wire, all parameters together."""
