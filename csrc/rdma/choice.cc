@@ -168,6 +168,7 @@ struct Search {
         PortSources found = sources_of(device, port, settings, wanted, sysfs);
         if (found.sources.empty()) {
             reject(who, reason_against(port, settings, address));
+            has_other_addresses |= wanted && !settings.gid_index && !port.gids.empty();
         } else {
             usable.push_back(std::move(found));
         }
@@ -178,9 +179,13 @@ struct Search {
     }
 
     std::string remedy() const {
-        return remedy_of_device.empty()
-                   ? "give the port an address, and bring its link up (`rdma link`)"
-                   : remedy_of_device;
+        if (!remedy_of_device.empty()) {
+            return remedy_of_device;
+        }
+        return has_other_addresses
+                   ? "name the addresses of RDMA ports with --node-ips, without which that on the "
+                     "route to MASTER_ADDR counts"
+                   : "give the port an address, and bring its link up (`rdma link`)";
     }
 
     const RdmaSettings& settings;
@@ -190,6 +195,7 @@ struct Search {
     std::vector<PortSources> usable;
     std::string reasons;
     std::string remedy_of_device;
+    bool has_other_addresses = false;  ///< a port is active, but not with `address`
 };
 
 }  // namespace
@@ -202,7 +208,7 @@ std::string RdmaSource::text() const {
 std::vector<RdmaSource> choose_sources(const std::vector<RdmaDevice>& devices,
                                        const RdmaSettings& settings, const std::string& address,
                                        unsigned rail, const std::string& sysfs) {
-    Search search{settings, address, {}, sysfs, {}, "", ""};
+    Search search{settings, address, {}, sysfs, {}, "", "", false};
     if (!address.empty() && !(search.wanted = gid_of_address(address))) {
         throw std::invalid_argument("the address of a node must be an IPv4 or IPv6 address, got '" +
                                     address + "'");

@@ -33,7 +33,7 @@ std::uint8_t read_byte(const char* name, std::uint8_t otherwise, int least, int 
 std::vector<RdmaSettings::DevicePort> read_devices(const char* name) {
     std::vector<RdmaSettings::DevicePort> devices;
     std::istringstream list(variable(name));
-    for (std::string item; std::getline(list, item, ',');) {
+    for (std::string item; std::getline(list >> std::ws, item, ',');) {
         const std::size_t colon = item.find(':');
         RdmaSettings::DevicePort entry{item.substr(0, colon), std::nullopt};
         if (entry.device.empty()) {

@@ -54,6 +54,7 @@ TEST(an_address_chooses_device_and_gid) {
                                           adapter("mlx5_1", "10.0.1.1")};
     CHECK(chosen(devices, "10.0.1.1") == "mlx5_1 port 1 GID 3 (::ffff:10.0.1.1)");
     CHECK_THROWS(chosen(devices, "10.0.2.1"), RdmaError, "does not have the address 10.0.2.1");
+    CHECK_THROWS(chosen(devices, "10.0.2.1"), RdmaError, "with --node-ips");
     CHECK_THROWS(chosen(devices, "10.0.2.1"), RdmaError, "::ffff:10.0.0.1 (RoCE v2 on eth0)");
     CHECK_THROWS(chosen(devices, "node7"), std::invalid_argument, "got 'node7'");
 }
@@ -87,7 +88,7 @@ TEST(infiniband_needs_no_address) {
 TEST(settings_overrule) {
     const std::vector<RdmaDevice> devices{adapter("mlx5_0", "10.0.0.1"),
                                           adapter("mlx5_1", "10.0.1.1")};
-    ::setenv("MEGATRON_EXT_IB_HCA", "mlx5_1:1", 1);
+    ::setenv("MEGATRON_EXT_IB_HCA", "mlx5_7, mlx5_1:1", 1);
     ::setenv("MEGATRON_EXT_IB_GID_INDEX", "1", 1);
     CHECK(chosen(devices, "", 0, RdmaSettings::from_environment()) ==
           "mlx5_1 port 1 GID 1 (fe80::1)");
