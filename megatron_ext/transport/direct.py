@@ -351,8 +351,11 @@ class DirectTransport:
         if number is not None:
             peer.lent[number] = peer.free.pop(number)
             return number, b""
+        # Messages that become longer and longer would leave a row of buffers too short for all
+        # later ones: none is freed before the end, because a device that frees makes its host wait.
+        too_short = [b.num_bytes for b in peer.free.values() if b.num_bytes < num_bytes]
         number = len(peer.free) + len(peer.lent)
-        peer.lent[number] = self._sharing.make(num_bytes)
+        peer.lent[number] = self._sharing.make(max(num_bytes, 3 * max(too_short, default=0) // 2))
         return number, peer.lent[number].handle
 
     def _take_back(self, source: int, timeout_s: float = 0.0) -> None:

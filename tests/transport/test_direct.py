@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from megatron_ext import devices
 from megatron_ext.errors import PeerAborted, PeerDied, TransportError
 from megatron_ext.message import Message
-from megatron_ext.transport.base import Expected
+from megatron_ext.transport.base import Expected, Stats
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport, Reach, find_reach
 from megatron_ext.transport.native_transport import NativeTransport
 from tests.ranks import run_ranks
@@ -215,6 +216,24 @@ def _one_way() -> tuple[int, int, int]:
 def test_there_are_as_many_buffers_as_messages_under_way() -> None:
     for first, second, third in run_ranks(2, _one_way, device="musa"):
         assert first == second == third == 21  # and the answer's
+
+
+def test_messages_that_become_longer_leave_few_buffers_behind() -> None:
+    """As of sequences that a schedule has sorted by their lengths."""
+    host = SimpleNamespace(stats=lambda: Stats(wires={1: "shm"}), abort=print)
+    made: list[SimpleNamespace] = []
+
+    def make(num_bytes: int) -> SimpleNamespace:
+        made.append(SimpleNamespace(num_bytes=num_bytes, handle=b"new", used_there=None))
+        return made[-1]
+
+    sharing = SimpleNamespace(make=make, is_read=lambda _buffer: True)
+    transport = DirectTransport(host, sharing, 0, timeout_s=_LONG_S)
+    peer = transport._peers[1]
+    for num_bytes in range(1000, 64000, 1000):
+        number, _ = transport._lend(peer, num_bytes)
+        peer.free[number] = peer.lent.pop(number)
+    assert sum(buffer.num_bytes for buffer in made) <= 4 * 64000
 
 
 def _error_of(call: Callable[[], object]) -> tuple[str, str]:
