@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,9 @@ _from_dlpack = getattr(torch._C, "_from_dlpack", from_dlpack)
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 _MAX_SLOTS = 1024  # of an arena (csrc/core/arena.h); a table of gpipe has a message for each F
+
+# How long `poll` sleeps before it looks for peers that have closed.
+_TURN_S = 1.0
 
 # How long a wait spins before it sleeps, on a host with a CPU for each rank.
 _SPIN_S = 20e-6
@@ -370,7 +374,8 @@ class NativeTransport:
                 self._unreported = {n: None for n in self._unreported if n not in self._expected}
                 break
             left_s = max(0.0, begin + timeout_s - time.perf_counter())
-            arrivals = endpoint.arrivals(left_s)
+            # In turns: one peer of several that closes does not end the core's wait.
+            arrivals = endpoint.arrivals(min(left_s, _TURN_S))
             self._unreported.update(dict.fromkeys(arrivals))
             if self._unreported.pop((self._rank, WAKE), self) is None:
                 while endpoint.take(self._rank, WAKE, 0.0) is not None:
@@ -459,7 +464,7 @@ class NativeTransport:
         return f"waited {endpoint.counts().last_wait_s:.1f} s"
 
     def _require_peers(self, begin: float) -> None:
-        """Raise the peers' fate if no message can arrive any more."""
+        """Raise the peers' fate if no message can arrive any more, or not all of this step."""
         reports = self._usable().peers()
         waited_s = time.perf_counter() - begin
         what = f"no message can arrive: waited {waited_s:.1f} s"
@@ -467,6 +472,11 @@ class NativeTransport:
             raise self._failure(what, self._rank, None, 0.0)
         if reports and all(report.state == "closed" for report in reports):
             raise PeerClosed(f"{what}; all peers closed their transports")
+        expected = Counter(source for source, _ in list(self._expected))
+        for report in reports:
+            if report.state == "closed" and report.num_arrived < expected[report.rank]:
+                what = f"a message of rank {report.rank} cannot arrive: waited {waited_s:.1f} s"
+                raise self._failure(what, report.rank, None, 0.0)
 
     def _failure(
         self, what: str, peer: int, message: Message | None, cause: float | TransportError

@@ -211,7 +211,7 @@ def _without_memory(wire: Wire) -> str:
 def test_a_peer_that_has_no_memory_is_named() -> None:
     message = run_ranks(2, _without_memory, "shm")[0]
     assert message.startswith(f"rank 0 shares no memory with rank 1 on host {socket.gethostname()}")
-    assert message.endswith("the peer closed the connection; see the log of rank 1")
+    assert message.endswith("; see the log of rank 1")
 
 
 def _farewell(wire: Wire) -> None:
@@ -241,6 +241,31 @@ def _farewell(wire: Wire) -> None:
 
 def test_a_farewell_comes_after_the_last_message() -> None:
     run_ranks(2, on_each_wire, _farewell)
+
+
+def _leaves_early(wire: Wire) -> None:
+    """As by an error outside of the step, behind which the process ends."""
+    transport = open_transport(wire)
+    done = Path(f"{wire} done")
+    keys = [Message("F", 0, i) for i in range(3)]
+    if rank() == 1:
+        transport.begin([], 1)
+        transport.isend(torch.ones(5), 0, keys[0])
+    elif rank() == 0:
+        transport.begin([Expected(1, key, None, torch.float32) for key in keys[:2]], 2)
+        transport.expect([Expected(2, keys[2], None, torch.float32)])
+        assert transport.poll(1000) == keys[:1]
+        with pytest.raises(PeerClosed, match=rf"rank 1 on host .* \(wire {wire}\) closed its"):
+            transport.poll(1000)
+        transport.recv(1, keys[0], 0)
+        done.touch()
+    while rank() == 2 and not done.exists():
+        time.sleep(0.02)
+    transport.close()
+
+
+def test_a_poll_ends_when_one_peer_of_several_has_left_early() -> None:
+    run_ranks(3, on_each_wire, _leaves_early, timeout_s=60)
 
 
 def _descriptors() -> int:
