@@ -16,10 +16,10 @@ _CODES = {
     torch.uint8: 1, torch.uint16: 1, torch.uint32: 1, torch.uint64: 1,
     torch.float16: 2, torch.float32: 2, torch.float64: 2,
     torch.bfloat16: 4,
-    torch.complex64: 5, torch.complex128: 5,
+    torch.complex32: 5, torch.complex64: 5, torch.complex128: 5,
     torch.bool: 6,
     torch.float8_e4m3fn: 10, torch.float8_e4m3fnuz: 11,
-    torch.float8_e5m2: 12, torch.float8_e5m2fnuz: 13,
+    torch.float8_e5m2: 12, torch.float8_e5m2fnuz: 13, torch.float8_e8m0fnu: 14,
 }  # fmt: skip
 
 CODE_OF = {dtype: code << 8 | dtype.itemsize * 8 for dtype, code in _CODES.items()}

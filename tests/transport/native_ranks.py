@@ -23,7 +23,7 @@ SLOT_BYTES = 4096
 LONG_S = 60.0
 _DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.bool, torch.int64, torch.uint8,
+    torch.float8_e8m0fnu, torch.complex32, torch.bool, torch.int64, torch.uint8,
 ]  # fmt: skip
 WIRES: tuple[Wire, ...] = ("shm", "tcp")
 
