@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ext.config import active
+from megatron_ext.errors import ScheduleError
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, always
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -241,22 +242,35 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.runtime.runtime import in_force
 
     schedule = call(*args, **kwargs)
-    return lambda **keywords: in_force().stock.step(schedule, keywords)
+
+    def step(**keywords: Any) -> Any:
+        if not _has_messages_of_ours():  # a program may keep it beyond deconfigure
+            return schedule(**keywords)
+        return in_force().stock.step(schedule, keywords)
+
+    return step
 
 
 @PATCHES.row(
     "pipeline.messages",
     f"{_P2P}:P2PCommunicator._communicate",
-    when=_has_messages_of_ours,
+    when=_carries_messages,
     feature="transport",
 )
-def _over_ours(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron sends over torch.distributed only, not over --pipeline-transport."""
+def _over_ours(_call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> Any:
+    """Megatron sends over torch.distributed only, not over --pipeline-transport; and its own
+    schedule, which a program may have got before configure, would run in place of ours.
+    """
     from megatron_ext.runtime.runtime import in_force
 
     step = in_force().stock.running
-    if step is None:  # outside of a step the call is not one of a pipeline
-        return call(*args, **kwargs)
+    if step is None:
+        chosen = active.pipeline()
+        what = f"schedule {chosen.name}" if chosen else "a transport"
+        raise ScheduleError(
+            f"Megatron's own schedule runs although {what} was configured; call "
+            "get_forward_backward_func after configure, or deconfigure first"
+        )
     # The shape travels with the tensor.
     without_shape = {name: value for name, value in kwargs.items() if name != "tensor_shape"}
     return step.communicate(**without_shape)

@@ -62,9 +62,10 @@ def forward_backward(
         TransportError: A message timed out, or a peer failed.
     """
     pipeline = active.pipeline()
-    assert pipeline is not None, (
-        "get_forward_backward_func gives this out while there is a pipeline"
-    )
+    if pipeline is None:
+        raise ScheduleError(
+            "this schedule ended with its configuration; call get_forward_backward_func again"
+        )
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     iterators = _one_for_each(data_iterator, len(chunks))
     if (p2p_communicator is None) != (pg_collection is None):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import megatron_ext
 from megatron_ext.errors import ScheduleError, TransportError
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks, start_ranks
@@ -120,11 +121,12 @@ def _given_groups() -> tuple[Any, Any]:
     from megatron_ext.upstream.signatures import default_groups
 
     toy.start(1)
-    use(make_pipeline("1f1b", 2, M))
+    chosen = make_pipeline("1f1b", 2, M)
     groups = default_groups()
     groups.pp = dist.group.WORLD
     found = []
-    for run in (None, schedules.forward_backward_pipelining_without_interleaving):
+    for run in (schedules.forward_backward_pipelining_without_interleaving, None):
+        use(None if run else chosen)
         config = toy.config()
         model = toy.chunks(config, [dist.get_rank()])
         finalized: list[Any] = []
@@ -142,7 +144,7 @@ def _given_groups() -> tuple[Any, Any]:
 
 
 def test_groups_may_be_given() -> None:
-    for own, stock in run_ranks(2, _given_groups):
+    for stock, own in run_ranks(2, _given_groups):
         assert own[1] == [True]
         assert _plain(own) == _plain(stock)
 
@@ -394,6 +396,49 @@ def _without_a_choice() -> bool:
 
 def test_without_a_choice_upstream_runs_itself() -> None:
     assert run_ranks(2, _without_a_choice) == [True, True]
+
+
+def _kept_too_long(settings: dict[str, Any]) -> tuple[str, str]:
+    """Run a schedule from before `configure` while another is in force, and that one after it."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    toy.start(2)
+    before = get_forward_backward_func()
+    sizes = {"pipeline_ranks": 2, "num_microbatches": M, "num_layers": 8}
+    megatron_ext.configure(megatron_ext.PipelineConfig(**settings), **sizes)
+    config = toy.config()
+    model = toy.chunks(config, [dist.get_rank()])
+    ours = get_forward_backward_func()
+    _step(config, model, run=ours)
+    told = []
+    for run in (before, ours):
+        try:
+            _step(config, model, run=run)
+        except ScheduleError as error:
+            told.append(str(error))
+        else:
+            told.append("")
+        megatron_ext.deconfigure()
+    return told[0], told[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_the_other", "of_ours"),
+    [
+        (
+            {"schedule": "zb-h1"},
+            "Megatron's own schedule runs although schedule zb-h1 was configured",
+            "this schedule ended with its configuration",
+        ),
+        ({"transport": "shm"}, "although a transport was configured", ""),
+    ],
+)
+def test_a_schedule_that_is_not_in_force_does_not_run(
+    settings: dict[str, Any], of_the_other: str, of_ours: str
+) -> None:
+    for other, ours in run_ranks(2, _kept_too_long, settings):
+        assert of_the_other in other
+        assert (of_ours in ours) if of_ours else not ours  # Megatron's own, which is in force then
 
 
 def _with_several_modules() -> list[str]:
