@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import wrapt
 
+from megatron_ext.config import active
+
 if TYPE_CHECKING:
     from megatron_ext.errors import UpstreamMismatch
     from megatron_ext.upstream.releases import Release
@@ -137,8 +139,21 @@ class PatchTable(list[Patch]):
         return add
 
 
+class _WhileInForce:
+    """True while a schedule of ours, or a role, is in force."""
+
+    def __bool__(self) -> bool:
+        found = active.active()
+        return found is not None and bool(found.pipeline or found.job)
+
+
 class PatchPoint(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """A proxy that survives copy, deepcopy and pickle."""
+    """A proxy that survives copy, deepcopy and pickle, and that compiled code calls."""
+
+    # torch.compile takes a proxy for the function behind it, and would leave the patches out. What
+    # is marked so it calls. Without a schedule nothing changes: a call would split the graph.
+    _torchdynamo_disable = _WhileInForce()
+    _torchdynamo_disable_msg = "megatron_ext patches it"
 
     # Megatron deep-copies configurations that hold function references and pickles partials; stock
     # wrapt proxies refuse both. A copy of a patch point is the point itself, and it pickles by name

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megatron_ext.errors import PatchConflict
 from megatron_ext.patches.point import PatchPoint
 from megatron_ext.patches.registry import Patch, Registry
+from tests.commands import run_python
 
 from .made_up import load, patch
 
@@ -218,3 +219,26 @@ def test_patch_points_survive_copy_deepcopy_and_pickle(package: str, registry: R
     assert copy.copy(point) is point
     assert copy.deepcopy({"f": point})["f"] is point
     assert pickle.loads(pickle.dumps(point)) is point
+
+
+_COMPILED = """
+import sys, types, torch
+from megatron_ext.patches.point import Patch
+from megatron_ext.patches.registry import Registry
+from tests.pipelines import make_pipeline, use
+made_up = sys.modules["made_up"] = types.ModuleType("made_up")
+exec("def double(x): return 2 * x", vars(made_up))
+registry = Registry()
+add = lambda call, _, args, kwargs: 40 + args[0]
+registry.register([Patch("a.b", "made_up:double", "a test", add)])
+registry.activate()
+for pipeline in (None, make_pipeline("1f1b", 2, 4)):
+    use(pipeline)
+    print(torch.compile(lambda x: made_up.double(x) + 1, backend="eager")(torch.zeros(())).item())
+    torch.compiler.reset()
+"""
+
+
+def test_compiled_code_runs_the_patches_of_a_schedule() -> None:
+    done = run_python("-c", _COMPILED, MEGATRON_EXT_DISABLE="1", TORCHDYNAMO_DISABLE="0")
+    assert done.stdout.split() == ["1.0", "41.0"], done.stderr
