@@ -64,10 +64,16 @@ def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
 @PATCHES.row("arguments.validate", f"{_MODULE}:validate_args")
 def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:
     """Megatron does not know which flags exclude each other, a schedule or the device."""
-    from megatron_ext.config import entrances
+    from megatron_ext.config import active, entrances
     from megatron_ext.patches.listing import text_table
 
     given = args[0] if args else kwargs["args"]
+    found = active.active()
+    if found is not None and found.requested is not None and found.host is None:
+        raise ArgumentsError(
+            "megatron_ext.configure was called, but flags choose the schedule of a program with "
+            "Megatron's command line; give them, or deconfigure first"
+        )
     REGISTRY.raise_mismatches()
     # Before upstream's checks: a schedule rewrites some arguments, because Megatron hosts it under
     # other sizes, and what upstream computes from them has to follow.

@@ -10,7 +10,7 @@ import megatron_ext
 from megatron_ext import DynamicOrder, PipelineConfig
 from megatron_ext.config import active
 from megatron_ext.errors import UserError
-from tests.ranks import run_ranks
+from tests.ranks import parse, require_training, run_ranks
 
 Case = tuple[dict[str, Any], dict[str, Any]]
 """Settings, and sizes that differ from the usual ones."""
@@ -172,6 +172,31 @@ def one_after_the_other() -> list[str]:
 def test_it_ends_with_deconfigure_and_with_deactivate() -> None:
     own, ours = "megatron.core.pipeline_parallel.schedules", "megatron_ext.runtime.entry"
     assert run_ranks(2, one_after_the_other) == [[own, ours, own, ours, own]] * 2
+
+
+def configured_and_parsed() -> list[str]:
+    """Parse Megatron's flags while a program's configuration is in force, and after its end."""
+    flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-3"
+    flags += " --max-position-embeddings 16 --micro-batch-size 1 --train-iters 1"
+    told = []
+    for settings in ({"schedule": "zb-h1"}, {}):
+        megatron_ext.configure(PipelineConfig(**settings), **USUAL)
+        for _ in range(2):
+            try:
+                parse("gpt", flags.split())
+            except UserError as error:
+                told.append(str(error))
+            else:
+                told.append("")
+            megatron_ext.deconfigure()
+    return told
+
+
+def test_megatrons_command_line_does_not_drop_what_a_program_configured() -> None:
+    require_training()
+    [told] = run_ranks(1, configured_and_parsed)
+    assert ["flags choose the schedule" in line for line in told] == [True, False] * 2
+    assert told[1::2] == ["", ""]
 
 
 def built(settings: dict[str, Any]) -> list[str]:
