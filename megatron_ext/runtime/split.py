@@ -27,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, cycle
 from queue import SimpleQueue
@@ -329,6 +329,9 @@ class _Unchanged:
 # -- Column- and RowParallelLinear -----------------------------------------------------------------
 
 
+_AS_IT_IS = nullcontext()
+
+
 # Given a list `grad_output_buffer`, upstream's backward appends the output gradient and skips the
 # weight gradient: upstream postpones that of the output layer to the end of the step this way. This
 # class stands in for the list.
@@ -352,6 +355,7 @@ class _LinearGradient(WeightGradient):
         self._gather_group = gather_group
         # The whole input `[s, b, h]`, and when it is there.
         self._gathered: tuple[torch.Tensor, torch.distributed.Work] | None = None
+        self._autocast: AbstractContextManager[object] = _AS_IT_IS
 
     def append(self, grad_output: torch.Tensor) -> None:
         """Record the deferred gradient; called by upstream's backward."""
@@ -359,6 +363,10 @@ class _LinearGradient(WeightGradient):
         if getattr(weight, "main_grad", self) is None:
             del weight.main_grad  # upstream's backward set it: no DDP, no such attribute
         self.grad_output = grad_output.detach()  # without its graph, which holds this object
+        kind = grad_output.device.type
+        # Upstream's product runs in its backward, under the autocast of the layer's forward.
+        if torch.is_autocast_enabled(kind):
+            self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind))
         self._unchanged = _Unchanged(self.input, grad_output)
         self._record(self)
 
@@ -384,7 +392,9 @@ class _LinearGradient(WeightGradient):
             self.grad_output, total_input
         )
         if not self._fused:
-            return [torch.matmul(grad_output.t(), total_input)]
+            with self._autocast:
+                product = torch.matmul(grad_output.t(), total_input)
+            return [product.to(self.weights[0].dtype)]  # as autograd does
         main_grad = self.weights[0].main_grad
         kernels = layers.fused_weight_gradient_mlp_cuda
         if main_grad.dtype == torch.float32:

@@ -197,7 +197,7 @@ def test_after_a_failed_step() -> None:
     run_ranks(1, failed_step)
 
 
-def without_ddp() -> None:
+def without_ddp(autocast: bool) -> None:
     import torch
 
     from tests.pipelines import splits
@@ -207,9 +207,10 @@ def without_ddp() -> None:
     settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     fused, split = (small_gpt.build(**settings, use_ddp=False) for _ in range(2))
     for microbatch in range(2):
-        small_gpt.forward(fused, microbatch).backward()
-        with splits().defer(0, microbatch):
-            small_gpt.forward(split, microbatch).backward()
+        with torch.autocast("cpu", enabled=autocast):
+            small_gpt.forward(fused, microbatch).backward()
+            with splits().defer(0, microbatch):
+                small_gpt.forward(split, microbatch).backward()
         splits().run(0, microbatch)
     for found, expected in zip(split.parameters(), fused.parameters(), strict=True):
         assert torch.equal(found.grad, expected.grad)
@@ -217,7 +218,11 @@ def without_ddp() -> None:
 
 
 def test_without_ddp_gradients_go_where_autograd_puts_them() -> None:
-    run_ranks(1, without_ddp)
+    run_ranks(1, without_ddp, False)
+
+
+def test_under_autocast_w_has_the_precision_of_upstreams_backward() -> None:
+    run_ranks(1, without_ddp, True)
 
 
 def test_what_cannot_be_split_is_said() -> None:
