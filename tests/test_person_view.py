@@ -169,3 +169,10 @@ def test_a_training_in_short(megatron_lm_path: Path) -> None:
     assert len(steps) == 5
     assert all(" tokens/s  bubble " in line and "  loss 4." in line for line in steps)
     assert len(lines) <= 15, lines
+
+
+def test_a_step_with_words_for_numbers_is_shown_as_it_is() -> None:
+    view = PersonView()
+    assert view.feed(" iteration 1/ 10 | accuracy loss: n/a |") == [
+        "iteration 1/ 10 | accuracy loss: n/a |"
+    ]

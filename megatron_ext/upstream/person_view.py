@@ -12,7 +12,7 @@ import argparse
 import re
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,7 +143,9 @@ class PersonView:
 
     def _recognized(self, line: str) -> list[str]:
         if found := _STEP.search(line):
-            return [self._step(*found.groups())]
+            with suppress(ValueError):  # a line of the script's own, with words for numbers
+                return [self._step(*found.groups())]
+            return [line.strip()]
         if found := _VALIDATION.search(line):
             values = "  ".join(
                 f"{_loss(name)} {_number(value)}" for name, value in _TESTED.findall(found[3])
