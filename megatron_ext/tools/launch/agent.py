@@ -7,7 +7,7 @@ waits for the start, runs torchrun in a session of its own and forwards its outp
 stays open while the job runs: its end means that the launcher is gone. Then, or on a signal, a stop
 message, or if the launcher falls silent, the job gets SIGTERM, and after the grace period every
 remaining process is killed. `stop`, `status` and `logs` are about a job that another agent runs or
-ran here: they find it through the file that this agent wrote.
+ran here: they find it through the file that that agent wrote.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def look(request: Json, log_dir: Path) -> Json:
             f"{request['nproc']} processes are planned, but it has {found['devices']} devices; "
             f"lower its slots=N, or --nproc"
         )
-    if request["node"] == 0:
+    if request["is_first"]:
         # Another program may take a free port before rank 0 listens, seconds later. Below 32768,
         # where systems begin to number the ports of outgoing connections, nothing takes it.
         wanted = request["master_port"]
@@ -145,7 +145,7 @@ def look(request: Json, log_dir: Path) -> Json:
     if request["peer"] is not None:
         try:
             found["address"] = source_address(request["peer"])
-            found["interface"] = _interface_of(found["address"])
+            found["interface"] = interface_of(found["address"])
         except OSError as error:
             problems.append(
                 f"it cannot reach {request['peer']}: {error.strerror or error}; give that host an "
@@ -154,8 +154,8 @@ def look(request: Json, log_dir: Path) -> Json:
     return found
 
 
-def _interface_of(address: str) -> str | None:
-    """Return the network interface that has an address, for gloo, or None."""
+def interface_of(address: str) -> str | None:
+    """Return the network interface of this machine that has an address, or None."""
     wanted, families = ip_address(address.partition("%")[0]), {socket.AF_INET, socket.AF_INET6}
     for name, found in psutil.net_if_addrs().items():
         mine = (each.address.partition("%")[0] for each in found if each.family in families)
@@ -182,6 +182,7 @@ class _Job:
             preexec_fn=lambda: parent.die_with_parent(agent_pid),  # noqa: PLW1509 - needs no lock of ours
         )
         whys = {number: f"the agent got {number.name}" for number in _STOPPING}
+        whys[signal.SIGUSR1] = runs.STOPPED
         whys[signal.SIGALRM] = f"the launcher was silent for {self._silence_s:g} s"
         for number, why in whys.items():
             signal.signal(number, lambda *_, why=why: self.stop(why, self._grace_s))
@@ -311,10 +312,10 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 def _stop(request: Json, directory: Path) -> Json:
     agent = runs.recorded(directory / "agent.json")
-    if agent is not None:  # it ends its job in order, which takes up to the grace
+    if agent is not None:  # it ends its job in order, which takes about the grace
         with suppress(psutil.Error):
-            agent.terminate()
-            agent.wait(request["grace_s"])
+            agent.send_signal(signal.SIGUSR1)
+            agent.wait(request["grace_s"] + _CLOSE_S)  # its launcher needs its report
         with suppress(psutil.Error):
             agent.kill()
     left = runs.marked(request["run_id"], request["node"])

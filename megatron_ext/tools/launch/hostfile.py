@@ -12,9 +12,9 @@ Open MPI's `slots=N` and MPICH's `host:N` are all valid. Pure functions of text,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,10 @@ class Host:
     user: str | None = None  # to log in as; None: what the ssh configuration says
     rdma: tuple[str, ...] = ()
     """Addresses of its RDMA interfaces."""
-    type: str | None = None  # a word of the user's own
     env: tuple[tuple[str, str], ...] = ()
     """Environment variables of its processes."""
-    devices: tuple[int, ...] | None = None
-    """The devices to use, by number (`--include`); None: the first `slots`."""
+    number: int = 0
+    """Its place among the hosts of the launch, which a restart on other hosts does not change."""
     local: bool = False
     """True for the launcher's own machine, which needs no ssh."""
 
@@ -150,7 +149,8 @@ def _host(words: list[str]) -> Host:
         else:
             given[key] = value
     env = tuple((key[4:], given.pop(key)) for key in list(given) if key.startswith("env."))
-    given.pop("max_slots", None)
+    for key in ("max_slots", "type"):  # other launchers' keys, which change nothing here
+        given.pop(key, None)
     return Host(name, env=env, **given)
 
 
@@ -163,45 +163,21 @@ def _value(shown: str, text: str, key: str) -> Any:
 
 
 def select(
-    hosts: Iterable[Host], include: str | None = None, exclude: str | None = None
+    hosts: Sequence[Host], include: str | None = None, exclude: str | None = None
 ) -> tuple[Host, ...]:
-    """Restrict hosts and devices, in DeepSpeed's syntax: `host1@host2:0,2`.
-
-    With `:0,2` an entry is about these devices of a host, not all of it. To exclude some, the host
-    needs its `slots`.
-    """
-    known = {host.name: host for host in hosts}
-    flag, text = ("--exclude", exclude) if include is None else ("--include", include)
+    """Return the hosts that `--include` names, or all that `--exclude` does not: `host1@host2`."""
     if include is not None and exclude is not None:  # which of them comes first would be a guess
         raise LaunchError("--include and --exclude are both given; use one of them")
+    flag, text = ("--exclude", exclude) if include is None else ("--include", include)
     if text is None:
-        return tuple(known.values())
-    named: dict[str, Host | None] = {}  # what takes part of each host that the text names
-    for part in text.split("@"):
-        match = _HOST.fullmatch(part)
-        name = (match["ipv6"] or match["name"]) if match else part
-        if match is None or name not in known:
-            raise LaunchError(f"{flag} names {name!r}; the hosts are {', '.join(known)}")
-        if name in named:
-            raise LaunchError(f"{flag} names {name} twice; give all its devices at once")
-        host, numbers = known[name], match["slots"]
-        if numbers is None:
-            named[name] = None if include is None else host
-            continue
-        if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", numbers):
-            raise LaunchError(f"{flag} of {name} is {numbers!r}; give device numbers like 0,2")
-        devices, slots = set(map(int, numbers.split(","))), host.slots
-        if slots is not None and max(devices) >= slots:
-            which = f"device {max(devices)} of {name}, which has slots={slots} (0 to {slots - 1})"
-            raise LaunchError(f"{flag} names {which}")
-        if include is None:
-            if slots is None:
-                what = "needs its slots=N in the hostfile, to know what is left"
-                raise LaunchError(f"--exclude of devices of {name} {what}")
-            devices = set(range(slots)) - devices
-        partly = replace(host, devices=tuple(sorted(devices)), slots=len(devices))
-        named[name] = partly if devices else None
-    chosen = {**known, **named} if include is None else named
-    if not any(chosen.values()):
+        return tuple(hosts)
+    known, named = [host.name for host in hosts], {part.strip("[]") for part in text.split("@")}
+    for name in sorted(named.difference(known)):
+        line = f"{flag} names {name!r}; the hosts are {', '.join(known)}"
+        if name.partition(":")[0] in known:
+            line += ", and CUDA_VISIBLE_DEVICES chooses devices (env.NAME=VALUE in the hostfile)"
+        raise LaunchError(line)
+    chosen = tuple(host for host in hosts if (host.name in named) == (exclude is None))
+    if not chosen:
         raise LaunchError("--exclude leaves no host; exclude less")
-    return tuple(each for name in known if (each := chosen.get(name)))
+    return chosen

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import socket
 import sys
 import time
@@ -22,14 +23,15 @@ from megatron_ext.devices import count_devices, requested
 from megatron_ext.errors import LaunchError, line_of
 from megatron_ext.files import cannot_write
 from megatron_ext.tools.launch import hostfile, runs, slurm
+from megatron_ext.tools.launch.agent import interface_of
 from megatron_ext.tools.launch.plan import JobPlan, Parallel, flag_value
 from megatron_ext.tools.launch.supervise import Agents, Display, Outcome, say, supervise
 from megatron_ext.upstream import failure, parent
 from megatron_ext.upstream.person_view import PersonView
 
 _FORWARDED = (
-    "NCCL_", "MCCL_", "GLOO_", "UCX_", "TORCH_", "CUDA_", "MUSA_", "OMP_", "MEGATRON_", "HF_",
-    "PYTHONPATH", "PYTHONWARNINGS",
+    "NCCL_", "MCCL_", "NVSHMEM_", "GLOO_", "UCX_", "TORCH_", "PYTORCH_", "NVTE_", "CUDA_",
+    "CUBLAS_", "CUDNN_", "MUSA_", "OMP_", "MEGATRON_", "HF_", "PYTHONPATH", "PYTHONWARNINGS",
 )  # fmt: skip
 """Beginnings of the environment variables that every host gets from the launcher's environment."""
 # Of one machine or one process: a job that starts another must not pass on its own.
@@ -60,10 +62,11 @@ def hosts_of(
     hosts = (
         replace(
             host,
-            slots=len(host.devices or ()) or nproc or host.slots,
+            slots=nproc or host.slots,
+            number=number,
             local=job is None and _is_this_machine(host.name),
         )
-        for host in hostfile.select(known, args.include, args.exclude)
+        for number, host in enumerate(hostfile.select(known, args.include, args.exclude))
     )
     return tuple(hosts), job
 
@@ -73,13 +76,9 @@ def _is_this_machine(name: str) -> bool:
     # A resolver may hang, and may send a public name of this machine elsewhere.
     if name in ("localhost", socket.gethostname()):
         return True
-    try:
-        family = socket.AF_INET if ip_address(name).version == 4 else socket.AF_INET6
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((name, 0))  # only own addresses can be bound
-    except (OSError, ValueError):
-        return False
-    return True
+    with suppress(ValueError):  # it is no address
+        return ip_address(name).is_loopback or interface_of(name) is not None
+    return False
 
 
 def _shown_ranks(text: str, world_size: int) -> list[int]:
@@ -120,13 +119,8 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         own = [
             word for word in words[: -len(args.command_words)] if word not in ("--dry-run", "--")
         ]
-        script = slurm.batch_script(args.slurm, [*own, "--", *command], workdir)
-        if args.dry_run:
-            print(script, end="")
-        else:
-            job = slurm.submit(script)
-            say(f"job {job} is submitted; `megatron-ext status {job}` shows it, `stop {job}` "
-                 f"ends it")  # fmt: skip
+        submission = slurm.submission(args.slurm, [*own, "--", *command], workdir)
+        print(shlex.join(submission) if args.dry_run else slurm.run(*submission).strip())
         return 0
     # Agents get no flags; by the variable they too count no devices.
     on_cpu = {"MEGATRON_EXT_DEVICE": "cpu"} if requested(command) == "cpu" else {}
@@ -179,14 +173,10 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
             f"--dry-run contacts no host, so it cannot count devices of {', '.join(open_hosts)}; "
             f"give slots=N in the hostfile, or --nproc N"
         )
-    print(complete.dry_run(), end="")
-    flags, ranks = complete.command, complete.world_size
-    # Without torchrun of ours any command may stand before the script.
-    begin = next((at for at, word in enumerate(flags) if word.endswith(".py")), len(flags))
+    sys.stdout.buffer.write(os.fsencode(complete.dry_run()))  # arguments need not be text
     if plan.per_node:
-        each = flag_value(flags[:begin], "--nproc-per-node") or ""
-        ranks = len(plan.hosts) * int(each) if each.isdigit() else 0
-    found = preflight(flags[begin + 1 :], world_size=ranks or None)
+        return 0
+    found = preflight(complete.command[1:], world_size=complete.world_size)
     for line in (*found.changes, *found.notices, *(f"error: {one}" for one in found.refusals)):
         say(line)
     return 0 if found.accepted else 2
@@ -204,12 +194,13 @@ def _with_restarts(
     if args.max_restarts and flag_value(plan.command, "--load") is None:
         say("warning: without --save and --load, a restart begins with the first iteration")
     failed_at: list[float] = []
-    number, current = 0, plan
+    number, run_id, current = 0, plan.run_id, plan
     while True:
-        outcome = _attempt(current, args)
+        outcome, current = _attempt(current, args)
         now = time.monotonic()
         failed_at = [at for at in failed_at if now - at < args.restart_window]
-        if outcome.failure is None or len(failed_at) >= args.max_restarts:
+        is_wanted = outcome.failure is not None and outcome.stopped_by is None
+        if not is_wanted or len(failed_at) >= args.max_restarts:
             return outcome.code
         failed_at.append(now)
         number += 1
@@ -220,26 +211,33 @@ def _with_restarts(
             f"{outcome.failure}"
         )
         time.sleep(pause_s)
-        # Of all hosts, also of those lost before: one that was rebooted may be back.
-        with Agents(replace(plan, hosts=hosts)) as agents:
-            answers = agents.ask("status", args.preflight_timeout)
-        there = []
-        for index, host in enumerate(hosts):
-            if isinstance(answer := answers[index], str):
-                say(f"{host.name}: {answer}")
-            else:
-                there.append(host)
-        count = len(plan.hosts)
-        if len(there) < count:
-            raise LaunchError(
-                f"the job needs {count} hosts and {len(there)} of {len(hosts)} answer; mend them, "
-                f"or give more spare hosts (--spares)"
-            )
         # A job never shrinks: fewer replicas would be another batch.
-        current = replace(plan, run_id=f"{plan.run_id}-r{number}", hosts=tuple(there[:count]))
+        count, ranks = len(current.hosts), current.world_size
+        hosts = tuple(replace(one, slots=one.slots or current.hosts[0].slots) for one in hosts)
+        # Of all hosts, also of those lost before: one that was rebooted may be back, and one whose
+        # network was away may still run its part of the attempt.
+        with Agents(replace(current, hosts=hosts)) as agents:
+            answers = agents.ask("stop", args.preflight_timeout + plan.grace_s)
+        problems = {each: [text] for each, text in enumerate(answers) if isinstance(text, str)}
+        plan = replace(plan, run_id=f"{run_id}-r{number}")
+        there = [host for host in hosts if host.number not in problems]
+        with Agents(replace(plan, hosts=tuple(there))) as agents:
+            for host, found in zip(there, agents.look(args.preflight_timeout), strict=True):
+                problems[host.number] = found["problems"]
+        for host in hosts:
+            for text in problems[host.number]:
+                say(f"{host.name}: {text}")
+        able = [host for host in hosts if not problems[host.number]]
+        current = replace(plan, hosts=tuple(able[:count]))
+        if current.world_size != ranks:
+            raise LaunchError(
+                f"the job needs {count} hosts with {ranks} ranks, and {len(able)} of {len(hosts)} "
+                f"can take part; mend them, or give more spare hosts (--spares)"
+            )
 
 
-def _attempt(plan: JobPlan, args: argparse.Namespace) -> Outcome:
+def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]:
+    """Run a job once, and return how it ended with its plan, which knows all numbers."""
     directory = runs.runs_root() / plan.run_id
     with Agents(plan) as agents:
         found = agents.look(args.preflight_timeout)
@@ -258,8 +256,10 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> Outcome:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             runs.write_json(directory / "plan.json", plan.record())
-            runs.write_json(directory / "launcher.json", runs.record())
-            log = (directory / "output.log").open("wb")
+            launcher = {**runs.record(), "machine": socket.gethostname()}
+            runs.write_json(directory / "launcher.json", launcher)
+            # Unbuffered: what a full disk does not take would be an error at the file's end.
+            log = (directory / "output.log").open("wb", buffering=0)
         except OSError as error:
             remedy = "make room, or set MEGATRON_EXT_RUNS to another directory"
             raise LaunchError(cannot_write(directory, error, remedy)) from None
@@ -305,7 +305,7 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> Outcome:
         say(f"stopped by {outcome.stopped_by}; {logs}")
     else:
         say(f"run {plan.run_id} succeeded; {logs}")
-    return outcome
+    return outcome, plan
 
 
 def _plan_of(found: runs.Json | None, run_id: str) -> JobPlan:
@@ -328,27 +328,19 @@ def manage(args: argparse.Namespace) -> int:
     They read the plan that `launch` wrote on this machine; an agent on each host does the rest.
     """
     run_id, command = runs.check_run_id(args.run_id), args.command
-    # A job that waits in Slurm's queue has no plan yet, only the script of `launch --slurm`.
     root, found = runs.runs_root(), runs.load(run_id, "plan")
-    is_submitted = (root / f"slurm-{run_id}.sh").exists()
-    waits = found is None and is_submitted and command != "logs"
-    if waits and (state := slurm.state(run_id)) is not None:
-        text = f"Slurm's job {run_id}: {state}, nothing runs yet"
-        if command == "stop":
-            slurm.scancel(run_id)
-            text = "Slurm's job is cancelled, before it started"
-        print(text)
-        return 0
+    if found is None and run_id.isdecimal() and (state := slurm.state(run_id)) is not None:
+        raise LaunchError(
+            f"Slurm's job {run_id} is {state} and has started nothing yet; wait for it, or end it "
+            f"with `scancel {run_id}`"
+        )
     plan = _plan_of(found, run_id)
     plan = replace(plan, ssh=args.ssh_cmd or plan.ssh)
     launcher = runs.recorded(root / run_id / "launcher.json")
-    only, more = range(len(plan.hosts)), runs.Json()
+    timeout_s, more = args.timeout, runs.Json()
     if command == "stop":
         plan = replace(plan, grace_s=plan.grace_s if args.grace is None else args.grace)
-        if is_submitted:
-            slurm.end(run_id, 2 * plan.grace_s + args.timeout)
-            print(f"Slurm's job {run_id} has ended")
-            return 0
+        timeout_s += plan.grace_s
         if launcher is not None:
             with suppress(psutil.Error):
                 launcher.terminate()
@@ -359,7 +351,10 @@ def manage(args: argparse.Namespace) -> int:
         if launcher is not None:
             print("running")
         elif result is None:
-            print("the launcher has ended without a result")
+            machine = (runs.load(run_id, "launcher") or {}).get("machine")
+            elsewhere = f"there is no result yet; the launcher is on {machine}"
+            ended = machine in (None, socket.gethostname())
+            print("the launcher has ended without a result" if ended else elsewhere)
         elif result.get("exit_code") == 0:
             print("succeeded (exit code 0)")
         else:
@@ -370,21 +365,21 @@ def manage(args: argparse.Namespace) -> int:
         if (rank := args.rank) is not None:
             if not 0 <= rank < plan.world_size:
                 raise LaunchError(f"--rank is {rank}; the job has ranks 0 to {plan.world_size - 1}")
-            index = next(i for i in only if rank < plan.first_rank(i + 1))
-            only, more["local_rank"] = range(index, index + 1), rank - plan.first_rank(index)
+            index = next(i for i in range(len(plan.hosts)) if rank < plan.first_rank(i + 1))
+            more["local_rank"] = rank - plan.first_rank(index)
+            plan = replace(plan, hosts=plan.hosts[index : index + 1])
     if plan.slurm_job is not None:
         # What is left after a job are files, which its hosts share with this machine.
         here = slurm.state(plan.slurm_job) != "RUNNING"
         plan = replace(plan, hosts=tuple(replace(host, local=here) for host in plan.hosts))
     with Agents(plan) as agents:
-        answers = agents.ask(command, args.timeout, only, **more)
+        answers = agents.ask(command, timeout_s, **more)
     failed = False
-    for index, answer in answers.items():
-        host = plan.hosts[index].name
+    for host, answer in zip(plan.hosts, answers, strict=True):
         if isinstance(answer, str):
-            print(f"megatron-ext: error: {host}: {line_of(answer)}", file=sys.stderr)
+            print(f"megatron-ext: error: {host.name}: {line_of(answer)}", file=sys.stderr)
             failed = True
         else:
             failed |= answer["failed"]
-            print(f"{host}: {answer['text']}")
+            print(f"{host.name}: {answer['text']}")
     return int(failed)

@@ -88,7 +88,7 @@ def add_subcommands(subparsers: Any) -> None:
     add("--restart-window", type=_seconds, default=3600.0, metavar="S",
         help="seconds after which a restart no longer counts (default: 3600)")
     add("--spares", type=_whole(0, 10**9), default=0, metavar="K",
-        help="the last K hosts join only when another host does not answer at a restart")
+        help="the last K hosts join only when another host cannot take part in a restart")
     add("--run-id", metavar="ID", help="name of this run (default: from the time)")
     add("--grace", type=_seconds, default=5.0, metavar="S",
         help="seconds between asking processes to stop and killing them (default: 5)")
@@ -129,8 +129,8 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which hosts there are and how they are reached."""
     add = parser.add_argument_group("hosts").add_argument
     add("--hostfile", type=Path, metavar="FILE", help="one host on each line")
-    add("--include", metavar="H[:0,2]@...", help="only these hosts, or devices of hosts")
-    add("--exclude", metavar="H[:0,2]@...", help="not these hosts, or devices of hosts")
+    add("--include", metavar="HOST@...", help="only these hosts")
+    add("--exclude", metavar="HOST@...", help="not these hosts")
     add("--ssh-cmd", type=_program, default=("ssh",), metavar="COMMAND",
         help="the ssh program, with further options (default: ssh)")
     add("--python", default=sys.executable, metavar="PATH",

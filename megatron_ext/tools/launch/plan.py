@@ -5,13 +5,11 @@ It computes world size, data-parallel size, batch size and addresses; users do n
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from megatron_ext.devices import VISIBLE_DEVICES
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch.hostfile import Host
 
@@ -175,10 +173,7 @@ class JobPlan:
 
     def environment(self, index: int) -> dict[str, str]:
         """Return the variables that the job gets on a host, in addition to those of the login."""
-        host = self.hosts[index]
-        devices = ",".join(map(str, host.devices or ()))
-        visible = dict.fromkeys(VISIBLE_DEVICES, devices) if devices else {}
-        return {**self.env, **dict(host.env), **visible}
+        return {**self.env, **dict(self.hosts[index].env)}
 
     def _torchrun_words(self, index: int, port: int, *more: str) -> list[str]:
         # Alone, a host needs no name that others could resolve.
@@ -214,8 +209,8 @@ class JobPlan:
             peer = self.hosts[1 if index == 0 else 0].address
         # Without the flags: an agent gets its whole command when the job starts.
         whole = replace(self, hosts=(), command=self.command[:1], env=self.environment(index))
-        own = {"op": op, "node": index, "host": host.name, "nproc": host.slots or 0, "peer": peer}
-        return asdict(whole) | own
+        own = {"op": op, "node": host.number, "host": host.name, "nproc": host.slots or 0}
+        return asdict(whole) | own | {"peer": peer, "is_first": index == 0}
 
     def record(self) -> Json:
         """Return what `stop`, `status` and `logs` need, as JSON."""
@@ -237,8 +232,10 @@ class JobPlan:
                 torchrun = [self.python, "-m", "torch.distributed.run"]
                 words = torchrun + self._torchrun_words(index, self.master_port or _DEFAULT_PORT)
             environment = self.environment(index).items()
-            assigned = [f"{name}={_quoted(value)}" for name, value in sorted(environment)]
-            line = " ".join([f"cd {_quoted(self.workdir)} &&", *assigned, *map(_quoted, words)])
+            assigned = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment)]
+            line = " ".join(
+                [f"cd {shlex.quote(self.workdir)} &&", *assigned, *map(shlex.quote, words)]
+            )
             parts.append(f"# {host.name}\n{line}\n")
         return "\n".join(parts)
 
@@ -254,15 +251,3 @@ class JobPlan:
             + (", forward and backward apart" if sizes.forward else "")
             + (f"; {batch} samples in a step" if batch is not None else "")
         )
-
-
-def _quoted(word: str) -> str:
-    """Return a word for bash that shows what would steer the terminal."""
-    if word.isprintable():
-        return shlex.quote(word)
-    # Bytes, which bash takes in every locale, and which need not be text.
-    kept = (
-        chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}"
-        for byte in os.fsencode(word)
-    )
-    return f"$'{''.join(kept)}'"

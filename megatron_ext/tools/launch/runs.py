@@ -30,6 +30,8 @@ from megatron_ext.errors import LaunchError, reason_of
 Json = dict[str, Any]
 RANK_MARK = b"\x1e"
 """Before the rank of each line of a rank's output."""
+STOPPED = "megatron-ext stop"
+"""Why an agent stopped its job, if the user did not do it through the launcher."""
 _MARK = b"\x1emegatron-ext "
 # Environment variables of every process of a run: its id, and the rank of its host.
 RUN_ID = "MEGATRON_EXT_RUN_ID"
@@ -44,14 +46,13 @@ def encode(message: Json) -> bytes:
 
 
 def decode(line: bytes) -> Json | None:
-    """Return the message that a line is, or None for any other line."""
-    if not line.startswith(_MARK):
-        return None
-    try:
-        message = json.loads(line.removeprefix(_MARK))
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None
+    """Return the message that a line ends with, or None for any other line."""
+    # A login script may have printed before it, without an end of line.
+    _, mark, text = line.partition(_MARK)
+    with suppress(ValueError):
+        message = json.loads(text)
+        return message if mark and isinstance(message, dict) else None
+    return None
 
 
 def runs_root() -> Path:
@@ -70,8 +71,8 @@ def new_run_id() -> str:
 
 
 def check_run_id(run_id: str) -> str:
-    """Return a run id that the user gave."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", run_id):
+    """Return a run id that the user gave, that of a restart included."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(-r[0-9]+)?", run_id):
         raise LaunchError(
             f"{run_id!r} is not a run id; use up to 64 letters, digits, dots, dashes, underscores"
         )

@@ -1,8 +1,8 @@
 """Slurm instead of ssh and a hostfile: hosts from the allocation, agents started by srun.
 
 Inside an allocation srun replaces ssh; agents, preflight and supervision are the same. Outside one,
-`launch` submits a batch script with the same command. The Slurm job id is the run id, so `status`,
-`logs` and `stop` accept it, on any machine that shares the directory of runs.
+`launch --slurm` submits the same command. The Slurm job id is the run id, so `status`, `logs` and
+`stop` accept it, on any machine that shares the directory of runs.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 
 from megatron_ext.errors import LaunchError
-from megatron_ext.files import cannot_write
-from megatron_ext.tools.launch import runs
 from megatron_ext.tools.launch.hostfile import Host
 
 _TIMEOUT_S = 60
-_POLL_S = 0.5  # Slurm sends no notification when a job ends
 
 
 def argv(job: str, host: Host, remote: Sequence[str]) -> list[str]:
@@ -40,8 +36,8 @@ def hosts() -> tuple[Host, ...]:
     A host with one task, Slurm's default, gets no `slots`: it starts a process for each device.
     """
     listed = os.environ.get("SLURM_JOB_NODELIST", "")
-    names = _slurm("scontrol", "show", "hostnames", listed).split()
-    shown = _slurm("scontrol", "--oneliner", "show", "node", ",".join(names))
+    names = run("scontrol", "show", "hostnames", listed).split()
+    shown = run("scontrol", "--oneliner", "show", "node", ",".join(names))
     addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", shown))
     tasks = _tasks(os.environ.get("SLURM_TASKS_PER_NODE", ""), len(names))
     return tuple(
@@ -65,41 +61,15 @@ def _tasks(text: str, num_hosts: int) -> list[int]:
 def state(job: str) -> str | None:
     """Return the state of a job, such as PENDING or RUNNING; None if Slurm has no record of it."""
     try:
-        return _slurm("squeue", "--noheader", "--format=%T", "--jobs", job).strip() or None
+        return run("squeue", "--noheader", "--format=%T", "--jobs", job).strip() or None
     except LaunchError as error:
         if "Invalid job id" in str(error):
             return None
         raise
 
 
-def scancel(job: str, *options: str) -> None:
-    """Cancel a pending job, or with options send a signal to one."""
-    try:
-        _slurm("scancel", *options, job)
-    except LaunchError as error:
-        if "denied" not in str(error):
-            raise
-        owner = _slurm("squeue", "--noheader", "--format=%u", "--jobs", job).strip()
-        raise LaunchError(
-            f"Slurm's job {job} belongs to {owner}; only they or an operator may stop it"
-        ) from None
-
-
-def end(job: str, timeout_s: float) -> None:
-    """Send SIGTERM to the launcher of a submitted job, which stops it, and wait for its end."""
-    if state(job) == "RUNNING":
-        scancel(job, "--batch", "--signal=TERM")
-    deadline = time.monotonic() + timeout_s
-    while (now := state(job)) in ("RUNNING", "COMPLETING"):
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"Slurm's job {job} is {now} after {timeout_s:g} s; `scancel {job}` ends it at once"
-            )
-        time.sleep(_POLL_S)
-
-
-def batch_script(options: str, arguments: Sequence[str], workdir: str) -> str:
-    """Return the script that starts this launch inside an allocation.
+def submission(options: str, arguments: Sequence[str], workdir: str) -> list[str]:
+    """Return the command that submits this launch, to run inside an allocation.
 
     `options` are those of sbatch, `arguments` those of `megatron-ext`.
     """
@@ -107,33 +77,17 @@ def batch_script(options: str, arguments: Sequence[str], workdir: str) -> str:
         words = shlex.split(options)
     except ValueError as error:
         raise LaunchError(f"--slurm {options!r}: {error}; close the quote") from None
-    if not any(re.match(r"-N|--nodes\b", word) for word in words):
-        raise LaunchError(f"--slurm {options!r} has no number of nodes; write --slurm '--nodes 2'")
-    log = runs.runs_root() / "slurm-%j.log"
+    start = shlex.join([sys.executable, "-m", "megatron_ext", *arguments])
     # Not requeued: the launcher itself restarts, with what it knows of the hosts.
-    own = ["--job-name=megatron-ext", f"--output={log}", f"--chdir={workdir}", "--no-requeue"]
-    start = [sys.executable, "-m", "megatron_ext", *arguments]
-    return f"#!/bin/bash\n#SBATCH {shlex.join([*own, *words])}\nexec {shlex.join(start)}\n"
+    own = ["--job-name=megatron-ext", f"--chdir={workdir}", "--no-requeue"]
+    return ["sbatch", *own, *words, f"--wrap=exec {start}"]
 
 
-def submit(script: str) -> str:
-    """Submit a batch script, store it beside the job's log and return the job id."""
-    root = runs.runs_root()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        job = _slurm("sbatch", "--parsable", text=script).strip().partition(";")[0]
-        (root / f"slurm-{job}.sh").write_text(script, encoding="utf-8")
-    except OSError as error:
-        remedy = "set MEGATRON_EXT_RUNS to another directory"
-        raise LaunchError(cannot_write(root, error, remedy)) from None
-    return job
-
-
-def _slurm(*command: str, text: str | None = None) -> str:
+def run(*command: str) -> str:
     """Run one of Slurm's commands and return its output."""
     try:
         done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
             env={**os.environ, "LC_ALL": "C"},  # what is read below is English
         )  # fmt: skip
     except FileNotFoundError:

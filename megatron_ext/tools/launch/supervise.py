@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from megatron_ext.tools.launch import slurm
-from megatron_ext.tools.launch.runs import RANK_MARK, Json, decode, encode
+from megatron_ext.tools.launch.runs import RANK_MARK, STOPPED, Json, decode, encode
 from megatron_ext.upstream.releases import parse_release
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.plan import JobPlan
     from megatron_ext.upstream.person_view import PersonView
 
-MAX_SKEW_S = 5.0
-"""Difference of clocks that triggers a warning, because log lines cannot be compared then."""
 CONNECTION_FAILED = 255
 """Exit code of ssh for its own failures, and for a remote command that a signal ended."""
 _ALIVE_S = 2.0
@@ -123,15 +121,18 @@ class Display:
         """True if the user has stopped the job: a view has no errors to show then."""
         self.left_out = 0
         """Lines that were not shown."""
+        self._is_blocked = False
         self._thread = threading.Thread(target=self._run, name="display", daemon=True)
         self._thread.start()
 
     def show(self, host: str, data: bytes) -> None:
         """Show output of a host, or drop it if the display blocks for a second."""
         try:
-            # In the thread of a connection: its host would wait as long as we do.
-            self._chunks.put((host, data), timeout=_PATIENCE_S)
+            # In the thread of a connection: its host would wait as long as we do. Once for all
+            # chunks, because the report of the job's end comes behind them.
+            self._chunks.put((host, data), timeout=0 if self._is_blocked else _PATIENCE_S)
         except queue.Full:
+            self._is_blocked = True
             self.left_out += data.count(b"\n")
 
     def close(self) -> None:
@@ -141,10 +142,10 @@ class Display:
             self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        is_broken = False
         while (chunk := self._chunks.get()) is not None:
+            self._is_blocked = False
             host, data = chunk
-            every, shown = [], []
+            every, short = list[bytes](), list[str]()
             for marked in data.removesuffix(b"\n").split(b"\n"):
                 rank = _MARKED.match(marked)
                 source = f"{host}:{rank[1].decode()}" if rank else host
@@ -154,24 +155,23 @@ class Display:
                 if found := _ITERATION.search(line):
                     self.iteration = int(found[1])
                 if self._view is not None and not self.is_stopping:
-                    shown += self._view.feed(line.decode(errors="replace"), source)
-            text = b"".join(every)
-            with suppress(OSError, ValueError):  # a full disk; the hosts still have the lines
-                self._log.write(text)
-                self._log.flush()
+                    short += self._view.feed(line.decode(errors="replace"), source)
+            self._write(self._log, b"".join(every))
             if self._view is not None:
-                text = "".join(f"{line}\n" for line in shown).encode()
-            if text and not is_broken:
-                try:
-                    self._output.write(text)
-                    self._output.flush()
-                except (OSError, ValueError):
-                    is_broken = True  # the reader of our output is gone (`| head`); the job goes on
+                self._show(short)
+            else:
+                self._write(self._output, b"".join(every))
         if self._view is not None and not self.is_stopping:
-            text = "".join(f"{line}\n" for line in self._view.flush()).encode()
-            with suppress(OSError, ValueError):
-                self._output.write(text)
-                self._output.flush()
+            self._show(self._view.flush())
+
+    def _show(self, short: Sequence[str]) -> None:
+        self._write(self._output, "".join(f"{line}\n" for line in short).encode())
+
+    def _write(self, file: BinaryIO, text: bytes) -> None:
+        # A full disk, or a reader that is gone (`| head`): the job goes on, and its hosts have all.
+        with suppress(OSError, ValueError):
+            file.write(text)
+            file.flush()
 
 
 class _Connection:
@@ -264,21 +264,18 @@ class Agents:
         except queue.Empty:
             return -1, None
 
-    def ask(
-        self, op: str, timeout_s: float, only: Iterable[int] | None = None, **more: object
-    ) -> dict[int, Json | str]:
-        """Send a request to every host, or only to those, and return their answers.
+    def ask(self, op: str, timeout_s: float, **more: object) -> list[Json | str]:
+        """Send a request to every host and return their answers, in order.
 
         In place of an answer stands why there is none, with the remedy.
         """
-        asked = list(range(len(self.plan.hosts)) if only is None else only)
         root = Path(__file__).resolve().parents[3]
         variables = ["MEGATRON_EXT_DISABLE=1"]  # an agent trains nothing, and starts faster so
         if not {"site-packages", "dist-packages"} & set(root.parts):
             variables.append(f"PYTHONPATH={root}")  # the agent has to have the same files
         argv = ["env", *variables, self.plan.python, "-m", "megatron_ext.tools.launch.agent"]
         answers: dict[int, Json | str] = {}
-        for index in asked:
+        for index in range(len(self.plan.hosts)):
             host = self.plan.hosts[index]
             try:
                 command = reach(self.plan, host, argv, timeout_s)
@@ -288,30 +285,27 @@ class Agents:
             except (OSError, ValueError, TypeError) as error:
                 answers[index] = f"its agent cannot be started: {error}"
         deadline = time.monotonic() + timeout_s
-        while len(answers) < len(asked) and time.monotonic() < deadline:
+        while len(answers) < len(self.plan.hosts) and time.monotonic() < deadline:
             index, message = self.next_event(deadline)
             if isinstance(message, dict):
                 answers[index] = {**message, "ahead_s": message.get("clock", 0.0) - time.time()}
-            elif index in asked and index not in answers:
+            # A host that has answered ends then, unless it is to run the job.
+            elif index in self.connections and (op == "run" or index not in answers):
                 one = self.connections[index]
                 answers[index] = explain(one.host, one.process.returncode, one.noise())
         late = (
             f"no answer within {timeout_s:g} s; check that it is up and that ssh reaches it, or "
             f"wait longer (--preflight-timeout, --timeout)"
         )
-        return {index: answers.get(index, late) for index in asked}
+        return [answers.get(index, late) for index in range(len(self.plan.hosts))]
 
     def look(self, timeout_s: float) -> list[Json]:
         """Return the answer of each host, with all problems that keep it from the job."""
-        answers = list(self.ask("run", timeout_s).values())
+        answers = self.ask("run", timeout_s)
         found: list[Json] = [
             {"problems": [a], "warnings": []} if isinstance(a, str) else a for a in answers
         ]
-        for each in found:
-            if abs(each.get("ahead_s", 0.0)) > MAX_SKEW_S:
-                clock = f"its clock is {each['ahead_s']:+.0f} s off this machine's"
-                each["warnings"].append(f"{clock}; let NTP or chrony set it")
-        if any(isinstance(answer, str) for answer in answers):
+        if not answers or any(isinstance(answer, str) for answer in answers):
             # Hosts are compared when all of them answer; one may miss just the one that does not.
             return [{**a, "problems": []} if a in answers else a for a in found]
         torch, grace_s = found[0]["same"]["torch"], self.plan.grace_s
@@ -363,6 +357,7 @@ class Outcome:
     host."""
     failure: Failure | None = None
     stopped_by: str | None = None
+    """The signal that the user ended it with, which may have come after the failure."""
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
@@ -396,16 +391,18 @@ def supervise(
             connection.send(op="start", argv=argv)
         stopped_by, failures, lost = _watch(agents, plan, found, display)
         # A lost connection does not tell whether the agent died or only ssh: a second look does.
-        with Agents(plan) as others:
-            answers = others.ask("stop", _REPORT_S + plan.grace_s, lost)
+        with Agents(replace(plan, hosts=tuple(plan.hosts[index] for index in lost))) as others:
+            answers = others.ask("stop", _REPORT_S + plan.grace_s)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if stopped_by is not None:
-        return Outcome(128 + stopped_by, stopped_by=signal.Signals(stopped_by).name)
+    while not agents.events.empty():  # signals during that look
+        index, message = agents.events.get()
+        stopped_by = index if message == "signal" else stopped_by
+    name = None if stopped_by is None else signal.Signals(stopped_by).name
     if not failures:
-        return Outcome()
-    for index, left in answers.items():
+        return Outcome(0 if stopped_by is None else 128 + stopped_by, stopped_by=name)
+    for index, left in zip(lost, answers, strict=True):
         if isinstance(left, str):
             note = ", and it cannot be reached to see what is left; its agent stops the job"
         elif left["agent"]:
@@ -415,14 +412,17 @@ def supervise(
             note += "of the job were left and have been killed"
         failures[index] = replace(failures[index], note=failures[index].note + note)
     failure = first_failure(list(failures.values()))
-    return Outcome(failure.code if failure.code >= 0 else 128 - failure.code, failure)
+    return Outcome(failure.code if failure.code >= 0 else 128 - failure.code, failure, name)
 
 
 def _watch(
     agents: Agents, plan: JobPlan, found: Sequence[Json], display: Display
-) -> tuple[int | None, dict[int, Failure], set[int]]:
-    """Return the signal that stopped a job, its failures by host, and the hosts that were lost."""
-    running, failures, lost = dict(agents.connections), dict[int, Failure](), set[int]()
+) -> tuple[int | None, dict[int, Failure], list[int]]:
+    """Return the signal that stopped a job, its failures by host, and the hosts that were lost.
+
+    What fails after the signal does so because of it.
+    """
+    running, failures, lost = dict(agents.connections), dict[int, Failure](), list[int]()
     stopped_by: int | None = None
     is_stopping = False
     stop_at = math.inf  # when the hosts that still run are stopped, after a failure
@@ -438,16 +438,18 @@ def _watch(
         if now >= alive_at:
             send_all(op="alive")
             alive_at = now + _ALIVE_S
-        if message == "signal":
-            if not failures:
-                stopped_by = stopped_by or index
-                display.is_stopping = True
+        # `stop` on another machine than this reaches the agents alone.
+        by_command = isinstance(message, dict) and message["stopped"] == STOPPED
+        if message == "signal" or (by_command and not is_stopping):
+            if stopped_by is None:
+                stopped_by = signal.SIGTERM if by_command else index
+                display.is_stopping = not failures
             # It may be stopping already, after a signal or a failure.
             send_all(op="stop", grace_s=0 if is_stopping else plan.grace_s)
             what = "kills the job" if is_stopping else "stops the job; once more kills it"
-            say(f"{signal.Signals(index).name}: {what}")
+            say(f"{STOPPED if by_command else signal.Signals(index).name}: {what}")
             is_stopping = True
-        elif isinstance(message, dict) and index in running:
+        if isinstance(message, dict) and index in running:
             del running[index]
             # What ends because it was stopped is no failure of its own.
             is_effect = message["stopped"] and (is_stopping or failures)
@@ -460,7 +462,7 @@ def _watch(
         silent = {i for i, one in running.items() if now - one.heard_at > plan.silence_s}
         for each in silent | (running.keys() & {index} if message is None else set()):
             one = running.pop(each)
-            lost.add(each)
+            lost.append(each)
             what, tail = "the connection to the agent", one.noise()[-5:]
             note = f" was silent for {plan.silence_s:g} s" if each in silent else ""
             failures[each] = Failure(one.host, what, CONNECTION_FAILED, time.time(), tail, note)
@@ -470,4 +472,4 @@ def _watch(
             if now >= stop_at:
                 is_stopping, stop_at = True, math.inf
                 send_all(op="stop", grace_s=plan.grace_s)
-    return stopped_by, failures, lost
+    return stopped_by, {} if display.is_stopping else failures, lost

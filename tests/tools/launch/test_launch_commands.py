@@ -15,9 +15,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_ext import cli
+from megatron_ext.tools.launch import jobs
+from megatron_ext.tools.launch.hostfile import Host
+from megatron_ext.tools.launch.plan import JobPlan
 from tests.commands import run_package
 from tests.tools.launch.cluster import wait_until
 
@@ -78,9 +82,10 @@ def in_other_words(done: subprocess.CompletedProcess[str]) -> list[str]:
         ("a:1\nb:2", ("--", "job.py"), "different numbers of processes (a 1, b 2)"),
         ("a:1", ("--", "job.py", *SIZES.split()), "1 ranks cannot be divided into replicas of 2"),
         ("a:1", ("--show", "5", "--", "job.py"), "--show names '5'"),
-        ("a:4", ("--include", "a:0,1", "--per-node", "--show", "1", "--", "true"), "names '1'"),
+        ("a:4", ("--per-node", "--show", "1", "--", "true"), "--show names '1'"),
         ("a", ("--dry-run", "--", "job.py"), "cannot count devices of a"),
         ("a:1", ("--run-id", "../x", "--", "job.py"), "'../x' is not a run id"),
+        ("a:1", ("--run-id", "x" * 65, "--", "job.py"), "xx' is not a run id; use up to 64"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_before_any_host_is_asked(
@@ -132,13 +137,16 @@ def test_values_of_flags(
 
 def test_every_host_that_cannot_take_part_gets_a_line_with_the_remedy(tmp_path: Path) -> None:
     lines = in_other_words(
-        launch("good:1\npassword:1\ngone:1\nhang:1", "--preflight-timeout", "6", "--", "job.py")
+        launch(
+            "good:1\npassword:1\ngone:1\nhang:1\ndies:1", "--preflight-timeout", "6", "--", "job.py"
+        )
     )
     assert lines[0].startswith("password: ssh needs a password or a key")
     assert "ssh-copy-id password" in lines[0]
     assert lines[1].startswith("gone: it cannot be reached; check that it is up")
     assert lines[2].startswith("hang: no answer within 6 s")
-    assert len(lines) == 3
+    assert lines[3].startswith("dies: the agent did not start there (exit code 124)")
+    assert len(lines) == 4
     assert not list(tmp_path.glob("runs/*"))
 
 
@@ -192,6 +200,42 @@ def test_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", str(logs)], check=True)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted, which needs root")
+def test_a_launcher_whose_disk_is_full_keeps_the_exit_code(tmp_path: Path) -> None:
+    own = tmp_path / "runs"
+    own.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(own)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    try:
+        done = launch(
+            "localhost", "--per-node", "--log-dir", str(tmp_path / "logs"), "--",
+            "bash", "-c", "seq 30000; exit 3",
+        )  # fmt: skip
+        assert done.returncode == 3, done.stderr
+        assert done.stdout.splitlines()[-1] == "[localhost] 30000"
+        assert "failed first: localhost: the command ended with exit code 3" in done.stderr
+    finally:
+        subprocess.run(["umount", str(own)], check=True)
+
+
+def test_variables_that_change_what_is_computed_reach_every_host() -> None:
+    done = launch("gone:1 addr=10.0.0.1", "--dry-run", "--", "job.py", NVTE_FLASH_ATTN="0",
+                  PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True", OTHER="1")  # fmt: skip
+    assert "NVTE_FLASH_ATTN=0" in done.stdout
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in done.stdout
+    assert "OTHER" not in done.stdout
+
+
+def test_hosts_that_are_this_machine() -> None:
+    own = {each.address for one in psutil.net_if_addrs().values() for each in one
+           if each.family == socket.AF_INET}  # fmt: skip
+    names = ["localhost", socket.gethostname(), "127.0.0.2", "::1", *own]
+    assert all(map(jobs._is_this_machine, names))
+    # Not by an attempt to bind it, which may be allowed for any address (ip_nonlocal_bind).
+    assert not any(map(jobs._is_this_machine, ["192.0.2.1", "2001:db8::1", "node1"]))
+
+
 def test_a_dry_run_asks_nobody_and_can_be_run_by_hand(tmp_path: Path) -> None:
     done = launch("gone:1 addr=127.0.0.1", "--dry-run", "--master-port", "29765", "--", "job.py")
     assert done.returncode == 0, done.stderr
@@ -204,11 +248,9 @@ def test_a_dry_run_asks_nobody_and_can_be_run_by_hand(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["job.py", "--per-node torchrun --nproc-per-node 2 job.py"])
-def test_a_dry_run_checks_the_flags_of_the_training(command: str) -> None:
+def test_a_dry_run_checks_the_flags_of_the_training() -> None:
     flags = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --use-megatron-fsdp"
-    before, words = (["--per-node"], command.split()[1:]) if " " in command else ([], [command])
-    done = launch("gone:2 addr=127.0.0.1", "--dry-run", *before, "--", *words, *flags.split())
+    done = launch("gone:2 addr=127.0.0.1", "--dry-run", "--", "job.py", *flags.split())
     assert done.returncode == 2
     assert done.stdout.startswith("# gone")
     assert "error: --pipeline-schedule zb-v cannot run with --use-megatron-fsdp" in done.stderr
@@ -247,6 +289,17 @@ def test_a_run_that_nobody_started(capsys: pytest.CaptureFixture[str]) -> None:
         plan.write_text(text)
         assert cli.main(["logs", "r0"]) == 2
         assert f"error: {plan.absolute()} " in capsys.readouterr().err
+
+
+def test_a_launcher_on_another_machine_has_not_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/r0").mkdir(parents=True)
+    plan = JobPlan("r0", (Host("localhost", 1, local=True),), ("a.py",), "/", sys.executable)
+    launcher = {"pid": 1, "start": 1, "machine": "node7"}  # as in Slurm, with a shared file system
+    for name, record in {"plan": plan.record(), "launcher": launcher}.items():
+        Path(f"runs/r0/{name}.json").write_text(json.dumps(record))
+    assert cli.main(["status", "r0"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "there is no result yet; the launcher is on node7"
 
 
 @pytest.mark.parametrize("name", ["plan", "result", "launcher"])
@@ -357,6 +410,51 @@ def test_a_job_can_be_stopped_and_says_goodbye(how: str) -> None:
         assert launcher.wait(20) == 128 + signal.Signals[name]
         assert rest.count("goodbye") == 2
         assert f"stopped by {name}" in rest
+
+
+def test_a_failed_job_that_is_stopped_with_ctrl_c_does_not_start_again() -> None:
+    Path("hosts").write_text("a\nb\n")
+    words = ["launch", "--hostfile", "hosts", "--ssh-cmd", FAKE_SSH, "--grace", "60"]
+    # One host fails; the other one says when it is to stop, and takes its time.
+    script = 'case $MEGATRON_EXT_NODE in 0) exit 7;; esac; trap "echo asked" TERM; '
+    script += "while :; do sleep 0.1; done"
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_ext", *words, "--max-restarts", "1", "--per-node", "--",
+         "bash", "-c", script],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as launcher:  # fmt: skip
+        assert launcher.stdout is not None
+        for line in launcher.stdout:
+            if "asked" in line:
+                break
+        launcher.send_signal(signal.SIGINT)
+        rest = launcher.stdout.read()
+        assert launcher.wait(30) == 7, rest
+    assert "failed first: a: the command ended with exit code 7" in rest
+    assert "restart 1" not in rest
+
+
+def test_stop_on_another_machine_ends_a_job_that_would_start_again() -> None:
+    Path("hosts").write_text("a\nb\n")
+    words = ["launch", "--hostfile", "hosts", "--ssh-cmd", FAKE_SSH, "--run-id", "r6"]
+    script = "trap '' TERM; echo started; while :; do sleep 0.1; done"
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_ext", *words, "--max-restarts", "1", "--grace", "1",
+         "--per-node", "--", "bash", "-c", script],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as launcher:  # fmt: skip
+        assert launcher.stdout is not None
+        seen = list(itertools.islice(launcher.stdout, 4))
+        assert sum("started" in line for line in seen) == 2, seen
+        Path("runs/r6/launcher.json").unlink()  # no process of that machine
+        stopped = run_package("stop", "r6")
+        assert stopped.returncode == 0, stopped.stderr
+        rest = launcher.stdout.read()
+        assert launcher.wait(30) == 128 + signal.SIGTERM, rest
+    assert "megatron-ext stop: stops the job" in rest
+    assert "restart 1" not in rest
 
 
 def test_a_second_ctrl_c_does_not_wait() -> None:

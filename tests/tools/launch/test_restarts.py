@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from megatron_ext import cli
+from megatron_ext.tools.launch import jobs, runs
+from megatron_ext.tools.launch.supervise import Failure, Outcome
 from tests.commands import run_package
 from tests.ranks import require_training
 from tests.tools.launch.cluster import ADDRESSES, Cluster, cluster, remove_processes, why_not
 from tests.tools.launch.test_cluster import LLAMA
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.launch.plan import JobPlan
 
 FLAKY = """\
 import os, pathlib, sys
@@ -55,6 +63,65 @@ def test_a_cause_that_stays_ends_the_job_with_its_exit_code(tmp_path: Path) -> N
     assert done.stderr.count("in 1 s, because of") == 1
     assert "failed first: localhost: rank 0 ended with exit code 7" in done.stderr
     assert (tmp_path / "count").read_text() == "xx"
+
+
+def restarted(hosts: str, *words: str) -> list[JobPlan]:
+    """Launch on these hosts, which are all this machine, a job that fails once; return its plans.
+
+    The attempts themselves are left out.
+    """
+    Path("hosts").write_text(hosts)
+    plans: list[JobPlan] = []
+
+    def attempt(plan: JobPlan, _args: object) -> tuple[Outcome, JobPlan]:
+        plans.append(plan)
+        failure = Failure("localhost", "rank 0", 7, 0.0) if len(plans) == 1 else None
+        return Outcome(7 if failure else 0, failure), plan.completed([1] * len(plan.hosts))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "_attempt", attempt)
+        launch = ["launch", "--hostfile", "hosts", "--run-id", "again", "--max-restarts", "1"]
+        assert cli.main([*launch, *words]) == (0 if len(plans) == 2 else 2)
+    return plans
+
+
+def test_what_a_host_still_runs_ends_before_it_takes_part_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGATRON_EXT_RUNS", str(tmp_path / "runs"))
+    marks = {**os.environ, runs.RUN_ID: "again", runs.NODE: "0"}
+    with subprocess.Popen(["sleep", "100"], env=marks) as left:  # its host was out of reach
+        first, second = restarted("localhost", "--per-node", "--", "true")
+        assert left.wait(10) == -signal.SIGKILL
+    assert (first.run_id, second.run_id) == ("again", "again-r1")
+
+
+def test_a_job_does_not_shrink(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGATRON_EXT_RUNS", str(tmp_path / "runs"))
+    Path("job.py").touch()
+    hosts = "127.0.0.2 slots=2\n127.0.0.3 slots=1"
+    Path("runs/again-r1/000-127.0.0.2").mkdir(parents=True)  # the first host cannot take part again
+    assert len(restarted(hosts, "--spares", "1", "--allow-uneven", "--", "job.py")) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert "127.0.0.2: logs cannot be written" in lines[-2]
+    assert "the job needs 1 hosts with 2 ranks, and 1 of 2 can take part" in lines[-1]
+
+
+def test_a_spare_takes_the_place_of_a_host_that_answers_and_cannot_take_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGATRON_EXT_RUNS", str(tmp_path / "runs"))
+    Path("job.py").touch()
+    Path("runs/again-r1/000-127.0.0.2").mkdir(parents=True)
+    first, second = restarted("127.0.0.2\n127.0.0.3\n", "--spares", "1", "--", "job.py")
+    assert [host.name for host in first.hosts] == ["127.0.0.2"]
+    # As many ranks as the other one had, whatever devices it has.
+    assert [(host.name, host.number, host.slots) for host in second.hosts] == [("127.0.0.3", 1, 1)]
 
 
 def test_spares_are_fewer_than_hosts(tmp_path: Path) -> None:

@@ -61,9 +61,16 @@ def test_messages_stand_out_from_what_login_scripts_print() -> None:
     message = {"op": "a", "text": "two\nlines"}
     line = runs.encode(message)
     assert runs.decode(line) == message
+    assert runs.decode(b"no end of line" + line) == message
     assert line.count(b"\n") == 1
     for noise in (b"motd\n", b"{}\n", line[:-3], line.replace(b"{", b"[").replace(b"}", b"]")):
         assert runs.decode(noise) is None
+
+
+def test_the_commands_take_the_id_of_a_restart() -> None:
+    longest = "x" * 64
+    assert runs.check_run_id(longest) == longest
+    assert runs.check_run_id(f"{longest}-r12") == f"{longest}-r12"
 
 
 def test_a_rank_whose_torchrun_is_gone_ends_itself() -> None:
