@@ -39,7 +39,7 @@ _OTHERS_S = 1.0
 # that failed, and the interpreter's exit of the one with the reason takes seconds.
 _CAUSE_S = 5.0
 _CONNECT_S = 5.0
-_LOOK_S = 1.0
+_LOOK_S = 0.5
 _KEY = "megatron_ext/failed"
 
 
@@ -218,14 +218,12 @@ def watching_other_hosts() -> Iterator[None]:
 
 
 def _watch(left: threading.Event) -> None:
-    from torch.distributed import DistStoreError
-
     try:
         store = _store()
         while not left.is_set() and not _is_connected():
-            try:
-                store.wait([_key()], timedelta(seconds=_LOOK_S))
-            except DistStoreError:  # nobody has failed yet
+            # Not `wait`, which logs two lines of warnings each time that nobody has failed.
+            if not store.check([_key()]):
+                left.wait(_LOOK_S)
                 continue
             if left.is_set():
                 return  # it is reporting an error of its own

@@ -171,6 +171,7 @@ def test_whatever_is_killed_all_of_it_ends_and_a_neighbour_does_not(
         wait_until(lambda: not marked(run_id, 0) | marked(run_id, 1), watch.left_s())
         text = "".join(lines) + job.communicate(timeout=watch.left_s())[0]
         watch.tell(victim)
+        assert "waitForInput" not in text, "warnings of torch's store, while the ranks start"
         died = {
             "agent": f"failed first: {ADDRESSES[1]}: the connection to the agent",
             "torchrun": f"failed first: {ADDRESSES[1]}: torchrun was ended by SIGKILL",
