@@ -374,6 +374,10 @@ def manage(args: argparse.Namespace) -> int:
         plan = replace(plan, hosts=tuple(replace(host, local=here) for host in plan.hosts))
     with Agents(plan) as agents:
         answers = agents.ask(command, timeout_s, **more)
+    if command == "stop" and plan.slurm_job and slurm.state(plan.slurm_job) != "RUNNING":
+        # Its end with the launcher's may have cut the answers off.
+        print(f"Slurm's job {plan.slurm_job} has ended")
+        return 0
     failed = False
     for host, answer in zip(plan.hosts, answers, strict=True):
         if isinstance(answer, str):
