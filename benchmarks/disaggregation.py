@@ -33,13 +33,13 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch.distributed.elastic.utils.store import barrier
 
-from benchmarks.common import machine, markdown, options, write_json
-from benchmarks.schedule_harness import ranks
-from benchmarks.schedule_harness.megatron_core import make_config
-from benchmarks.schedule_harness.metrics import seconds_of
-from benchmarks.schedule_harness.ops import OpTimes, Sizes
-from benchmarks.schedule_harness.stage import MESSAGE_SHAPE, EmulatedStage, Probe
-from benchmarks.schedule_harness.systems import Run, System
+from benchmarks.harness import ranks
+from benchmarks.harness.command import machine, markdown, options, write_json
+from benchmarks.harness.megatron_core import make_config
+from benchmarks.harness.metrics import seconds_of
+from benchmarks.harness.ops import OpTimes, Sizes
+from benchmarks.harness.stage import MESSAGE_SHAPE, EmulatedStage, Probe
+from benchmarks.harness.systems import Run, System
 from megatron_ext.config import active
 from megatron_ext.config.active import Active, Pipeline, activate_configuration
 from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig

@@ -27,11 +27,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common import machine, markdown, options, ratios, spread, write_json
-from benchmarks.schedule_harness import ranks, scenarios
-from benchmarks.schedule_harness.metrics import Figures
-from benchmarks.schedule_harness.ops import SCENARIOS, Sizes
-from benchmarks.schedule_harness.systems import OVERLAPPED, Own, disturbed_systems
+from benchmarks.harness import ranks, scenarios
+from benchmarks.harness.command import machine, markdown, options, ratios, spread, write_json
+from benchmarks.harness.metrics import Figures
+from benchmarks.harness.ops import SCENARIOS, Sizes
+from benchmarks.harness.systems import OVERLAPPED, Own, disturbed_systems
 from megatron_ext.errors import ScheduleError
 from tests.ranks import RanksFailed
 

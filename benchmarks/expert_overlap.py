@@ -31,11 +31,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common import chosen, figure, machine, markdown, options, write_json
-from benchmarks.schedule_harness import ranks
-from benchmarks.schedule_harness.metrics import peak, seconds_of
-from benchmarks.schedule_harness.ops import LAYERS, ExpertTimes, Sizes, Step
-from benchmarks.schedule_harness.systems import Own, Peer, System, loop2, variants
+from benchmarks.harness import ranks
+from benchmarks.harness.command import chosen, figure, machine, markdown, options, write_json
+from benchmarks.harness.metrics import peak, seconds_of
+from benchmarks.harness.ops import LAYERS, ExpertTimes, Sizes, Step
+from benchmarks.harness.systems import Own, Peer, System, loop2, variants
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, simulate
 from megatron_ext.upstream import releases

@@ -40,7 +40,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import markdown, options, write_json
+from benchmarks.harness.command import markdown, options, write_json
 from tests.tools.launch.cluster import rank_of
 from tests.tools.launch.test_cluster import LLAMA
 

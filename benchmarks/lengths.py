@@ -42,12 +42,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common import chosen, machine, options, ratios, size, spread, write_json
-from benchmarks.schedule_harness import ranks
-from benchmarks.schedule_harness.metrics import evaluate
-from benchmarks.schedule_harness.ops import ScaledTimes, Sizes
-from benchmarks.schedule_harness.scenarios import simulated
-from benchmarks.schedule_harness.systems import OVERLAPPED, Own, System, all_systems
+from benchmarks.harness import ranks
+from benchmarks.harness.command import chosen, machine, options, ratios, size, spread, write_json
+from benchmarks.harness.metrics import evaluate
+from benchmarks.harness.ops import ScaledTimes, Sizes
+from benchmarks.harness.scenarios import simulated
+from benchmarks.harness.systems import OVERLAPPED, Own, System, all_systems
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.commands import aligned

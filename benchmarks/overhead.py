@@ -43,10 +43,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common import machine, markdown, options, write_json
-from benchmarks.schedule_harness import ranks
-from benchmarks.schedule_harness.ops import Sizes
-from benchmarks.schedule_harness.systems import Own, all_systems
+from benchmarks.harness import ranks
+from benchmarks.harness.command import machine, markdown, options, write_json
+from benchmarks.harness.ops import Sizes
+from benchmarks.harness.systems import Own, all_systems
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import generate, simulate, validate
 from megatron_ext.tracing.recorder import Recorder

@@ -1,9 +1,8 @@
 """Forecasts of `megatron-ext plan` against steps and memory that others measured and published.
 
-    python benchmarks/planner.py [--rows] [--layouts] [--ranks [N]]
-    python benchmarks/planner.py --memory
-    python benchmarks/planner.py --measured [--step-s S] [--steps N] [--json FILE]
-    python benchmarks/planner.py --trained [--steps N] [--json FILE]
+    python benchmarks/planner.py [--layouts] [--ranks [N]] [--json FILE]
+    python benchmarks/planner.py --memory [--json FILE]
+    python benchmarks/planner.py --trained [--json FILE]
 
 `planner_rows.json` holds the rows: 43 of SimuMax v1.2 (docs/b200: time and allocated memory), and
 143 of the performance summary of Megatron-Bridge, 26.02 to 26.08 (throughput), with the flags, the
@@ -14,27 +13,21 @@ of `hardware.py` and `layer_costs.py`. SimuMax's rows chose one, and those of Ll
 the bytes of a logit. Nothing else was fitted, but errors of all rows were in sight when the first
 formulas were made; later ones were chosen on the fitted rows alone.
 
-`--rows` prints each row of Megatron-Bridge, `--layouts` how evenly layouts that people wrote share
-the work, in recipes of Megatron-Bridge and Primus, beside the planner's cut. `--ranks` lets the
-planner search for each configuration, and prints where the published layout ranks, how many are
-as good as the first within the accuracy of the forecast, and how many do not fit: half an hour.
+`--json` writes each row, with its forecast. `--layouts` prints how evenly layouts that people wrote
+share the work, in recipes of Megatron-Bridge and Primus, beside the planner's cut. `--ranks` lets
+the planner search for each configuration, and prints where the published layout ranks, how many
+are as good as the first within the accuracy of the forecast, and how many do not fit: half an hour.
 
 With `--memory` upstream's script trains one step here on 4 CPU ranks, five minutes: six kinds of
 models, each under every schedule, the parallelisms in turn, with Megatron's own layers in bf16.
 Printed is how far the planner is from what each rank holds: weights, gradients and optimizer; and
 what autograd, and weight gradients that wait, keep at most. Temporaries and messages are left out.
 
-With `--measured` the pipelines of layouts run here, five minutes: more than 40 layouts of 8 ranks,
-all schedules, with the planner's cut of a model of 30 layers. Stages sleep what their layers cost
-by the forecast, slowed down; messages are real. Printed are how far forecasts are from the median
-step, and whether the planner's choice is the fastest. The pipeline is compared, without reductions
-and optimizer.
-
 With `--trained` upstream's script trains here on 4 ranks of the emulated device, five minutes: a
 GPT of 16 layers, under every schedule with the planner's cut, then in every dynamic order by the
 policy `hint`. One trace of zb-h1 gives the costs of all forecasts. Static schedules are compared
 with `plan --devices --trace-dir`, by their pipelines; dynamic orders with `plan --trace-dir`, by
-their whole steps.
+their whole steps. Last comes whether the planner's choice is the fastest.
 """
 
 from __future__ import annotations
@@ -50,8 +43,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import machine, markdown, options, write_json
-from benchmarks.schedule_harness import planned, ranks, trained
+from benchmarks.harness import ranks, trained
+from benchmarks.harness.command import machine, markdown, options, write_json
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.planning.calibration import parts_of
 from megatron_ext.planning.hardware import parse_devices
@@ -63,11 +56,13 @@ from megatron_ext.schedules.table import placement as place
 from megatron_ext.schedules.table.cuts import cut, loads, parse_layout
 
 if TYPE_CHECKING:
-    from benchmarks.schedule_harness.model_memory import Case
+    from tests.planning.model_memory import Case
 
 _ACCURACY = 0.05
 """Mean error on rows that nothing was fitted to: layouts that are closer are tied."""
 
+_STEPS = 3
+"""Of each training, after another one."""
 _SIMUMAX_GEMM = 0.460
 """Share of the peak of products in bf16 on the B200 of SimuMax, chosen on its rows; its
 micro-benchmarks have 0.49."""
@@ -164,44 +159,6 @@ def by_hand() -> list[tuple[str, int, str, float, float]]:
     return found
 
 
-def measure(step_s: float, steps: int) -> list[dict[str, Any]]:
-    """Run the layouts; return the figures of each, in seconds of the H100."""
-    ranks.clean_up_when_terminated()
-    job, factor = planned.slowed(step_s)
-    found = []
-    for plan in planned.layouts(job, (4, planned.RANKS), (1, 2)):
-        found.append({
-            "schedule": plan.schedule,
-            "name": plan.schedule if plan.chunks == 1 else f"{plan.schedule} x{plan.chunks}",
-            "pp": plan.sizes.pp,
-            "layout": plan.layout,
-            "micro_batch": plan.sizes.micro_batch,
-            "forecast_s": plan.pipeline_s,
-            "measured_s": planned.measured_s(plan, factor, steps),
-        })  # fmt: skip
-        print(found[-1], file=sys.stderr)
-    return found
-
-
-def print_measured(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the forecasts by schedule, and the planner's choice among all."""
-    lines = []
-    for schedule in [*dict.fromkeys(row["schedule"] for row in rows), "all"]:
-        own = [row for row in rows if schedule in (row["schedule"], "all")]
-        errors = [row["forecast_s"] / row["measured_s"] - 1 for row in own]
-        lines.append((schedule, str(len(own)), *summary(errors)))
-    print(markdown(("schedule", "layouts", "off, mean %", "worst %"), lines))
-    chosen = min(rows, key=lambda row: row["forecast_s"])
-    fastest = min(rows, key=lambda row: row["measured_s"])
-    slowest = max(rows, key=lambda row: row["measured_s"])
-    behind = 100 * (chosen["measured_s"] / fastest["measured_s"] - 1)
-    print(
-        f"\nThe planner takes {chosen['name']} on {chosen['pp']} ranks, {behind:.1f} % behind the "
-        f"fastest that was measured ({fastest['name']} on {fastest['pp']}); the slowest takes "
-        f"{slowest['measured_s'] / fastest['measured_s']:.1f} times as long."
-    )
-
-
 def print_trained(rows: Sequence[trained.Trained]) -> None:
     """Print each training beside its forecast, and what is off."""
     table = [
@@ -214,11 +171,18 @@ def print_trained(rows: Sequence[trained.Trained]) -> None:
         off = [row.forecast_s / row.measured_s - 1 for row in rows if row.command == command]
         mean, worst = summary(off)
         print(f"\n`{command}`: {len(off)} rows, off {mean} % in the mean, {worst} at worst")
+    chosen = min(rows, key=lambda row: row.forecast_s)
+    fastest = min(rows, key=lambda row: row.measured_s)
+    behind = 100 * (chosen.measured_s / fastest.measured_s - 1)
+    print(
+        f"\nThe shortest by forecast is {chosen.schedule}, {behind:.1f} % behind the fastest that "
+        f"was measured ({fastest.schedule})."
+    )
 
 
 def memory() -> list[tuple[Case, float, float]]:
     """Return by case and rank how far forecasts of weights and of activations are, as shares."""
-    from benchmarks.schedule_harness import model_memory  # with Megatron, and torch
+    from tests.planning import model_memory  # with Megatron, and torch
 
     found = []
     for case in model_memory.cases():
@@ -308,48 +272,37 @@ def print_errors(rows: Sequence[Measured], plain: Sequence[Measured]) -> None:
 def main(words: Sequence[str] = ()) -> None:
     """Print the tables of docs/planning.md."""
     parser = options(__doc__)
-    parser.add_argument("--rows", action="store_true", help="also each row of Megatron-Bridge")
     parser.add_argument("--layouts", action="store_true", help="also layouts made by hand")
     parser.add_argument(
         "--ranks", type=int, nargs="?", const=1_000_000, default=0, metavar="N",
         help="where the published layouts rank, of configurations of up to N devices",
     )  # fmt: skip
     parser.add_argument("--memory", action="store_true", help="train on CPU ranks, for memory")
-    parser.add_argument("--measured", action="store_true", help="run layouts on sleeping stages")
     parser.add_argument("--trained", action="store_true", help="train on the emulated device")
-    parser.add_argument("--step-s", type=float, default=1.0, help="about what a step takes then")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps, after another")
     args = parser.parse_args(words)
-    if args.measured:
-        own = measure(args.step_s, args.steps)
-        print_measured(own)
-        write_json(args.json, own)
-        return
-    if args.trained:
+    if args.trained or args.memory:
         ranks.clean_up_when_terminated()
+    if args.trained:
         print(machine())
-        trainings = trained.trainings(args.steps)
+        trainings = trained.trainings(_STEPS)
         print_trained(trainings)
         write_json(args.json, [row._asdict() for row in trainings])
         return
     if args.memory:
-        print_memory(memory())
+        held = memory()
+        print_memory(held)
+        write_json(args.json, [
+            {**case._asdict(), "weights_off": weights, "activations_off": kept}
+            for case, weights, kept in held
+        ])  # fmt: skip
         return
     rows = measured()
     print_errors(rows, measured(asks_for_recipes=False))
-    if args.rows:
-        names = ("model", "devices", "tp", "pp", "vp", "cp", "ep", "micro_batch", "precision",
-                 "release", "tokens_per_s")  # fmt: skip
-        lines = [
-            (
-                *(str(row[name]) for name in names),
-                f"{plan.tokens_per_s:.0f}",
-                f"{100 * error:+.0f} %",
-            )
-            for row, plan, error, _ in rows
-            if row["source"] != "SimuMax"
-        ]
-        print("\n" + markdown((*names[:-1], "measured", "forecast", "time off"), lines))
+    write_json(args.json, [
+        {**row, "forecast_s": plan.step_s, "forecast_tokens_per_s": plan.tokens_per_s,
+         "time_off": error, "memory_off": memory_error}
+        for row, plan, error, memory_error in rows
+    ])  # fmt: skip
     if args.layouts:
         layouts = []
         for model, count, layout, theirs, ours in by_hand():

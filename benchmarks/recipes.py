@@ -18,15 +18,16 @@ rounds of the pipeline and what is left over.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import options, write_json
+from benchmarks.harness.command import options, write_json
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, preflight
-from megatron_ext.config.incompatible import RULES
+from megatron_ext.config.incompatible import RULES, Preflight
 
 SCHEDULES = {
     name: PipelineConfig(schedule=name)
@@ -37,109 +38,63 @@ SCHEDULES["disaggregation"] = PipelineConfig(disaggregation=Disaggregation())
 LARGE = 256
 """GPUs of a large recipe."""
 
-SIZES = {
-    "num_layers": 32,
-    "seq_length": 4096,
-    "micro_batch_size": 1,
-    "global_batch_size": 128,
-    "pipeline_model_parallel_size": 4,
-    "world_size": 64,
-    "use_distributed_optimizer": True,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "add_bias_linear": False,
-}
-"""Settings that all schedules accept, to which those of `FEATURES` are added."""
-_EXPERTS = {"num_experts": 64, "moe_token_dispatcher_type": "alltoall"}
-FEATURES: dict[str, dict[str, Any]] = {
-    "tensor and sequence parallelism": {
-        "tensor_model_parallel_size": 4,
-        "sequence_parallel": True,
-    },
-    "context parallelism": {"context_parallel_size": 2},
-    "expert parallelism, DeepEP or HybridEP": {
-        **_EXPERTS,
-        "expert_model_parallel_size": 4,
-        "moe_token_dispatcher_type": "flex",
-    },
-    "`--moe-router-enable-expert-bias`": {**_EXPERTS, "moe_router_enable_expert_bias": True},
-    "`--moe-shared-expert-overlap`": {
-        **_EXPERTS,
-        "moe_shared_expert_intermediate_size": 1024,
-        "moe_shared_expert_overlap": True,
-    },
-    "`--mtp-num-layers`": {"mtp_num_layers": 1},
-    "`--overlap-grad-reduce`, `--overlap-param-gather`": {
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-    },
-    "`--overlap-param-gather-with-optimizer-step`": {
-        "overlap_param_gather_with_optimizer_step": True
-    },
-    "`--num-distributed-optimizer-instances` 2 with `--overlap-grad-reduce`": {
-        "num_distributed_optimizer_instances": 2,
-        "overlap_grad_reduce": True,
-    },
-    "`--use-megatron-fsdp`": {"use_megatron_fsdp": True},
-    "full recomputation": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    "`--fine-grained-activation-offloading`": {
-        "fine_grained_activation_offloading": True,
-        "offload_modules": ["core_attn"],
-    },
-    "`--cpu-offloading-num-layers`": {"cpu_offloading_num_layers": 1},
-    "`--no-gradient-accumulation-fusion`": {"gradient_accumulation_fusion": False},
-    "`--tp-comm-overlap`": {
-        "tensor_model_parallel_size": 4,
-        "sequence_parallel": True,
-        "tp_comm_overlap": True,
-    },
-    "`--fp8-recipe delayed`": {"fp8": "hybrid", "fp8_recipe": "delayed"},
-    "`--fp8-recipe mxfp8`": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
-    "`--fp8-param-gather`": {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True},
-    "`--delay-wgrad-compute`": {"delay_wgrad_compute": True},
-    "`--defer-embedding-wgrad-compute`": {"defer_embedding_wgrad_compute": True},
-    "`--overlap-moe-expert-parallel-comm`": {
-        **_EXPERTS,
-        "expert_model_parallel_size": 4,
-        "moe_token_dispatcher_type": "flex",
-        "overlap_moe_expert_parallel_comm": True,
-        "bf16": True,
-    },
-    "`--overlap-dispatch-backward-with-experts-wgrad`": {
-        **_EXPERTS,
-        "overlap_dispatch_backward_with_experts_wgrad": True,
-    },
-    "CUDA graphs": {"cuda_graph_impl": "transformer_engine"},
-    "`--moe-paged-stash`": {**_EXPERTS, "moe_paged_stash": True},
-    "`--use-transformer-engine-op-fuser` with experts": {
-        **_EXPERTS,
-        "use_transformer_engine_op_fuser": True,
-    },
-    "virtual stages": {"num_layers_per_virtual_pipeline_stage": 2},
-    "a layout of another number of stages": {
-        "pipeline_model_parallel_layout": "Et*4|" + "t*4|" * 14 + "L",
-        "num_layers": 60,
-    },
-    "layers of the first and last stage": {
-        "decoder_first_pipeline_num_layers": 6,
-        "decoder_last_pipeline_num_layers": 6,
-    },
-    "embedding and loss in the split": {
-        "num_layers": 30,
-        "account_for_embedding_in_pipeline_split": True,
-        "account_for_loss_in_pipeline_split": True,
-    },
-    "hybrid models (Mamba)": {"hybrid_layer_pattern": "M*M-M*M-" * 4},
-    "`--ckpt-format torch`": {"ckpt_format": "torch", "save": "checkpoints"},
-    "`--non-persistent-ckpt-type local`": {"non_persistent_ckpt_type": "local"},
-    "`--rampup-batch-size`": {"rampup_batch_size": [64, 64, 1000]},
-    "`--step-batch-size-schedule`": {"step_batch_size_schedule": "0:64 1B:128"},
-}
-"""Features of recipes, as settings."""
+SIZES = (
+    "--num-layers 32 --seq-length 4096 --micro-batch-size 1 --global-batch-size 128 "
+    "--pipeline-model-parallel-size 4 --use-distributed-optimizer --hidden-dropout 0 "
+    "--attention-dropout 0 --disable-bias-linear "
+)
+"""Flags that all schedules accept on 64 GPUs, to which those of `FEATURES` are added."""
+_EXPERTS = "--num-experts 64 --moe-token-dispatcher-type alltoall"
+_FLEX = "--num-experts 64 --moe-token-dispatcher-type flex --expert-model-parallel-size 4"
+_TENSOR = "--tensor-model-parallel-size 4 --sequence-parallel"
+FEATURES = {
+    "tensor and sequence parallelism": _TENSOR,
+    "context parallelism": "--context-parallel-size 2",
+    "expert parallelism, DeepEP or HybridEP": _FLEX,
+    "`--moe-router-enable-expert-bias`": f"{_EXPERTS} --moe-router-enable-expert-bias",
+    "`--moe-shared-expert-overlap`":
+        f"{_EXPERTS} --moe-shared-expert-intermediate-size 1024 --moe-shared-expert-overlap",
+    "`--mtp-num-layers`": "--mtp-num-layers 1",
+    "`--overlap-grad-reduce`, `--overlap-param-gather`":
+        "--overlap-grad-reduce --overlap-param-gather",
+    "`--overlap-param-gather-with-optimizer-step`": "--overlap-param-gather-with-optimizer-step",
+    "`--num-distributed-optimizer-instances` 2 with `--overlap-grad-reduce`":
+        "--num-distributed-optimizer-instances 2 --overlap-grad-reduce",
+    "`--use-megatron-fsdp`": "--use-megatron-fsdp",
+    "full recomputation":
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "`--fine-grained-activation-offloading`":
+        "--fine-grained-activation-offloading --offload-modules core_attn",
+    "`--cpu-offloading-num-layers`": "--cpu-offloading-num-layers 1",
+    "`--no-gradient-accumulation-fusion`": "--no-gradient-accumulation-fusion",
+    "`--tp-comm-overlap`": f"{_TENSOR} --tp-comm-overlap",
+    "`--fp8-recipe delayed`": "--fp8-format hybrid --fp8-recipe delayed",
+    "`--fp8-recipe mxfp8`": "--fp8-format e4m3 --fp8-recipe mxfp8",
+    "`--fp8-param-gather`": "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather",
+    "`--delay-wgrad-compute`": "--delay-wgrad-compute",
+    "`--defer-embedding-wgrad-compute`": "--defer-embedding-wgrad-compute",
+    "`--overlap-moe-expert-parallel-comm`": f"{_FLEX} --overlap-moe-expert-parallel-comm --bf16",
+    "`--overlap-dispatch-backward-with-experts-wgrad`":
+        f"{_EXPERTS} --overlap-dispatch-backward-with-experts-wgrad",
+    "CUDA graphs": "--cuda-graph-impl transformer_engine",
+    "`--moe-paged-stash`": f"{_EXPERTS} --moe-paged-stash",
+    "`--use-transformer-engine-op-fuser` with experts":
+        f"{_EXPERTS} --use-transformer-engine-op-fuser",
+    "virtual stages": "--num-layers-per-virtual-pipeline-stage 2",
+    "a layout of another number of stages":
+        f"--pipeline-model-parallel-layout Et*4|{'t*4|' * 14}L --num-layers 60",
+    "layers of the first and last stage":
+        "--decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 6",
+    "embedding and loss in the split":
+        "--num-layers 30 --account-for-embedding-in-pipeline-split "
+        "--account-for-loss-in-pipeline-split",
+    "hybrid models (Mamba)": f"--hybrid-layer-pattern {'M*M-M*M-' * 4}",
+    "`--ckpt-format torch`": "--ckpt-format torch --save checkpoints",
+    "`--non-persistent-ckpt-type local`": "--non-persistent-ckpt-type local",
+    "`--rampup-batch-size`": "--rampup-batch-size 64 64 1000",
+    "`--step-batch-size-schedule`": "--step-batch-size-schedule '0:64 1B:128'",
+}  # fmt: skip
+"""Features of recipes, as flags."""
 _SCOPES = {
     "schedule": "every schedule of ours, disaggregation",
     "dropped": "none: dropped",
@@ -189,12 +144,16 @@ def accepted(recipe: dict[str, Any], config: PipelineConfig) -> bool:
 
 def features() -> str:
     """Return, in Markdown, which features go with which schedules, and what the rules refuse."""
-    plain = {name: preflight(SIZES, config) for name, config in SCHEDULES.items()}
+
+    def look(flags: str, config: PipelineConfig) -> Preflight:
+        return preflight(shlex.split(SIZES + flags), config, world_size=64)
+
+    plain = {name: look("", config) for name, config in SCHEDULES.items()}
     lines = [f"| feature | {' | '.join(SCHEDULES)} |", "|---" * (len(SCHEDULES) + 1) + "|"]
-    for feature, settings in FEATURES.items():
+    for feature, flags in FEATURES.items():
         cells = []
         for name, config in SCHEDULES.items():
-            found, usual = preflight({**SIZES, **settings}, config), plain[name]
+            found, usual = look(flags, config), plain[name]
             changes = " ".join(set(found.changes) - set(usual.changes))
             cells.append(
                 "**no**" if not found.accepted

@@ -52,11 +52,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common import chosen, figure, machine, options, ratios, write_json
-from benchmarks.schedule_harness import ranks, scenarios
-from benchmarks.schedule_harness.metrics import Figures
-from benchmarks.schedule_harness.ops import SCENARIOS, Sizes
-from benchmarks.schedule_harness.systems import Own, System, all_systems, device_systems
+from benchmarks.harness import ranks, scenarios
+from benchmarks.harness.command import chosen, figure, machine, options, ratios, write_json
+from benchmarks.harness.metrics import Figures
+from benchmarks.harness.ops import SCENARIOS, Sizes
+from benchmarks.harness.systems import Own, System, all_systems, device_systems
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.commands import aligned
 from tests.ranks import RanksFailed

@@ -44,11 +44,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.common import chosen, figure, machine, options, size, write_json
-from benchmarks.schedule_harness import ranks
-from benchmarks.schedule_harness.metrics import evaluate
-from benchmarks.schedule_harness.ops import SEQUENCE_LENGTH, Sizes
-from benchmarks.schedule_harness.systems import OVERLAPPED, Own, System, all_systems
+from benchmarks.harness import ranks
+from benchmarks.harness.command import chosen, figure, machine, options, size, write_json
+from benchmarks.harness.metrics import evaluate
+from benchmarks.harness.ops import SEQUENCE_LENGTH, Sizes
+from benchmarks.harness.systems import OVERLAPPED, Own, System, all_systems
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.commands import aligned
@@ -200,7 +200,7 @@ def join(length: int, num_slices: int) -> str:
 
 def memory_of_a_model(length: int, slices: int) -> str:
     """Return what a real model keeps, as a table beside what the schedule's says."""
-    from benchmarks.schedule_harness.model_memory import HIDDEN, sliced  # with Megatron, torch
+    from tests.planning.model_memory import HIDDEN, sliced  # with Megatron, torch
 
     pp, num_microbatches = 4, 4
     one = sliced("1f1b", pp, 1, 1, length)

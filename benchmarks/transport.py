@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import markdown, options, write_json
+from benchmarks.harness.command import markdown, options, write_json
 from megatron_ext import devices
 from megatron_ext.message import Message
 from megatron_ext.transport.address import Wire

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.ops import ScaledTimes
 from benchmarks.lengths import UPSTREAM, WORKLOADS, Batch, ways
-from benchmarks.schedule_harness.ops import ScaledTimes
 from megatron_ext.schedules.search.length_balance import packs_in_file_order
 from tests.commands import run_python
 

@@ -8,10 +8,10 @@ from statistics import mean, median
 import pytest
 
 from benchmarks import dynamic_order
-from benchmarks.schedule_harness import ranks, scenarios
-from benchmarks.schedule_harness.ops import SCENARIOS, NoisyTimes, Sizes
-from benchmarks.schedule_harness.scenarios import noisy, shortest
-from benchmarks.schedule_harness.systems import disturbed_systems
+from benchmarks.harness import ranks, scenarios
+from benchmarks.harness.ops import SCENARIOS, NoisyTimes, Sizes
+from benchmarks.harness.scenarios import noisy, shortest
+from benchmarks.harness.systems import disturbed_systems
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.table.placement import loop
 from megatron_ext.schedules.table.transforms import split_backwards

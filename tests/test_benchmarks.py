@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.schedule_harness import model_memory, ranks
-from benchmarks.schedule_harness.metrics import evaluate, replay
-from benchmarks.schedule_harness.ops import Op, OpTimes, Sizes, Step
-from benchmarks.schedule_harness.systems import Own, System, all_systems
+from benchmarks.harness import model_memory, ranks
+from benchmarks.harness.metrics import evaluate, replay
+from benchmarks.harness.ops import Op, OpTimes, Sizes, Step
+from benchmarks.harness.systems import Own, System, all_systems
 from megatron_ext.schedules import Costs, Schedule, generate, simulate
 from megatron_ext.upstream import releases
 from tests.commands import run_python
@@ -245,7 +245,7 @@ def test_figures_that_were_there_survive_a_disk_that_fills_up(tmp_path: Path) ->
     path.write_text("before")
     code = (
         "import resource, signal, sys; from pathlib import Path\n"
-        "from benchmarks.common import write_json\n"
+        "from benchmarks.harness.command import write_json\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "write_json(Path(sys.argv[1]), list(range(1000)))"

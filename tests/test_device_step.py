@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks.expert_overlap import overlap, systems
-from benchmarks.schedule_harness.metrics import Figures, evaluate
-from benchmarks.schedule_harness.ops import Op, Sizes, Step
-from benchmarks.schedule_harness.scenarios import noisy
-from benchmarks.schedule_harness.systems import Own, Peer, device_systems
+from benchmarks.harness.metrics import Figures, evaluate
+from benchmarks.harness.ops import Op, Sizes, Step
+from benchmarks.harness.scenarios import noisy
+from benchmarks.harness.systems import Own, Peer, device_systems
 from benchmarks.schedules import Measured
 from megatron_ext.schedules import Costs, registered, simulate
 from megatron_ext.upstream import releases

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.schedule_harness.model_memory import Case, compared
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layer_costs import Sharding, part_of
 from megatron_ext.planning.model_sizes import sizes_of_flags
+from tests.planning.model_memory import Case, compared
 from tests.ranks import require_training, run_ranks
 
 SIZES = (

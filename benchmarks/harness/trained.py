@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.planning.hardware import DEVICES
-from megatron_ext.planning.layout_search import Question
+from megatron_ext.planning.layout_search import Layout, Question, search
+from megatron_ext.planning.layout_search import forecast as forecast_of
 from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import techniques_of_flags
 from megatron_ext.tools.calibrate import of_trace
@@ -25,7 +26,6 @@ from megatron_ext.tools.trace.forecast import forecast
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks, train_here
 
-from . import planned
 from .ranks import DEVICE_COSTS
 
 _RANKS, _BATCH, _SEQUENCE = 4, 8, 128
@@ -75,9 +75,11 @@ def _trained(steps: int, scratch: Path) -> Iterator[Trained]:
         sequence=_SEQUENCE,
         pair_rules=RULES["pairs"],
         techniques=techniques_of_flags(model.flags),
-        fixed={"tp": 1, "cp": 1, "ep": 1, "recompute": frozenset()},
-    )
-    for plan in planned.layouts(job, (_RANKS,), (1,)):
+        fixed={
+            "tp": 1, "pp": _RANKS, "cp": 1, "ep": 1, "micro_batch": 1, "recompute": frozenset()
+        },
+    )  # fmt: skip
+    for plan in _layouts(job):
         name = plan.schedule if plan.chunks == 1 else f"{plan.schedule} x{plan.chunks}"
         _, pipeline_s = _train(plan.flags.replace("'", ""), steps)
         yield Trained("plan --devices --trace-dir", name, plan.pipeline_s, pipeline_s)
@@ -85,6 +87,17 @@ def _trained(steps: int, scratch: Path) -> Iterator[Trained]:
         if "--use-dpp" in found.flags and found.bounds_memory:
             step_s, _ = _train(found.flags, steps)
             yield Trained("plan --trace-dir", found.schedule, found.step_s, step_s)
+
+
+def _layouts(job: Question) -> Iterator[Layout]:
+    """Yield every schedule with every number of chunks, with the planner's cut."""
+    for chunks in (1, 2, 3, 4):
+        found = search(replace(job, fixed={**job.fixed, "vp": chunks}), keep=1000).plans
+        yield from found
+        if chunks == 1:
+            plan = forecast_of(job, found[0].sizes, "gpipe", 1)  # no question plans with it
+            assert plan is not None
+            yield plan
 
 
 def _train(flags: str, steps: int) -> tuple[float, float]:

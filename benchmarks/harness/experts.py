@@ -26,9 +26,8 @@ from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.schedules import Kind, Schedule
 
 from .device_probe import DeviceProbe, TimedOp
-from .megatron_core import Chunk, first
 from .ops import LAYERS, ExpertTimes, Part
-from .stage import MESSAGE_SHAPE, Passing, Probe, weight_product
+from .stage import MESSAGE_SHAPE, Chunk, Passing, Probe, first, weight_product
 
 _PARTS: tuple[Part, ...] = ("attention", "dispatch", "experts", "combine")
 
@@ -53,6 +52,40 @@ class ExpertProbe(DeviceProbe):
             _meet(self.device)
         lasts_us = 1e6 * self.times.part_s(part, kind, *place)
         torch.ops.fake_musa.spend(self.device.index, lasts_us)
+
+    def chunk(self, config: Any, vp_stage: int | None, number: int) -> Chunk:
+        return ExpertChunk(self, config, vp_stage, number)
+
+    def record_plans(
+        self, split: SplitBackward | None = None, table: Schedule | None = None
+    ) -> None:
+        """Record what plans run; both of a pair at one time."""
+        self.split = split
+        rows = () if table is None else table.rows
+        split_backwards = {a[:3:2] for row in rows for a in row if a.kind == "W"}
+        step = combined_1f1b.combined_forward_backward_step
+        parameters = inspect.signature(step)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            given = parameters.bind(*args, **kwargs).arguments
+            model = given["f_model"]
+            names: list[tuple[int, Kind, int]] = []
+            if model is not None:
+                key = model.number, given["current_microbatch"]
+                names.append((key[0], "F", key[1]))
+            if given["b_model"] is not None:
+                stage, microbatch = first(given["b_output_tensor"]).benchmark_key
+                kind: Kind = "I" if (stage, microbatch) in split_backwards else "B"
+                names.append((stage, kind, microbatch))
+            with TimedOp(self, *names):
+                if model is not None:
+                    self.current = key
+                outputs, num_tokens, found = step(*args, **kwargs)
+                if model is not None:
+                    first(outputs).benchmark_key = key
+            return outputs, num_tokens, found
+
+        combined_1f1b.combined_forward_backward_step = recorded
 
 
 def _meet(device: torch.device) -> None:
@@ -171,42 +204,3 @@ class _ChunkPlan(plans.TransformerModelChunkSchedulePlan):
         self.post_process = None
         self.vp_stage = chunk.vp_stage
         self._transformer_layers = [_LayerPlan(layer, self._event) for layer in chunk.parts]
-
-
-def record_plans(
-    probe: Probe, split: SplitBackward | None = None, table: Schedule | None = None
-) -> None:
-    """Record what plans run, for the rest of this process's life; both of a pair at one time.
-
-    Args:
-        probe: Takes the records.
-        split: Splits backwards.
-        table: Says which of them.
-    """
-    assert isinstance(probe, ExpertProbe)
-    probe.split = split
-    rows = () if table is None else table.rows
-    split_backwards = {a[:3:2] for row in rows for a in row if a.kind == "W"}
-    step = combined_1f1b.combined_forward_backward_step
-    parameters = inspect.signature(step)
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        given = parameters.bind(*args, **kwargs).arguments
-        model = given["f_model"]
-        names: list[tuple[int, Kind, int]] = []
-        if model is not None:
-            key = model.number, given["current_microbatch"]
-            names.append((key[0], "F", key[1]))
-        if given["b_model"] is not None:
-            stage, microbatch = first(given["b_output_tensor"]).benchmark_key
-            kind: Kind = "I" if (stage, microbatch) in split_backwards else "B"
-            names.append((stage, kind, microbatch))
-        with TimedOp(probe, *names):
-            if model is not None:
-                probe.current = key
-            outputs, num_tokens, found = step(*args, **kwargs)
-            if model is not None:
-                first(outputs).benchmark_key = key
-        return outputs, num_tokens, found
-
-    combined_1f1b.combined_forward_backward_step = recorded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,13 +17,15 @@ from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layout_search import Question, search
 from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import techniques_of_flags
-from megatron_ext.runtime.compute import StageCompute
 from megatron_ext.runtime.runtime import in_force
 from megatron_ext.schedules.generators.catalog import generate, get, registered
-from megatron_ext.schedules.table.actions import Action
 from megatron_ext.schedules.table.memory import measure as memory_of
 from megatron_ext.tracing.activations import kept_bytes
 from tests.ranks import run_ranks, train_here
+
+if TYPE_CHECKING:
+    from megatron_ext.runtime.compute import StageCompute
+    from megatron_ext.schedules.table.actions import Action
 
 _SEQUENCE, _MICRO_BATCH, _NUM_MICROBATCHES = 128, 2, 8
 _TRAINING = (

@@ -22,19 +22,24 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.enums import ModelType
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_ext.schedules import Kind
+from megatron_ext.runtime.split import SplitBackward
+from megatron_ext.schedules import Kind, Schedule
 
 from .ops import SEQUENCE_LENGTH, NoisyTimes, Op, OpTimes
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 MESSAGE_SHAPE = (SEQUENCE_LENGTH, 1, 16)
 """Sequence, batch, hidden: 64 KiB in fp32."""
@@ -143,6 +148,20 @@ class Probe:
         share = len(activation) / MESSAGE_SHAPE[0]
         self._alive.append((StorageWeakRef(activation.untyped_storage()), share))
         self.peak_live = max(self.peak_live, sum(share for _, share in self._alive))
+
+    def chunk(self, config: TransformerConfig, vp_stage: int | None, number: int) -> Chunk:
+        """Return the chunk of a stage."""
+        return Chunk(self, config, vp_stage, number)
+
+    def record_plans(
+        self, split: SplitBackward | None = None, table: Schedule | None = None
+    ) -> None:
+        """Record what plans of chunks run, for the rest of this process's life; here none do.
+
+        Args:
+            split: Splits backwards.
+            table: Says which of them.
+        """
 
     def take(self) -> tuple[list[Op], float]:
         """Return ops and peak since the last call."""
@@ -253,3 +272,42 @@ class EmulatedStage(torch.nn.Module):
         if not self.probe.splitting:
             self.probe.spend("W", *op)
         return gradient
+
+
+class Chunk(torch.nn.Module):
+    """A stage as Megatron's schedules expect a model chunk to be."""
+
+    runs_in_slices = True
+    build_schedule_plan: Callable[[Iterator[Any]], Any]
+    """Of chunks with experts only."""
+
+    def __init__(
+        self, probe: Probe, config: TransformerConfig, vp_stage: int | None, number: int
+    ) -> None:
+        super().__init__()
+        self.number = number
+        """Global index of the stage."""
+        self.stage = EmulatedStage(probe)
+        self.config = config
+        self.vp_stage = vp_stage
+        self.model_type = ModelType.encoder_or_decoder
+        self._input: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        """Take the input of the next forward."""
+        [self._input] = tensors
+
+    def forward(self, data: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """Run on the given input, or without one on the next of the data."""
+        made: torch.Tensor = self.stage(self._given(data))
+        return made
+
+    def _given(self, data: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
+        if self._input is not None:
+            return self._input
+        return next(data)["tokens"].T[..., None].expand(-1, -1, MESSAGE_SHAPE[-1])
+
+
+def first(tensors: Any) -> Any:
+    """Return a tensor, or the only one of a list."""
+    return tensors[0] if isinstance(tensors, list) else tensors

@@ -16,7 +16,7 @@ from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.transport.base import Expected, Transport
 
 from .megatron_core import set_up
-from .ops import ExpertTimes, NoisyTimes
+from .ops import NoisyTimes
 from .stage import Probe, sent_s, stamp
 
 if TYPE_CHECKING:
@@ -45,10 +45,7 @@ def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], object]:
     if probe.waits:
         probe.waits = False  # the transport does
         _delay_messages(probe)
-    if isinstance(probe.times, ExpertTimes):
-        from .experts import record_plans
-
-        record_plans(probe, split, pipeline.full)
+    probe.record_plans(split, pipeline.full)
     # As with GPT, only the first stage reads data here.
     iterators = zip(stages, keywords["data_iterator"], strict=True)
     keywords["data_iterator"] = [data if stage == 0 else None for stage, data in iterators]

@@ -14,48 +14,12 @@ from unittest import mock
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.schedules import Kind, Placement
 
-from .ops import ExpertTimes
-from .stage import MESSAGE_SHAPE, EmulatedStage, Probe
-
-
-class Chunk(torch.nn.Module):
-    """A stage as Megatron's schedules expect a model chunk to be."""
-
-    runs_in_slices = True
-    build_schedule_plan: Callable[[Iterator[Any]], Any]
-    """Of chunks with experts only."""
-
-    def __init__(
-        self, probe: Probe, config: TransformerConfig, vp_stage: int | None, number: int
-    ) -> None:
-        super().__init__()
-        self.number = number
-        """Global index of the stage."""
-        self.stage = EmulatedStage(probe)
-        self.config = config
-        self.vp_stage = vp_stage
-        self.model_type = ModelType.encoder_or_decoder
-        self._input: torch.Tensor | None = None
-
-    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
-        """Take the input of the next forward."""
-        [self._input] = tensors
-
-    def forward(self, data: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """Run on the given input, or without one on the next of the data."""
-        made: torch.Tensor = self.stage(self._given(data))
-        return made
-
-    def _given(self, data: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
-        if self._input is not None:
-            return self._input
-        return next(data)["tokens"].T[..., None].expand(-1, -1, MESSAGE_SHAPE[-1])
+from .stage import MESSAGE_SHAPE, Chunk, Probe, first
 
 
 def _initialize(pp: int, virtual_pp: int | None, experts: int) -> None:
@@ -118,7 +82,7 @@ def set_up(
     Args:
         placement: Where the stages are. Ranks beyond it exchange tokens of experts.
         num_microbatches: In one step.
-        probe: Records the ops, and says by its times whether stages have experts.
+        probe: Records the ops, and makes the chunks.
         backward_kind: Says what a backward step that begins now is.
         settings: More of the configuration.
 
@@ -128,11 +92,6 @@ def set_up(
     pp, num_chunks = placement.num_ranks, placement.num_stages // placement.num_ranks
     virtual = num_chunks if num_chunks > 1 else None
     experts = torch.distributed.get_world_size() // (pp * placement.twins)
-    kind = Chunk
-    if isinstance(probe.times, ExpertTimes):
-        from . import experts as layers  # it has chunks of this module
-
-        kind = layers.ExpertChunk
     _initialize(pp, virtual, experts)
     config = make_config(
         pp,
@@ -149,7 +108,7 @@ def set_up(
     return stages, {
         "forward_step_func": _forward_step,
         "data_iterator": [itertools.repeat(data) for _ in stages],
-        "model": [kind(probe, config, virtual and c, stage) for c, stage in enumerate(stages)],
+        "model": [probe.chunk(config, virtual and c, stage) for c, stage in enumerate(stages)],
         "num_microbatches": num_microbatches,
         "seq_length": seq_length,
         "micro_batch_size": micro_batch_size,
@@ -178,11 +137,6 @@ def _record_steps(probe: Probe, stages: tuple[int, ...], backward_kind: Callable
     schedules.forward_step, schedules.backward_step = recorded_forward, recorded_backward
 
 
-def first(tensors: Any) -> Any:
-    """Return a tensor, or the only one of a list."""
-    return tensors[0] if isinstance(tensors, list) else tensors
-
-
 def prepare(
     schedule: str, placement: Placement, num_microbatches: int, probe: Probe
 ) -> Callable[[], object]:
@@ -198,9 +152,6 @@ def prepare(
     )  # fmt: skip
     # Not before it is complete: Megatron's check asks for half precision, which kernels need.
     keywords["model"][0].config.overlap_moe_expert_parallel_comm = schedule.endswith("experts")
-    if isinstance(probe.times, ExpertTimes):
-        from .experts import record_plans
-
-        record_plans(probe)
+    probe.record_plans()
     function = schedules.get_forward_backward_func()
     return lambda: function(**keywords)
