@@ -39,9 +39,9 @@ from benchmarks.harness.megatron_core import make_config
 from benchmarks.harness.metrics import seconds_of
 from benchmarks.harness.ops import OpTimes, Sizes
 from benchmarks.harness.stage import MESSAGE_SHAPE, EmulatedStage, Probe
-from benchmarks.harness.systems import Run, System
+from benchmarks.harness.systems import Own, Run, System
 from megatron_ext.config import active
-from megatron_ext.config.active import Active, Pipeline, activate_configuration
+from megatron_ext.config.active import Active, activate_configuration
 from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
 from megatron_ext.config.roles import Job, RankMap
 from megatron_ext.devices import host
@@ -52,8 +52,8 @@ from megatron_ext.schedules import Costs, Kind, Placement, Schedule, generate, s
 from megatron_ext.schedules.table.placement import linear
 from tests.ranks import run_ranks
 
-_BAR, _FORWARD_S = 0.03, 0.04
-_STEP_HEAD = ("", "TP", "PP", "M", "computed", "measured", "", "time, computed", "measured",
+_BAR, _FORWARD_S, _NUM_MICROBATCHES = 0.03, 0.04, 8
+_STEP_HEAD = ("", "TP", "PP", "computed", "measured", "", "time, computed", "measured",
               "devices")  # fmt: skip
 _TRAINING_HEAD = ("8 layers, hidden size 256, PP 2", "ms a step", "MiB, first stage, backward rank",
                   "forward rank", "ms for new weights, backward ranks",
@@ -72,79 +72,41 @@ _SHARDED = _FBD + " --use-distributed-optimizer --overlap-grad-reduce"
 
 
 @dataclass(frozen=True)
-class Case(System):
-    """One way to run a pipeline, with or without roles."""
+class Disaggregated(System):
+    """A pipeline of forward and of backward ranks."""
 
-    schedule: str
-    """fbd or 1f1b."""
+    activations: Literal["recompute", "ship"]
+    """What backward ranks start from."""
     tp: int = 1
-    """Tensor-parallel ranks that one forward rank stands in for."""
-    activations: Literal["recompute", "ship"] = "recompute"
-    """Of fbd: what backward ranks start from."""
-    recomputes: bool = False
-    """Whether 1f1b recomputes in full."""
-    replicas: int = 1
-    """Of the pipeline, of which one is run."""
-
-    def num_processes(self, pp: int) -> int:
-        """Return how many are started; tensor-parallel ranks of a stage are one here."""
-        return 2 * pp if self.schedule == "fbd" else pp
-
-    def num_devices(self, pp: int) -> int:
-        """Return how many devices it stands for."""
-        return self.replicas * pp * (self.tp + 1 if self.schedule == "fbd" else self.tp)
-
-    @property
-    def checkpoints(self) -> bool:
-        """True if a layer is computed again in its backward."""
-        return self.recomputes or self.activations == "ship"
-
-    def computed(self, pp: int, num_microbatches: int) -> float:
-        """Return the simulated step in forwards of a stage."""
-        settings: dict[str, Any] = {}
-        if self.schedule == "fbd":
-            settings["activations"] = self.activations
-        table = generate(self.schedule, self.num_processes(pp), num_microbatches, **settings)
-        again = 0.5 if self.recomputes else 0.0  # of either gradient
-        costs = _RoleCosts(1.0, 1.0 + again, 1.0 + again, tp=self.tp)
-        return simulate(table, costs).makespan * table.num_stages / table.pp
+    """Tensor-parallel ranks that one forward rank stands in for; those of a stage are one here."""
 
     def placement(self, pp: int) -> Placement:
         return linear(pp)
 
     def times(self, sizes: Sizes) -> OpTimes:
-        place = RankMap(1, sizes.pp, 1).place(int(os.environ["RANK"]))
-        merges = self.schedule == "fbd" and place.role == "forward"
-        return _RoleTimes(sizes.forward_s, 1.0, self.tp if merges else 1)
+        role = RankMap(1, sizes.pp, 1).place(int(os.environ["RANK"])).role
+        return _RoleTimes(sizes.forward_s, 1.0, self.tp if role == "forward" else 1)
 
     def join(self, pp: int, backend: str, timeout_s: float) -> None:
-        if self.schedule == "1f1b":
-            super().join(pp, backend, timeout_s)
-            return
         job = Job(RankMap(1, pp, 1), int(os.environ["RANK"]), self.activations, timeout_s)
         config = PipelineConfig(disaggregation=Disaggregation(activations=self.activations))
         activate_configuration(Active(config, job=job))
         worlds.join(backend)
 
     def probe(self, times: OpTimes, device: torch.device) -> Probe:
-        return Probe(times) if self.schedule == "1f1b" else _RoleProbe(times)
+        return _RoleProbe(times)
 
     def prepare(self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float) -> Run:
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pp)
-        run: Callable[..., list[Any]] = forward_backward
-        if self.schedule == "1f1b":
-            settings = PipelineConfig(schedule="1f1b", transport="shm")
-            activate_configuration(Active(settings, Pipeline(settings, pp, num_microbatches)))
-        else:
-            # Megatron's own schedule is for evaluation, and nothing is evaluated here.
-            run = functools.partial(step.forward_backward, forward_backward)
         # What an op does beside its sleep is part of its time: the probe has to see both ends.
         StageCompute.forward = _timed(StageCompute.forward, probe, "F")  # type: ignore[method-assign]
         StageCompute.backward = _timed(StageCompute.backward, probe, "B")  # type: ignore[method-assign]
         config = make_config(pp)
         config.num_layers, config.timers = 8, None
-        stage = _Stage(config, probe, checkpoints=self.checkpoints)
-        return lambda: run(
+        stage = _Stage(config, probe, checkpoints=self.activations == "ship")
+        return lambda: step.forward_backward(
+            # Megatron's own schedule is for evaluation, and nothing is evaluated here.
+            forward_backward,
             forward_step_func=_forward_step,
             data_iterator=None,
             model=[stage],
@@ -305,11 +267,13 @@ def measure_training(flags: list[str]) -> Trained:
 class Row:
     """One row of the first table; steps in forwards of a stage."""
 
-    case: Case
+    name: str
+    tp: int
     pp: int
-    num_microbatches: int
     computed: float
     measured: float
+    devices: float
+    """Over those of 1F1B on as many stages."""
 
     @property
     def deviation(self) -> float:
@@ -328,60 +292,58 @@ WAYS = {
 """Lines of the second table: ranks and flags."""
 
 
-def cases() -> list[tuple[Case, int, int]]:
-    """Return the rows of the first table: case, stages and micro-batches."""
-    plain = [
-        (Case("1F1B", "1f1b"), 8),
-        (Case("1F1B, full recomputation", "1f1b", recomputes=True), 8),
-        (Case("1F1B, two replicas", "1f1b", replicas=2), 4),
-        (Case("plain, recompute", "fbd"), 8),
-        (Case("plain, ship", "fbd", activations="ship"), 8),
+def cases() -> list[Own | Disaggregated]:
+    """Return what the first table compares; 1F1B is the reference."""
+    merged = [
+        Disaggregated(f"merged, {way}", way, tp) for tp in (2, 4) for way in ("recompute", "ship")
     ]
-    rows = [(case, pp, count) for pp in (1, 2, 4) for case, count in plain]
-    for tp in (2, 4):
-        merged = Case("merged, recompute", "fbd", tp), Case("merged, ship", "fbd", tp, "ship")
-        rows += [(case, pp, 8) for pp in (1, 2, 4) for case in merged]
-    return rows
+    return [
+        Own("1F1B", "1f1b", transport="shm"),
+        Disaggregated("plain, recompute", "recompute"),
+        Disaggregated("plain, ship", "ship"),
+        *merged,
+    ]
 
 
-def measure_rows(wanted: list[tuple[Case, int, int]], steps: int) -> list[Row]:
-    """Measure the first table."""
-    found = []
-    for case, pp, count in wanted:
-        sizes = Sizes(pp, count, _FORWARD_S, 2, steps)
-        replicas = case.num_processes(pp) // pp
-        by_rank = ranks.run(ranks.measure, case, sizes, replicas=replicas, repeats=case.tp)
-        seconds = map(seconds_of, zip(*by_rank, strict=True))
-        units = statistics.median(each / _FORWARD_S for each in seconds)
-        found.append(Row(case, pp, count, case.computed(pp, count), units))
-        print(f"{case.name}, pp {pp}, tp {case.tp}: {units:.2f}", file=sys.stderr)
-    return found
+def measure_row(system: Own | Disaggregated, pp: int, steps: int) -> Row:
+    """Measure one row of the first table."""
+    sizes = Sizes(pp, _NUM_MICROBATCHES, _FORWARD_S, 2, steps)
+    if isinstance(system, Own):
+        tp, roles, table = 1, 1, system.pipeline(pp, _NUM_MICROBATCHES).full
+    else:
+        tp, roles = system.tp, 2
+        table = generate("fbd", 2 * pp, _NUM_MICROBATCHES, activations=system.activations)
+    makespan = simulate(table, _RoleCosts(tp=tp)).makespan
+    by_rank = ranks.run(ranks.measure, system, sizes, replicas=roles, repeats=tp)
+    seconds = map(seconds_of, zip(*by_rank, strict=True))
+    units = statistics.median(each / _FORWARD_S for each in seconds)
+    print(f"{system.name}, pp {pp}, tp {tp}: {units:.2f}", file=sys.stderr)
+    devices = 1.0 if roles == 1 else (tp + 1) / tp
+    return Row(system.name, tp, pp, makespan * table.num_stages / table.pp, units, devices)
 
 
 def steps_as_markdown(rows: list[Row], conditions: str) -> str:
     """Return the first table; relative figures are to 1F1B on as many stages."""
-    first: dict[int, Row] = {}
+    reference = {row.pp: row for row in rows if row.name == "1F1B"}
     lines = []
     for row in rows:
-        than = first.setdefault(row.pp, row)
-        devices = row.case.num_devices(row.pp) / (row.case.tp * than.case.num_devices(row.pp))
+        than = reference[row.pp]
         lines.append((
-            row.case.name,
-            str(row.case.tp) if row.case.name.startswith("merged") else "any",
+            row.name,
+            str(row.tp) if row.name.startswith("merged") else "any",
             str(row.pp),
-            f"{row.num_microbatches}{' each' * (row.case.replicas > 1)}",
             f"{row.computed:g}",
             f"{row.measured:.2f}",
             f"{100 * row.deviation:+.1f} %",
             f"{row.computed / than.computed:.2f}",
             f"{row.measured / than.measured:.2f}",
-            f"{devices:g}",
+            f"{row.devices:g}",
         ))  # fmt: skip
     worst = max(rows, key=lambda row: abs(row.deviation))
     summary = (
         f"{sum(abs(row.deviation) > _BAR for row in rows)} of {len(rows)} rows are more than "
-        f"{100 * _BAR:g} % off; the most is {100 * worst.deviation:+.1f} % ({worst.case.name}, TP "
-        f"{worst.case.tp}, PP {worst.pp})."
+        f"{100 * _BAR:g} % off; the most is {100 * worst.deviation:+.1f} % ({worst.name}, TP "
+        f"{worst.tp}, PP {worst.pp})."
     )
     return f"{conditions}\n\n{markdown(_STEP_HEAD, lines)}\n\n{summary}"
 
@@ -406,12 +368,12 @@ def main() -> None:
     """Measure and print both tables."""
     args = options(__doc__, "one stage, one step, no training").parse_args()
     ranks.clean_up_when_terminated()
-    wanted = [(case, pp, count) for case, pp, count in cases() if pp == 1 or not args.quick]
-    steps = 1 if args.quick else 3
-    rows = measure_rows(wanted, steps)
+    pps, steps = ((1,), 1) if args.quick else ((1, 2, 4), 3)
+    rows = [measure_row(system, pp, steps) for pp in pps for system in cases()]
     conditions = (
-        f"Forwards of a stage, {1e3 * _FORWARD_S:g} ms each; the median of {steps} steps; "
-        f"{machine()}. Last, time and devices relative to 1F1B on as many stages."
+        f"{_NUM_MICROBATCHES} micro-batches. Forwards of a stage, {1e3 * _FORWARD_S:g} ms each; "
+        f"the median of {steps} steps; {machine()}. Last, time and devices relative to 1F1B on as "
+        "many stages."
     )
     table = steps_as_markdown(rows, conditions)
     print(f"<!-- step: begin -->\n{table}\n<!-- step: end -->", flush=True)

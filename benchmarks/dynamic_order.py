@@ -21,19 +21,18 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
 from benchmarks.harness import ranks, scenarios
-from benchmarks.harness.command import machine, markdown, options, ratios, spread, write_json
-from benchmarks.harness.metrics import Figures
+from benchmarks.harness.command import markdown, options, ratios, spread, write_json
+from benchmarks.harness.comparison import Comparison as Compared
+from benchmarks.harness.comparison import compare, report_failures
 from benchmarks.harness.ops import SCENARIOS, Sizes
 from benchmarks.harness.systems import OVERLAPPED, Own, disturbed_systems
-from megatron_ext.errors import ScheduleError
-from tests.ranks import RanksFailed
 
 _WHOLE, _SPLIT = "interleaved chunks=2, static", "interleaved chunks=2, static, split"
 _HINTS = ("interleaved chunks=2, hint +0", "interleaved chunks=2, hint +1")
@@ -97,29 +96,30 @@ PARTS = (
 
 @dataclass
 class Found:
-    """Figures of one part, and under which conditions."""
+    """A part that has run."""
 
     part: Part
-    how: str = ""
-    ideal_s: float = 1.0
-    """Work of a rank."""
-    cells: dict[str, dict[str, Figures]] = field(default_factory=dict)
-    """By system, then by scenario."""
-    failures: dict[str, str] = field(default_factory=dict)
+    compared: Compared
+    simulated: bool
     limits: dict[tuple[str, str], float] = field(default_factory=dict)
     """(reference, scenario) -> how much faster any order of its actions can be, simulated."""
 
-    def reference(self, comparison: Comparison) -> str:
-        """Return the reference of a comparison, or what stands in for it."""
-        name = comparison.reference
-        return name if name in self.cells else comparison.stand_in
+    @property
+    def how(self) -> str:
+        """Under which conditions."""
+        sizes, figures = self.compared.sizes, self.compared.figures.values()
+        if self.simulated:
+            return f"simulated, {sizes.steps} draws"
+        late = max((found.op_inflation for found in figures), default=0)
+        conditions = self.compared.conditions
+        return f"{conditions}, ops at most {100 * late:.1f} % longer than they sleep"
 
 
 def run(part: Part, sizes: Sizes, repetitions: int | None) -> Found:
     """Run all systems of a part, each once in all its scenarios; without repetitions, simulate."""
-    found = Found(part)
     systems = {system.name: system for system in disturbed_systems()}
     wanted: dict[str, dict[str, None]] = {}
+    limits = {}
     for comparison in part.comparisons:
         references = [comparison.reference]
         if repetitions is None and comparison.stand_in:
@@ -130,58 +130,49 @@ def run(part: Part, sizes: Sizes, repetitions: int | None) -> Found:
         assert isinstance(order, Own)
         for name in comparison.names:
             limit = statistics.median(scenarios.limits(order, sizes, name))
-            found.limits[comparison.reference, name] = limit
-    for name, names in wanted.items():
-        system = systems[name]
-        try:
-            if repetitions is not None:
-                found.cells[name] = scenarios.measure(system, sizes, list(names), repetitions)
-            elif isinstance(system, Own):
-                found.cells[name] = scenarios.expect(system, sizes, list(names))
-        except (ScheduleError, RanksFailed) as error:
-            found.failures[name] = str(error)
-    found.how = f"simulated, {sizes.steps} draws"
-    found.ideal_s = sizes.work  # simulated times are in forwards
-    if repetitions is not None:
-        found.ideal_s = sizes.work_s
-        late = max((c.op_inflation for by in found.cells.values() for c in by.values()), default=0)
-        found.how = (
-            f"forward = input gradient = weight gradient = {1e3 * sizes.forward_s:g} ms, "
-            f"{sizes.steps} draws, each the shortest of {repetitions} repetitions, ops at most "
-            f"{100 * late:.1f} % longer than they sleep; {machine()}"
-        )
-    return found
+            limits[comparison.reference, name] = limit
+    compared = compare(
+        [(systems[name], list(names)) for name, names in wanted.items()],
+        sizes, repetitions or 1, simulates=repetitions is None,
+    )  # fmt: skip
+    return Found(part, compared, repetitions is None, limits)
 
 
 def text_of(found: Found) -> str:
     """Return all tables of a part."""
-    part, cells = found.part, found.cells
+    part, sizes, figures = found.part, found.compared.sizes, found.compared.figures
+    ideal_s = sizes.work if found.simulated else sizes.work_s  # simulated times are in forwards
+    measured = {system for system, _ in figures}
     texts = [f"{part.pp} ranks, {part.num_microbatches} micro-batches ({found.how})."]
     for comparison in part.comparisons:
-        reference = found.reference(comparison)
-        shown = [name for name in comparison.others if name != reference and name in cells]
+        reference = comparison.reference
+        if reference not in measured:
+            reference = comparison.stand_in
+        shown = [name for name in comparison.others if name != reference and name in measured]
         rows = []
         for name in comparison.names:
-            took_s = cells[reference][name].seconds
-            ideal = [seconds / found.ideal_s for seconds in took_s]
-            columns = (spread(ratios(took_s, cells[system][name].seconds)) for system in shown)
+            took_s = figures[reference, name].seconds
+            ideal = [seconds / ideal_s for seconds in took_s]
+            columns = (spread(ratios(took_s, figures[system, name].seconds)) for system in shown)
             limit = found.limits[comparison.reference, name]
             rows.append([name, spread(ideal), *columns, f"{limit:.3f}"])
-        peaks = (max(d.peak_of_order for d in cells[name].values()) for name in [reference, *shown])
+        peaks = (
+            max(each.peak_of_order for (name, _), each in figures.items() if name == system)
+            for system in (reference, *shown)
+        )
         rows.append(["activations", *(f"{peak:g}" for peak in peaks), ""])
         head = ["scenario", f"{reference}: T/ideal", *shown, "any order at most"]
         texts += [f"Against {comparison.title}:", markdown(head, rows)]
     if part.most_overhead is not None:
+        names = part.comparisons[0].names
+        rows = [
+            [system, *(spread([100 * each for each in figures[system, name].overheads], 2)
+                       for name in names)]
+            for system in dict.fromkeys(system for system, _ in figures)
+        ]  # fmt: skip
         texts.append(f"What the runtime added, in % (aim: {100 * part.most_overhead:g}):")
-        texts.append(markdown(["order", *part.comparisons[0].names], _overheads(found)))
-    texts += [f"{name} failed: {why}" for name, why in found.failures.items()]
+        texts.append(markdown(["order", *names], rows))
     return "\n\n".join(texts)
-
-
-def _overheads(found: Found) -> Iterator[list[str]]:
-    for system, by_scenario in found.cells.items():
-        percents = ([100 * part for part in d.overheads] for d in by_scenario.values())
-        yield [system, *(spread(values, 2) for values in percents)]
 
 
 def main() -> int:
@@ -201,12 +192,8 @@ def main() -> int:
         found.append(run(part, sizes, None if args.simulate else repetitions))
     texts = [f"{name.capitalize()}; median of the draws (lowest .. highest).", *map(text_of, found)]
     print(f"<!-- {name}: begin -->\n" + "\n\n".join(texts) + f"\n<!-- {name}: end -->")
-    write_json(args.json, {"parts": [
-        {"pp": each.part.pp, "how": each.how, "failures": each.failures,
-         "cells": {n: {s: asdict(d) for s, d in by.items()} for n, by in each.cells.items()}}
-        for each in found
-    ]})  # fmt: skip
-    return 1 if any(each.failures for each in found) else 0
+    write_json(args.json, {"parts": [each.compared.as_json() for each in found]})
+    return report_failures(each.compared for each in found)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """How much of the experts' all-to-all pairs hide, and what a step then takes.
 
-    python benchmarks/expert_overlap.py [--pp P] [--microbatches M] [--forward-ms T]
-        [--all-to-all SHARE ...] [--steps N] [--connections N] [--only TEXT ...] [--quick]
-        [--json FILE]
+    python benchmarks/expert_overlap.py [--forward-ms T] [--connections N] [--only TEXT ...]
+        [--quick] [--json FILE]
 
 Runs on the emulated device that runs behind its host, as schedules.py --device does, with a C++
 compiler and megatron-core 0.19 or later: earlier ones make plans of their own models only.
 Each layer computes attention, exchanges tokens, computes experts and exchanges tokens again; the
 two ranks of a group of experts meet in each exchange. Both of a pair run through Megatron's own
-plans, the exchanges in their stream. `--all-to-all` is the time of the exchanges over the
-computation of the same layer, in the forward and in the input gradient. Columns:
+plans, the exchanges in their stream. Exchanges take shares of the time of the computation of the
+same layer, in the forward and in the input gradient. Columns:
 
     T ms         the shortest step, from the first rank's begin until all devices are idle
     work/T       computation of one rank over T; no order can have more than 1
@@ -155,19 +154,14 @@ def main() -> int:
     """Measure and print; 1 if a system failed."""
     parser = options(__doc__, "three systems, a few short actions", only=True)
     add = parser.add_argument
-    add("--pp", type=int, default=4, help="ranks of a pipeline")
-    add("--microbatches", type=int, default=16, help="in one step")
     add("--forward-ms", type=float, default=40.0, help="computation of 1/pp of the model")
-    add("--all-to-all", type=float, nargs="+", default=[0.3, 0.6, 1.0], metavar="SHARE",
-        help="time of the exchanges over that computation")  # fmt: skip
-    add("--steps", type=int, default=2, help="measured steps, after another one")
     add("--connections", type=int, default=32, help="hardware queues of a device; exchanges in one "
         "with other streams wait for them")  # fmt: skip
     args = parser.parse_args()
     compared = chosen(parser, systems(), args.only)
+    pp, num_microbatches, num_steps, shares = 4, 16, 2, [0.3, 0.6, 1.0]
     if args.quick:
-        args.pp, args.microbatches, args.forward_ms = 2, 4, 8.0
-        args.steps, args.all_to_all = 1, [0.6]
+        pp, num_microbatches, num_steps, shares, args.forward_ms = 2, 4, 1, [0.6], 8.0
         compared = [each for each in systems() if each.name in (_UPSTREAM, "zb-v, pairs", "zb-v")]
     if (releases.installed_release() or (0, 19)) < (0, 19):
         raise SystemExit(
@@ -175,9 +169,10 @@ def main() -> int:
             "models only, not of emulated ones; install 0.19 or later"
         )
     ranks.clean_up_when_terminated()
-    before, shares = machine(), args.all_to_all
-    sizes = Sizes(args.pp, args.microbatches, args.forward_ms / 1e3, 1, args.steps, 120.0)
-    where, device = ranks.emulated_device(sizes, args.connections)
+    before = machine()
+    sizes = Sizes(pp, num_microbatches, args.forward_ms / 1e3, 1, num_steps, 120.0)
+    where = ranks.emulated_device(sizes, args.connections)
+    device = where.pop("what")
     found: dict[float, dict[str, Overlap]] = {part: {} for part in shares}
     failed = []
     for system in compared:
@@ -199,9 +194,9 @@ def main() -> int:
     for part, by_system in found.items():
         print(f"All-to-all {part:g} of a layer's computation:\n\n{table(by_system)}\n")
     conditions = (
-        f"pp {args.pp}, {_EXPERTS} ranks of experts, {args.microbatches} micro-batches, {LAYERS} "
+        f"pp {pp}, {_EXPERTS} ranks of experts, {num_microbatches} micro-batches, {LAYERS} "
         f"layers on each rank, forward = input gradient = weight gradient = {args.forward_ms:g} ms "
-        f"besides the exchanges, {device}, the shortest of {args.steps} steps; {before} before"
+        f"besides the exchanges, {device}, the shortest of {num_steps} steps; {before} before"
     )
     print(f"{conditions}.")
     for reason in failed:

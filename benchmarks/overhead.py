@@ -17,9 +17,9 @@
 `tracing`   the median difference between a traced step and the one before it, on stages that sleep,
             and the steps of all schedules as `plan --trace-dir` predicts them from the trace of
             1f1b alone; then the time and the bytes of an event.
-`traces`    time and memory of `aggregate` and `report` on a synthetic trace in the recorder's
-            format: an interleaved pipeline of 8 ranks and 8 replicas, 100 iterations of 1000
-            spans. If the headless browser of the report's tests is installed, it then opens the
+`traces`    time and memory of `aggregate` and `report` on the traces of simulated steps: an
+            interleaved pipeline of 8 ranks, 8 hosts and 8 replicas, 100 iterations of 1000 spans on
+            a rank. If the headless browser of the report's tests is installed, it then opens the
             report, and an empty page as the baseline.
 """
 
@@ -50,10 +50,10 @@ from benchmarks.harness.systems import Own, all_systems
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import generate, simulate, validate
 from megatron_ext.tracing.recorder import Recorder
-from megatron_ext.tracing.records import FILE_NAME, Header, directory_name
+from megatron_ext.tracing.records import Header
 from tests.ranks import run_ranks, train_here
 from tests.tools.trace import browser
-from tests.tools.trace.runs import Clock
+from tests.tools.trace.runs import write_run
 
 Answer = tuple[str, dict[str, Any]]
 """A table, and its figures."""
@@ -294,54 +294,11 @@ def tracing(quick: bool) -> Answer:
     return f"{markdown(head, rows)}\n\n{text}", found
 
 
-_STEP_NS = 400_000_000
 _TIMEOUT_S = 1200
 _DRAWN = """
 requestAnimationFrame(() => { document.body.dataset.drawn = 1; });
 document.getElementById("data")?.remove();  // the browser prints the page: not its data as well
 """
-
-
-def spans(rank: int, num_ranks: int, count: int) -> list[tuple[str, int, int, dict[str, Any]]]:
-    """Return the spans of one iteration: receive, wait, action, send, and again."""
-    found, now = [], 1000
-    last, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
-    for index in range(count // 4):
-        microbatch, stage = index // 2 % 512, rank + num_ranks * (index % 2)
-        message = {"for": "F", "stage": stage, "microbatch": microbatch}
-        action = {"microbatch": microbatch, "model_chunk": index % 2, "stage": stage, "pp_rank": 3}
-        sent = {"to": after, "for": "F", "stage": stage + 1, "microbatch": microbatch}
-        for name, length, about in (
-            ("wait", 20_000, {"cause": "input", "on": last, **message}),
-            ("receive", 5_000, {"from": last, **message, "bytes": 8 << 20}),
-            ("forward" if index % 3 else "backward", 1_200_000, action),
-            ("send", 8_000, {**sent, "bytes": 8 << 20}),
-        ):
-            found.append((name, now, now + length, about))
-            now += length + 500
-    return found
-
-
-def write_run(directory: Path, num_ranks: int, iterations: int, events: int) -> int:
-    """Write the traces of a run; return their bytes."""
-    replicas = 8
-    sizes = (replicas, num_ranks // replicas, 1)
-    sampling = Tracing(interval=iterations, iterations=iterations)
-    total = 0
-    for number in range(num_ranks):
-        data, pipeline = number % replicas, number // replicas
-        header = Header(number, data, pipeline, 0, sizes, "host", f"boot-{number // 8}", 1, 1)
-        clock, body = Clock(), spans(number, num_ranks, events)
-        who = directory, header
-        recorder = Recorder(lambda who=who: who, clock, sampling)  # type: ignore[misc]
-        for _ in range(iterations):
-            recorder.begin_iteration()
-            for name, begin_ns, end_ns, about in body:
-                recorder.add(name, clock.now_ns + begin_ns, about, clock.now_ns + end_ns)
-            clock.now_ns += _STEP_NS
-        recorder.close()
-        total += (directory / FILE_NAME.format(data, pipeline, 0)).stat().st_size
-    return total
 
 
 def opening_s(page: Path) -> float:
@@ -356,12 +313,14 @@ def opening_s(page: Path) -> float:
 
 def traces(quick: bool) -> Answer:
     """Put the traces of a large run together and show them."""
-    num_ranks, iterations, events = (8, 2, 100) if quick else (64, 100, 1000)
+    pp, replicas, count, iterations = (2, 2, 4, 2) if quick else (8, 8, 80, 100)
     rows, found = [], {}
     with tempfile.TemporaryDirectory(prefix="megatron_ext_traces_") as scratch:
-        directory = Path(scratch) / directory_name((8, num_ranks // 8, 1), dynamic=False)
-        count = num_ranks * iterations * events
-        size = write_run(directory, num_ranks, iterations, events)
+        directory = write_run(
+            Path(scratch), schedule="interleaved", pp=pp, replicas=replicas, microbatches=count,
+            iterations=iterations, clock_of=lambda rank: f"boot-{rank}",
+        )  # fmt: skip
+        size = sum(path.stat().st_size for path in directory.iterdir())
         for command in ("aggregate", "report"):
             words = [sys.executable, "-m", "megatron_ext", command, "--trace-dir", str(directory)]
             begin_s = time.perf_counter()
@@ -388,8 +347,8 @@ def traces(quick: bool) -> Answer:
             for what, file in ((name, page), ("the browser with an empty page", empty)):
                 rows.append((what, f"{opening_s(file):.1f}", "", ""))
     run = (
-        f"{num_ranks} ranks x {iterations} iterations x {events} events: {size / 2**20:.0f} MiB, "
-        f"{size / count:.0f} bytes for an event"
+        f"{pp * replicas} ranks, {iterations} iterations of {count} micro-batches: "
+        f"{size / 2**20:.0f} MiB"
     )
     head = (run, "s", "s of processors", "of a process at most")
     return markdown(head, rows), found

@@ -18,139 +18,30 @@ NCCL does; ipc copies from device to device. Three minutes.
 
 With `--scenario` ops take random times, and every step of `--steps` is another draw, the same for
 all systems. With `--repetitions` the shortest time of each draw counts, since other load only adds
-time. `dynamic_order.py` compares orders so. Columns of the tables:
-
-    T ms       median step time, from the start of the first rank to the end of the last, or until
-               all devices are idle
-    T/ideal    T over the undisturbed work of one rank, which is the time without any bubble
-    order      T/ideal of the order that ran, with exact ops and free messages
-    T/order    T over the time of that order
-    replay %   overhead of runtime and messages over that order with the measured ops
-    ops %      excess of ops over their time; marked ! above 5: the machine is too busy
-    peak act.  peak of live activations, as tensors in memory, on the worst rank; the unit is the
-               activations of one micro-batch on 1/pp of the model
-    of order   activations that the order must hold
-    weights    copies of each weight
-    ops        actions of a rank
-    hops       messages on the longest path of the order: their latency extends the step
-    gap us     from the end of an op to the start of the next on its rank, if it waits for nothing
-    hop us     from the end of an op to the start of one on another rank that waits for it
-    cpu %      CPU time of a rank over T: beyond cores/pp ranks wait for cores
-    waits      how often a host waited for its device, for each action
-    speed      of a dynamic order: time of its table over its own, at the same draw
-    of orders  the same of the simulated times of both orders that ran
+time. `dynamic_order.py` compares orders so. `harness/comparison.py` says what the columns are.
 
 Sleeping ops say nothing about kernels, memory bandwidth or collectives that share a GPU with them.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.harness import ranks, scenarios
-from benchmarks.harness.command import chosen, figure, machine, options, ratios, write_json
-from benchmarks.harness.metrics import Figures
+from benchmarks.harness import ranks
+from benchmarks.harness.command import chosen, options, write_json
+from benchmarks.harness.comparison import (
+    ON_DEVICE,
+    ON_HOST,
+    Comparison,
+    compare,
+    report_failures,
+    table,
+)
 from benchmarks.harness.ops import SCENARIOS, Sizes
-from benchmarks.harness.systems import Own, System, all_systems, device_systems
-from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.commands import aligned
-from tests.ranks import RanksFailed
-
-_NOISY = 0.05
-"""Ops that took longer than this above their time: the machine was too busy."""
-Key = tuple[str, str]
-"""System and scenario."""
-
-
-@dataclass
-class Measured:
-    """All systems at one size."""
-
-    sizes: Sizes
-    systems: dict[str, System]
-    conditions: str = ""
-    figures: dict[Key, Figures] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-
-    def speeds(self, key: Key) -> tuple[float, float] | None:
-        """Return how much faster a dynamic order was than its table, and should have been.
-
-        Medians over the draws, as measured and with the simulated times of both orders that ran;
-        None for other systems, or without a table.
-        """
-        (name, scenario), mine = key, self.figures[key]
-        dynamic, own = self.systems[name], [s for s in self.systems.values() if isinstance(s, Own)]
-        if not (isinstance(dynamic, Own) and dynamic.dynamic):
-            return None
-        tables = (s.name for s in own if s.splits and s.schedule == dynamic.schedule)
-        table = self.figures.get((next(tables, ""), scenario))
-        return None if table is None else (
-            statistics.median(ratios(table.seconds, mine.seconds)),
-            statistics.median(ratios(table.order_s, mine.order_s)),
-        )  # fmt: skip
-
-
-def compare(
-    systems: list[System], sizes: Sizes, names: list[str], repetitions: int, *, on_device: bool
-) -> Measured:
-    """Run all systems in turn; all but dynamic orders and their table undisturbed on a device."""
-    found = Measured(sizes, {system.name: system for system in systems})
-    before = machine()
-    where, what = ranks.emulated_device(sizes) if on_device else ({}, "peers over gloo")
-    for system in systems:
-        fixed = on_device and not (isinstance(system, Own) and (system.dynamic or system.splits))
-        try:
-            each = scenarios.measure(
-                system, sizes, ["quiet"] if fixed else names, repetitions, **where
-            )
-        except (ScheduleError, RanksFailed) as error:
-            found.failures[system.name] = str(error)
-            continue
-        found.figures.update({(system.name, name): figures for name, figures in each.items()})
-    found.conditions = (
-        f"pp {sizes.pp}, {sizes.num_microbatches} micro-batches, forward = input gradient = weight "
-        f"gradient = {1e3 * sizes.forward_s:g} ms, {what}, median of {sizes.steps} steps, each the "
-        f"shortest of {repetitions}; {before} before"
-    )
-    return found
-
-
-_ON_HOST = ("system", "T ms", "T/ideal", "order", "replay %", "ops %", "peak act.", "of order",
-            "weights", "ops", "hops", "gap us", "hop us", "cpu %")  # fmt: skip
-_ON_DEVICE = ("system", "T ms", "T/ideal", "order", "T/order", "replay %", "ops %", "waits",
-              "speed", "of orders")  # fmt: skip
-
-
-def cells(measured: Measured, key: Key, found: Figures) -> dict[str, str]:
-    """Return the text of every column."""
-    name, scenario = key
-    speed, of_orders = measured.speeds(key) or (None, None)
-    return {
-        "system": name if scenario == "quiet" else f"{name}, {scenario}",
-        "T ms": f"{1e3 * found.median_s:.0f}",
-        "T/ideal": f"{found.median_s / measured.sizes.work_s:.3f}",
-        "order": f"{found.optimum_s / measured.sizes.work_s:.3f}",
-        "T/order": f"{statistics.median(ratios(found.seconds, found.order_s)):.3f}",
-        "replay %": f"{100 * statistics.median(found.overheads):.1f}",
-        "ops %": f"{'!' * (found.op_inflation > _NOISY)}{100 * found.op_inflation:.1f}",
-        "peak act.": f"{found.peak_live:g}",
-        "of order": f"{found.peak_of_order:g}",
-        "weights": f"{measured.systems[name].weight_copies}x",
-        "ops": f"{found.num_ops}",
-        "hops": f"{found.hops:g}",
-        "gap us": f"{1e6 * found.gap_s:.0f}",
-        "hop us": f"{1e6 * found.hop_s:.0f}",
-        "cpu %": f"{100 * found.cpu_s / found.median_s:.1f}",
-        "waits": f"{found.waits_per_action:.2f}",
-        "speed": figure(speed, ".3f"),
-        "of orders": figure(of_orders, ".3f"),
-    }
-
+from benchmarks.harness.systems import Own, all_systems, device_systems
 
 _QUICK = ("megatron-core 1F1B", "gloo: 1f1b", "communicator: 1f1b", "ipc: 1f1b")
 
@@ -177,32 +68,26 @@ def main() -> int:
         args.only, names = args.only or _QUICK, ["quiet"]
     systems = chosen(parser, device_systems() if args.device else all_systems(), args.only)
     ranks.clean_up_when_terminated()
-    measured: list[Measured] = []
+    measured: list[Comparison] = []
     for pp in args.pp or ([4] if args.device else [4, 8]):
         forward_ms = args.forward_ms or (10 if args.device else 160 / pp)
         warmup, count = 1 if args.quick else 2, args.microbatches or 4 * pp
         sizes = Sizes(pp, count, forward_ms / 1e3, warmup, args.steps)
-        shown = systems
-        if measured and not args.only:  # gloo's share shows at the first size already
-            shown = [s for s in systems if not (isinstance(s, Own) and s.transport == "torch")]
-        measured.append(compare(shown, sizes, names, args.repetitions, on_device=args.device))
-    columns = _ON_DEVICE if args.device else _ON_HOST
-    texts = []
-    for one in measured:
-        every = [cells(one, key, found) for key, found in one.figures.items()]
-        rows = [columns, *([row[name] for name in columns] for row in every)]
-        texts.append(f"```text\n{aligned(rows)}\n```\n\n{one.conditions}.")
-        for name, reason in one.failures.items():
-            print(f"\n{name}: {reason}", file=sys.stderr)
+        where = ranks.emulated_device(sizes) if args.device else {}
+        wanted = []
+        for system in systems:
+            own = isinstance(system, Own) and system
+            if measured and not args.only and own and own.transport == "torch":
+                continue  # gloo's share shows at the first size already
+            # On a device all but dynamic orders and their table are undisturbed.
+            fixed = args.device and not (own and (own.dynamic or own.splits))
+            wanted.append((system, ["quiet"] if fixed else names))
+        measured.append(compare(wanted, sizes, args.repetitions, **where))
+    columns = ON_DEVICE if args.device else ON_HOST
+    texts = [f"```text\n{table([one], columns)}\n```\n\n{one.conditions}." for one in measured]
     print("<!-- measured: begin -->\n" + "\n\n".join(texts) + "\n<!-- measured: end -->")
-    write_json(args.json, {"measured": [
-        {"conditions": found.conditions, "pp": found.sizes.pp, "failures": found.failures,
-         "systems": [{"system": name, "scenario": scenario, **asdict(figures),
-                      "speeds": found.speeds((name, scenario))}
-                     for (name, scenario), figures in found.figures.items()]}
-        for found in measured
-    ]})  # fmt: skip
-    return 1 if any(found.failures for found in measured) else 0
+    write_json(args.json, {"measured": [each.as_json() for each in measured]})
+    return report_failures(measured)
 
 
 if __name__ == "__main__":

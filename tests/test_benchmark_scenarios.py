@@ -93,15 +93,15 @@ def test_a_comparison_relates_systems_to_its_reference_and_to_the_bound() -> Non
     part = dynamic_order.Part(PP, MICROBATCHES, 4.0, [compared])
     found = dynamic_order.run(part, SIZES, None)
     *_, late, peaks = dynamic_order.text_of(found).splitlines()
-    table_s, dynamic_s = (found.cells[name]["link-0.5"].seconds[0] for name in names)
+    table_s, dynamic_s = (found.compared.figures[name, "link-0.5"].seconds[0] for name in names)
     assert f"| {table_s / dynamic_s:.3f} (" in late
     assert float(late.split("|")[-2]) >= table_s / dynamic_s
     assert peaks.startswith("| activations | ")
     quiet_only = replace(compared, names=["quiet"])
     part = replace(part, comparisons=[quiet_only], most_overhead=0.02)
     found = dynamic_order.run(part, SIZES, 2)
-    assert not found.failures
-    [added] = found.cells[names[1]]["quiet"].overheads
+    assert not found.compared.failures
+    [added] = found.compared.figures[names[1], "quiet"].overheads
     assert added >= 0, "the replay is the shortest time for the order that ran"
     last = dynamic_order.text_of(found).splitlines()[-1]
     assert last.startswith(f"| {names[1]} | {100 * added:.2f} (")

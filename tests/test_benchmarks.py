@@ -288,18 +288,19 @@ def test_overheads_are_measured(part: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_slices_are_printed_beside_what_the_executor_takes(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    program = [str(ROOT / "benchmarks/slices.py"), "--parts", "schedules", "join", "--steps", "1"]
-    sizes = "--size 2x2 --slices 1 2 --attention 0 0.3 --only slices= --forward-ms 4 --slice-ms 2"
-    done = run_python(*program, *sizes.split(), "--json", str(figures))
+    options = "--quick --parts schedules join --only slices=1 slices=4 slices=8 --json"
+    done = run_python(str(ROOT / "benchmarks/slices.py"), *options.split(), str(figures))
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = json.loads(figures.read_text())["lines"]
-    assert [line["name"] for line in lines] == [
-        "zb-h1 slices=1", "zb-h1 slices=2", "zb-h1 slices=2 attention 30 %",
+    [*lines] = json.loads(figures.read_text())["measured"]
+    found = {line["system"]: line for each in lines for line in each["systems"]}
+    assert list(found) == [
+        "zb-h1 slices=1", "zb-h1 slices=4", "zb-h1 slices=8", "zb-h1 slices=16",
+        "zb-h1 slices=8 attention 30 %", "zb-h1 slices=8 attention 60 %",
     ]  # fmt: skip
-    assert all(line["bubble"] is not None and line["gap_s"] > 0 for line in lines)
-    assert [line["peak"] for line in lines[:2]] == [2.0, 1.5]
+    assert all(line["gap_s"] > 0 and len(line["seconds"]) == 1 for line in found.values())
+    assert [line["peak_live"] for line in found.values()][:3] == [2.0, 1.25, 1.125]
     assert re.search(r"between two actions: \d+ us with slices=1, \d+ us with", done.stdout)
-    assert "in 2 slices, 4 heads of 64" in done.stdout
+    assert "in 8 slices, 4 heads of 64" in done.stdout
 
 
 def test_recipes_are_counted_by_schedule(tmp_path: Path) -> None:

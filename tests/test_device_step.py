@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from benchmarks.expert_overlap import overlap, systems
+from benchmarks.harness.comparison import Comparison
 from benchmarks.harness.metrics import Figures, evaluate
 from benchmarks.harness.ops import Op, Sizes, Step
 from benchmarks.harness.scenarios import noisy
 from benchmarks.harness.systems import Own, Peer, device_systems
-from benchmarks.schedules import Measured
 from megatron_ext.schedules import Costs, registered, simulate
 from megatron_ext.upstream import releases
 
@@ -55,7 +55,8 @@ def test_figures_are_ratios_to_the_order_that_ran() -> None:
     assert found.waits_per_action == 3 * 4 / (3 * 2 * 8 * 4)
     late = figures_of(table, sizes, _as_simulated(table, makespan, 0))
     rows = {(table.name, "quiet"): late, (dynamic.name, "quiet"): found}
-    measured = Measured(sizes, {s.name: s for s in (table, dynamic)}, figures=rows)
+    systems = {s.name: s for s in (table, dynamic)}
+    measured = Comparison(sizes, systems=systems, figures=rows)
     assert measured.speeds((table.name, "quiet")) is None
     faster = measured.speeds((dynamic.name, "quiet"))
     assert faster == (pytest.approx(2 * makespan / (makespan + 0.5)), 1.0)

@@ -33,7 +33,8 @@ class Figures:
     seconds: list[float]
     """Of the step, from its first rank's begin to its last rank's end."""
     peak_of_order: float
-    """Activations that the order must keep on the worst rank: from F to B or W."""
+    """Activations that the order must keep on the worst rank, from F to B or W; in a sliced table
+    those of slices."""
     order_s: list[float] = field(default_factory=list)
     """Time of the order that ran, with exact ops and free messages."""
     overheads: list[float] = field(default_factory=list)

@@ -59,8 +59,8 @@ def run(
     )  # fmt: skip
 
 
-def emulated_device(sizes: Sizes, connections: int = 8) -> tuple[dict[str, Any], str]:
-    """Return what makes `run` use the emulated device behind its host, and its costs in words.
+def emulated_device(sizes: Sizes, connections: int = 8) -> dict[str, Any]:
+    """Return what makes `run` use the emulated device behind its host; `what` has its costs.
 
     Raises:
         SystemExit: It cannot be built; with the line that says so.
@@ -77,7 +77,7 @@ def emulated_device(sizes: Sizes, connections: int = 8) -> tuple[dict[str, Any],
         f"{costs['copied_per_us'] / 1e3:g} GB/s, a message of a communicator "
         f"{costs['message_us']:g} us"
     )
-    return {"device": "musa", "env": env}, words
+    return {"device": "musa", "env": env, "what": words}
 
 
 def clean_up_when_terminated() -> None:

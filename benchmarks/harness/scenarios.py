@@ -54,7 +54,12 @@ def measure(
             continue
         print(f"pp {sizes.pp}: {system.name}: {', '.join(together)}", file=sys.stderr)
         # Repetitions of all draws in turn: a busy moment of the machine meets each only once.
-        draws = {name: noisy(system, sizes, name) for name in together}
+        draws = {
+            name: [system.times(sizes)] * sizes.steps  # of slices too
+            if name == "quiet"
+            else noisy(system, sizes, name)
+            for name in together
+        }
         times = [each for mine in draws.values() for each in mine * repetitions]
         repeats = 2 * repetitions * len(together)  # late messages make steps longer
         by_rank = ranks.run(ranks.measure, system, sizes, times, waits, repeats=repeats, **where)

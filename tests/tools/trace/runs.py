@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def write_run(
     *,
     schedule: str = "1f1b",
     pp: int = 4,
+    replicas: int = 1,
     microbatches: int = 8,
     iterations: int = 3,
     costs: Costs = COSTS,
@@ -62,12 +64,13 @@ def write_run(
     counts = [*ramp, *[microbatches] * (iterations - len(ramp))]
     tables = {count: generate(schedule, pp, count, **cut) for count in counts}
     timelines = {count: simulate(tables[count], costs) for count in counts}
-    directory = parent / directory_name((1, pp, 1), dynamic=False)
-    for rank in range(pp):
+    world = (replicas, pp, 1)
+    directory = parent / directory_name(world, dynamic=False)
+    for rank, data in product(range(pp), range(replicas)):
         clock = Clock()
         now_ns = 3_600_000 * MS + clock_offset_ns(rank)
         header = Header(
-            rank, 0, rank, 0, (1, pp, 1), "host", clock_of(rank), now_ns, 1,
+            replicas * rank + data, data, rank, 0, world, "host", clock_of(rank), now_ns, 1,
             settings or {"schedule": table.label, "transport": "torch"}, {"torch": "2"},
         )  # fmt: skip
         recorder = Recorder(lambda header=header: (directory, header), clock, sampling)

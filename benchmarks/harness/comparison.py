@@ -1,0 +1,169 @@
+"""Systems side by side, undisturbed or in scenarios: all run in turn, then shown as one table."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.commands import aligned
+from tests.ranks import RanksFailed
+
+from . import scenarios
+from .command import figure, machine, ratios
+from .metrics import Figures
+from .ops import Sizes
+from .systems import Own, System
+
+Key = tuple[str, str]
+"""System and scenario."""
+_NOISY = 0.05
+"""Ops that took longer than this above their time: the machine was too busy."""
+
+
+@dataclass
+class Comparison:
+    """Systems at one size."""
+
+    sizes: Sizes
+    conditions: str = ""
+    systems: dict[str, System] = field(default_factory=dict)
+    figures: dict[Key, Figures] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def speeds(self, key: Key) -> tuple[float, float] | None:
+        """Return how much faster a dynamic order was than its table, and should have been.
+
+        Medians over the draws, as measured and with the simulated times of both orders that ran;
+        None for other systems, or without a table.
+        """
+        (name, scenario), mine = key, self.figures[key]
+        dynamic, own = self.systems[name], [s for s in self.systems.values() if isinstance(s, Own)]
+        if not (isinstance(dynamic, Own) and dynamic.dynamic):
+            return None
+        tables = (s.name for s in own if s.splits and s.schedule == dynamic.schedule)
+        table = self.figures.get((next(tables, ""), scenario))
+        return None if table is None else (
+            statistics.median(ratios(table.seconds, mine.seconds)),
+            statistics.median(ratios(table.order_s, mine.order_s)),
+        )  # fmt: skip
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything for a file."""
+        return {
+            "conditions": self.conditions,
+            "pp": self.sizes.pp,
+            "failures": self.failures,
+            "systems": [
+                {"system": name, "scenario": scenario, **asdict(found),
+                 "speeds": self.speeds((name, scenario))}
+                for (name, scenario), found in self.figures.items()
+            ],
+        }  # fmt: skip
+
+
+def compare(
+    wanted: Iterable[tuple[System, Sequence[str]]],
+    sizes: Sizes,
+    repetitions: int = 1,
+    *,
+    what: str = "peers over gloo",
+    simulates: bool = False,
+    **where: Any,
+) -> Comparison:
+    """Run systems in turn; a system that fails is noted, and the others run.
+
+    Args:
+        wanted: Systems, each with the scenarios that it runs in.
+        sizes: How much is run; `steps` are draws of each scenario.
+        repetitions: Of all draws.
+        what: More of the conditions.
+        simulates: Compute what to expect, of systems of ours, and measure nothing.
+        where: The device of the ranks and their environment, as `ranks.run` takes them.
+    """
+    found, before = Comparison(sizes), machine()
+    for system, names in wanted:
+        if simulates and not isinstance(system, Own):
+            continue
+        found.systems[system.name] = system
+        try:
+            if simulates:
+                assert isinstance(system, Own)
+                each = scenarios.expect(system, sizes, names)
+            else:
+                each = scenarios.measure(system, sizes, names, repetitions, **where)
+        except (ScheduleError, RanksFailed) as error:
+            found.failures[system.name] = str(error)
+            continue
+        found.figures.update({(system.name, name): figures for name, figures in each.items()})
+    found.conditions = (
+        f"pp {sizes.pp}, {sizes.num_microbatches} micro-batches, forward = input gradient = weight "
+        f"gradient = {1e3 * sizes.forward_s:g} ms, {what}, median of {sizes.steps} steps, each the "
+        f"shortest of {repetitions}; {before} before"
+    )
+    return found
+
+
+ON_HOST = ("system", "T ms", "T/ideal", "order", "replay %", "ops %", "peak act.", "of order",
+           "weights", "ops", "hops", "gap us", "hop us", "cpu %")  # fmt: skip
+ON_DEVICE = ("system", "T ms", "T/ideal", "order", "T/order", "replay %", "ops %", "waits",
+             "speed", "of orders")  # fmt: skip
+
+
+def cells(measured: Comparison, key: Key, found: Figures) -> dict[str, str]:
+    """Return the text of every column."""
+    name, scenario = key
+    work_s = measured.sizes.work_s  # the undisturbed work of one rank: a step without any bubble
+    speed, of_orders = measured.speeds(key) or (None, None)
+    return {
+        "system": name if scenario == "quiet" else f"{name}, {scenario}",
+        # Median step, from the start of the first rank to the end of the last, or until all devices
+        # are idle.
+        "T ms": f"{1e3 * found.median_s:.0f}",
+        "T/ideal": f"{found.median_s / work_s:.3f}",
+        # T/ideal of the order that ran, with exact ops and free messages; T over the time of that.
+        "order": f"{found.optimum_s / work_s:.3f}",
+        "T/order": f"{statistics.median(ratios(found.seconds, found.order_s)):.3f}",
+        # Overhead of runtime and messages over that order with the measured ops; excess of these
+        # over their time.
+        "replay %": f"{100 * statistics.median(found.overheads):.1f}",
+        "ops %": f"{'!' * (found.op_inflation > _NOISY)}{100 * found.op_inflation:.1f}",
+        # Live activations, as tensors in memory, on the worst rank, in those of one micro-batch on
+        # 1/pp of the model; how many the order must hold.
+        "peak act.": f"{found.peak_live:g}",
+        "of order": f"{found.peak_of_order:g}",
+        "weights": f"{measured.systems[name].weight_copies}x",
+        # Actions of a rank; messages on the longest path of the order, whose latency extends the
+        # step.
+        "ops": f"{found.num_ops}",
+        "hops": f"{found.hops:g}",
+        # From the end of an op to the start of the next on its rank, if it waits for nothing; to
+        # the start of one on another rank that waits for it.
+        "gap us": f"{1e6 * found.gap_s:.0f}",
+        "hop us": f"{1e6 * found.hop_s:.0f}",
+        # CPU time of a rank over T: beyond cores/pp ranks wait for cores.
+        "cpu %": f"{100 * found.cpu_s / found.median_s:.1f}",
+        # How often a host waited for its device, for each action.
+        "waits": f"{found.waits_per_action:.2f}",
+        # Of a dynamic order: time of its table over its own, at the same draw; the same of the
+        # simulated times of both orders that ran.
+        "speed": figure(speed, ".3f"),
+        "of orders": figure(of_orders, ".3f"),
+    }
+
+
+def table(comparisons: Sequence[Comparison], columns: Sequence[str] = ON_HOST) -> str:
+    """Return the figures of comparisons as one table of text."""
+    every = [cells(each, key, found) for each in comparisons for key, found in each.figures.items()]
+    return aligned([columns, *([row[name] for name in columns] for row in every)])
+
+
+def report_failures(comparisons: Iterable[Comparison]) -> int:
+    """Print which systems failed and why; return the code to exit with."""
+    failures = [failure for each in comparisons for failure in each.failures.items()]
+    for name, reason in failures:
+        print(f"\n{name}: {reason}", file=sys.stderr)
+    return 1 if failures else 0
