@@ -88,17 +88,6 @@ class OpTimes:
 
 
 @dataclass(frozen=True)
-class ScaledTimes(OpTimes):
-    """Ops take as long as their micro-batch costs."""
-
-    scales: tuple[float, ...]
-    """By place in the table: cost over that of the mean micro-batch."""
-
-    def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
-        return super().seconds(kind, stage, microbatch) * self.scales[microbatch]
-
-
-@dataclass(frozen=True)
 class ExpertTimes(OpTimes):
     """How long each op computes, and how long the all-to-all of its layers takes."""
 
