@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,10 +14,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ext.tools.launch import runs
+from megatron_ext.tools.launch import runs, supervise
 from megatron_ext.tools.launch.hostfile import Host
 from megatron_ext.tools.launch.plan import JobPlan
-from megatron_ext.tools.launch.supervise import Failure, explain, first_failure, reach
+from megatron_ext.tools.launch.supervise import (
+    Agents,
+    Display,
+    Failure,
+    explain,
+    first_failure,
+    reach,
+)
 from megatron_ext.upstream import parent
 
 
@@ -55,6 +64,25 @@ def test_ssh_gets_a_list_of_arguments_and_the_remote_shell_gets_quoted_words() -
     assert argv[:3] == ["ssh", "-F", "x"]
     assert argv[-2:] == ["a", "echo '$HOME; rm'"]
     assert {"BatchMode=yes", "ConnectTimeout=3", "-p", "22", "-l", "me"} <= set(argv)
+
+
+def test_ctrl_c_counts_while_a_lost_host_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failure = Failure("a", "the connection to the agent", 255, at=1.0)
+
+    def ask(*_: object) -> list[str]:
+        signal.raise_signal(signal.SIGINT)
+        return ["it cannot be reached"]
+
+    monkeypatch.setattr(supervise, "_watch", lambda *_: (None, {0: failure}, [0]))
+    monkeypatch.setattr(Agents, "ask", ask)
+    plan = JobPlan("r1", (Host("a", 1),), ("true",), "/", sys.executable, per_node=True)
+    display = Display(io.BytesIO(), io.BytesIO())
+    outcome = supervise.supervise(Agents(plan), plan, [], display, [])
+    display.close()
+    assert (outcome.code, outcome.stopped_by) == (255, "SIGINT"), "so it does not start again"
+    assert "cannot be reached to see what is left" in str(outcome.failure)
 
 
 def test_messages_stand_out_from_what_login_scripts_print() -> None:
