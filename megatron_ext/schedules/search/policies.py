@@ -372,12 +372,16 @@ def activation_cap(
     return peak + extra_activations * max(map(len, schedule.placement.stages_of))
 
 
+_MAX_SLOTS = 1024  # of an arena (csrc/core/arena.h)
+
+
 def arena_slots(
     table: Schedule, extra_activations: int | None = None, stash_ratio: float = 1.0
 ) -> int:
     """Return the slots for a pair of ranks: twice its peak of messages in flight, both directions.
 
-    The second half holds messages that have arrived and are not consumed yet.
+    At most as many as an arena can have. The second half holds messages that have arrived and are
+    not consumed yet.
 
     `extra_activations` are those of a dynamic order, None in the table's. Each edge gets slots for
     what a policy keeps beyond the table's peak. A greedy policy may keep all activations: a message
@@ -391,4 +395,4 @@ def arena_slots(
     by_pair: dict[frozenset[int], int] = defaultdict(int)
     for (source, target, _), slots in validate(table).slots.items():
         by_pair[frozenset((source, target))] += slots + more
-    return max(2, 2 * max(by_pair.values(), default=1))
+    return min(max(2, 2 * max(by_pair.values(), default=1)), _MAX_SLOTS)

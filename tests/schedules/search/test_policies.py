@@ -22,6 +22,7 @@ from megatron_ext.schedules.search.policies import (
     Hint,
     Patience,
     PolicyName,
+    arena_slots,
 )
 from megatron_ext.schedules.table.memory import activation_peaks, measure, stash_ratio
 from megatron_ext.schedules.table.transforms import split_backwards, weights_at_once
@@ -322,3 +323,8 @@ def test_a_partner_is_awaited_for_no_longer_than_the_pair_gains() -> None:
     assert together.choose() == first
     assert together.with_partner(first) == (first, first + 1)
     assert together.live == alone.live - 1
+
+
+def test_an_arena_has_no_more_slots_than_the_core_makes() -> None:
+    assert arena_slots(generate("gpipe", 2, 64)) == 256
+    assert arena_slots(generate("gpipe", 2, 300)) == 1024
