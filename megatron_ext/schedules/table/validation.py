@@ -21,6 +21,8 @@ _BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
 # from it as much as one that comes too early.
 _BEFORE = {"F": 0, "R": 0, "B": 1, "I": 1, "W": 1 | 4}
 _COMPLETE = (1 | 2, 1 | 4 | 8)
+# I computes the gradients that are never postponed, W those that may be, B both.
+_ADDS: Mapping[Kind, str] = {"B": "IW", "I": "I", "W": "W"}
 _INSTEAD: Mapping[Kind, tuple[Kind, ...]] = {"B": ("I", "W"), "I": ("B",), "W": ("B",)}
 
 
@@ -195,17 +197,16 @@ def _check_pairs(schedule: Schedule, rank: int) -> None:
 
 
 def _is_ascending(schedule: Schedule) -> bool:
-    newest: dict[tuple[int, bool], int] = {}
+    newest: dict[tuple[int, str], int] = {}
     for row in schedule.rows:
         for stage, kind, microbatch, part in row:
-            if kind in ("F", "R"):
-                continue
             # The place of a backward in the sum without a pipeline: slices of a micro-batch in
             # reverse.
             number = (microbatch + 1) * schedule.num_slices - part
-            if newest.get((stage, kind == "W"), 0) > number:
-                return False
-            newest[stage, kind == "W"] = number
+            for gradients in _ADDS.get(kind, ""):
+                if newest.get((stage, gradients), 0) > number:
+                    return False
+                newest[stage, gradients] = number
     return True
 
 
@@ -229,13 +230,11 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
             "slices run backward in reverse, so the first weight gradients are not those of the "
             f"first forward; {consequence} use --no-gradient-accumulation-fusion"
         )
-    # I computes the gradients that are never postponed, W those that may be, B both.
-    adds = {"B": "IW", "I": "I", "W": "W"}
     first: dict[tuple[int, str], int] = {}
     for index, (stage, kind, microbatch, _) in enumerate(schedule.rows[rank]):
         # A stage begins with its forward.
         opened = first.setdefault((stage, "F"), microbatch)
-        for part in adds.get(kind, ""):
+        for part in _ADDS.get(kind, ""):
             if first.setdefault((stage, part), microbatch) != opened:
                 raise ScheduleError(
                     f"the first weight gradients of stage {stage} are those of micro-batch "

@@ -155,7 +155,8 @@ def test_the_slots_of_the_report_are_enough(schedule: Schedule) -> None:
     assert bool(slots) == bool(crossing)
 
 
-def test_the_order_of_microbatches_is_reported() -> None:
-    schedule = replace(generate("gpipe", 1, 2), rows=_rows("0F0 0F1 0B1 0B0"))
+@pytest.mark.parametrize("row", ["0F0 0F1 0B1 0B0", "0F0 0F1 0I0 0B1 0W0"])
+def test_the_order_of_microbatches_is_reported(row: str) -> None:
+    schedule = replace(generate("gpipe", 1, 2), rows=_rows(row))
     assert not validate(schedule).ascending
     assert validate(generate("gpipe", 1, 2)).ascending
