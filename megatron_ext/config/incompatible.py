@@ -297,6 +297,8 @@ _TEXTS = {
             its kernel takes as many queries as keys; add --no-masked-softmax-fusion
         fp8 | fp4
             scales follow from whole micro-batches; use --bf16 instead
+        tp_comm_overlap
+            its buffers have the size of whole micro-batches; leave one of them out
         fused rotary positions with --multi-latent-attention: multi_latent_attention &
         apply_rope_fusion
             its tables of rotary positions begin with the slice; add --no-rope-fusion

@@ -114,6 +114,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--reset-attention-mask --tensor-model-parallel-size 2",
             "--bf16",
             "--fp8-format hybrid --no-masked-softmax-fusion",
+            "--tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2",
             "--multi-latent-attention",
             OFFLOAD,
             "--logits-save-dir teacher --logits-save-top-k 4",
