@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.simulate import Clock, Timeline
 from megatron_ext.schedules.table.communication import tensor_of
-from megatron_ext.schedules.table.costs import AHEAD, UNIT, Costs
+from megatron_ext.schedules.table.costs import UNIT, Costs
 
 if TYPE_CHECKING:
     from megatron_ext.message import Message
@@ -54,7 +54,6 @@ def simulate_dynamic(
     # not. The rule for it is that of `runtime/ordering.py`: an action is chosen while the last one
     # runs if the policy looks ahead, otherwise when it has ended. The next rank hears of a launch
     # at once, as between devices of one host (`transport/direct.py`).
-    ahead = AHEAD if costs.launch else 1
     for policy in chosen:
         policy.progress.hears_launches = bool(costs.launch)
     # By rank: when its host may choose again.
@@ -96,7 +95,8 @@ def simulate_dynamic(
                 # On its rank it is there for everything launched later.
                 known = launched if costs.launch and target == rank else arrival
                 heapq.heappush(events, _RankEvent(known, False, target, message))
-        free[rank] = max(launched, ends[rank][-ahead] if len(ends[rank]) >= ahead else 0.0)
+        # Behind the host one more may be launched once what ran before it has ended.
+        free[rank] = max(launched, idle if costs.launch else end)
         heapq.heappush(events, _RankEvent(free[rank], True, rank))
 
     while events:

@@ -130,6 +130,8 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     rows, ends, launch = schedule.rows, clock.ends, costs.launch
     run, is_free = clock.run, clock.is_free
     launched = [0.0] * len(rows)
+    # By rank, where launches take time: the ends of its actions and pairs.
+    ran = [[0.0] * AHEAD for _ in rows]
 
     def visit(rank: int, index: int, arrived: Any) -> float | list[float]:
         action, ended = rows[rank][index], ends[rank]
@@ -141,11 +143,12 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
             arrived = max(filter(None, arrived), default=None)
         if arrived is not None and arrived > begin:
             begin = arrived
-        if launch:  # at most AHEAD - 1 actions still run when the host launches one
-            free = ended[-AHEAD] if index >= AHEAD else 0.0
-            launched[rank] = max(launched[rank], free) + launch
+        if launch:  # at most AHEAD - 1 of them still run when the host launches one
+            launched[rank] = max(launched[rank], ran[rank][-AHEAD]) + launch
             begin = max(begin, launched[rank])
         end = run(rank, begin, action, partner)
+        if launch:
+            ran[rank].append(end)
         if partner is not None:
             made = clock.arrivals(action, end), clock.arrivals(partner, end)
             return [each[0] if each else end for each in made]

@@ -37,6 +37,15 @@ def test_short_launches_are_hidden_but_the_first() -> None:
     assert simulate_dynamic(table, policies("hint", table), Costs(launch=0.25)).makespan == 12.25
 
 
+def test_those_of_pairs_are_hidden_too() -> None:
+    """A pair is one launch, behind which the host may be ahead by another."""
+    table = generate("1f1b", 2, 4, pairs=True)
+    policy = policies("hint", table)
+    assert simulate(table).makespan == 15
+    assert simulate(table, Costs(launch=0.25)).makespan == 15.25
+    assert simulate_dynamic(table, policy, Costs(launch=0.25)).makespan == 15.5
+
+
 def test_a_slow_host_sets_the_pace() -> None:
     """Eight launches of 3, and then the last backward of 2."""
     assert simulate(generate("1f1b", 1, 4), Costs(launch=3)).makespan == 8 * 3 + 2
