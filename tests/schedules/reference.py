@@ -142,10 +142,10 @@ def text(step: Action | Transfer) -> str:
     """The form of torch.distributed.pipelining, where a SEND names the sending stage."""
     if isinstance(step, Action):
         return str(step)
-    kind, stage, microbatch, _ = step.message[:4]
+    kind, stage, microbatch, part = step.message[:4]
     if step.verb == "SEND":
         stage += -1 if kind == "F" else 1
-    return f"{stage}{step.verb}_{kind}{microbatch}"
+    return f"{stage}{step.verb}_{kind}{microbatch}{f'.{part}' if part else ''}"
 
 
 def span(timeline: Timeline) -> float:

@@ -26,6 +26,7 @@ from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.validation import check_first_gradients
 from tests.pipelines import make_pipeline
+from tests.schedules.reference import text
 from tests.schedules.strategies import schedules
 
 
@@ -134,7 +135,7 @@ def test_any_table_is_one_of_slices(schedule: Schedule, seed: int) -> None:
 
 def test_a_slice_has_its_own_messages() -> None:
     table = generate("zb-h1", 2, 2, slices=3)
-    program = [str(t) for e in exchanges(table, 0) for t in (*e.inputs, *e.outputs)]
+    program = [text(t) for e in exchanges(table, 0) for t in (*e.inputs, *e.outputs)]
     assert program[:4] == ["0SEND_F0", "0SEND_F0.1", "0SEND_F0.2", "0SEND_F1"]
     assert program[4] == "0RECV_B0.2"
     [gradient] = exchanges(table, 0)[4].inputs
