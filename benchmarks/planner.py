@@ -92,6 +92,8 @@ def question_of(row: dict[str, Any], flags: str, techniques: str | None) -> Ques
     plain = Techniques(precision=row["precision"])
     if techniques is not None:
         plain = techniques_of_flags(techniques.split(), row["precision"])
+    if plain.graphs == "auto":  # as these recipes have it
+        plain = replace(plain, graphs="layers")
     fixed["pairs"] = plain.overlaps_experts
     return Question(
         model=model,

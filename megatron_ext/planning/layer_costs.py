@@ -36,9 +36,9 @@ ASSUMPTIONS = {
     "products": "in waves of tiles of 256 x 128, one on each processor, the last wave as long as a "
     "full one; at least as long as their operands take through memory",
     "host": "starts about 30 to 40 kernels for the forward of a dense layer in bf16 and 105 to 170 "
-    "of a mixture, twice as many for the backward; graphs leave out the experts unless flags say "
-    "otherwise; where the host waits for the tokens of each expert, part of what runs at the same "
-    "time shows",
+    "of a mixture, twice as many for the backward; without a pipeline they are in graphs, but for "
+    "the experts, unless flags say otherwise; where the host waits for the tokens of each expert, "
+    "part of what runs at the same time shows",
     "tensor parallelism": "two gathers and two scatters of [s, b, h] for each layer and pass, "
     "gathers in the precision of the product that follows; mostly behind products, but with NVFP4 "
     "or --disable-tp-comm-overlap-ag not",
@@ -175,6 +175,11 @@ def recompute_modes(model: ModelSizes) -> list[frozenset[str]]:
     return [*modes, *(modes[-1] | {module} for module in more), FULL]
 
 
+def mode_name(mode: frozenset[str]) -> str:
+    """Return a set of modules to recompute in words."""
+    return "+".join(sorted(mode)) or "none"
+
+
 def recompute_flags(mode: frozenset[str]) -> str:
     """Return Megatron's flags of a set of modules."""
     if not mode:
@@ -292,6 +297,7 @@ class _Ledger:
             "router": module not in ("router", "shared_experts"),
             "mamba": module != "mamba",
             "layers": module in ("moe", "moe_act"),
+            "auto": module in ("moe", "moe_act"),
         }
         if outside.get(graphs, False):
             self.launches += kernels
@@ -422,6 +428,15 @@ def part_of(
     return books.part(mode, kept_whole=2 * wide, transient=act + 6 * wide)
 
 
+def parameters(model: ModelSizes, device: DeviceKind) -> tuple[float, float]:
+    """Return the weights of a model without multi-token prediction: all, and those of a token."""
+    ends: list[Kind | LayerKind] = ["embedding", "loss"]
+    whole = total([part_of(model, kind, Sharding(sequence=1), device)
+                   for kind in [*ends, *model.kinds]])  # fmt: skip
+    used = whole.expert_params * model.top_k / max(model.num_experts, 1)
+    return whole.params + whole.expert_params, whole.params + used
+
+
 def _kept_by_norm(model: ModelSizes, elements: float, width: float) -> float:
     """Return the bytes that torch's norm keeps of its input: RMSNorm computes in fp32, twice."""
     return (8 if model.norm_weights == 1 else 2) * elements + 4 * elements / width
@@ -457,6 +472,8 @@ def _experts(books: _Ledger, model: ModelSizes, rows: float, exchange: float) ->
     books.experts(chosen / local, width, up, local)
     act = _activation(books, model, "moe_act", chosen * model.expert_ffn)
     if model.biases:
+        books.params += model.num_experts
+        books.expert_params += local * (up + width)
         each = device.biases_fused if by.techniques.fuses_experts else device.biases
         passes = each * chosen * up
         books.pass_over("moe", passes, passes, 4)

@@ -19,6 +19,7 @@ from megatron_ext.planning.layer_costs import (
     Sharding,
     beside,
     gather_s,
+    mode_name,
     recompute_flags,
     recompute_modes,
     total,
@@ -43,6 +44,8 @@ _STATE_BYTES = 12
 _WEIGHT_BYTES = 2
 _ENOUGH = 3
 """Micro-batches for each rank after which a table repeats itself: more are extrapolated."""
+MEGATRONS = ("1f1b", "interleaved")
+"""Schedules that Megatron has, too."""
 _MOST_PAIRED = 16
 """Ranks of a pipeline up to which pairs are tried unless requested: in tables from a search they
 are found in seconds then, for 64 ranks in minutes."""
@@ -137,6 +140,12 @@ class Layout:
         return _has_pairs(self.job, self.sizes)
 
     @property
+    def techniques(self) -> str:
+        """Megatron's flags of what the forecast takes for granted."""
+        sizes = self.sizes
+        return self.job.techniques.flags(set(self.job.model.kinds), sizes.tp, sizes.ep)
+
+    @property
     def layout(self) -> str | None:
         """The cut in Megatron's notation; None without a pipeline."""
         return layout_of(self.counts, self.job.model.mtp_layers) if self.sizes.pp > 1 else None
@@ -169,8 +178,9 @@ class Layout:
         words.append(f"--pipeline-model-parallel-size {sizes.pp}")
         if sizes.pp > 1:
             chosen = get(self.schedule).flags or f"--pipeline-schedule {self.schedule}"
-            # A layout says how many stages there are.
-            words.append(chosen.partition(" --num-virtual")[0])
+            # A layout says how many stages there are. Graphs are for Megatron's own schedules.
+            if job.techniques.graphs == "none":
+                words.append(chosen.partition(" --num-virtual")[0])
             words.append(f"--pipeline-model-parallel-layout '{self.layout}'")
         words += [f"--context-parallel-size {sizes.cp}"] if sizes.cp > 1 else []
         if job.model.num_experts:
@@ -229,15 +239,15 @@ def search(
     )
     # Tight ones last: nearly all of them are ruled out, which takes long.
     todo = sorted(
-        (_is_tight(job, each), bound, n, each)
+        (_is_tight(with_graphs(job, each), each), bound, n, each)
         for n, (bound, each) in enumerate(zip(bounds, space, strict=True))
         if bound < math.inf
     )
     if not space:
         raise ArgumentsError(
             f"{job.num_devices} devices and --global-batch-size {job.global_batch} allow no sizes"
-            f"{' with ' + str(dict(job.fixed)) if job.fixed else ''}; use a batch that the "
-            "replicas divide, or fix less"
+            f"{' with --fix ' + fixed_text(job.fixed) if job.fixed else ''}; use sizes whose "
+            "product divides the devices, and a batch that the replicas divide"
         )
     found = Found(num_sizes=len(space))
     possible: list[float] = []
@@ -270,6 +280,19 @@ def search(
         possible += [bound for _, bound, *_ in todo[position:]]
     found.bound_s = min(possible, default=math.inf)
     return found
+
+
+def fixed_text(fixed: Mapping[str, Any]) -> str:
+    """Return fixed values as `--fix` takes them."""
+
+    def shown(value: Any) -> str:
+        if isinstance(value, frozenset):
+            return mode_name(value)
+        if isinstance(value, list):  # a cut
+            return "|".join("t" * count for count in value)
+        return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+    return ",".join(f"{key}={shown(value)}" for key, value in fixed.items())
 
 
 def fits(job: Question) -> bool:
@@ -345,6 +368,7 @@ def _has_pairs(job: Question, sizes: ParallelSizes) -> bool:
 
 def _variants(job: Question, sizes: ParallelSizes) -> list[Question]:
     """Return the question without pairs and with them, as far as possible and wanted."""
+    job = with_graphs(job, sizes)
     model, mode, wanted = job.model, sizes.mode, job.fixed.get("pairs")
     if wanted is None and job.techniques.overlaps_experts:
         wanted = True
@@ -367,11 +391,24 @@ def _variants(job: Question, sizes: ParallelSizes) -> list[Question]:
     return found
 
 
+def with_graphs(job: Question, sizes: ParallelSizes) -> Question:
+    """Return the question with CUDA graphs decided, if that is left to the planner."""
+    techniques = job.techniques
+    if techniques.graphs != "auto":
+        return job
+    # Our schedules exclude graphs; Megatron refuses them where what they hold is recomputed.
+    fit = sizes.pp == 1 and not {"full", "moe"} & sizes.mode
+    return replace(job, techniques=replace(techniques, graphs="layers" if fit else "none"))
+
+
 def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[Question, str, int]]:
     """Yield schedules and their stages on each rank, with and without pairs."""
     for own in _variants(job, sizes):
         for name, chunks in _schedules(job, sizes):
-            yield own, name, chunks
+            # Graphs are for Megatron's own schedules, of which interleaving alone has pairs.
+            takes = MEGATRONS[1:] if _has_pairs(own, sizes) else MEGATRONS
+            if sizes.pp == 1 or own.techniques.graphs == "none" or name in takes:
+                yield own, name, chunks
 
 
 def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]:

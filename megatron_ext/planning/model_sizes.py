@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_ext.errors import ArgumentsError
+from megatron_ext.files import read_text
 
 LayerKind = Literal["dense", "moe", "mamba", "attention", "mlp", "experts"]
 _HYBRID: dict[str, LayerKind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
@@ -98,6 +99,8 @@ _UNKNOWN = {
     "linear_num_value_heads": "linear attention",
     "experimental_attention_variant": "sparse or linear attention",
     "linear_attention_freq": "linear attention",
+    "linear_attn_config": "linear attention",
+    "moe_num_experts": "experts of Ernie's kind",
     "enable_hyper_connections": "hyper-connections",
 }
 """What costs neither time nor memory as the formulas have it, by its key or flag."""
@@ -136,7 +139,8 @@ def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> M
         if size is not None:
             raise ArgumentsError(f"--size {size} is for a folder with model.env; leave it out")
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = json.loads(read_text(path, _MOST_BYTES))
+            config |= config.get("text_config") or {}  # the language model of a multimodal one
             if unknown := next((key for key in _UNKNOWN if config.get(key)), None):
                 raise ArgumentsError(
                     f"--model {source} has {unknown}: the planner does not know "
@@ -145,9 +149,10 @@ def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> M
                 )
             own = flags_of_config(config)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ArgumentsError(
-                f"--model {source} gives no sizes ({type(error).__name__}: {error}); use a folder "
-                "with model.env, such as examples/llama3, or a Hugging Face config.json"
+                f"--model {source} gives no sizes ({reason}); use a folder with model.env, such as "
+                "examples/llama3, a Hugging Face config.json, or Megatron's flags behind --"
             ) from error
         name = str(config.get("_name_or_path") or path.parent.name or path.stem)
     return sizes_of_flags([*own, *flags], name)
@@ -187,7 +192,7 @@ _SWITCHES = (
 )
 
 
-_MOST_LAYERS, _MOST = 1024, 10**8
+_MOST_LAYERS, _MOST, _MOST_BYTES = 1024, 10**8, 1 << 20
 
 
 def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
@@ -205,7 +210,7 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
     parser.add_argument("--moe-layer-freq", default="1")
     parser.add_argument("--hybrid-layer-pattern", "--hybrid-override-pattern")
     parser.add_argument("--window-size")
-    parser.add_argument("--window-attn-skip-freq", type=int)
+    parser.add_argument("--window-attn-skip-freq")
     parser.add_argument("--normalization", default="LayerNorm")
     parser.add_argument("--position-embedding-type", default="learned_absolute")
     try:
@@ -226,6 +231,16 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
         if value is not None and not 0 <= value <= most:
             raise ArgumentsError(f"--{flag} {value} cannot be planned; use 0 to {most}")
     hidden, heads = given.hidden_size, given.num_attention_heads
+    experts = given.num_experts or 0
+    groups = given.num_query_groups if given.group_query_attention else heads
+    for flag, value, most, divides in (
+        ("--num-query-groups", groups or 1, heads, True),
+        ("--num-attention-heads", heads, hidden, not given.kv_channels),
+        ("--moe-router-topk", given.moe_router_topk or 1, experts or _MOST, False),
+    ):
+        if value > most or (divides and most % value):
+            rule = f"{value} does not divide {most}" if divides else f"{value} is more than {most}"
+            raise ArgumentsError(f"{flag} {rule}, which Megatron refuses; give the model's own")
     if given.padded_vocab_size is None:
         unit = given.make_vocab_size_divisible_by or 128
         given.padded_vocab_size = -(-given.vocab_size // unit) * unit
@@ -235,22 +250,12 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
     channels = given.kv_channels or hidden // heads
     rotary = (given.qk_pos_emb_head_dim or 64) if given.multi_latent_attention else 0
     latent = given.multi_latent_attention
-    experts = given.num_experts or 0
-    groups = given.num_query_groups if given.group_query_attention else heads
     positions = given.max_position_embeddings or given.seq_length or 0
     window = int((given.window_size or "0").strip("( )").partition(",")[0])
-    skipped = given.window_attn_skip_freq or 0
-    kinds: tuple[LayerKind, ...] = tuple(
-        "moe" if is_moe else "dense"
-        for is_moe in _moe_layers(given.moe_layer_freq, layers, experts)
-    )
-    if pattern:
-        if unknown := set(pattern) - set(_HYBRID):
-            raise ArgumentsError(
-                f"--hybrid-layer-pattern has {min(unknown)!r}; the planner knows "
-                f"{' '.join(_HYBRID)}"
-            )
-        kinds = tuple(_HYBRID[letter] for letter in pattern)
+    slides: Sequence[int] = [1] * layers
+    if given.window_attn_skip_freq is not None:
+        skip = _by_layer("--window-attn-skip-freq", given.window_attn_skip_freq, layers)
+        slides = [n % skip for n in range(1, layers + 1)] if isinstance(skip, int) else skip
     scan_heads = given.mamba_num_heads or 2 * hidden // (given.mamba_head_dim or 64)
     return ModelSizes(
         name=name,
@@ -271,8 +276,8 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
         norm_weights=1 if given.normalization == "RMSNorm" else 2,
         qk_norm=given.qk_layernorm,
         window=window,
-        window_share=(1 - 1 / skipped if skipped else 1.0) if window else 0.0,
-        kinds=kinds,
+        window_share=sum(map(bool, slides)) / layers if window else 0.0,
+        kinds=_kinds(given, pattern, layers),
         num_experts=experts,
         top_k=given.moe_router_topk or 2,
         expert_ffn=given.moe_ffn_hidden_size or ffn,
@@ -292,6 +297,23 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
     )
 
 
+def _kinds(given: argparse.Namespace, pattern: str, num_layers: int) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer, of the pattern of a hybrid model or of the other flags."""
+    if pattern:
+        if unknown := set(pattern) - set(_HYBRID):
+            raise ArgumentsError(
+                f"--hybrid-layer-pattern has {min(unknown)!r}; the planner knows "
+                f"{' '.join(_HYBRID)}"
+            )
+        return tuple(_HYBRID[letter] for letter in pattern)
+    every: int | list[int] = [0] * num_layers
+    if given.num_experts:
+        every = _by_layer("--moe-layer-freq", given.moe_layer_freq, num_layers)
+    if isinstance(every, int):
+        every = [int(n % every == 0) for n in range(num_layers)]
+    return tuple("moe" if mixes else "dense" for mixes in every)
+
+
 def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
     """Return the sizes of Megatron's parsed arguments.
 
@@ -301,7 +323,7 @@ def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
     flags = []
     values = (
         "moe-layer-freq normalization position-embedding-type "
-        "hybrid-layer-pattern window-attn-skip-freq"
+        "hybrid-layer-pattern window-size window-attn-skip-freq"
     )
     for flag in [*_INTEGERS.split(), *values.split()]:
         value = getattr(args, flag.replace("-", "_"), None)
@@ -324,10 +346,8 @@ def _joined(flags: Sequence[str]) -> list[str]:
     return words
 
 
-def _moe_layers(frequency: str, num_layers: int, experts: int) -> tuple[bool, ...]:
-    """Return which layers have experts, of a number or an expression as `([0]*3+[1]*58)`."""
-    if not experts:
-        return (False,) * num_layers
+def _by_layer(flag: str, text: str, num_layers: int) -> int | list[int]:
+    """Return a number, or the marks of all layers, of an expression as `([0]*3+[1]*58)`."""
 
     def value(node: ast.expr) -> Any:
         # Megatron evaluates the text as Python; here it may come out of anybody's file.
@@ -338,19 +358,22 @@ def _moe_layers(frequency: str, num_layers: int, experts: int) -> tuple[bool, ..
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
             left, right = value(node.left), value(node.right)
             return left + right if isinstance(node.op, ast.Add) else left * right
-        raise ValueError(frequency)
+        raise ValueError(text)
 
     try:
-        found = value(ast.parse(frequency.strip("'\""), mode="eval").body)
-        pattern = [n % found == 0 for n in range(num_layers)] if isinstance(found, int) else found
-        if len(pattern) != num_layers:
-            raise ValueError(frequency)
-    except (ValueError, SyntaxError, TypeError, ZeroDivisionError) as error:
+        found: int | list[int] = value(ast.parse(text.strip("'\""), mode="eval").body)
+        if found < 1 if isinstance(found, int) else len(found) != num_layers:
+            raise ValueError(text)
+    except (ValueError, SyntaxError, TypeError) as error:
         raise ArgumentsError(
-            f"--moe-layer-freq {frequency} does not describe {num_layers} layers; use a number or "
+            f"{flag} {text} does not describe {num_layers} layers; use a number or "
             f"a list, such as ([0]*1+[1]*{num_layers - 1})"
         ) from error
-    return tuple(map(bool, pattern))
+    return found
+
+
+# Windows of models whose configuration has no `layer_types`: one layer of so many attends to all.
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
 
 
 def flags_of_config(config: Mapping[str, Any]) -> list[str]:
@@ -359,16 +382,17 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
     Raises:
         KeyError: The configuration is not of a decoder that these flags describe.
     """
-    config = config.get("text_config", config)  # of the language model of a multimodal one
+    kind = str(config.get("model_type", ""))
     letters = {kind: letter for letter, kind in _HYBRID.items()} | {"moe": "E"}
     blocks = config.get("layers_block_type") or ()
-    pattern = config.get("hybrid_override_pattern") or "".join(letters[kind] for kind in blocks)
+    pattern = config.get("hybrid_override_pattern") or "".join(letters[block] for block in blocks)
     layers = len(pattern) or config["num_hidden_layers"]
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    heads = config["num_attention_heads"]
     flags = {
         "num-layers": layers,
-        "hidden-size": hidden,
-        "ffn-hidden-size": config["intermediate_size"],
+        "hidden-size": config["hidden_size"],
+        # Llama 4 has a size for layers without experts.
+        "ffn-hidden-size": config.get("intermediate_size_mlp") or config["intermediate_size"],
         "num-attention-heads": heads,
         "padded-vocab-size": config["vocab_size"],
         "max-position-embeddings": config.get("max_position_embeddings", 4096),
@@ -376,7 +400,11 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
         "position-embedding-type": "rope",
         "mtp-num-layers": config.get("num_nextn_predict_layers"),
     }
-    switches = ["disable-bias-linear"] + ([] if pattern else ["swiglu"])
+    switches = []
+    # Files do not say which networks have a gate: those with SiLU, and of those with GELU Gemma's.
+    act = config.get("hidden_act") or config.get("hidden_activation") or "silu"
+    if not pattern and (act == "silu" or kind.startswith("gemma")):
+        switches.append("swiglu")
     if pattern:
         flags |= {
             "hybrid-layer-pattern": pattern,
@@ -386,10 +414,13 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
             "mamba-num-groups": config["n_groups"],
             "moe-latent-size": config.get("moe_latent_size"),
         }
-    # Qwen2's file does not say that queries, keys and values have biases; its code does.
-    if config.get("attention_bias") or config.get("model_type") == "qwen2":
+    # Neither do those of GPT-OSS and Qwen2 say which biases their code has.
+    if kind != "gpt_oss" and not config.get("use_bias"):
+        switches.append("disable-bias-linear")
+    if config.get("attention_bias") or kind.startswith("qwen2"):
         switches.append("add-qkv-bias")
-    if not config.get("tie_word_embeddings", False):
+    # A file leaves out what its class has by default.
+    if not config.get("tie_word_embeddings", kind.startswith(("gemma", "cohere"))):
         switches.append("untie-embeddings-and-output-weights")
     if config.get("kv_lora_rank"):
         switches += ["multi-latent-attention", "qk-layernorm"]
@@ -401,13 +432,17 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
             "v-head-dim": config["v_head_dim"],
         }
     else:
-        flags["kv-channels"] = config.get("head_dim") or hidden // heads
+        flags["kv-channels"] = config.get("head_dim")
         if config.get("num_key_value_heads", heads) != heads:
             switches.append("group-query-attention")
             flags["num-query-groups"] = config["num_key_value_heads"]
-        # So it is with the norms of Qwen3.
-        if config.get("model_type", "").startswith("qwen3"):
+        if config.get("use_qk_norm") or kind.startswith(("qwen3", "gemma3")):
             switches.append("qk-layernorm")
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        flags["window-size"] = f"{config['sliding_window']},0"
+        flags["window-attn-skip-freq"] = config.get("sliding_window_pattern", _FULL_EVERY.get(kind))
+        if types := config.get("layer_types"):
+            flags["window-attn-skip-freq"] = str([int(one == "sliding_attention") for one in types])
     names = ("n_routed_experts", "num_local_experts", "num_experts")
     experts = next((config[name] for name in names if config.get(name)), None)
     if experts:
@@ -415,15 +450,17 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
         shared = config.get("shared_expert_intermediate_size") or config.get(
             "moe_shared_expert_intermediate_size"
         )
-        first = config.get("first_k_dense_replace", 0)
+        several = config.get("n_shared_experts") or int(kind.startswith("llama4"))
+        every = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1
+        dense = {*range(config.get("first_k_dense_replace") or 0)}
+        dense.update(config.get("mlp_only_layers") or ())
+        marks = [int((n + 1) % every == 0 and n not in dense) for n in range(layers)]
         flags |= {
             "num-experts": experts,
             "moe-router-topk": config["num_experts_per_tok"],
             "moe-ffn-hidden-size": width,
-            "moe-shared-expert-intermediate-size": shared
-            or (config.get("n_shared_experts") or 0) * width
-            or None,
-            "moe-layer-freq": f"([0]*{first}+[1]*{layers - first})",
+            "moe-shared-expert-intermediate-size": shared or several * width or None,
+            "moe-layer-freq": str(marks),
         }
     words = [word for key, value in flags.items() if value for word in (f"--{key}", str(value))]
     return words + [f"--{switch}" for switch in switches]

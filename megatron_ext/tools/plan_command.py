@@ -18,13 +18,15 @@ from megatron_ext.config.incompatible import RULES
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.files import cannot_write, write_text
 from megatron_ext.planning.hardware import DEVICES, DeviceKind, parse_devices
-from megatron_ext.planning.layer_costs import ASSUMPTIONS, recompute_modes
+from megatron_ext.planning.layer_costs import ASSUMPTIONS, mode_name, parameters, recompute_modes
 from megatron_ext.planning.layout_search import (
     FIXABLE,
+    MEGATRONS,
     Found,
     Layout,
     Question,
     fits,
+    fixed_text,
     search,
     timeline_of,
 )
@@ -39,11 +41,19 @@ _FLAGS = (
     *("model", "size", "devices", "global_batch_size", "seq_length", "fix", "memory_gib"),
     *("precision", "picture"),
 )
-_SWITCHES = ("fp8", "cross_entropy_loss_fusion", "no_overlap", "explain")
+_SWITCHES = ("cross_entropy_loss_fusion", "no_overlap", "explain")
 _ALWAYS = (
     *("run", "run_planned", "run_compared", "run_simulated", "parser", "command"),
     "model_flags",  # without a model they are unknown arguments
 )
+_CHOSEN = {
+    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
+    *("--expert-model-parallel-size", "--micro-batch-size", "--pipeline-model-parallel-layout"),
+    *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
+    *("--pipeline-schedule", "--enable-bitpipe-schedule", "--pipeline-layout"),
+    *("--recompute-granularity", "--recompute-modules"),
+}
+"""Flags of the layout, which are no sizes of the model."""
 _MOST_DOUBLINGS = 6
 _MOST = 10**9
 """Sequences or tokens that can be planned."""
@@ -86,7 +96,6 @@ def add_to_plan(subparsers: Any) -> None:
         choices=PRECISIONS,
         help="precision of the layers' products (default: bf16); fp8 scales by tensor",
     )
-    group.add_argument("--fp8", action="store_true", help="the same as --precision fp8")
     group.add_argument(
         "--cross-entropy-loss-fusion", action="store_true", help="compute the loss in one kernel"
     )
@@ -229,6 +238,21 @@ def _job(args: argparse.Namespace) -> Question:
             f"--seq-length is {'missing' if sequence is None else sequence}; give the tokens, say "
             "4096"
         )
+    techniques = techniques_of_flags(model.flags, args.precision)
+    fixed = _fixed(model, args.fix or "")
+    schedule = fixed.get("schedule", MEGATRONS[0])
+    if techniques.graphs not in ("auto", "none") and schedule not in MEGATRONS:
+        raise ArgumentsError(
+            f"--fix schedule={schedule} excludes CUDA graphs, which are recorded in the order of "
+            "Megatron's own schedules; leave --cuda-graph-impl and --cuda-graph-scope out"
+        )
+    names = [flag.partition("=")[0] for flag in args.model_flags]
+    if chosen := [name for name in names if name in _CHOSEN]:
+        print(
+            f"plan chooses {', '.join(chosen)} itself; --fix keeps values, and "
+            f"`megatron-ext doctor --devices {args.devices} -- FLAGS` judges those that you have",
+            file=sys.stderr,
+        )
     return Question(
         model=model,
         device=device,
@@ -236,12 +260,10 @@ def _job(args: argparse.Namespace) -> Question:
         global_batch=args.global_batch_size,
         sequence=sequence,
         pair_rules=RULES["pairs"],
-        techniques=techniques_of_flags(
-            model.flags, args.precision or ("fp8" if args.fp8 else "bf16")
-        ),
-        fused_loss=args.cross_entropy_loss_fusion,
+        techniques=techniques,
+        fused_loss=args.cross_entropy_loss_fusion or "--cross-entropy-loss-fusion" in names,
         overlaps=not args.no_overlap,
-        fixed=_fixed(model, args.fix or ""),
+        fixed=fixed,
     )
 
 
@@ -305,14 +327,14 @@ def _what_would_fit(job: Question) -> str:
     something fits, then halved in steps of a node.
     """
     if not fits(replace(job, device=_without_limit(job.device))):
-        values = ", ".join(f"{key}={value}" for key, value in job.fixed.items())
-        return f"--fix allows no layout, whatever fits into memory ({values}); fix less"
+        given = fixed_text(job.fixed)
+        return f"--fix {given} allows no layout, whatever fits into memory; fix less"
     own = f"{job.model.name} does not fit on {job.num_devices} x {job.device.name}"
     if "recompute" in job.fixed:
         for mode in recompute_modes(job.model):
             if fits(replace(job, fixed={**job.fixed, "recompute": mode})):
-                given = _mode_name(job.fixed["recompute"])
-                return f"{own} with recompute={given}; use --fix recompute={_mode_name(mode)}"
+                given = mode_name(job.fixed["recompute"])
+                return f"{own} with recompute={given}; use --fix recompute={mode_name(mode)}"
     unit = min(job.device.node_size, job.num_devices)
     below = job.num_devices // unit
     for _ in range(_MOST_DOUBLINGS):
@@ -333,15 +355,15 @@ def _what_would_fit(job: Question) -> str:
     )
 
 
-def _mode_name(mode: frozenset[str]) -> str:
-    return "+".join(sorted(mode)) or "none"
-
-
 def _print(found: Found, took_s: float, *, explain: bool) -> None:
     job = found.plans[0].job
+    weights, active = parameters(job.model, job.device)
+    shown = f"{weights / 1e9:.4g} billion parameters"
+    if active < weights:
+        shown += f", {active / 1e9:.3g} active"
     print(
-        f"{job.model.name} on {job.num_devices} x {job.device.name}: {job.global_batch} sequences "
-        f"of {job.sequence} tokens, {job.techniques.precision}\n"
+        f"{job.model.name} ({shown}) on {job.num_devices} x {job.device.name}: {job.global_batch} "
+        f"sequences of {job.sequence} tokens, {job.techniques.precision}\n"
     )
     heads = "  step s|MFU %|TFLOP/s|GiB|worst share|tp|pp|cp|ep|batch|number|schedule|recompute"
     rows = [heads.split("|")]
@@ -360,7 +382,7 @@ def _print(found: Found, took_s: float, *, explain: bool) -> None:
                 *map(str, figures),
                 str(sizes.num_microbatches),
                 name,
-                _mode_name(sizes.mode),
+                mode_name(sizes.mode),
             ]
         )
     print(aligned(rows))
@@ -368,7 +390,8 @@ def _print(found: Found, took_s: float, *, explain: bool) -> None:
     print(
         f"\n{state}bound: no choice of sizes, schedule and cut is below {found.bound_s:.3f} s; "
         f"the first is within {100 * found.gap:.1f} %\n{found.num_evaluated} layouts of "
-        f"{found.num_sizes} sizes in {took_s:.1f} s; batch and number are of micro-batches"
+        f"{found.num_sizes} sizes in {took_s:.1f} s; worst share: of the work, on the busiest "
+        "rank; batch and number: of micro-batches"
     )
     first = found.plans[0]
     pipeline = "" if len(first.memory_gib) == first.sizes.pp else ", one of two mirrored pipelines"
@@ -378,11 +401,17 @@ def _print(found: Found, took_s: float, *, explain: bool) -> None:
         print(f"  {rank:>3}  {size:6.1f}  {bar}")
     print(f"\nflags of the first {len(found.plans)}:" if len(found.plans) > 1 else "\nflags:")
     for number, plan in enumerate(found.plans, start=1):
-        print(f"  {number}  {plan.flags}")
-    if techniques := first.job.techniques.flags:
-        print(f"\nforecast with, where the model has it: {techniques}")
+        print(f"  {number}  {_flags(plan)}")
+    if first.techniques:
+        print(f"\nthe forecast of the first is with {first.techniques}")
     if explain:
         _explain(found)
+
+
+def _flags(plan: Layout) -> str:
+    job = plan.job
+    loss = " --cross-entropy-loss-fusion" if job.fused_loss else ""
+    return f"{plan.flags} {job.techniques.precision_flags}{loss}"
 
 
 def _explain(found: Found) -> None:
@@ -419,16 +448,16 @@ def as_dict(plan: Layout) -> dict[str, Any]:
     """Return the figures of a plan under the keys of `plan --json`."""
     own = "step_s bound_s mfu memory_gib static_gib kept_gib schedule pairs hidden layout shares"
     return {
-        **{name: getattr(plan, name) for name in [*own.split(), "limit", "flags"]},
+        **{name: getattr(plan, name) for name in [*own.split(), "limit", "techniques"]},
+        "flags": _flags(plan),
         **{name: getattr(plan.sizes, name) for name in ["tp", "pp", "cp", "ep", "micro_batch"]},
         "num_microbatches": plan.sizes.num_microbatches,
         "vp": plan.chunks,
-        "recompute": _mode_name(plan.sizes.mode),
+        "recompute": mode_name(plan.sizes.mode),
         "tokens_per_s_per_gpu": plan.tokens_per_s,
         "tflops_per_gpu": plan.tflops,
         # What `_without_limit` gives a device, for a forecast of what does not fit.
         "fits": plan.job.device.memory_gib < 1e9,
-        "techniques": plan.job.techniques.flags,
     }
 
 

@@ -39,6 +39,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 48",
         {"add_bias_linear": False, "num_moe_experts": 4, "moe_ffn_hidden_size": 48},
     ),
+    "experts with biases": (
+        "--num-experts 4 --moe-ffn-hidden-size 48",
+        {"num_moe_experts": 4, "moe_ffn_hidden_size": 48},
+    ),
     "multi-token prediction": (
         "--disable-bias-linear --mtp-num-layers 1",
         {"add_bias_linear": False, "mtp_num_layers": 1},
@@ -75,7 +79,8 @@ def held(tensor: int, expert: int, cases: list[dict[str, Any]]) -> list[tuple[in
 
 @pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (2, 1), (1, 2)])
 def test_a_rank_holds_the_weights_and_gradients_of_the_formula(tensor: int, expert: int) -> None:
-    names = [name for name in CASES if (name == "experts") == (expert > 1) or tensor == expert]
+    mixtures = [name for name in CASES if name.startswith("experts")]
+    names = [name for name in CASES if (name in mixtures) == (expert > 1) or tensor == expert]
     if (
         tensor > 1
     ):  # only Transformer Engine keeps the down projections whole, as the formula has it

@@ -12,21 +12,20 @@ import pytest
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.planning.calibration import parts_of
 from megatron_ext.planning.hardware import DEVICES, DeviceKind, kind_of, parse_devices
-from megatron_ext.planning.layer_costs import Sharding, part_of, total
-from megatron_ext.planning.model_sizes import ModelSizes, read_model
+from megatron_ext.planning.layer_costs import Sharding, parameters, total
+from megatron_ext.planning.model_sizes import ModelSizes, read_model, sizes_of_flags
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def parameters(model: ModelSizes) -> float:
-    """All weights, without multi-token prediction."""
-    kinds: list[Any] = ["embedding", "loss", *model.kinds]
-    parts = [part_of(model, kind, Sharding(sequence=4096), DEVICES["h100"]) for kind in kinds]
-    return sum(part.params + part.expert_params for part in parts)
+def billions(model: ModelSizes) -> tuple[float, float]:
+    """All weights, and those of a token."""
+    whole, active = parameters(model, DEVICES["h100"])
+    return whole / 1e9, active / 1e9
 
 
 @pytest.mark.parametrize(
-    ("folder", "size", "billions"),
+    ("folder", "size", "published"),
     [  # as published: 671B, 235.7B, 8.03B, 70.55B, 46.7B
         ("deepseek-v3", None, 671.03),
         ("deepseek-v2", None, 235.74),
@@ -36,10 +35,10 @@ def parameters(model: ModelSizes) -> float:
     ],
 )
 def test_an_example_has_the_published_number_of_parameters(
-    folder: str, size: str | None, billions: float
+    folder: str, size: str | None, published: float
 ) -> None:
     model = read_model(EXAMPLES / folder, size, [])
-    assert parameters(model) / 1e9 == pytest.approx(billions, abs=0.011)
+    assert billions(model)[0] == pytest.approx(published, abs=0.011)
 
 
 def test_operations_are_counted_as_megatron_counts_them() -> None:
@@ -86,7 +85,141 @@ def test_a_hybrid_of_mamba_and_latent_experts_has_the_published_parameters(tmp_p
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = read_model(tmp_path, None, [])
     assert (model.num_layers, model.kinds.count("mamba"), model.gated) == (88, 40, False)
-    assert parameters(model) / 1e9 == pytest.approx(120.6, abs=0.1)
+    assert billions(model)[0] == pytest.approx(120.6, abs=0.1)
+
+
+LLAMA_4 = {
+    "model_type": "llama4", "text_config": {
+        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48,
+        "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_experts_per_tok": 1,
+        "vocab_size": 202048, "tie_word_embeddings": False, "hidden_act": "silu",
+    },
+}  # fmt: skip
+PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
+    "Llama 4 Maverick": (
+        {"num_local_experts": 128, "interleave_moe_layer_step": 2},
+        400.7, 17.2,
+    ),
+    "Llama 4 Scout": ({"num_local_experts": 16, "interleave_moe_layer_step": 1}, 107.8, 17.2),
+    "Kimi K2": (
+        {
+            **DEEPSEEK_V3, "model_type": "kimi_k2", "num_attention_heads": 64,
+            "num_key_value_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1,
+            "vocab_size": 163840, "num_nextn_predict_layers": 0,
+        },
+        1026.4, 32.9,
+    ),
+    "Qwen3 235B": (
+        {
+            "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94,
+            "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+            "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_experts": 128,
+            "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+            "vocab_size": 151936, "tie_word_embeddings": False, "hidden_act": "silu",
+            "sliding_window": None,
+        },
+        235.1, 22.2,
+    ),
+    "GPT-OSS 120B": (
+        {
+            "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 36,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+            "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4,
+            "vocab_size": 201088, "tie_word_embeddings": False, "attention_bias": True,
+            "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 18,
+        },
+        116.83, 5.71,
+    ),
+    "Gemma 2 9B": (
+        {
+            "model_type": "gemma2", "hidden_size": 3584, "num_hidden_layers": 42,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+            "intermediate_size": 14336, "vocab_size": 256000, "sliding_window": 4096,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+        9.24, 9.24,
+    ),
+    "Phi-2": (
+        {
+            "model_type": "phi", "hidden_size": 2560, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "intermediate_size": 10240, "vocab_size": 51200,
+            "hidden_act": "gelu_new", "tie_word_embeddings": False,
+        },
+        2.78, 2.78,
+    ),
+    "Nemotron 4 340B": (
+        {
+            "model_type": "nemotron", "hidden_size": 18432, "num_hidden_layers": 96,
+            "num_attention_heads": 96, "num_key_value_heads": 8, "intermediate_size": 73728,
+            "vocab_size": 256000, "hidden_act": "relu2", "tie_word_embeddings": False,
+        },
+        341.0, 341.0,
+    ),
+}  # fmt: skip
+
+
+def model_of(folder: Path, config: dict[str, Any]) -> ModelSizes:
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_model(folder, None, [])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_hugging_face_config_has_the_published_number_of_parameters(
+    tmp_path: Path, name: str
+) -> None:
+    config, whole, active = PUBLISHED[name]
+    if name.startswith("Llama 4"):
+        config = {**LLAMA_4, "text_config": {**LLAMA_4["text_config"], **config}}
+    assert billions(model_of(tmp_path, config)) == pytest.approx((whole, active), rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({}, 0.5),
+        ({"layer_types": None}, 0.5),
+        ({"layer_types": None, "sliding_window_pattern": 6}, 5 / 6),
+        ({"layer_types": ["sliding_attention"] * 35 + ["full_attention"]}, 35 / 36),
+        ({"use_sliding_window": False}, 0),
+    ],
+)
+def test_a_hugging_face_config_gives_the_windows(
+    tmp_path: Path, changes: dict[str, Any], share: float
+) -> None:
+    model = model_of(tmp_path, {**PUBLISHED["GPT-OSS 120B"][0], **changes})
+    assert model.window_share == pytest.approx(share)
+    assert model.window == (128 if share else 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 0}, "--num-attention-heads is missing; give the size"),
+        ({"num_key_value_heads": 5}, "--num-query-groups 5 does not divide 64, which Megatron"),
+        ({"head_dim": None, "num_attention_heads": 60}, "heads 60 does not divide 4096, which"),
+        ({"num_experts_per_tok": 200}, "--moe-router-topk 200 is more than 128, which Megatron"),
+        ({"text_config": {"linear_num_value_heads": 32}}, "does not know linear attention"),
+    ],
+)
+def test_a_config_that_describes_no_model_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ArgumentsError, match=message) as caught:
+        model_of(tmp_path, {**PUBLISHED["Qwen3 235B"][0], **changes})
+    assert "\n" not in str(caught.value)
+
+
+def test_windows_are_read_as_megatron_takes_them() -> None:
+    flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --window-size"
+    for words, share in (
+        ("128,0", 1),
+        ("128,0 --window-attn-skip-freq 3", 0.75),
+        ("128,0 --window-attn-skip-freq ([1]*1+[0]*3)", 0.25),
+    ):
+        assert sizes_of_flags([*flags.split(), *words.split()], "").window_share == share
+    with pytest.raises(ArgumentsError, match="--window-attn-skip-freq 0 does not describe 4"):
+        sizes_of_flags([*flags.split(), "128,0", "--window-attn-skip-freq", "0"], "")
 
 
 def test_flags_win_over_the_source(tmp_path: Path) -> None:

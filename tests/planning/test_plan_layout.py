@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from megatron_ext import cli
+from megatron_ext.config.hosting import preflight
+from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.model_sizes import read_model
 from tests.config.test_schedule_flags import outcomes
 from tests.ranks import require_training, run_ranks
@@ -27,7 +29,7 @@ REST = (
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert cli.main(["plan", *arguments, "--json"]) == 0
+    assert cli.main(["plan", "--json", *arguments]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -110,6 +112,87 @@ def test_fixed_values_stay(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["tokens_per_s_per_gpu"] == pytest.approx(64 * 8192 / plan["step_s"] / 8)
 
 
+MIXTRAL = ["--model", str(EXAMPLES / "mixtral"), "--devices", "64xh100"]
+MIXTRAL += ["--global-batch-size", "256", "--fix"]
+GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router moe_preprocess "
+
+
+@pytest.mark.parametrize(
+    ("fix", "graphs", "schedules", "techniques"),
+    [
+        ("tp=2,pp=4,cp=1,ep=8,micro_batch=1", "", None, ""),
+        ("tp=2,pp=1,cp=1,ep=8,micro_batch=2,recompute=full", "", {"none"}, ""),
+        (
+            "tp=2,pp=1,cp=1,ep=8,micro_batch=1,recompute=layernorm", "", {"none"},
+            GRAPHS,
+        ),
+        (
+            "tp=2,pp=4,cp=1,ep=8,micro_batch=1", "--cuda-graph-impl transformer_engine",
+            {"1f1b", "interleaved"},
+            GRAPHS,
+        ),
+    ],
+)  # fmt: skip
+def test_graphs_are_planned_where_the_training_takes_them(
+    capsys: pytest.CaptureFixture[str],
+    fix: str,
+    graphs: str,
+    schedules: set[str] | None,
+    techniques: str,
+) -> None:
+    """Schedules of ours exclude them, so their forecast is without."""
+    plans = planned(capsys, *MIXTRAL, fix, *(["--", *graphs.split()] if graphs else []))["plans"]
+    sizes = read_model(EXAMPLES / "mixtral", None, []).flags
+    for plan in plans:
+        # The example has the dispatcher that the forecast is with.
+        assert plan["techniques"] == f"{techniques}--tp-comm-overlap"
+        assert schedules is None or plan["schedule"] in schedules
+        ours = re.search("--pipeline-schedule|--enable-bitpipe-schedule", plan["flags"])
+        assert bool(ours) == (plan["pp"] > 1 and not graphs)
+        words = f"{plan['flags']} {plan['techniques']}".replace("'", "").split()
+        assert preflight([*sizes, *words], world_size=64).refusals == []
+
+
+def test_techniques_that_a_model_lacks_are_not_named(capsys: pytest.CaptureFixture[str]) -> None:
+    [plan, *_] = planned(
+        capsys, *LLAMA, "--devices", "8xb200", "--global-batch-size", "64",
+        "--fix", "tp=1,pp=1,cp=1,micro_batch=1",
+    )["plans"]  # fmt: skip
+    assert plan["techniques"] == "--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp"
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ([], "--bf16"),
+        (["--precision", "mxfp8"], "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8"),
+        (["--", "--fp8-format", "hybrid"], "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"),
+        (["--", "--cross-entropy-loss-fusion"], "--bf16 --cross-entropy-loss-fusion"),
+    ],
+)
+def test_the_flags_have_the_precision_and_the_loss_of_the_forecast(
+    capsys: pytest.CaptureFixture[str], words: list[str], flags: str
+) -> None:
+    sizes = ["--devices", "8xb200", "--global-batch-size", "64", "--fix", "tp=1,pp=1,micro_batch=1"]
+    [plan, *_] = planned(capsys, *LLAMA, *sizes, *words)["plans"]
+    assert plan["flags"].endswith(f" {flags}")
+    precision = "mxfp8" if "mxfp8" in flags else "fp8" if "fp8" in flags else "bf16"
+    assert plan["tflops_per_gpu"] / plan["mfu"] == pytest.approx(
+        DEVICES["b200"].peak(precision) / 1e12
+    )
+
+
+def test_flags_that_the_search_decides_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--devices", "8xb200", "--global-batch-size", "64", "--fix", "tp=1,pp=1,micro_batch=1"]
+    given = ["--tensor-model-parallel-size", "8", "--recompute-granularity=full"]
+    assert cli.main(["plan", *LLAMA, *sizes, "--", *given]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith(
+        "plan chooses --tensor-model-parallel-size, --recompute-granularity itself; --fix keeps"
+    )
+    assert shown.out.startswith("Llama 3 8b (8.03 billion parameters) on 8 x b200: 64 sequences")
+
+
 def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -135,7 +218,6 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
         ([*LLAMA, "--devices", "8xh100", "--use-dpp"], "--use-dpp compares schedules for"),
         (["--trace-dir", "run", "--schedule", "zb-v"], "--trace-dir predicts every schedule with"),
         ([*LLAMA], "--model needs --devices"),
-        (["--fp8"], "--fp8 needs --devices"),
         (["--no-overlap"], "--no-overlap needs --devices"),
         (["--cross-entropy-loss-fusion"], "--cross-entropy-loss-fusion needs --devices"),
         (["gpt"], "unknown argument gpt"),
@@ -146,7 +228,7 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
         ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "pp=²"], "pp=2"),
         (
             [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "schedule=fbd"],
-            "--fix allows no layout",
+            "--fix .* allows no layout",
         ),
         (
             [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--", "--cuda-graph-impl"],
@@ -174,7 +256,26 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
                 "--fix",
                 "pp=4,layout=Et*16|t*16L",
             ],
-            "--fix allows no layout",
+            "--fix .* allows no layout",
+        ),
+        (
+            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "tp=16,pairs=no"],
+            "with --fix tp=16,pairs=no; use sizes whose product divides the devices",
+        ),
+        (
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--fix",
+                "schedule=zb-v",
+                "--",
+                "--cuda-graph-impl",
+                "local",
+            ],
+            "--fix schedule=zb-v excludes CUDA graphs, .* leave --cuda-graph-impl",
         ),
         ([*LLAMA, "--devices", "1xh100", "--global-batch-size", "64"], r"not fit .*; use [24]"),
         (

@@ -26,6 +26,7 @@ from megatron_ext.planning.layout_search import (
     Question,
     forecast,
     search,
+    with_graphs,
 )
 from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import techniques_of_flags
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.config.incompatible import Preflight
     from megatron_ext.planning.hardware import DeviceKind
-    from megatron_ext.planning.techniques import Precision
 
 _MIB = 1 << 20
 _MOSTLY_IDLE = 0.5
@@ -249,11 +249,6 @@ def planned(
         mode = frozenset({"full"})
     elif given("recompute_granularity") == "selective":
         mode = frozenset(given("recompute_modules") or ("core_attn",))
-    precision: Precision = "bf16"
-    if given("fp4"):
-        precision = "nvfp4"
-    elif given("fp8"):
-        precision = "mxfp8" if given("fp8_recipe") == "mxfp8" else "fp8"
     sizes = ParallelSizes(
         tp=tp,
         pp=pp,
@@ -271,7 +266,7 @@ def planned(
         global_batch=list(batches.counts)[-1],
         sequence=sequence,
         pair_rules=RULES["pairs"],
-        techniques=techniques_of_flags(flags, precision),
+        techniques=techniques_of_flags(flags),
         fused_loss=bool(given("cross_entropy_loss_fusion")),
         overlaps=bool(given("overlap_grad_reduce")),
         shards_optimizer=bool(given("use_distributed_optimizer")),
@@ -279,7 +274,7 @@ def planned(
     if not name:
         return job, None
     # A layout that does not fit still has a forecast, which the report compares with the limit.
-    free = replace(job, device=replace(device, memory_gib=1e9))
+    free = with_graphs(replace(job, device=replace(device, memory_gib=1e9)), sizes)
     if pp == 1:
         plan = forecast(free, sizes, "none", 1)
     else:
@@ -295,7 +290,7 @@ def planned(
                 f"{name}, which Megatron refuses; add {_OURS} {name}, which cuts them unevenly"
             )
         plan = forecast(free, sizes, name, placement.num_stages * twins // pp, counts)
-    return job, None if plan is None else replace(plan, job=job)
+    return job, None if plan is None else replace(plan, job=replace(free, device=device))
 
 
 _CHANGES = {
