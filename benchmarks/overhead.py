@@ -239,7 +239,7 @@ def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, fl
 
 def event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, float]:
     """Return the seconds of the processor and the bytes of the file that an event takes."""
-    header = Header(0, 0, 0, 0, (1, 1, 1), "host", "boot", 1, 1)
+    header = Header(0, 0, 0, 0, (1, 1, 1), 1, "host", "boot", 1, 1)
     recorder = Recorder(
         lambda: (directory, header), sampling=Tracing(interval=rounds, iterations=rounds)
     )

@@ -418,14 +418,14 @@ def totals() -> tuple[Measured, int]:
 def log_statistics(*, of_all: bool = True) -> None:
     """Log training statistics on rank 0: those of all ranks, which is collective, or its own."""
     for runtime in in_force():
-        together, where = runtime.measured, " on this rank"
+        everybody, where = [runtime.measured], " on this rank"
         if of_all:
             # Making a runtime is collective, so all ranks have theirs in one order.
-            everybody: list[Measured] = [Measured() for _ in range(dist.get_world_size())]
+            everybody, where = [Measured() for _ in range(dist.get_world_size())], ""
             dist.all_gather_object(everybody, runtime.measured)
-            together, where = Measured(), ""
-            for measured in everybody:
-                together.add(measured)
+        together = Measured()
+        for measured in everybody:
+            together.add(measured)
         if not together.steps or dist.get_rank():
             continue
         pipeline = runtime.pipeline
@@ -435,7 +435,9 @@ def log_statistics(*, of_all: bool = True) -> None:
         figures = [f"{jumped:.1f} % of actions out of order"]
         # Times are the host's, and any other device still computes when a call that launches ends.
         if runtime.device.type == "cpu":
-            idle = 100 * (1 - together.busy_s / together.wall_s)
+            # Ranks that have no action left wait for the last one of all, after their own step.
+            whole_s = len(everybody) * max(measured.wall_s for measured in everybody)
+            idle = 100 * (1 - together.busy_s / whole_s)
             figures.append(f"{idle:.1f} % of the time idle")
         activations = together.peak_live * schedule.pp / schedule.num_stages
         figures.append(f"at most {activations:g} activations")

@@ -44,11 +44,13 @@ class RankState(NamedTuple):
     waits_for: Sequence[tuple[int, str]] = ()
     """(global rank, what of it) that would end its wait, any of them."""
     collective: str = ""
-    """The collective that it is in: it waits for everybody who is not."""
+    """The collective that it is in: it waits for all that have not reached it."""
     since_s: float = 0.0
     """How long it has been doing that; within the process, since when."""
     where: str = ""
     """The line of the program that its training thread is at."""
+    entered: float = 0
+    """Collectives of training steps that it has entered so far; infinite: it takes part in none."""
 
     def __str__(self) -> str:
         """Return the state in one line."""
@@ -99,11 +101,12 @@ def explain(states: Mapping[int, RankState], num_ranks: int, start: int) -> Verd
         if state is None:
             parts.append("says nothing: its process is gone, is stopped, or reaches nobody")
             break
-        # Silent ranks come first, then those that wait too.
-        steps = sorted(state.waits_for, key=lambda step: step[0] in states)
+        steps = state.waits_for
         if state.collective:
-            inside = [other for other in states if states[other].collective == state.collective]
-            steps = [(other, "") for other in range(num_ranks) if other not in inside]
+            passed = [other for other in states if states[other].entered >= state.entered]
+            steps = [(other, "") for other in range(num_ranks) if other not in passed]
+        # Silent ranks come first, then those that wait too.
+        steps = sorted(steps, key=lambda step: step[0] in states)
         if not steps:
             parts.append(f"{state.what} {state.lasting}")
             break
@@ -131,6 +134,7 @@ class Watchdog:
 
     def __init__(self, now: Callable[[], RankState], timeout_s: float) -> None:
         self._now, self.timeout_s = now, timeout_s
+        self._period_s = min(_ANSWER_S, timeout_s / 4)  # an alarm is raised in time, and seen soon
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._verdict: Verdict | None = None
@@ -138,7 +142,7 @@ class Watchdog:
     def start(self) -> None:
         """Start to watch the calling thread; do nothing if it is watched already.
 
-        Call it from the main thread, after the process groups exist.
+        Call it when the process groups exist.
         """
         if self._thread is not None:
             return
@@ -154,7 +158,10 @@ class Watchdog:
         store = default.clone()  # a separate connection: the other may be blocked
         store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._training = threading.get_ident()
-        self._old_handler = signal.signal(_SIGNAL, self._raise)
+        # Python's handlers run in the main thread, which some hosts do not train in.
+        self._is_main = threading.current_thread() is threading.main_thread()
+        if self._is_main:
+            self._old_handler = signal.signal(_SIGNAL, self._raise)
         self._thread = threading.Thread(
             target=self._watch,
             args=(store, rank, num_ranks),
@@ -170,13 +177,12 @@ class Watchdog:
         self._stop.set()
         self._thread.join(2 * _ANSWER_S)
         self._thread = None
-        if threading.current_thread() is threading.main_thread():  # others may set no handlers
+        if self._is_main and threading.current_thread() is threading.main_thread():
             signal.signal(_SIGNAL, self._old_handler or signal.SIG_DFL)
 
     def _watch(self, store: Any, rank: int, num_ranks: int) -> None:
         """Check the training thread periodically, and the alarm of the others."""
-        period_s = min(5.0, self.timeout_s / 4)  # so an alarm is raised in time, and seen soon
-        while not self._stop.wait(period_s):
+        while not self._stop.wait(self._period_s):
             now = self._now()
             stuck = now.what != OUTSIDE and time.monotonic() - now.since_s >= self.timeout_s
             try:
@@ -206,8 +212,8 @@ class Watchdog:
             store.wait([key], timedelta(seconds=3 * _ANSWER_S))
             return Verdict(*json.loads(store.get(key)))
         states = {rank: mine}
-        # The others look for an alarm every quarter of the time-out.
-        deadline = time.monotonic() + max(_ANSWER_S, self.timeout_s / 2)
+        # The others look for an alarm once in a period, and wait no longer than this for a verdict.
+        deadline = time.monotonic() + self._period_s + _ANSWER_S
         while len(states) < num_ranks and time.monotonic() < deadline:
             for other in set(range(num_ranks)) - states.keys():
                 if store.check([f"{_PREFIX}/state/{other}"]):
@@ -239,10 +245,11 @@ class Watchdog:
 
     def _end(self, rank: int) -> None:
         """Raise the verdict in the training thread; if that does not end it, end the process."""
-        # The signal also ends a system call, in which no Python error would reach the thread.
-        signal.pthread_kill(self._training, _SIGNAL)
-        if self._stop.wait(_ANSWER_S):
-            return
+        if self._is_main:
+            # The signal also ends a system call, in which no Python error would reach the thread.
+            signal.pthread_kill(self._training, _SIGNAL)
+            if self._stop.wait(_ANSWER_S):
+                return
         assert self._verdict is not None
         sys.stderr.write(f"[rank {rank}] megatron_ext: error: {self._verdict.message}\n")
         sys.stderr.flush()

@@ -115,7 +115,7 @@ class Recorder:
         identity: Gives the folder of the run, and who this rank is.
         clock: The host's, or that of a device.
         sampling: The iterations to record: the first few of each interval.
-        first_iteration: Gives the number of the first iteration, when it begins.
+        number: Gives the number of an iteration that begins, by how many began before.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Recorder:
         identity: Callable[[], tuple[Path, Header]],
         clock: HostClock | DeviceClock | None = None,
         sampling: Tracing | None = None,
-        first_iteration: Callable[[], int] = lambda: 1,
+        number: Callable[[int], int] = lambda before: before + 1,
     ) -> None:
         self.active = False
         """True while an iteration is being traced."""
@@ -131,7 +131,7 @@ class Recorder:
         """Figures of the iteration, given while it runs."""
         self.wires: dict[int, str] = {}
         """By global rank of a peer: what carries messages between the two."""
-        self._identity, self._first_iteration = identity, first_iteration
+        self._identity, self._number_of = identity, number
         self._clock, self._sampling = clock or HostClock(), sampling or Tracing()
         self._file: IO[str] | None = None
         self._ended = False
@@ -141,10 +141,8 @@ class Recorder:
     def begin_iteration(self) -> None:
         """Start the next iteration; end the previous one if it is still open."""
         self.end_iteration()
-        if self._index < 0:
-            self._number = self._first_iteration() - 1
         self._index += 1
-        self._number += 1
+        self._number = self._number_of(self._index)
         wanted = self._index % self._sampling.interval < self._sampling.num_iterations
         if self._ended or not wanted:
             return

@@ -8,7 +8,7 @@ A file is a JSON list of Chrome-trace events, which Perfetto opens as it is. The
 the rank and the run. Each further one holds the spans of an iteration, on the clock of the rank,
 and at its end the iteration itself with the figures of all of it (here broken in two):
 
-    [{"name":"run","ph":"M","args":{"format":3,"rank":3,...}},...
+    [{"name":"run","ph":"M","args":{"format":4,"rank":3,...}},...
     ,{"name":"forward 0","cat":"forward","ph":"X","pid":3,"tid":0,"ts":81.2,"dur":7.9,"args":{...}}
     ,{"name":"iteration 7","cat":"iteration",...,"args":{"iteration":7,"wires":{"2":"shm"},...}}
 
@@ -26,8 +26,9 @@ The category (`cat`) says what a span is; a first slice, or the only one, is not
                    microbatch
     reduce, optimizer, weights
 
-An iteration has `wires` (by global rank of a peer: what carries its messages) and, from ranks that
-read data, `lengths` (by micro-batch: tokens, and the sum of the squares of its samples' lengths).
+An iteration has `wires` (by global rank of a peer: what carries its messages), `failed` if an error
+ended it and, from ranks that read data, `lengths` (by micro-batch: tokens, and the sum of the
+squares of its samples' lengths).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Kind
 
-FORMAT = 3
+FORMAT = 4
 """Raised when a reader of today could misunderstand a file."""
 
 FILE_NAME = "benchmark-data-{}-pipeline-{}-tensor-{}.json"
@@ -69,6 +70,8 @@ class Header:
     """Ranks within their groups; with context parallelism `data` counts both."""
     sizes: tuple[int, int, int]
     """Of the data (with context), pipeline and tensor groups."""
+    num_ranks: int
+    """Of the whole job: forward ranks of a disaggregated one may have no tensor parallelism."""
     host: str = ""
     clock: str = ""
     """Ranks with the same clock measure the same time; one for each boot of a host."""

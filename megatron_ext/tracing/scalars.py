@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config import active
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 _WRITERS = ("tensorboard_dir", "wandb_project")
 _SHOWN = "MEGATRON_EXT_STEP_BUBBLE"
 """Set to 1 on all ranks by what shows `upstream/person_view.py` instead of the log."""
-# Share of the ranks' time in steps that is in no action; activations and gradients of all ranks
-# together; share of the actions that ran before an earlier one of the table.
+# Share of the time of pipelines in which ranks compute nothing; activations and gradients of all
+# ranks together; share of the actions that ran before an earlier one of the table.
 _BUBBLE, _SENT, _JUMPED = "pipeline/bubble", "pipeline/sent bytes per s", "pipeline/out of order"
 
 
@@ -57,14 +58,15 @@ def report(iteration: int, writer: Any, wandb: Any) -> None:
 
 def line_of(found: Mapping[str, float]) -> str:
     """Return the progress line."""
+    bubble = f"bubble {100 * found[_BUBBLE]:.1f} %, " if _BUBBLE in found else ""
     return (
-        f" pipeline: bubble {100 * found[_BUBBLE]:.1f} %, {found[_SENT] / 2**20:.1f} MiB/s between "
-        f"ranks, {100 * found[_JUMPED]:.1f} % of the actions out of order"
+        f" pipeline: {bubble}{found[_SENT] / 2**20:.1f} MiB/s between ranks, "
+        f"{100 * found[_JUMPED]:.1f} % of the actions out of order"
     )
 
 
 def since_last() -> dict[str, float] | None:
-    """Sum the counts of all ranks since the last call, by tag; None if no step ran."""
+    """Return the scalars of all ranks since the last call, by tag; None if no step ran."""
     import torch
     import torch.distributed as dist
 
@@ -81,12 +83,20 @@ def since_last() -> dict[str, float] | None:
     new = [count - old for count, old in zip(counts, before, strict=True)]
     new.append(now_s - begin_s)
     # The default group reduces tensors of the device that it was made for.
-    device = devices.current().torch_device(torch.distributed.get_node_local_rank(0))
-    together = torch.tensor(new, dtype=torch.float32, device=device)
-    dist.all_reduce(together)
-    busy_s, wall_s, jumped, actions, sent, passed_s = together.tolist()
-    if not wall_s or not actions:
+    backend = devices.current()
+    device = backend.torch_device(dist.get_node_local_rank(0))
+    # A row for each rank, so that one sum also gives the largest value.
+    ranks = torch.zeros(dist.get_world_size(), len(new), dtype=torch.float32, device=device)
+    ranks[dist.get_rank()] = torch.tensor(new, dtype=torch.float32)
+    dist.all_reduce(ranks)
+    busy_s, wall_s, jumped, actions, sent, passed_s = ranks.T.tolist()
+    if not max(wall_s) or not sum(actions):
         return None
-    passed_s /= dist.get_world_size()
-    bubble = max(0.0, 1 - busy_s / wall_s)
-    return {_BUBBLE: bubble, _SENT: sent / max(passed_s, 1e-9), _JUMPED: jumped / actions}
+    found = {
+        _SENT: sum(sent) / max(fmean(passed_s), 1e-9),
+        _JUMPED: sum(jumped) / sum(actions),
+    }
+    if backend.is_host:  # another device still computes when an action's call ends
+        # Ranks that have no action left wait for the last one of all, after their own step.
+        found[_BUBBLE] = max(0.0, 1 - fmean(busy_s) / max(wall_s))
+    return found

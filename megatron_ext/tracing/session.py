@@ -1,8 +1,9 @@
-"""The observer behind `--trace` and `--hang-timeout`: it reports to a recorder and a watchdog."""
+"""The observer behind `--trace`, `--hang-timeout` and spans in Megatron's telemetry."""
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import platform
 import socket
@@ -24,6 +25,7 @@ from megatron_ext.tracing.activations import kept_bytes
 from megatron_ext.tracing.hang import OUTSIDE, RankState, Watchdog, made_by
 from megatron_ext.tracing.recorder import DeviceClock, HostClock, Recorder, check_writable
 from megatron_ext.tracing.records import ACTION_NAMES, SCHEDULE_FILE, Header, directory_name
+from megatron_ext.tracing.telemetry import OpenSpan
 from megatron_ext.upstream.releases import core_version
 from megatron_ext.upstream.signatures import megatron_arguments
 from megatron_ext.version import __version__, installed
@@ -50,24 +52,27 @@ _SETTINGS = (
 )  # fmt: skip
 """Arguments of Megatron that may explain a duration."""
 
+_OFFLOADING = "cpu_offloading", "fine_grained_activation_offloading"
+"""Settings of a model whose activations leave the device."""
 _CAUSES = {"D": "leader", "C": "credit"}
 """By kind of message: the cause of a wait for it, where that is no input."""
 _COLLECTIVES = {"reduce": "the reduction of gradients", "optimizer": "the optimizer step"}
 
 
 def subscribe(found: Active) -> None:
-    """Add the observers that a configuration and Megatron's telemetry want, each once.
+    """Add the observer that a configuration or Megatron's telemetry wants, once.
 
     Call it before the first step, when Megatron's process groups exist.
     """
-    kinds = {type(observer) for observer in found.observers}
     has_table = found.pipeline is not None or found.job is not None  # else Megatron has the spans
-    if has_table and telemetry.is_on() and telemetry.Telemetry not in kinds:
-        found.observers.append(telemetry.Telemetry())
+    has_spans = has_table and telemetry.is_on()
     wanted, timeout_s = found.config.tracing, found.config.hang_timeout_s
-    if (wanted is None and timeout_s is None) or Session in kinds:
+    if not (has_spans or wanted is not None or timeout_s is not None):
+        return
+    if any(isinstance(observer, Session) for observer in found.observers):
         return
     session = Session(found)
+    session.has_spans = has_spans
     if timeout_s is not None:
         session.watchdog = Watchdog(lambda: session.state, timeout_s)
     if wanted is not None:
@@ -76,7 +81,8 @@ def subscribe(found: Active) -> None:
             lambda: _identity(found),
             HostClock() if device.is_host else DeviceClock(device),
             wanted,
-            first_iteration=lambda: int(getattr(args, "iteration", 0)) + 1,
+            # Megatron skips iterations, and may run one again; other loops have no such counter.
+            lambda before: getattr(args, "curr_iteration", before) + 1,
         )
     found.observers.append(session)
     atexit.register(session.close)  # a run that ends without deconfigure closes its file too
@@ -92,16 +98,22 @@ class Session(Observer):
     def __init__(self, configuration: Active) -> None:
         self.recorder: Recorder | None = None
         self.watchdog: Watchdog | None = None
-        self.state = RankState(-1)
-        """What the rank does now; the watchdog reads it."""
+        self.has_spans = False
+        """Whether Megatron's telemetry has spans of actions and messages."""
         self._configuration = configuration
+        is_forward = configuration.job is not None and configuration.job.role == "forward"
+        self._entered = math.inf if is_forward else 0.0
+        """Collectives that the rank has entered; a forward rank takes part in none."""
+        self.state = RankState(-1, entered=self._entered)
+        """What the rank does now; the watchdog reads it."""
         self._activation_bytes: dict[int, dict[int, int]] = {}
         """By stage and slice: what a forward keeps for its backward, once it was measured."""
         self._compute: StageCompute | None = None
         self._outstanding: dict[Message, int] = {}
         """By outstanding message: its sender."""
-        self._began: list[Any] = []
-        """When what is under way began, one inside the other; None: it is not recorded."""
+        self._began: list[tuple[Any, OpenSpan | None]] = []
+        """When what is under way began, one inside the other, None if it is not recorded; and its
+        span of Megatron's telemetry."""
         self._collectives = 0
         """Collectives under way, one inside the other."""
 
@@ -118,33 +130,41 @@ class Session(Observer):
     def begin_iteration(self, num_microbatches: int) -> None:
         """Start to watch and to record."""
         self.end_iteration()  # nothing else does where the optimizer is none of Megatron's
-        # Before the watchdog, which counts from here.
-        self.state = RankState(-1, "begins a step", since_s=time.monotonic())
+        self._report("begins a step")  # before the watchdog, which counts from here
         if self.watchdog is not None:
             self.watchdog.start()
-        self._began.clear()  # a step that failed may have left some
         if self.recorder is not None:
             self.recorder.begin_iteration()
             self.recorder.notes["microbatches"] = num_microbatches  # --rampup-batch-size changes it
 
     def end_iteration(self) -> None:
         """Write what the step has left."""
-        # Not watched, but published if another rank raises an alarm.
-        self.state = RankState(-1, since_s=time.monotonic())
         self._compute, self._collectives = None, 0
-        if recorder := self._recording:
-            recorder.notes["memory_bytes"] = devices.current().peak_memory_bytes()
-            if self._activation_bytes:
-                stages = [sum(slices.values()) for slices in self._activation_bytes.values()]
-                recorder.notes["activation_bytes"] = sum(stages) // len(stages)
-            recorder.end_iteration()
+        failed = bool(self._began)  # with an error, what is under way never ends
+        while self._began:
+            if (span := self._began.pop()[1]) is not None:
+                span.end({})
+        try:
+            if recorder := self._recording:
+                if failed:
+                    recorder.notes["failed"] = True
+                recorder.notes["memory_bytes"] = devices.current().peak_memory_bytes()
+                if self._activation_bytes:
+                    stages = [sum(slices.values()) for slices in self._activation_bytes.values()]
+                    recorder.notes["activation_bytes"] = sum(stages) // len(stages)
+                self._now("waits until its device has finished the step")
+                recorder.end_iteration()
+        finally:
+            self._report(OUTSIDE)  # not watched, but published if another rank raises an alarm
 
     def begin_collective(self, name: str) -> None:
         """Report a collective: the rank waits for all that are not in it."""
         self._collectives += 1  # an optimizer calls those that it chains
         if self._collectives == 1:
+            self._entered += 1
             what = _COLLECTIVES[name]
-            self._begin(f"is in {what}", collective=what)
+            self._now(f"is in {what}", collective=what)
+            self._begin()
 
     def end_collective(self, name: str) -> None:
         """Record a collective. The outermost optimizer's step ends the training step."""
@@ -168,13 +188,14 @@ class Session(Observer):
 
     def begin_action(self, action: Action) -> None:
         """Report the action that begins."""
-        self._begin(f"runs {action}")
+        self._now(f"runs {action}")
+        self._begin(_name(action.kind))
 
     def end_action(self, position: int, action: Action) -> None:
         """Record an action, and the activations of a stage's first forward."""
         stage, kind, microbatch, part = action
         about = {"microbatch": microbatch, "stage": stage} | ({"slice": part} if part else {})
-        self._end(ACTION_NAMES["F" if kind == "R" else kind], about)
+        self._end(_name(kind), about)
         compute = self._compute
         if compute is None:  # Megatron's own schedule, whose transport may report nothing
             self._now(f"has run {action} and exchanges tensors")
@@ -186,7 +207,7 @@ class Session(Observer):
 
     def begin_exchange(self) -> None:
         """Stamp the stream that exchanges the tokens of experts."""
-        self._stamp()
+        self._begin()
 
     def end_exchange(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Record the exchange."""
@@ -196,7 +217,9 @@ class Session(Observer):
         self, stage: int, outputs: Sequence[Any], model: torch.nn.Module, part: int = 0
     ) -> None:
         """Measure what a stage's first recorded forward, or one of a slice, keeps."""
-        if self._recording:
+        # To read what Megatron has moved to the host would bring it back, and its backward fails.
+        config = getattr(model, "config", None)
+        if self._recording and not any(getattr(config, name, False) for name in _OFFLOADING):
             measured = self._activation_bytes.setdefault(stage, {})
             if part not in measured:
                 measured[part] = kept_bytes(outputs, model)
@@ -220,7 +243,8 @@ class Session(Observer):
 
     def begin_send(self, message: Message, target: int) -> None:
         """Report that the rank may wait for room."""
-        self._begin(f"sends {made_by(message)} to rank {target}", [(target, "room")])
+        self._now(f"sends {made_by(message)} to rank {target}", [(target, "room")])
+        self._begin("send")
 
     def end_send(self, message: Message, target: int, num_bytes: int) -> None:
         """Record a send."""
@@ -229,11 +253,14 @@ class Session(Observer):
 
     def begin_receive(self, message: Message, source: int) -> None:
         """Report the sender that the rank waits for."""
-        self._begin("waits", [(source, made_by(message))])
+        self._now("waits", [(source, made_by(message))])
+        self._begin("receive")
 
     def end_receive(self, message: Message, source: int, num_bytes: int, waited_s: float) -> None:
         """Record a receive, and what of it was waiting."""
-        began, about = self._began.pop(), _about(message)
+        (began, span), about = self._began.pop(), _about(message)
+        if span is not None:
+            span.end({"from": source, **about, "bytes": num_bytes, "waited_s": waited_s})
         if (recorder := self._recording) and began is not None:
             end = recorder.stamp()
             if about:
@@ -251,10 +278,11 @@ class Session(Observer):
     def begin_wait(self, what: WaitsFor) -> None:
         """Report the events that would end the wait."""
         if what == "slot":
-            self._begin("waits until what it sent is taken")
+            self._now("waits until what it sent is taken")
         else:
             waits = [(source, made_by(message)) for message, source in self._outstanding.items()]
-            self._begin("waits", waits)
+            self._now("waits", waits)
+        self._begin("wait")
 
     def end_wait(self, what: WaitsFor, arrived: Sequence[Message]) -> None:
         """Record a wait, and the message that ended it."""
@@ -275,26 +303,36 @@ class Session(Observer):
     ) -> None:
         # Evaluations and saves take their time: only training steps are watched.
         if self.state.what != OUTSIDE:
-            # One assignment, without a lock: the watchdog never sees half of a change.
-            self.state = RankState(-1, what, tuple(waits_for), collective, time.monotonic())
+            self._report(what, waits_for, collective)
+
+    def _report(
+        self, what: str, waits_for: Sequence[tuple[int, str]] = (), collective: str = ""
+    ) -> None:
+        # One assignment, without a lock: the watchdog never sees half of a change.
+        self.state = RankState(
+            -1, what, tuple(waits_for), collective, time.monotonic(), entered=self._entered
+        )
 
     @property
     def _recording(self) -> Recorder | None:
         recorder = self.recorder
         return recorder if recorder is not None and recorder.active else None
 
-    def _begin(self, what: str, *of: Any, **named: Any) -> None:
-        self._now(what, *of, **named)
-        self._stamp()
-
-    def _stamp(self) -> None:
+    def _begin(self, span: str = "") -> None:
         recorder = self._recording
-        self._began.append(None if recorder is None else recorder.stamp())
+        opened = OpenSpan(span) if span and self.has_spans else None
+        self._began.append((None if recorder is None else recorder.stamp(), opened))
 
     def _end(self, name: str, about: Mapping[str, Any]) -> None:
-        began = self._began.pop()
+        began, span = self._began.pop()
         if self.recorder is not None and began is not None:
             self.recorder.add(name, began, about)
+        if span is not None:
+            span.end(about)
+
+
+def _name(kind: Kind) -> str:
+    return ACTION_NAMES["F" if kind == "R" else kind]
 
 
 def _about(message: Message) -> dict[str, Any]:
@@ -320,14 +358,14 @@ def _identity(found: Active) -> tuple[Path, Header]:
         groups.get_pipeline_model_parallel_world_size(),
         groups.get_tensor_model_parallel_world_size(),
     )
-    rank = dist.get_rank()
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     place = (
         groups.get_data_parallel_rank(with_context_parallel=True),
         groups.get_pipeline_model_parallel_rank(),
         groups.get_tensor_model_parallel_rank(),
     )
     if job is not None:  # forward ranks are the first half of the pipeline
-        rank, place = job.rank, (place[0], job.position, place[2])
+        rank, num_ranks, place = job.rank, job.ranks.num_ranks, (place[0], job.position, place[2])
         sizes = sizes[0], 2 * sizes[1], job.ranks.tp
     settings: dict[str, Any] = {}
     for name in _SETTINGS:
@@ -359,6 +397,7 @@ def _identity(found: Active) -> tuple[Path, Header]:
         rank,
         *place,
         sizes=sizes,
+        num_ranks=num_ranks,
         host=socket.gethostname(),
         clock=clock,
         clock_ns=time.monotonic_ns(),

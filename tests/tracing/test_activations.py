@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from pathlib import Path
+
 import torch
 
 from megatron_ext.tracing.activations import kept_bytes
+from megatron_ext.tracing.recorder import Recorder
+from megatron_ext.tracing.session import Session
+from tests.tracing.test_recorder import HEADER
 
 
 class Doubled(torch.autograd.Function):
@@ -33,3 +39,24 @@ def test_each_kept_storage_counts_once_and_weights_do_not() -> None:
 def test_without_a_graph_nothing_is_kept() -> None:
     model = torch.nn.Linear(8, 8)
     assert kept_bytes([torch.ones(3), None], model) == 0
+
+
+def test_what_is_offloaded_stays_where_it_is(tmp_path: Path) -> None:
+    """As Megatron's, and Transformer Engine's: what was brought back once is gone."""
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> int:
+        kept[len(kept)] = tensor
+        return len(kept) - 1
+
+    model = torch.nn.Linear(8, 8)
+    model.config = Namespace(cpu_offloading=True)  # type: ignore[assignment]
+    session = Session(Namespace(job=None))  # type: ignore[arg-type]
+    session.recorder = Recorder(lambda: (tmp_path, HEADER))
+    session.begin_iteration(1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, kept.pop):
+        output = model(torch.randn(4, 8, requires_grad=True))
+    session.made(0, [output], model)
+    output.sum().backward()
+    assert not kept
+    session.close()

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
+import time
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore
 
 from megatron_ext.message import Message
+from megatron_ext.tracing import hang
 from megatron_ext.tracing.hang import OUTSIDE, RankState, explain, made_by
+from megatron_ext.tracing.recorder import Recorder
 from megatron_ext.tracing.session import Session
+from tests.ranks import start_ranks
 
 
 def test_the_chain_is_followed_to_the_rank_that_waits_for_nobody() -> None:
@@ -44,7 +57,7 @@ def test_circles_name_everybody_in_them() -> None:
 
 
 def test_ranks_in_a_collective_wait_for_those_that_are_not() -> None:
-    inside = {"what": "is in the optimizer step", "collective": "the optimizer step"}
+    inside = {"what": "is in the optimizer step", "collective": "the optimizer step", "entered": 2}
     states = {rank: RankState(rank, **inside) for rank in (0, 1, 3)}
     states[2] = RankState(2, "runs 2F7", since_s=5)
     verdict = explain(states, 4, 0)
@@ -53,6 +66,68 @@ def test_ranks_in_a_collective_wait_for_those_that_are_not() -> None:
     )
     states[2] = RankState(2, **inside, since_s=1)
     assert explain(states, 4, 0).culprits == (0,), "all are there, so nobody else is to blame"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        RankState(0, "is in the optimizer step", collective="the optimizer step", entered=4),
+        RankState(0, entered=4),
+        RankState(0, "waits", ((1, "weights 0"),), entered=math.inf),
+    ],
+)
+def test_ranks_that_have_passed_a_collective_hold_nobody_up_in_it(other: RankState) -> None:
+    """Nor do forward ranks of a disaggregated job, which wait for weights meanwhile."""
+    stuck = RankState(1, "is in the reduction", (), "the reduction", 9, "d.py:7 in f", entered=3)
+    verdict = explain({0: other, 1: stuck}, 2, 0 if other.waits_for or other.collective else 1)
+    assert verdict.culprits == (1,), verdict.chain
+    assert verdict.chain.endswith("is in the reduction for 9.0 s, at d.py:7 in f")
+
+
+def test_ranks_agree_on_a_verdict_however_long_the_time_out_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first to answer gives up on a rank that says nothing before the others give up on it."""
+    monkeypatch.setattr(hang, "_ANSWER_S", 1.0)
+    store = HashStore()
+    store.set("megatron_ext/hang/alarm", "0")
+    dogs = [hang.Watchdog(lambda: RankState(-1, "waits", ((2, "1B0"),)), 300.0) for _ in "01"]
+    for dog in dogs:
+        dog._training = threading.get_ident()
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(dog._ask, store, rank, 3) for rank, dog in enumerate(dogs)]
+        first, second = (each.result(timeout=10) for each in asked)
+    assert list(first.culprits) == list(second.culprits) == [2]
+
+
+def stuck_beside_the_main_thread() -> None:
+    torch.distributed.init_process_group("gloo")
+    dog = hang.Watchdog(lambda: RankState(-1, "runs 0F0"), 0.4)
+
+    def train() -> None:
+        dog.start()
+        time.sleep(60)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+
+
+def test_a_thread_beside_the_main_one_is_watched() -> None:
+    run = start_ranks(1, stuck_beside_the_main_thread, timeout_s=60)
+    assert run.exit_codes == [1], run.describe()
+    assert "rank 0 holds the job up" in run.logs[0]
+
+
+def test_steps_end_for_the_watchdog_when_their_trace_has_been_read_from_the_device() -> None:
+    session, seen = Session(Namespace(job=None)), []  # type: ignore[arg-type]
+    session.recorder = Recorder(lambda: (Path(), None))  # type: ignore[arg-type, return-value]
+    session._report("runs 0F0")
+    session.recorder.active = True
+    session.recorder.end_iteration = lambda: seen.append(session.state.what)  # type: ignore[method-assign]
+    session.end_iteration()
+    assert seen == ["waits until its device has finished the step"]
+    assert session.state.what == OUTSIDE
 
 
 def test_states_travel_as_text() -> None:
@@ -70,7 +145,7 @@ def test_messages_are_named_by_the_action_that_makes_them() -> None:
 
 
 def test_activity_outside_of_steps_is_not_watched() -> None:
-    session = Session(None)  # type: ignore[arg-type]
+    session = Session(Namespace(job=None))  # type: ignore[arg-type]
     session.begin_send(Message("F", 1, 0), 1)
     assert session.state.what == OUTSIDE
     session.begin_iteration(2)

@@ -14,6 +14,7 @@ from megatron_ext.config import active
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.errors import UserError
 from megatron_ext.patches import trace
+from megatron_ext.schedules.table.actions import Action
 from megatron_ext.tools.trace.reader import open_run
 from megatron_ext.tracing.recorder import DeviceClock, Recorder
 from megatron_ext.tracing.records import Header
@@ -21,7 +22,7 @@ from megatron_ext.tracing.session import Session
 from tests.pipelines import make_pipeline, use
 from tests.tools.trace.runs import Clock, trace_of, write_run
 
-HEADER = Header(0, 0, 0, 0, (1, 1, 1), "host", "boot", 1, 1)
+HEADER = Header(0, 0, 0, 0, (1, 1, 1), 1, "host", "boot", 1, 1)
 
 
 def iterations(directory: Path) -> list:
@@ -71,7 +72,7 @@ def test_some_iterations_of_each_interval_are_traced(tmp_path: Path) -> None:
         lambda: (tmp_path, HEADER),
         clock,
         Tracing(interval=5, iterations=2),
-        first_iteration=lambda: 41,
+        number=lambda before: 41 + before,
     )
     for _ in range(12):
         recorder.begin_iteration()
@@ -161,6 +162,20 @@ def test_a_device_that_failed_hides_no_error(tmp_path: Path) -> None:
     session.close()
     [events] = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     assert [event["name"] for event in events if event["ph"] == "X"] == []
+
+
+def test_a_step_that_ends_in_an_action_has_failed(tmp_path: Path) -> None:
+    use(make_pipeline("1f1b", 2, 2))
+    session = Session(active.required())
+    session.recorder = Recorder(lambda: (tmp_path, HEADER))
+    for fails in (False, True):
+        session.begin_iteration(2)
+        session.begin_action(Action(0, "F", 0))
+        if not fails:
+            session.end_action(0, Action(0, "F", 0))
+        session.end_iteration()
+    session.close()
+    assert [step.figures.get("failed", False) for step in iterations(tmp_path)] == [False, True]
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+
+import pytest
 
 from megatron_ext.tracing import scalars
 from tests.ranks import _run_script, require_training, run_ranks, run_script
 from tests.runtime.capture import GPT, PP2
 from tests.scalars import written_scalars
-
-if TYPE_CHECKING:
-    import pytest
 
 TAGS = {"pipeline/bubble", "pipeline/sent bytes per s", "pipeline/out of order"}
 
@@ -73,3 +72,33 @@ def test_weights_and_biases_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scalars.line_of(found) == (
         " pipeline: bubble 25.0 %, 1.0 MiB/s between ranks, 50.0 % of the actions out of order"
     )
+    del found["pipeline/bubble"]
+    assert scalars.line_of(found).startswith(" pipeline: 1.0 MiB/s between ranks, 50.0 %")
+
+
+def counted(is_host: bool) -> dict[str, float] | None:
+    """Return the scalars of a rank that computed 6 s of its own 8 or 10."""
+    import torch.distributed as dist
+
+    from megatron_ext import devices
+    from megatron_ext.runtime import runtime
+
+    dist.init_process_group("gloo")
+    wall_s = 10.0 - 2 * dist.get_rank()
+    measured = runtime.Measured(actions=4, busy_s=6.0, wall_s=wall_s)
+    runtime.totals = lambda: (measured, 0)  # this process is a rank and ends
+    in_force = SimpleNamespace(last_counts=None)
+    runtime.in_force = lambda: in_force
+    device = devices.current()
+    type(device).is_host = is_host
+    return scalars.since_last()
+
+
+def test_a_rank_whose_actions_are_over_waits_for_the_last_one() -> None:
+    found = run_ranks(2, counted, True)
+    assert [each["pipeline/bubble"] for each in found] == pytest.approx([0.4, 0.4])
+
+
+def test_the_time_of_calls_is_no_time_of_a_device() -> None:
+    [first, second] = run_ranks(2, counted, False)
+    assert first.keys() == second.keys() == TAGS - {"pipeline/bubble"}

@@ -151,10 +151,10 @@ def test_every_action_and_message_is_a_span_below_the_step(set_up: Any) -> None:
         assert actions["backward"] + actions["input_gradient"] == M
         assert actions["send"] == actions["receive"] == M
         forwards = [span.about for span in spans if span.name == "megatron_ext.forward"]
-        assert forwards == [{"stage": rank, "microbatch": m, "slice": 0} for m in range(M)]
+        assert forwards == [{"stage": rank, "microbatch": m} for m in range(M)]
         sent = [span.about for span in spans if span.name == "megatron_ext.send"]
         size = 4 * toy.LENGTH * toy.BATCH * toy.WIDTH
-        assert {(about["peer"], about["bytes"]) for about in sent} == {(1 - rank, size)}
+        assert {(about["to"], about["bytes"]) for about in sent} == {(1 - rank, size)}
 
 
 def test_groups_that_are_not_enabled_have_no_spans(set_up: Any) -> None:
