@@ -29,17 +29,6 @@ def is_replaceable(path: Path) -> bool:
 
 
 @contextmanager
-def scratch_folder(path: Path) -> Iterator[Path]:
-    """Create a temporary folder for intermediate files, on the same disk as the output.
-
-    For an output that is written in place, use the system's temporary folder.
-    """
-    beside = Path(os.path.realpath(path)).parent if is_replaceable(path) else None
-    with tempfile.TemporaryDirectory(prefix=".part-", dir=beside) as folder:
-        yield Path(folder)
-
-
-@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write, which then replaces the file, or the target of a link.
 
@@ -52,8 +41,9 @@ def replacing(path: Path) -> Iterator[Path]:
         yield path
         return
     final = Path(os.path.realpath(path))
-    with scratch_folder(path) as folder:
-        scratch = folder / final.name
+    # On the same disk, or it could not replace the file.
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=final.parent) as folder:
+        scratch = Path(folder) / final.name
         yield scratch
         if final.exists():
             if not os.access(final, os.W_OK):  # its owner has protected it

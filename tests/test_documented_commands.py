@@ -37,7 +37,7 @@ def is_run(words: list[str]) -> bool:
     """Whether a command of ours needs nothing but itself."""
     if words[1] in ("plan", "plot"):
         # `zb-late` is the schedule that its document adds; tests/schedules/test_docs.py draws it.
-        return not {"--from-trace", "--trace-dir", "--calibrate", "zb-late"} & set(words)
+        return not {"--trace-dir", "--calibrate", "zb-late"} & set(words)
     return words[1] == "launch" and "--dry-run" in words
 
 

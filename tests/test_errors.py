@@ -55,7 +55,7 @@ def test_every_error_has_a_reason(error: Exception, reason: str) -> None:
         ["plan", "--pp", "4", "--microbatches", "8", "--schedule", HUGE],
         ["plot", HUGE, "--pp", "4", "--microbatches", "8"],
         ["status", HUGE],
-        ["report", HUGE],
+        ["report", "--trace-dir", HUGE],
         ["upstream", HUGE],
         [HUGE],
     ],

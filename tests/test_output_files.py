@@ -25,7 +25,7 @@ def _aggregate(run: Path, output: Path) -> list[str]:
 
 
 def _report(run: Path, output: Path) -> list[str]:
-    return ["report", str(run), "-o", str(output)]
+    return ["report", "--trace-dir", str(run), "-o", str(output)]
 
 
 def _plot(run: Path, output: Path) -> list[str]:

@@ -10,19 +10,18 @@ import gc
 import multiprocessing
 import os
 import re
-import shutil
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import DataError
-from megatron_ext.files import cannot_write, replacing, scratch_folder
+from megatron_ext.files import cannot_write, replacing
 from megatron_ext.tools.trace.reader import DAMAGED, TraceFile, load_schedule, open_run
 from megatron_ext.tools.trace.survey import Link, RankSurvey, Step, survey
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 SLOW_RANK, SLOW_LINK = 1.2, 2.0
 """Times the median from which a rank, or a link, is slow."""
 _TIME = re.compile(r'"ts":([0-9.]+)')
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -68,12 +66,11 @@ class Run:
 
     @cached_property
     def steps(self) -> dict[int, list[Step]]:
-        """By number: the complete steps of all ranks, which begin on the common clock."""
+        """By number: the complete steps of all ranks."""
         found: dict[int, list[Step]] = defaultdict(list)
         for each in self.surveys:
             for step in each.complete_steps:
-                begin_ns = step.begin_ns + each.file.shift_ns
-                found[step.number].append(step._replace(begin_ns=begin_ns))
+                found[step.number].append(step)
         return found
 
 
@@ -90,13 +87,13 @@ def read_run(directory: Path | str) -> Run:
     with suppress(DataError):  # whoever needs the table says what is wrong with it
         table = run.schedule
     full, slices = (0, (1.0,)) if table is None else (table.num_microbatches, table.slices)
-    for found in _for_each(partial(_survey, full, slices), files):
+    for found in _surveys(files, full, slices):
         if isinstance(found, str):
             notes.append(found)
             continue
         surveys.append(found)
         if damaged := found.file.damaged:
-            notes.append(f"{found.file.path.name}: {damaged} damaged lines were skipped")
+            notes.append(f"{found.file.path.name}: {len(damaged)} damaged lines were skipped")
     counts = sorted({found.iterations for found in surveys})
     if not any(counts):
         raise DataError(f"{directory}: no iteration was recorded yet; {'; '.join(notes)}")
@@ -110,6 +107,19 @@ def read_run(directory: Path | str) -> Run:
             f"steps of other sizes than the table's {first.full} micro-batches do not count: "
             f"{sizes}"
         )
+    failed = sorted({step.number for each in surveys for step in each.steps if step.failed})
+    if failed:
+        notes.append(f"steps that failed do not count: {', '.join(map(str, failed[:8]))}")
+    notes += _use_one_clock(surveys)
+    return run
+
+
+def _use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
+    """Shift the times of all ranks to one clock; return notes about that.
+
+    What takes two clocks to know follows: how long messages were under way, and when the last rank
+    ended the actions of a step.
+    """
     # By link: the time of each message from the begin of its send to the end of its receive, as the
     # two clocks have it, and whether its receiver waited for it.
     under_way: dict[tuple[int, int], list[tuple[int, bool]]] = defaultdict(list)
@@ -121,18 +131,25 @@ def read_run(directory: Path | str) -> Run:
     headers = {each.header.rank: each.header for each in surveys}
     fastest = {link: min(took)[0] for link, took in under_way.items()}
     shifts = align(headers, fastest)
+    notes = []
     for clock, (shift, error) in shifts.items() if len(shifts) > 1 else ():
         how = "by the time of day" if error is None else f"+- {error / 1e3:.0f} us by messages"
         notes.append(f"clock {clock}: {shift / 1e6:+.3f} ms, {how}")
+    ends: dict[int, float] = defaultdict(float)  # by number of a step: of the last action of all
     for each in surveys:
-        each.file.shift_ns = shifts[each.header.clock][0]
+        shift_ns = each.file.shift_ns = shifts[each.header.clock][0]
+        each.steps = [step._replace(begin_ns=step.begin_ns + shift_ns) for step in each.steps]
+        for step in each.steps:
+            ends[step.number] = max(ends[step.number], step.begin_ns + step.pipeline_ns)
+    for each in surveys:
+        each.steps = [step.until(ends[step.number]) for step in each.steps]
         for source, link in each.links.items():
             late = [took for took, was_late in under_way[source, each.header.rank] if was_late]
             if late:
                 shift = each.file.shift_ns - shifts[headers[source].clock][0]
                 # Clocks agree to within an error: a fast message may seem to arrive early.
                 link.delay_ns = max(0, statistics.median_low(late) + shift)
-    return run
+    return notes
 
 
 def align(
@@ -167,8 +184,9 @@ def align(
         for (ahead, clock), bound in sorted(bounds.items()):
             back = bounds.get((clock, ahead))
             if ahead == known and clock not in shifts and back is not None:
-                # clock - known is at most `bound`, and at least `-back`.
-                more = max(0, bound + back) // 2
+                # clock - known is at most `bound`, and at least `-back`; if the first is smaller,
+                # one of the clocks has drifted by the difference.
+                more = abs(bound + back) // 2
                 shifts[clock] = shift - (bound - back) // 2, (error or 0) + more
                 waiting.append(clock)
     for _, header in sorted(headers.items()):
@@ -177,8 +195,11 @@ def align(
     return shifts
 
 
-def _for_each(task: Callable[[TraceFile], _T], files: Sequence[TraceFile]) -> Iterator[_T]:
-    """Run a task on every file, with a process for each core; results keep the order of files."""
+def _surveys(
+    files: Sequence[TraceFile], full: int, slices: Sequence[float]
+) -> Iterator[RankSurvey | str]:
+    """Survey every file, in their order, with a process for each core."""
+    task = partial(_survey, full, slices)
     # Below 16 MiB the start of a process costs more than it saves.
     size = sum(file.path.stat().st_size for file in files)
     workers = min(len(files), len(os.sched_getaffinity(0)), 16)
@@ -206,15 +227,15 @@ def slow(run: Run) -> list[tuple[str, float]]:
     A rank is slow if its actions take longer than the same actions on most others, a link if its
     messages take longer than those of most links.
     """
-    by_stage: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
-    by_name: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    by_stage: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
+    by_name: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for each in run.surveys:
-        for (name, stage), sample in each.actions.items():
-            by_stage[name, stage][each.header.rank] = statistics.median(sample)
-            by_name[name][each.header.rank].append(statistics.median(sample))
+        for (name, stage, part), sample in each.actions.items():
+            by_stage[name, stage, part][each.header.rank] = statistics.median(sample)
+            by_name[name, part][each.header.rank].append(statistics.median(sample))
     factors: dict[int, list[float]] = defaultdict(list)
-    for (name, _), peers in by_stage.items():
-        means = {rank: statistics.fmean(found) for rank, found in by_name[name].items()}
+    for (name, _, part), peers in by_stage.items():
+        means = {rank: statistics.fmean(found) for rank, found in by_name[name, part].items()}
         # Stages differ, so a rank is compared with those of its own; but two of a stage do not tell
         # which is the slow one.
         times = means if len(peers) < 3 else peers
@@ -239,42 +260,29 @@ def aggregated_name(directory: Path) -> Path:
 
 
 def write_chrome_trace(run: Run, output: Path) -> int:
-    """Write the Chrome trace of a run, which begins with its first iteration; return its bytes.
+    """Write the Chrome trace of a run, on the clock of its first rank; return its bytes.
 
     Raises:
         DataError: It cannot be written.
     """
-    begins = [s.steps[0].begin_ns + s.file.shift_ns for s in run.surveys if s.steps]
+    size = 0
     try:
-        with (
-            replacing(output) as merged,
-            scratch_folder(output) as parts,
-            merged.open("wb") as file,
-        ):
-            task = partial(_write_part, parts, min(begins, default=0))
-            size = file.write(b"[\n")
-            # Files are read again, an iteration at a time: memory does not grow with the run.
-            for index, part in enumerate(_for_each(task, [each.file for each in run.surveys])):
-                size += file.write(b",\n" if index else b"") + part.stat().st_size
-                with part.open("rb") as content:
-                    shutil.copyfileobj(content, file, 1 << 20)
-                part.unlink()  # the parts and the whole would need twice the room
-            return size + file.write(b"\n]\n")
+        with replacing(output) as merged, merged.open("w", encoding="utf-8") as out:
+            for file in (survey.file for survey in run.surveys):
+                size += out.write(f"{',' if size else '['}\n{file.head}")
+                for number, text in file.lines():
+                    if number >= file.num_lines:
+                        break  # it has grown, and its last line may be half of one
+                    if number not in file.damaged:
+                        size += out.write(f",\n{_shifted(text, file.shift_ns / 1e3)}")
+            return size + out.write("\n]\n")
     except OSError as error:
         remedy = "make room, or give another file with -o"
         raise DataError(cannot_write(output, error, remedy)) from error
 
 
-def _write_part(directory: Path, begin_ns: int, file: TraceFile) -> Path:
-    """Write the events of one rank with shifted times, without the brackets of the list."""
-    path = directory / str(file.header.rank)
-
-    def shifted(time: re.Match[str]) -> str:
-        return f'"ts":{float(time[1]) + (file.shift_ns - begin_ns) / 1e3:.3f}'
-
-    with path.open("w", encoding="utf-8") as out:
-        out.write(file.head)
-        for iteration in file.iterations():
-            # Replaced in the text, so that everything else stays as it was written.
-            out.write(f",\n{_TIME.sub(shifted, iteration.text)}")
-    return path
+def _shifted(text: str, shift_us: float) -> str:
+    if not shift_us:  # as on all ranks of one host
+        return text
+    # Replaced in the text, so that everything else stays as it was written.
+    return _TIME.sub(lambda time: f'"ts":{float(time[1]) + shift_us:.3f}', text)

@@ -1,8 +1,8 @@
 """Predicts the step time of every schedule and policy from a trace under one of them.
 
-The trace gives the durations of each stage's actions, with the runtime's overhead, the latency and
-bytes of messages, the part of a step outside its pipeline, the memory of the ranks, and the
-activations that a forward keeps. The prediction assumes that the model splits evenly into other
+The trace gives the durations of each stage's actions, with the runtime's overhead, the latency of
+messages, the part of a step outside its pipeline, the memory of the ranks, and the activations that
+a forward keeps. The prediction assumes that the model splits evenly into other
 stages except for embedding and loss, that the halves of an unsplit backward take equally long, and
 that memory other than activations stays the same.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -37,8 +37,6 @@ from megatron_ext.tracing.records import ACTION_NAMES
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Schedule
-    from megatron_ext.schedules.table.placement import Placement
-    from megatron_ext.tools.trace.survey import RankSurvey
 
 _SEEDS = 5
 """Number of simulated steps with different jitter; their mean is the prediction."""
@@ -49,8 +47,6 @@ _QUIET = 0.01
 """Jitter below this is negligible."""
 _EQUAL = 0.005
 """Steps that differ by less than this part count as equally fast."""
-_ONE_SIZE = 0.01
-"""Boundaries between stages that differ by less than this part have one size."""
 _WITH_FLAGS = 3
 """Predictions whose flags `plan` prints, beside those of the recommended one."""
 
@@ -68,8 +64,6 @@ class Prediction:
     bounds_memory: bool = True
     """True if ranks keep no more activations than the table; else up to all micro-batches, and
     how many depends on who is late."""
-    sent_bytes: int | None = None
-    """Bytes that stages hand on in a step, see `Traffic`; None: unknown from the trace."""
     weight_copies: int = 1
     """Ranks that hold the weights of one stage."""
     all_to_all_hidden: float | None = None
@@ -165,7 +159,7 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
     Raises:
         DataError: The actions of some stage were not traced.
     """
-    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     exchanged: dict[int, list[float]] = defaultdict(list)
     sigmas = [0.0]
     for survey in run.surveys:
@@ -181,9 +175,11 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
                 sigmas.append(math.log(high / low) / 1.349)
     stages: list[tuple[float, float, float]] = []
     for stage in range(schedule.num_stages):
-        # Slices cost about the same.
         forward, backward, input_gradient, weight = (
-            schedule.num_slices * statistics.median(times.get((name, stage), [0.0])) / 1e9
+            sum(
+                statistics.median(times.get((name, stage, part), [0.0])) / 1e9
+                for part in range(schedule.num_slices)
+            )
             for name in ACTION_NAMES.values()
         )
         if not (input_gradient and weight):
@@ -214,63 +210,6 @@ def planned(run: Run, schedule: Schedule) -> Timeline:
     attention = attention_of(schedule.slices)
     costs = replace(measured_costs(run, schedule), jitter=0.0, attention=attention)
     return commands.evaluate(schedule, costs)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that stages hand on in a step, of one pipeline, or of two mirrored ones.
-
-    Counted are activations and gradients between stages, trees of tensors too, and tensors on
-    routes and their gradients. A boundary inside a rank sends nothing, so its size is unknown.
-    """
-
-    placement: Placement
-    """Where the stages were when it was measured."""
-    boundaries: Mapping[int, float]
-    """By stage: between it and the next, in both directions, if that is on another rank."""
-    routes: float
-    """On routes, which depends on the placement."""
-
-    def under(self, placement: Placement) -> int | None:
-        """Return the bytes under a placement; None: the trace does not have them."""
-        mine, sizes = self.placement, sorted(self.boundaries.values())
-        crossing = _crossing(placement)
-        if self.routes and (placement.rank_of, placement.hops) != (mine.rank_of, mine.hops):
-            return None
-        if placement.num_stages == mine.num_stages and crossing <= self.boundaries.keys():
-            return round(sum(self.boundaries[stage] for stage in crossing) + self.routes)
-        if sizes[0] < (1 - _ONE_SIZE) * sizes[-1]:
-            return None  # of boundaries that nobody has seen, where they differ
-        return round(len(crossing) * sizes[-1] + self.routes)
-
-
-def _crossing(placement: Placement) -> set[int]:
-    return {stage for stage, hop in enumerate(placement.hops) if hop != "local"}
-
-
-def measured_traffic(surveys: Sequence[RankSurvey], placement: Placement) -> Traffic | None:
-    """Return the traffic of a traced run; None: its ranks have recorded no message.
-
-    Tensor-parallel ranks send their own bytes; replicas are averaged.
-
-    Args:
-        surveys: Of all ranks.
-        placement: Where the stages were.
-    """
-    boundaries: dict[int, float] = defaultdict(float)
-    routes = 0.0
-    worlds = len({survey.header.data for survey in surveys}) / placement.twins
-    for survey in surveys:
-        for (kind, stage), num_bytes in survey.sent.items():
-            of_step = num_bytes / survey.counted / worlds
-            # Decisions and credits are no tensors: they are left out.
-            if kind in ("F", "B"):  # for this stage, of the one before or behind
-                boundaries[stage - (kind == "F")] += of_step
-            elif kind in ("P", "G"):
-                routes += of_step
-    # A stage whose neighbour is on the same rank was seen to send nothing, which is no size.
-    found = {stage: boundaries[stage] for stage in sorted(_crossing(placement) & boundaries.keys())}
-    return Traffic(placement, found, routes) if found else None
 
 
 def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
@@ -350,10 +289,9 @@ class _Measured:
         # any rank to the last.
         longest, pipelines, optimizers = [], [], []
         for steps in run.steps.values():
-            ends = [step.begin_ns + step.duration_ns - step.after_ns for step in steps]
-            begins = [end - step.pipeline_ns for end, step in zip(ends, steps, strict=True)]
+            end_ns = max(step.begin_ns + step.pipeline_ns for step in steps)
+            pipelines.append(end_ns - min(step.begin_ns + step.first_ns for step in steps))
             longest.append(max(step.duration_ns for step in steps))
-            pipelines.append(max(ends) - min(begins))
             optimizers.append(max(step.optimizer_ns for step in steps))
         self.step_s = statistics.median(longest) / 1e9
         self.outside_s = max(0.0, self.step_s - statistics.median(pipelines) / 1e9)
@@ -370,7 +308,6 @@ class _Measured:
         self.fixed_bytes = max(fixed, default=None)
         self.activation_bytes = max(activations)
         self.num_layers = run.settings.get("num_layers")
-        self.traffic = measured_traffic(run.surveys, schedule.placement)
         self.stash_ratio = run.surveys[0].stash_ratio
         # Ranks of devices choose while an action runs, which is another order than afterwards.
         self.launch_s = _LAUNCH_S if run.settings.get("device", "cpu") != "cpu" else 0.0
@@ -467,7 +404,6 @@ class _Measured:
             bubble_ratio=statistics.fmean(step.bubble_ratio for step in steps),
             memory_bytes=memory,
             bounds_memory=dynamic is None or dynamic.policy == DynamicOrder.policy,
-            sent_bytes=None if self.traffic is None else self.traffic.under(static.placement),
             weight_copies=static.weight_copies,
             all_to_all_hidden=statistics.fmean(hidden) if hidden else None,
         )
@@ -477,13 +413,12 @@ def table(found: Forecast, limit: int = 20) -> str:
     """Return the predictions as text, with the flags to paste."""
     shown = found.predictions[:limit]
     hides = any(p.all_to_all_hidden is not None for p in shown)
-    rows = [("schedule", "step ms", "bubble %", "sent MiB", "memory GiB", *["hidden %"] * hides)]
+    rows = [("schedule", "step ms", "bubble %", "memory GiB", *["hidden %"] * hides)]
     for p in shown:
-        sent = "-" if p.sent_bytes is None else f"{p.sent_bytes / 2**20:.4g}"
         times = f"{1e3 * p.step_s:.1f}", f"{100 * p.bubble_ratio:.1f}"
         share = p.all_to_all_hidden
         hidden = [] if share is None else [f"{100 * share:.0f}"]
-        rows.append((p.schedule, *times, sent, _gib(p), *hidden))
+        rows.append((p.schedule, *times, _gib(p), *hidden))
     traced = f"traced: {found.measured}, step {1e3 * found.measured_s:.1f} ms"
     if found.own is not None:
         traced += f", itself predicted as {1e3 * found.own.step_s:.1f} ms"

@@ -6,9 +6,8 @@ A file may still grow, or end where its rank died: what cannot be read is skippe
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,8 +51,6 @@ class Iteration(NamedTuple):
     spans: list[Span]
     """In the order in which they began."""
     figures: Mapping[str, Any]
-    text: str
-    """Its events as they are in the file, with a comma between two."""
 
 
 @dataclass
@@ -66,8 +63,25 @@ class TraceFile:
     """Events of the first line, as they are in the file."""
     shift_ns: int = 0
     """Added to its times, those of all ranks agree."""
-    damaged: int = 0
-    """Lines that were skipped, counted while iterations are read."""
+    damaged: set[int] = field(default_factory=set)
+    """Numbers of the lines that were skipped when iterations were read."""
+    num_lines: int = 0
+    """Lines that were read; a file may still grow."""
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Yield number and events, with a comma between two, of all lines but the first.
+
+        Raises:
+            DataError: The file can no longer be read.
+        """
+        try:
+            # A rank that died may have left half of a character.
+            with self.path.open(encoding="utf-8", errors="replace") as file:
+                for number, line in enumerate(file):
+                    if number and (text := line.strip(",] \r\n")):
+                        yield number, text
+        except OSError as error:
+            raise DataError(f"{self.path.name} cannot be read: {error.strerror}") from error
 
     def iterations(self, only: int | None = None) -> Iterator[Iteration]:
         """Yield all iterations in the order of the file, or only that of a number.
@@ -75,22 +89,15 @@ class TraceFile:
         Raises:
             DataError: The file can no longer be read.
         """
-        self.damaged = 0
-        try:
-            # A rank that died may have left half of a character.
-            with self.path.open(encoding="utf-8", errors="replace") as file:
-                file.readline()  # the header, which `open_run` has read
-                for line in file:
-                    text = line.strip(",] \r\n")
-                    # Looked for as text: lines of other iterations need no decoding.
-                    if not text or (only is not None and f'"iteration":{only},' not in text):
-                        continue
-                    try:
-                        yield self._iteration(text)
-                    except DAMAGED:
-                        self.damaged += 1
-        except OSError as error:
-            raise DataError(f"{self.path.name} cannot be read: {error.strerror}") from error
+        for number, text in self.lines():
+            self.num_lines = max(self.num_lines, number + 1)
+            # Looked for as text: lines of other iterations need no decoding.
+            if only is not None and f'"iteration":{only},' not in text:
+                continue
+            try:
+                yield self._iteration(text)
+            except DAMAGED:
+                self.damaged.add(number)
 
     def _iteration(self, text: str) -> Iteration:
         *events, last = json.loads(f"[{text}]")
@@ -105,7 +112,7 @@ class TraceFile:
             spans.append(Span(event["cat"], start, start + length, about, event.get("bind_id", 0)))
         spans.sort(key=lambda span: span.begin_ns)
         duration_ns, begin_ns = round(1e3 * last["dur"]), begin_ns + self.shift_ns
-        return Iteration(int(figures["iteration"]), begin_ns, duration_ns, spans, figures, text)
+        return Iteration(int(figures["iteration"]), begin_ns, duration_ns, spans, figures)
 
 
 def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
@@ -114,7 +121,7 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
     Raises:
         DataError: The directory does not exist or contains no trace.
     """
-    by_rank: dict[int, TraceFile] = {}
+    found: list[TraceFile] = []
     notes: list[str] = []
     try:
         paths = sorted(directory.iterdir())
@@ -122,30 +129,25 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
         raise DataError(f"{directory} cannot be listed: {error.strerror}") from error
     for path in paths:
         # Of files only: opening a pipe would wait for ever.
-        if not (fnmatch(path.name, FILE_NAME.format(*"***")) and path.is_file()):
-            continue
-        try:
-            found = _open(path)
-        except DataError as error:
-            notes.append(f"{path.name}: {error}")
-            continue
-        rank = found.header.rank
-        if (other := by_rank.setdefault(rank, found)) is not found:
-            notes.append(
-                f"{path.name} is left out: it names rank {rank}, as {other.path.name} does"
-            )
-    if not by_rank:
+        if fnmatch(path.name, FILE_NAME.format(*"***")) and path.is_file():
+            try:
+                found.append(_open(path))
+            except DataError as error:
+                notes.append(f"{path.name}: {error}")
+    if not found:
         why = f": {notes[0]}" if notes else ""
         raise DataError(
             f"{directory} holds no trace of a rank{why}; give the folder of a run, such as "
             f"benchmark/data-1-pipeline-4-tensor-1-pp, that was trained with --trace"
         )
-    headers = [file.header for file in by_rank.values()]
-    # By the largest sizes: files of an older, smaller run may lie in the same folder.
-    ranks = math.prod(max(header.sizes for header in headers))
-    count = ranks - len({(h.data, h.pipeline, h.tensor) for h in headers})
-    if count > 0:
-        notes.append(f"{count} of {ranks} ranks left no trace")
+    # A run overwrites the files of an earlier one in its folder, but for ranks that it has not.
+    found.sort(key=lambda file: file.header.wall_ns)
+    newest = found[-1].header
+    by_rank = {f.header.rank: f for f in found if f.header.sizes == newest.sizes}
+    if others := len(found) - len(by_rank):
+        notes.append(f"{others} files are left out: copies, or of an earlier run with other sizes")
+    if (missing := newest.num_ranks - len(by_rank)) > 0:
+        notes.append(f"{missing} of {newest.num_ranks} ranks left no trace")
     return [by_rank[rank] for rank in sorted(by_rank)], notes
 
 
@@ -186,7 +188,8 @@ def _open(path: Path) -> TraceFile:
             )
         header = Header(**fields)
         places = header.rank, header.data, header.pipeline, header.tensor, *header.sizes
-        if len(places) != 7 or not all(isinstance(place, int) for place in places):
+        numbers = *places, header.num_ranks, header.wall_ns
+        if len(places) != 7 or not all(isinstance(number, int) for number in numbers):
             raise ValueError("no places")
     except OSError as error:
         raise DataError(f"it cannot be read: {error.strerror}") from error

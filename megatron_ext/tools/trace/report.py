@@ -119,7 +119,7 @@ def _verdict(
     total: Step, found: Forecast | None, slowest: list[tuple[str, float]]
 ) -> list[tuple[str, str]]:
     """Return (question, answer) pairs: where the time goes, what to change, what to mistrust."""
-    for_others = "input", "leader", "credit"
+    for_others = "input", "leader", "credit", "end of the pipeline"
     waits = sum(ns for cause, ns in total.idle_ns.items() if cause.startswith(for_others))
     times = {
         "in actions": total.busy_ns,

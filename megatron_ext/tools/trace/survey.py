@@ -38,16 +38,19 @@ class Step(NamedTuple):
 
     number: int = 0
     begin_ns: int = 0
-    """On the clock of the rank."""
+    """On the clock of the rank; in a `Run` on that of all ranks."""
     duration_ns: float = 0
+    first_ns: float = 0
+    """From the begin of the step to that of its first action."""
     pipeline_ns: float = 0
-    """From the begin of its first action to the end of its last."""
+    """From the begin of the step to the end of its last action; in a `Run` of that of any rank."""
     busy_ns: float = 0
     """Of that, in actions."""
     idle_ns: Mapping[str, float] = MappingProxyType({})
-    """The rest of `pipeline_ns` by cause: `input of rank 3`, `slot`, `leader`, `send`, `other`."""
+    """The rest of `pipeline_ns` by cause: `input of rank 3`, `slot`, `leader`, `send`, `other`, and
+    `end of the pipeline`, when only other ranks have actions left."""
     after_ns: float = 0
-    """From the last action to the end of the iteration: reduction, optimizer and so on."""
+    """What follows of the step: reduction, optimizer and so on."""
     optimizer_ns: float = 0
     memory_bytes: int = 0
     peak_live: float = 0
@@ -59,12 +62,23 @@ class Step(NamedTuple):
     """Bytes that a forward of one stage keeps; 0: not known."""
     microbatches: int = 0
     """Of one pipeline; 0: not known."""
+    failed: bool = False
+    """True if the step ended with an error, perhaps after a time-out."""
 
     @property
     def bubble_ratio(self) -> float:
         """Share of the pipeline's time that is in no action."""
         idle_ns = sum(self.idle_ns.values())
         return idle_ns / (self.busy_ns + idle_ns) if idle_ns else 0.0
+
+    def until(self, end_ns: float) -> Step:
+        """Return the step with a pipeline that ends at this time, with the last of all ranks."""
+        rest_ns = min(self.after_ns, max(0, end_ns - self.begin_ns - self.pipeline_ns))
+        return self._replace(
+            pipeline_ns=self.pipeline_ns + rest_ns,
+            idle_ns={**self.idle_ns, "end of the pipeline": rest_ns} if rest_ns else self.idle_ns,
+            after_ns=self.after_ns - rest_ns,
+        )
 
 
 @dataclass
@@ -98,9 +112,11 @@ class RankSurvey:
     """By the global rank of each peer: what carries messages between the two."""
     counted: int = 0
     """Iterations that the fields below are about: some, evenly spread."""
-    actions: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Nanoseconds by name and stage: from the begin of an action to the begin of what follows it,
-    without waiting, so that what the runtime does around an action belongs to it."""
+    actions: dict[tuple[str, int, int], list[int]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    """Nanoseconds by name, stage and slice: from the begin of an action to the begin of what
+    follows it, without waiting, so that what the runtime does around an action belongs to it."""
     took: dict[tuple[int, int, int, int], int] = field(default_factory=lambda: defaultdict(int))
     """Nanoseconds of all actions by stage, iteration, micro-batch and slice."""
     exchanges: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -109,8 +125,6 @@ class RankSurvey:
     """By iteration and micro-batch: its tokens, and the pairs of tokens of one sample."""
     links: dict[int, Link] = field(default_factory=dict)
     """By the global rank that sent."""
-    sent: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
-    """Bytes of the messages that it sent, by kind and stage."""
     sends: dict[int, int] = field(default_factory=dict)
     """When the `send` of a message began; by number of the message."""
     receives: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
@@ -131,9 +145,9 @@ class RankSurvey:
     def complete_steps(self) -> list[Step]:
         """The steps of the table's size except the first of all, which warms up.
 
-        If there are none: that one, or all of another size.
+        If there are none: that one, or all of another size, and those that failed.
         """
-        full = [step for step in self.steps if self.is_full(step.microbatches)]
+        full = [s for s in self.steps if self.is_full(s.microbatches) and not s.failed]
         return [step for step in full if step is not self.steps[0]] or full or self.steps
 
     def is_full(self, microbatches: int) -> bool:
@@ -160,7 +174,7 @@ def survey(file: TraceFile, full: int = 0, slices: Sequence[float] = (1.0,)) -> 
         if len(found.steps) < _MAX_STEPS:
             found.steps.append(_step(found, iteration))
         is_full = found.is_full(iteration.figures.get("microbatches", 0))
-        is_measure = is_full and found.iterations > 1
+        is_measure = is_full and found.iterations > 1 and not iteration.figures.get("failed")
         kept[not is_measure, iteration.number * _GOLDEN % 1] = iteration
         while len(kept) > 1 and (
             len(kept) > _MAX_ITERATIONS or sum(len(one.spans) for one in kept.values()) > _MAX_SPANS
@@ -176,9 +190,8 @@ def survey(file: TraceFile, full: int = 0, slices: Sequence[float] = (1.0,)) -> 
 
 def _step(found: RankSurvey, iteration: Iteration) -> Step:
     work = [span for span in iteration.spans if span.name in _KINDS]
-    begin = work[0].begin_ns if work else 0
     end = max((span.end_ns for span in work), default=0)
-    busy, covered = 0, begin
+    busy = covered = 0
     row: list[Action] = []
     for name, started, ended, about, _ in work:
         busy += max(0, ended - max(started, covered))  # those of a pair overlap
@@ -188,20 +201,21 @@ def _step(found: RankSurvey, iteration: Iteration) -> Step:
     idle: dict[str, int] = defaultdict(int)
     optimizer = 0
     for name, started, ended, about, _ in iteration.spans:
-        if name in _IDLE and begin <= started < end:
+        if name in _IDLE and started < end:
             cause = str(about.get("cause", name))
             idle[f"{cause} of rank {about['on']}" if "on" in about else cause] += ended - started
         elif name == "optimizer":
             optimizer += ended - started
-    other = end - begin - busy - sum(idle.values())
+    other = end - busy - sum(idle.values())
     if other > 0:  # data, Python, and whatever else no span is about
         idle["other"] = other
-    noted = ("memory_bytes", "out_of_order", "activation_bytes", "microbatches")
+    noted = ("memory_bytes", "out_of_order", "activation_bytes", "microbatches", "failed")
     return Step(
         iteration.number,
         iteration.begin_ns,
         iteration.duration_ns,
-        pipeline_ns=end - begin,
+        first_ns=work[0].begin_ns if work else 0,
+        pipeline_ns=end,
         busy_ns=busy,
         idle_ns=dict(idle),
         after_ns=iteration.duration_ns - end,
@@ -217,7 +231,7 @@ def _count(found: RankSurvey, iteration: Iteration) -> None:
     found.counted += 1
     for microbatch, (tokens, pairs) in iteration.figures.get("lengths", {}).items():
         found.lengths[iteration.number, int(microbatch)] = tokens, pairs
-    action: tuple[str, int] | None = None
+    action: tuple[str, int, int] | None = None
     begun = ended = 0
     exchanged: dict[tuple[int, int], int] = defaultdict(int)
     waited: set[tuple[object, ...]] = set()
@@ -238,9 +252,8 @@ def _count(found: RankSurvey, iteration: Iteration) -> None:
             found.actions[action].append(max(begin, ended) - begun)
             action = None
         if name in _KINDS:
-            action, begun, ended = (name, about["stage"]), begin, end
+            action, begun, ended = (name, about["stage"], about.get("slice", 0)), begin, end
         elif name == "send":
-            found.sent[about["for"], about["stage"]] += about["bytes"]
             found.sends[number] = iteration.begin_ns + begin
         elif name == "receive" or (name == "wait" and "on" in about):
             other = about["on" if name == "wait" else "from"]

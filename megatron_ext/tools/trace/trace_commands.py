@@ -38,16 +38,8 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     )
     report.set_defaults(run=_run_report)
     for parser, name in ((aggregate, "NAME-aggregated.json"), (report, "report.html")):
-        group = parser.add_mutually_exclusive_group(required=True)
         folder = "folder of the run, such as benchmark/data-1-pipeline-4-tensor-1-pp"
-        group.add_argument("--trace-dir", type=Path, metavar="DIR", help=folder)
-        # Unseen, the names that the folder had before.
-        if parser is aggregate:
-            group.add_argument(
-                "--benchmark_dir", dest="trace_dir", type=Path, help=argparse.SUPPRESS
-            )
-        else:
-            group.add_argument("directory", nargs="?", type=Path, help=argparse.SUPPRESS)
+        parser.add_argument("--trace-dir", type=Path, metavar="DIR", required=True, help=folder)
         output = f"output file (default: {name} in the folder of the run)"
         parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=output)
     aggregate.add_argument(
@@ -58,7 +50,6 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
 def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     """Add the flags for measured costs to the existing subcommand `plan`."""
     parser = subparsers.choices["plan"]
-    parser.add_argument("--from-trace", dest="trace_dir", type=Path, help=argparse.SUPPRESS)
     parser.add_argument(
         "--trace-dir",
         type=Path,
@@ -154,10 +145,9 @@ def _run_report(args: argparse.Namespace) -> int:
     from megatron_ext.tools.trace import aggregate
     from megatron_ext.tools.trace.report import page
 
-    directory = args.trace_dir or args.directory
-    run = aggregate.read_run(directory)
+    run = aggregate.read_run(args.trace_dir)
     _print_notes(run.notes)
-    output = args.output or directory / "report.html"
+    output = args.output or args.trace_dir / "report.html"
     try:
         files.write_text(output, page(run))
     except OSError as error:

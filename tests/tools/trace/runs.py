@@ -70,7 +70,8 @@ def write_run(
         clock = Clock()
         now_ns = 3_600_000 * MS + clock_offset_ns(rank)
         header = Header(
-            replicas * rank + data, data, rank, 0, world, "host", clock_of(rank), now_ns, 1,
+            replicas * rank + data, data, rank, 0, world, replicas * pp,
+            "host", clock_of(rank), now_ns, 1,
             settings or {"schedule": table.label, "transport": "torch"}, {"torch": "2"},
         )  # fmt: skip
         recorder = Recorder(lambda header=header: (directory, header), clock, sampling)

@@ -15,11 +15,14 @@ from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.tools.trace.aggregate import (
     aggregated_name,
+    align,
     read_run,
     slow,
     write_chrome_trace,
 )
+from megatron_ext.tools.trace.forecast import planned
 from megatron_ext.tools.trace.survey import figures
+from megatron_ext.tracing.records import Header
 from tests.commands import run_package
 from tests.tools.trace.runs import COSTS, MS, arrows, trace_of, write_run
 
@@ -60,6 +63,19 @@ def test_the_figures_are_those_of_the_simulated_step(tmp_path: Path) -> None:
     assert figures(run.surveys[3:]).peak_live == 1
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-v"])
+def test_the_bubble_is_that_of_the_table(tmp_path: Path, schedule: str) -> None:
+    """Ranks also idle before their first action, and behind their last one until all have ended."""
+    run = read_run(write_run(tmp_path, schedule=schedule))
+    timeline = planned(run, run.schedule)
+    assert figures(run.surveys).bubble_ratio == pytest.approx(timeline.bubble_ratio, rel=1e-3)
+    for survey in run.surveys:
+        mine = figures([survey])
+        assert mine.pipeline_ns == pytest.approx(1e9 * timeline.makespan, rel=1e-3)
+        assert mine.pipeline_ns + mine.after_ns == pytest.approx(mine.duration_ns)
+        assert sum(mine.idle_ns.values()) + mine.busy_ns == pytest.approx(mine.pipeline_ns)
+
+
 def test_a_pair_is_busy_once_and_no_measure_of_its_halves(tmp_path: Path) -> None:
     schedule = generate("1f1b", 4, 8, pairs=True)
     timeline = simulate(schedule, COSTS)
@@ -69,7 +85,7 @@ def test_a_pair_is_busy_once_and_no_measure_of_its_halves(tmp_path: Path) -> Non
     assert figures([first]).busy_ns == pytest.approx(1e9 * busy)
     alone = schedule.num_microbatches - len(schedule.pairs[0])
     assert alone > 0
-    forward = first.actions["forward", 0]
+    forward = first.actions["forward", 0, 0]
     assert (statistics.median(forward), len(forward)) == (10 * MS, 2 * alone)
 
 
@@ -116,6 +132,52 @@ def test_missing_ranks_other_lengths_and_a_trailing_slash(tmp_path: Path) -> Non
     assert {e["pid"] for e in events if "pid" in e} == {0, 2, 3}
 
 
+def test_files_that_an_earlier_run_left_in_the_folder_do_not_count(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "earlier", pp=4)
+    later = write_run(tmp_path / "later", pp=2)
+    for rank in range(2):
+        text = trace_of(later, rank).read_text().replace('"wall_ns":1', '"wall_ns":2')
+        trace_of(folder, rank).write_text(text)
+    run = read_run(folder)
+    assert [survey.header.sizes for survey in run.surveys] == [[1, 2, 1]] * 2
+    [note] = [note for note in run.notes if "rank" in note or "file" in note]
+    assert note.startswith("2 files are left out: ")
+
+
+def test_only_lines_that_were_surveyed_and_are_whole_are_merged(tmp_path: Path) -> None:
+    """A file may grow meanwhile, and its last line may be half of one."""
+    folder = write_run(tmp_path, pp=2, microbatches=2)
+    path = trace_of(folder, 1)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], lines[2][:-9], lines[3]]))
+    run = read_run(folder)
+    with path.open("a") as file:
+        file.write(f"\n{lines[3]}\n{lines[3][:50]}")
+    size = write_chrome_trace(run, tmp_path / "merged.json")
+    assert (tmp_path / "merged.json").stat().st_size == size
+    events = json.loads((tmp_path / "merged.json").read_text())
+    numbers = [(e["pid"], e["args"]["iteration"]) for e in events if e.get("cat") == "iteration"]
+    assert numbers == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 3)]
+
+
+def test_clocks_that_have_drifted_are_not_called_exact() -> None:
+    headers = {rank: Header(rank, 0, rank, 0, (1, 2, 1), 2, clock=f"{rank}") for rank in (0, 1)}
+    shifts = align(headers, {(0, 1): 10 * MS, (1, 0): -30 * MS})
+    assert shifts["1"] == (-20 * MS, 10 * MS)
+
+
+def test_steps_that_failed_do_not_count(tmp_path: Path) -> None:
+    """They may have lasted as long as a time-out."""
+    folder = write_run(tmp_path)
+    text = trace_of(folder, 1).read_text()
+    before, _, last = text.rpartition('"microbatches":8')
+    trace_of(folder, 1).write_text(f'{before}"failed":true,"microbatches":8{last}')
+    run = read_run(folder)
+    assert [[s.number for s in each.complete_steps] for each in run.surveys[:2]] == [[2, 3], [2]]
+    assert [each.counted for each in run.surveys[:2]] == [2, 1]
+    assert "steps that failed do not count: 3" in run.notes
+
+
 def test_slow_ranks_and_links_are_named(tmp_path: Path) -> None:
     directory = write_run(
         tmp_path, costs=Costs(stages=((0.01,) * 3, (0.01,) * 3, (0.015,) * 3, (0.01,) * 3))
@@ -131,15 +193,14 @@ def test_slow_ranks_and_links_are_named(tmp_path: Path) -> None:
 
 
 def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
-    older = ("aggregate --benchmark_dir", "report", "plan --from-trace")
-    for command in ([*words.split(), str(tmp_path)] for words in ("aggregate --trace-dir", *older)):
-        done = run_package(*command)
+    for command in ("aggregate", "report", "plan"):
+        done = run_package(command, "--trace-dir", str(tmp_path))
         assert done.returncode == 2
         assert "holds no trace of a rank" in done.stderr
         assert "Traceback" not in done.stderr
     run = write_run(tmp_path)
     shutil.copytree(run, tmp_path / "copy")
-    done = run_package("report", str(run), "-o", str(tmp_path / "no" / "where.html"))
+    done = run_package("report", "--trace-dir", str(run), "-o", str(tmp_path / "no" / "where.html"))
     assert done.returncode == 2
     assert "cannot be written" in done.stderr
 
@@ -154,7 +215,7 @@ def test_surveys_of_long_runs_stay_small_and_are_of_all_of_them(
     lines[4] = lines[4][:-9]  # a damaged line of one rank
     trace_of(run, 1).write_text("\n".join(lines))
     first, second = read_run(run).surveys
-    assert second.file.damaged == 1
+    assert second.file.damaged == {4}
     assert len(first.steps) == first.iterations == 80 // interval
     assert 8 <= first.counted <= 16
     assert {len(times) for times in first.actions.values()} == {2 * first.counted}

@@ -15,6 +15,7 @@ from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.tools.trace import forecast
+from megatron_ext.tools.trace.aggregate import read_run
 from megatron_ext.tracing.records import SCHEDULE_FILE
 from tests.commands import run_package
 from tests.tools.trace.runs import COSTS, trace_of, write_run
@@ -43,6 +44,17 @@ def test_predictions_are_simulations_with_the_costs_of_the_trace(
     assert {"1f1b dpp hint", "1f1b dpp breadth-first", "zb-v chunks=2"} <= found.keys()
     steps = [p.step_s for p in found.values()]
     assert steps == sorted(steps)
+
+
+def test_slices_of_different_durations_are_no_jitter(tmp_path: Path) -> None:
+    """Attention makes input and weight gradients of one slice unequal parts of a micro-batch."""
+    costs = replace(COSTS, attention=0.5)
+    run = read_run(write_run(tmp_path, schedule="zb-h1", slices=4, costs=costs))
+    found = forecast.measured_costs(run, run.schedule)
+    assert found.jitter == 0
+    assert found.stages[0] == pytest.approx((COSTS.forward, COSTS.input, COSTS.weight))
+    prediction = forecast.predict(run)
+    assert prediction.own.step_s == pytest.approx(prediction.measured_s, rel=1e-4)
 
 
 def test_uneven_stages_stay_uneven(tmp_path: Path) -> None:
@@ -152,7 +164,7 @@ def test_only_steps_of_the_size_of_the_table_count(tmp_path: Path) -> None:
     ramped = write_run(tmp_path / "ramped", ramp=(2, 2, 4, 4, 4), iterations=8)
     found, plain = forecast.forecast(ramped), forecast.forecast(write_run(tmp_path / "plain"))
     assert found.measured_s == plain.measured_s
-    assert found.predictions == plain.predictions, "costs and bytes, too"
+    assert found.predictions == plain.predictions, "costs, too"
     [note] = [note for note in found.notes if "other sizes" in note]
     assert note.endswith("than the table's 8 micro-batches do not count: 2 of 2, 3 of 4")
     early = write_run(tmp_path / "early", ramp=(2, 2, 4), iterations=3)

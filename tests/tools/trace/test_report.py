@@ -68,7 +68,7 @@ def content(page: str) -> dict:
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_browser_shows_the_page_and_zooms(tmp_path: Path, dark: bool) -> None:
     run = write_run(tmp_path, schedule="1f1b")
-    done = run_package("report", str(run))
+    done = run_package("report", "--trace-dir", str(run))
     assert done.returncode == 0, done.stderr
     seen = browser.look(run / "report.html", LOOK, dark=dark)
     light, black = "rgb(255, 255, 255)", "rgb(20, 23, 28)"
