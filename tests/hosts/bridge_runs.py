@@ -116,7 +116,7 @@ def _as_builder(provider: Any) -> Any:
     return made
 
 
-def pretrain(config: Any) -> Trained:
+def pretrain(config: Any, *callbacks: Any) -> Trained:
     """Train on this rank, and tell what was seen."""
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step
@@ -132,7 +132,7 @@ def pretrain(config: Any) -> Trained:
         def on_eval_end(self, context: Any) -> None:
             trained.evaluated.append(_hex(context.total_loss_dict))
 
-    pretrain(config, forward_step, callbacks=[Watch()])
+    pretrain(config, forward_step, callbacks=[Watch(), *callbacks])
     return trained
 
 
@@ -185,6 +185,36 @@ def train(
     config = recipe(changes, builder=builder)
     _configure(settings, sizes)
     return pretrain(config)
+
+
+def filled_from_hugging_face() -> list[str | None]:
+    """Train as zb-v; return how the tied copies on this rank differ before Bridge fills them from
+    weights of Hugging Face, and after that.
+    """
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+    from megatron.bridge.training.callbacks import Callback
+
+    from megatron_ext.runtime.folded import differing_copies
+
+    told = []
+
+    class OfNoModel(MegatronModelBridge):
+        provider_bridge = mapping_registry = None
+
+    class Import(Callback):
+        def on_train_start(self, context: Any) -> None:
+            with torch.no_grad():
+                for weight in (w for chunk in context.model for w in chunk.parameters()):
+                    if weight.shape[0] == 512:  # the vocabulary's
+                        weight.random_()
+            told.append(differing_copies(context.model))
+            OfNoModel()._broadcast_shared_embeddings(context.model)
+            told.append(differing_copies(context.model))
+
+    stand_ins.install()
+    _configure({"schedule": "zb-v"})
+    pretrain(recipe({}), Import())
+    return told
 
 
 def refused(

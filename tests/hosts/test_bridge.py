@@ -134,6 +134,13 @@ def test_slices(own: Any) -> None:
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6)
 
 
+def test_weights_of_hugging_face_reach_the_tied_copy_of_a_folded_pipeline() -> None:
+    first, *others = run_ranks(4, bridge_runs.filled_from_hugging_face, timeout_s=280)
+    assert first[0] is not None
+    assert first[1] is None
+    assert others == [[None, None]] * 3  # which hold no copy
+
+
 def test_flags_in_the_environment(own: Any) -> None:
     ours = trained({}, flags="--pipeline-schedule zb-v --pipeline-transport shm")
     check(own({}), ours)
