@@ -95,13 +95,7 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _requested() -> tuple[PipelineConfig | None, Namespace | None]:
     """Return the `PipelineConfig` of `configure`, or the parsed flags of the environment."""
     found, words = active.active(), requested_flags()
-    requested = None if found is None else found.requested
-    if requested is not None and words:
-        raise ArgumentsError(
-            f"megatron_ext.configure was called, but {FLAGS} is also set, to "
-            f"{' '.join(words)!r}; leave one of them out"
-        )
-    return requested, parse_words(words, FLAGS) if words else None
+    return None if found is None else found.requested, parse_words(words, FLAGS) if words else None
 
 
 def _sizes(found: active.Active) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from typing import overload
 from megatron_ext import devices, hosts, patches
 from megatron_ext.config.active import Pipeline, clear_configuration, required
 from megatron_ext.config.entrances import await_host, log, put_in_force
-from megatron_ext.config.flags import in_fields
+from megatron_ext.config.flags import FLAGS, in_fields, requested_flags
 from megatron_ext.config.hosting import inspect
 from megatron_ext.config.incompatible import Preflight
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
@@ -78,6 +78,11 @@ def configure(
         raise ArgumentsError(
             f"configure takes a PipelineConfig, not a {type(config).__name__}; for example "
             'configure(PipelineConfig(schedule="zb-v"), pipeline_ranks=4, ...)'
+        )
+    if words := requested_flags():
+        raise ArgumentsError(
+            f"configure was called, but {FLAGS} is also set, to {' '.join(words)!r}; leave one of "
+            "them out"
         )
     has_sizes = _check_sizes(
         pipeline_ranks=pipeline_ranks,

@@ -25,16 +25,30 @@ def is_chosen() -> bool:
 PATCHES = PatchTable(feature="schedules", when=is_chosen)
 
 
+def _was_not_taken() -> bool:
+    """Return whether a schedule was requested that nothing has put in force."""
+    from megatron_ext.config.flags import requested_flags
+
+    found = active.active()
+    return bool(requested_flags()) if found is None else not found.is_sized
+
+
 @PATCHES.row(
     "schedules.awaited_sizes",
     f"{_SCHEDULES}:get_forward_backward_func",
     kind="replace",
-    when=lambda: (found := active.active()) is not None and not found.is_sized,
+    when=_was_not_taken,
 )
 def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
     """Megatron would train under its own schedule although another one was requested."""
+    from megatron_ext.config.flags import FLAGS
     from megatron_ext.config.pipeline_config import ConfigurationError
 
+    if active.active() is None:
+        raise ConfigurationError(
+            f"{FLAGS} is set, but only programs with Megatron's command line and megatron.bridge's "
+            "pretrain or finetune read it; call megatron_ext.configure instead"
+        )
     raise ConfigurationError(
         "configure was given no sizes, and no host that knows them came before the first step; "
         "give pipeline_ranks, num_microbatches and num_layers, or train with "

@@ -247,7 +247,6 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
             "",
             "model.dist_train.use_dist_train gives encoder and language model ranks",
         ),
-        ({}, {"schedule": "zb-v"}, "--use-dpp", "configure was called, but MEGATRON_EXT_FLAGS"),
         ({}, None, "--pipeline-schedul zb-v", "unrecognized arguments: --pipeline-schedul"),
         ({}, None, "--pipeline-schedule zb-v --trace-dir x", "--trace-dir is for --trace"),
         ({}, None, "--forward-backward-disaggregating", "needs a training loop that supports both"),

@@ -126,6 +126,28 @@ def _await() -> list[str]:
     return said
 
 
+def _not_read() -> list[str]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    sizes = {"pipeline_ranks": 4, "num_microbatches": 8, "num_layers": 8}
+    said = []
+    for begin in (
+        get_forward_backward_func,
+        lambda: megatron_ext.configure(PipelineConfig(schedule="zb-h1"), **sizes),
+    ):
+        with pytest.raises(UserError) as caught:
+            begin()
+        said.append(str(caught.value))
+    return said
+
+
+def test_flags_in_the_environment_that_nobody_reads_are_refused() -> None:
+    env = {"MEGATRON_EXT_FLAGS": "--pipeline-schedule zb-v"}
+    [(unread, beside)] = run_ranks(1, _not_read, env=env)
+    assert "MEGATRON_EXT_FLAGS is set, but only programs with" in unread
+    assert "configure was called, but MEGATRON_EXT_FLAGS is also set" in beside
+
+
 @pytest.mark.skipif(HAS_BRIDGE, reason="there is a host here")
 def test_a_configuration_without_sizes_needs_a_host() -> None:
     [[nobody, too_late]] = run_ranks(1, _await)
