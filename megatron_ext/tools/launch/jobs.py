@@ -173,7 +173,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
             f"--dry-run contacts no host, so it cannot count devices of {', '.join(open_hosts)}; "
             f"give slots=N in the hostfile, or --nproc N"
         )
-    sys.stdout.buffer.write(os.fsencode(complete.dry_run()))  # arguments need not be text
+    print(complete.dry_run(), end="")
     if plan.per_node:
         return 0
     found = preflight(complete.command[1:], world_size=complete.world_size)

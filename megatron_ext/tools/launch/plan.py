@@ -5,6 +5,7 @@ It computes world size, data-parallel size, batch size and addresses; users do n
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -232,10 +233,8 @@ class JobPlan:
                 torchrun = [self.python, "-m", "torch.distributed.run"]
                 words = torchrun + self._torchrun_words(index, self.master_port or _DEFAULT_PORT)
             environment = self.environment(index).items()
-            assigned = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment)]
-            line = " ".join(
-                [f"cd {shlex.quote(self.workdir)} &&", *assigned, *map(shlex.quote, words)]
-            )
+            assigned = [f"{name}={_quoted(value)}" for name, value in sorted(environment)]
+            line = " ".join([f"cd {_quoted(self.workdir)} &&", *assigned, *map(_quoted, words)])
             parts.append(f"# {host.name}\n{line}\n")
         return "\n".join(parts)
 
@@ -251,3 +250,15 @@ class JobPlan:
             + (", forward and backward apart" if sizes.forward else "")
             + (f"; {batch} samples in a step" if batch is not None else "")
         )
+
+
+def _quoted(word: str) -> str:
+    """Return a word for bash that shows what would steer the terminal."""
+    if word.isprintable():
+        return shlex.quote(word)
+    # Bytes, which bash takes in every locale, and which need not be text.
+    kept = (
+        chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}"
+        for byte in os.fsencode(word)
+    )
+    return f"$'{''.join(kept)}'"

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.plan import JobPlan
     from megatron_ext.upstream.person_view import PersonView
 
+MAX_SKEW_S = 5.0
+"""Difference of clocks that triggers a warning, because log lines cannot be compared then."""
 CONNECTION_FAILED = 255
 """Exit code of ssh for its own failures, and for a remote command that a signal ended."""
 _ALIVE_S = 2.0
@@ -305,6 +307,10 @@ class Agents:
         found: list[Json] = [
             {"problems": [a], "warnings": []} if isinstance(a, str) else a for a in answers
         ]
+        for each in found:
+            if abs(each.get("ahead_s", 0.0)) > MAX_SKEW_S:
+                clock = f"its clock is {each['ahead_s']:+.0f} s off this machine's"
+                each["warnings"].append(f"{clock}; let NTP or chrony set it")
         if not answers or any(isinstance(answer, str) for answer in answers):
             # Hosts are compared when all of them answer; one may miss just the one that does not.
             return [{**a, "problems": []} if a in answers else a for a in found]

@@ -207,7 +207,7 @@ def test_each_warning_of_a_host_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatc
         "same": {"torch": "2", "megatron-core": "0.16"}, "devices": 0, "free_bytes": 1 << 40,
         "ahead_s": 60.0, "problems": [], "warnings": [warning],
     }  # fmt: skip
-    monkeypatch.setattr(checks.Agents, "ask", lambda *_: {0: hello})
+    monkeypatch.setattr(checks.Agents, "ask", lambda *_: [hello])
     plan = JobPlan("check", (Host("a"),), ("true",), "/", sys.executable)
     found = [f for f in check_hosts(plan, 30) if f.level == "WARN"]
     assert {f.found.split(",")[0]: f.remedy for f in found} == {
