@@ -101,7 +101,7 @@ def test_the_user_is_told_where_the_order_of_the_table_is_as_fast() -> None:
 
 
 def test_plan_recommends_the_order_that_is_faster() -> None:
-    as_fast = gains(generate("zb-v", 8, 32), extra_activations=0)
+    as_fast = gains(generate("zb-v", 8, 32))
     assert as_fast.quiet == pytest.approx(1)
     assert as_fast.late > 1.05
     assert as_fast.advice.startswith("keep the table's order")

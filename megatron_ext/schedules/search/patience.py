@@ -167,12 +167,12 @@ class Gains(NamedTuple):
         return "--use-dpp"
 
 
-def gains(schedule: Schedule, costs: Costs = UNIT, extra_activations: int = 1) -> Gains:
+def gains(schedule: Schedule, costs: Costs = UNIT) -> Gains:
     """Compare `--use-dpp` with the static order of a table, on quiet and on late links.
 
-    A latency in the costs applies to quiet links; `extra_activations` are as for `activation_cap`.
+    A latency in the costs applies to quiet links.
     """
-    dynamic = _dynamic(schedule, costs, extra_activations)
+    dynamic = _dynamic(schedule, costs)
 
     def ratio(these: Costs) -> float:
         return simulate(schedule, these).makespan / dynamic(these).makespan
@@ -184,7 +184,7 @@ def gains(schedule: Schedule, costs: Costs = UNIT, extra_activations: int = 1) -
 def while_late(timeline: Timeline) -> tuple[Timeline, Timeline]:
     """Return a step while messages are late at random: in the table's order, in the dynamic one."""
     schedule, costs = timeline.schedule, _late(timeline.costs, 0)
-    static, dynamic = simulate(schedule, costs), _dynamic(schedule, timeline.costs, 1)(costs)
+    static, dynamic = simulate(schedule, costs), _dynamic(schedule, timeline.costs)(costs)
     named = replace(dynamic.schedule, name=f"{schedule.name} --use-dpp")
     return static, replace(dynamic, schedule=named)
 
@@ -193,9 +193,9 @@ def _late(costs: Costs, seed: int) -> Costs:
     return replace(costs, latency=_LATE * costs.forward, link_jitter=1.0, seed=seed)
 
 
-def _dynamic(schedule: Schedule, costs: Costs, extra: int) -> Callable[[Costs], Timeline]:
+def _dynamic(schedule: Schedule, costs: Costs) -> Callable[[Costs], Timeline]:
     """Return what simulates a table in the order of `--use-dpp`, made for some costs."""
     split = split_backwards(schedule)
     fill = not schedule.splits_backward
-    made = policies("hint", split, extra_activations=extra, weights_fill=fill, costs=costs)
+    made = policies("hint", split, extra_activations=1, weights_fill=fill, costs=costs)
     return partial(simulate_dynamic, split, made)
