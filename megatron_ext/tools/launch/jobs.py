@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import socket
 import sys
 import time
@@ -193,6 +194,9 @@ def _with_restarts(
     """
     if args.max_restarts and flag_value(plan.command, "--load") is None:
         say("warning: without --save and --load, a restart begins with the first iteration")
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(each) == signal.SIG_DFL:  # while no job runs: connections are closed
+            signal.signal(each, lambda number, _: sys.exit(128 + number))
     failed_at: list[float] = []
     number, run_id, current = 0, plan.run_id, plan
     while True:

@@ -457,6 +457,20 @@ def test_stop_on_another_machine_ends_a_job_that_would_start_again() -> None:
     assert "restart 1" not in rest
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_start_leaves_no_connection(tmp_path: Path, number: int) -> None:
+    Path("hosts").write_text("a\nhang\n")
+    words = ["launch", "--hostfile", "hosts", "--ssh-cmd", FAKE_SSH, "--preflight-timeout", "100"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_ext", *words, "--per-node", "--", "true"],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as launcher:  # fmt: skip
+        wait_until(lambda: any("sleep" in line for line in left_running(tmp_path)), 60)
+        launcher.send_signal(number)
+        assert launcher.wait(30) == 128 + number
+        assert not left_running(tmp_path)
+
+
 def test_a_second_ctrl_c_does_not_wait() -> None:
     Path("hosts").write_text("a\n")
     words = ["launch", "--hostfile", "hosts", "--ssh-cmd", FAKE_SSH, "--grace", "60", "--per-node"]
