@@ -13,15 +13,11 @@ waits for a core do not count.
 `memory`: one step of a GPT on CPU ranks at 4096 tokens, a layer on each rank, attention recomputed.
 What autograd keeps at most, over what it keeps of one whole micro-batch, beside the table's peak,
 which bounds a dynamic order too.
-
-`join`: what attention of a slice pays to join its keys and values with those before it, beside
-attention itself.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
@@ -33,7 +29,7 @@ from benchmarks.harness.ops import SEQUENCE_LENGTH, Sizes
 from benchmarks.harness.systems import OVERLAPPED, Own, System, all_systems
 from megatron_ext.schedules.commands import aligned
 
-_PARTS = ("schedules", "memory", "join")
+_PARTS = ("schedules", "memory")
 _LENGTH = 4 * SEQUENCE_LENGTH
 """Tokens of the samples of real models."""
 _SLICES, _ATTENTION = (1, 4, 8, 16), (0.3, 0.6)
@@ -70,38 +66,6 @@ def executors_own(systems: list[System], pp: int, num_microbatches: int) -> str:
         most_s = max(ranks.run(ranks.measure_overhead, ends[cut], sizes))
         found.append(f"{1e6 * most_s:.0f} us with slices={cut}")
     return f"zb-h1, processor time between two actions: {', '.join(found)}\n" if found else ""
-
-
-def join(length: int, num_slices: int) -> str:
-    """Return what joining keys and values costs beside attention, forward and backward."""
-    import torch
-
-    from megatron_ext.runtime.sliced_compute import _Joined, _Kept
-
-    torch.set_num_threads(1)
-    heads, width = 4, 64
-    kept, losses, join_s = (_Kept(), _Kept()), [], 0.0
-    begin_s = time.perf_counter()
-    for number in range(num_slices):
-        size = length * (number + 1) // num_slices - length * number // num_slices
-        shape = 3, size, 1, heads, width
-        query, key, value = torch.randn(shape, requires_grad=True).unbind()
-        join_begin_s = time.perf_counter()
-        key, value = (
-            _Joined.apply(own, of, number) for own, of in zip((key, value), kept, strict=True)
-        )
-        join_s += time.perf_counter() - join_begin_s
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))  # heads first
-        losses.append(torch.nn.functional.scaled_dot_product_attention(q, k, v).sum())
-    for loss in reversed(losses):
-        loss.backward()
-    all_s = time.perf_counter() - begin_s
-    whole = 2 * length * heads * width * 4 / 2**20
-    return (
-        f"{length} tokens in {num_slices} slices, {heads} heads of {width}: keys and values "
-        f"{whole:.1f} MiB, joined {whole * (num_slices + 1) / 2:.1f} MiB in {1e3 * join_s:.1f} ms "
-        f"of {1e3 * all_s:.1f} ms for attention, forward and backward"
-    )
 
 
 def memory_of_a_model(length: int, slices: int) -> str:
@@ -159,8 +123,6 @@ def main() -> int:
         print(executors_own(compared, pp, num_microbatches), flush=True)
     if "memory" in args.parts:
         print(f"{memory_of_a_model(_LENGTH, 8)}\n", flush=True)
-    for num_slices in _SLICES if "join" in args.parts else ():
-        print(join(_LENGTH, num_slices), flush=True)
     print(
         f"forward {forward_ms:g} ms, of a slice at least {args.slice_ms:g} ms, median of two "
         f"steps; {machine()}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import subcommands
+from tests.commands import run_python, subcommands
 from tests.ranks import require_training
 
 REPO = Path(__file__).parents[1]
@@ -128,7 +128,6 @@ REMOVED_FLAGS = {
     "--slow-link",
     "--slow-rank",
     "--svg",
-    "--why",
 }
 """Flags of earlier versions, which only the changelog still names."""
 
@@ -237,6 +236,16 @@ def test_the_table_of_patches_is_current() -> None:
     assert written.strip() == listing.markdown_table(REGISTRY.rows()), (
         "copy the output of `megatron-ext patches list --markdown` between the two marks"
     )
+
+
+def test_the_tables_of_recipes_are_current() -> None:
+    [written] = re.findall(
+        r"<!-- features: begin -->\n(.*)\n<!-- features: end -->",
+        text_of(REPO / "docs/recipes.md"),
+        re.DOTALL,
+    )
+    done = run_python(str(REPO / "website/recipe_tables.py"))
+    assert written == done.stdout.strip(), "copy what `python website/recipe_tables.py` prints"
 
 
 def test_the_picture_is_well_formed_and_follows_the_colour_scheme() -> None:

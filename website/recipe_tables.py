@@ -1,31 +1,10 @@
-"""How many training recipes each schedule accepts, by `megatron_ext.preflight`.
-
-    python benchmarks/recipes.py FILE [--json FILE]
-    python benchmarks/recipes.py --features > TABLES
-
-FILE is a JSON list of recipes: `flags` (settings by the names of Megatron's arguments, of its
-configuration objects or of Megatron-Bridge's), `name`, `source`, `pp`, `gpus`, and `counted`
-(whether the sums include the recipe). Recipes without a pipeline are left out.
-
-Disaggregation gets forward ranks beside those of the recipe, so twice its GPUs.
-
-`--features` prints the tables of `docs/recipes.md`, from the rules.
-
-Tables of thousands of micro-batches take seconds to prove, so a long step is cut: it keeps four
-rounds of the pipeline and what is left over.
-"""
+"""The tables of docs/recipes.md, from the rules: features by schedule, and what is refused."""
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
-from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.harness.command import options, write_json
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, preflight
 from megatron_ext.config.incompatible import RULES, Preflight
 
@@ -35,8 +14,6 @@ SCHEDULES = {
 }
 SCHEDULES["use-dpp"] = PipelineConfig(dynamic=DynamicOrder())
 SCHEDULES["disaggregation"] = PipelineConfig(disaggregation=Disaggregation())
-LARGE = 256
-"""GPUs of a large recipe."""
 
 SIZES = (
     "--num-layers 32 --seq-length 4096 --micro-batch-size 1 --global-batch-size 128 "
@@ -121,27 +98,6 @@ _SCOPES = {
 """Under which schedules each group of rules holds."""
 
 
-def shorter(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags of a recipe with at most six rounds of micro-batches in a step."""
-    sizes = ("tensor_model", "pipeline_model", "context")
-    tp, pp, cp = (flags.get(f"{kind}_parallel_size") or 1 for kind in sizes)
-    batch, micro_batch = flags.get("global_batch_size"), flags.get("micro_batch_size")
-    if not batch or not micro_batch or flags.get("rampup_batch_size"):
-        return dict(flags)
-    step = micro_batch * max(1, (flags.get("world_size") or tp * pp * cp) // (tp * pp * cp))
-    if batch % step or batch // step <= 6 * pp:
-        return dict(flags)
-    return {**flags, "global_batch_size": step * (4 * pp + batch // step % (2 * pp))}
-
-
-def accepted(recipe: dict[str, Any], config: PipelineConfig) -> bool:
-    """Return whether no rule refuses a recipe under a configuration."""
-    flags = shorter(recipe["flags"])
-    if config.disaggregation is not None and flags.get("world_size"):
-        flags["world_size"] *= 2  # forward ranks stand beside those of the recipe
-    return preflight(flags, config).accepted
-
-
 def features() -> str:
     """Return, in Markdown, which features go with which schedules, and what the rules refuse."""
 
@@ -173,42 +129,5 @@ def features() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Print how many recipes each schedule accepts, or the features."""
-    parser = options(__doc__)
-    parser.add_argument("file", type=Path, metavar="FILE", nargs="?", help="the recipes")
-    parser.add_argument("--features", action="store_true", help="tables of features in Markdown")
-    args = parser.parse_args()
-    if args.features:
-        print(features())
-        return
-    if args.file is None:
-        parser.error("FILE is missing: give the recipes, or --features")
-
-    recipes = [one for one in json.loads(args.file.read_text()) if (one["pp"] or 1) > 1]
-    groups = {source: [one for one in recipes if one["source"] == source]
-              for source in dict.fromkeys(one["source"] for one in recipes)}  # fmt: skip
-    counted = [one for one in recipes if one["counted"]]
-    groups["SUM counted"] = counted
-    groups[f"SUM counted >= {LARGE}"] = [one for one in counted if (one["gpus"] or 0) >= LARGE]
-    groups["SUM all"] = recipes
-    accepts = {
-        (id(one), name): accepted(one, config)
-        for one in recipes
-        for name, config in SCHEDULES.items()
-    }
-    print(f"{'source':<22}{'PP>1':>5}" + "".join(f"{name:>15}" for name in SCHEDULES))
-    table = {}
-    for source, chosen in groups.items():
-        row = {name: sum(accepts[id(one), name] for one in chosen) for name in SCHEDULES}
-        shares = (
-            f"{count} ({100 * count / max(1, len(chosen)):.0f} %)".rjust(15)
-            for count in row.values()
-        )
-        print(f"{source:<22}{len(chosen):>5}" + "".join(shares))
-        table[source] = {"recipes": len(chosen), **row}
-    write_json(args.json, table)
-
-
 if __name__ == "__main__":
-    main()
+    sys.stdout.write(features() + "\n")
