@@ -29,8 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are
 
 from benchmarks.harness import ranks, scenarios
 from benchmarks.harness.command import markdown, options, ratios, spread, write_json
-from benchmarks.harness.comparison import Comparison as Compared
-from benchmarks.harness.comparison import compare, report_failures
+from benchmarks.harness.comparison import Compared, compare, report_failures
 from benchmarks.harness.ops import SCENARIOS, Sizes
 from benchmarks.harness.systems import OVERLAPPED, Own, disturbed_systems
 

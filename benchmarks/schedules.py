@@ -35,7 +35,7 @@ from benchmarks.harness.command import chosen, options, write_json
 from benchmarks.harness.comparison import (
     ON_DEVICE,
     ON_HOST,
-    Comparison,
+    Compared,
     compare,
     report_failures,
     table,
@@ -68,7 +68,7 @@ def main() -> int:
         args.only, names = args.only or _QUICK, ["quiet"]
     systems = chosen(parser, device_systems() if args.device else all_systems(), args.only)
     ranks.clean_up_when_terminated()
-    measured: list[Comparison] = []
+    measured: list[Compared] = []
     for pp in args.pp or ([4] if args.device else [4, 8]):
         forward_ms = args.forward_ms or (10 if args.device else 160 / pp)
         warmup, count = 1 if args.quick else 2, args.microbatches or 4 * pp

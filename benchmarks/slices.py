@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are
 
 from benchmarks.harness import ranks
 from benchmarks.harness.command import chosen, machine, options, size, write_json
-from benchmarks.harness.comparison import Comparison, compare, report_failures, table
+from benchmarks.harness.comparison import Compared, compare, report_failures, table
 from benchmarks.harness.ops import SEQUENCE_LENGTH, Sizes
 from benchmarks.harness.systems import OVERLAPPED, Own, System, all_systems
 from megatron_ext.schedules.commands import aligned
@@ -108,7 +108,7 @@ def main() -> int:
         args.size, args.slice_ms, forward_ms = [(2, 2)], 2.0, 4.0
     compared = chosen(parser, systems(), args.only)
     ranks.clean_up_when_terminated()
-    measured: list[Comparison] = []
+    measured: list[Compared] = []
     for pp, num_microbatches in args.size if "schedules" in args.parts else ():
         found = []
         for system in compared:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.expert_overlap import overlap, systems
-from benchmarks.harness.comparison import Comparison
+from benchmarks.harness.comparison import Compared
 from benchmarks.harness.metrics import Figures, evaluate
 from benchmarks.harness.ops import Op, Sizes, Step
 from benchmarks.harness.scenarios import noisy
@@ -56,7 +56,7 @@ def test_figures_are_ratios_to_the_order_that_ran() -> None:
     late = figures_of(table, sizes, _as_simulated(table, makespan, 0))
     rows = {(table.name, "quiet"): late, (dynamic.name, "quiet"): found}
     systems = {s.name: s for s in (table, dynamic)}
-    measured = Comparison(sizes, systems=systems, figures=rows)
+    measured = Compared(sizes, systems=systems, figures=rows)
     assert measured.speeds((table.name, "quiet")) is None
     faster = measured.speeds((dynamic.name, "quiet"))
     assert faster == (pytest.approx(2 * makespan / (makespan + 0.5)), 1.0)

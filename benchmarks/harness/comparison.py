@@ -25,7 +25,7 @@ _NOISY = 0.05
 
 
 @dataclass
-class Comparison:
+class Compared:
     """Systems at one size."""
 
     sizes: Sizes
@@ -73,7 +73,7 @@ def compare(
     what: str = "peers over gloo",
     simulates: bool = False,
     **where: Any,
-) -> Comparison:
+) -> Compared:
     """Run systems in turn; a system that fails is noted, and the others run.
 
     Args:
@@ -84,7 +84,7 @@ def compare(
         simulates: Compute what to expect, of systems of ours, and measure nothing.
         where: The device of the ranks and their environment, as `ranks.run` takes them.
     """
-    found, before = Comparison(sizes), machine()
+    found, before = Compared(sizes), machine()
     for system, names in wanted:
         if simulates and not isinstance(system, Own):
             continue
@@ -113,7 +113,7 @@ ON_DEVICE = ("system", "T ms", "T/ideal", "order", "T/order", "replay %", "ops %
              "speed", "of orders")  # fmt: skip
 
 
-def cells(measured: Comparison, key: Key, found: Figures) -> dict[str, str]:
+def cells(measured: Compared, key: Key, found: Figures) -> dict[str, str]:
     """Return the text of every column."""
     name, scenario = key
     work_s = measured.sizes.work_s  # the undisturbed work of one rank: a step without any bubble
@@ -155,13 +155,13 @@ def cells(measured: Comparison, key: Key, found: Figures) -> dict[str, str]:
     }
 
 
-def table(comparisons: Sequence[Comparison], columns: Sequence[str] = ON_HOST) -> str:
+def table(comparisons: Sequence[Compared], columns: Sequence[str] = ON_HOST) -> str:
     """Return the figures of comparisons as one table of text."""
     every = [cells(each, key, found) for each in comparisons for key, found in each.figures.items()]
     return aligned([columns, *([row[name] for name in columns] for row in every)])
 
 
-def report_failures(comparisons: Iterable[Comparison]) -> int:
+def report_failures(comparisons: Iterable[Compared]) -> int:
     """Print which systems failed and why; return the code to exit with."""
     failures = [failure for each in comparisons for failure in each.failures.items()]
     for name, reason in failures:
