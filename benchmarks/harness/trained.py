@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.planning.hardware import DEVICES
-from megatron_ext.planning.layout_search import Layout, Question, search
-from megatron_ext.planning.layout_search import forecast as forecast_of
+from megatron_ext.planning.layout_search import Question, search
 from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import techniques_of_flags
 from megatron_ext.tools.calibrate import of_trace
@@ -79,7 +78,12 @@ def _trained(steps: int, scratch: Path) -> Iterator[Trained]:
             "tp": 1, "pp": _RANKS, "cp": 1, "ep": 1, "micro_batch": 1, "recompute": frozenset()
         },
     )  # fmt: skip
-    for plan in _layouts(job):
+    # Nothing is planned with gpipe, unless it is named.
+    choices: list[dict[str, Any]] = [
+        *({"vp": chunks} for chunks in (1, 2, 3, 4)), {"vp": 1, "schedule": "gpipe"}
+    ]  # fmt: skip
+    questions = (replace(job, fixed={**job.fixed, **choice}) for choice in choices)
+    for plan in (plan for each in questions for plan in search(each, keep=1000).plans):
         name = plan.schedule if plan.chunks == 1 else f"{plan.schedule} x{plan.chunks}"
         _, pipeline_s = _train(plan.flags.replace("'", ""), steps)
         yield Trained("plan --devices --trace-dir", name, plan.pipeline_s, pipeline_s)
@@ -87,17 +91,6 @@ def _trained(steps: int, scratch: Path) -> Iterator[Trained]:
         if "--use-dpp" in found.flags and found.bounds_memory:
             step_s, _ = _train(found.flags, steps)
             yield Trained("plan --trace-dir", found.schedule, found.step_s, step_s)
-
-
-def _layouts(job: Question) -> Iterator[Layout]:
-    """Yield every schedule with every number of chunks, with the planner's cut."""
-    for chunks in (1, 2, 3, 4):
-        found = search(replace(job, fixed={**job.fixed, "vp": chunks}), keep=1000).plans
-        yield from found
-        if chunks == 1:
-            plan = forecast_of(job, found[0].sizes, "gpipe", 1)  # no question plans with it
-            assert plan is not None
-            yield plan
 
 
 def _train(flags: str, steps: int) -> tuple[float, float]:
