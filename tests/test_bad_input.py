@@ -28,7 +28,7 @@ MODEL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 12
 COMMANDS: dict[str, tuple[list[str], dict[str, str], list[str]]] = {
     "plan": (["plan", "--schedule", "interleaved"], SIZES, []),
     "plan all": (["plan", "--use-dpp"], {k: v for k, v in SIZES.items() if k != "--chunks"}, []),
-    "plan --trace-dir": (["plan", "--trace-dir", "RUN"], {"--memory-gb": "1"}, []),
+    "plan --trace-dir": (["plan", "--trace-dir", "RUN"], {"--memory-gib": "1"}, []),
     "plan --devices": (
         ["plan"],
         {
@@ -52,7 +52,7 @@ FINE = {
     "--comm": ("0",),
     "--grace": ("0",),
     "--preflight-timeout": ("0",),
-    "--memory-gb": ("1e308", "9" * 30),
+    "--memory-gib": ("1e308", "9" * 30),
 }
 """Values of the list that mean something."""
 

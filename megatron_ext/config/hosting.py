@@ -107,7 +107,8 @@ def preflight(
         known = (
             megatrons | read | flags.DESTINATIONS | _OF_TRAINING | renamed.keys() | _USUAL.keys()
         )
-        found.ignored = sorted(given.keys() - known)
+        # Some switches exist only to turn off what no other flag names: --no-position-embedding.
+        found.ignored = sorted(n for n in given.keys() - known if f"no_{n}" not in known)
     return found
 
 

@@ -196,6 +196,12 @@ def _costs(args: argparse.Namespace) -> Costs:
         raise ScheduleError(
             f"--costs needs three numbers F,I,W, got {args.costs!r}; for example --costs 1,1,1"
         ) from None
+    for flag, value, needed, is_there in (
+        ("--attention", args.attention > 0, "--slices", args.slices != 1),
+        ("--hides", args.hides != 1, "--pairs", args.pairs),
+    ):
+        if value and not is_there:
+            raise ScheduleError(f"{flag} is for {needed}; add it, or leave {flag} out")
     return Costs(
         forward,
         input_gradient,
@@ -524,7 +530,8 @@ def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
         for key, (default, *_) in generator.options.items():
             if (value := schedule.options.get(key, default)) != default:
                 flags += f" {generator.flag(key)} {value}"
-    flags += "" if costs == UNIT else f" --pipeline-costs {costs}"
+    # Shares of attention and of all-to-all are for the simulation alone.
+    flags += "" if str(costs) == str(UNIT) else f" --pipeline-costs {costs}"
     return flags + " --overlap-moe-expert-parallel-comm" * bool(schedule.pairs)
 
 

@@ -38,8 +38,8 @@ from megatron_ext.schedules.generators.catalog import get
 from megatron_ext.schedules.table.cuts import parse_layout
 
 _FLAGS = (
-    *("model", "size", "devices", "global_batch_size", "seq_length", "fix", "memory_gib"),
-    *("precision", "picture"),
+    *("model", "size", "devices", "global_batch_size", "seq_length", "fix", "precision"),
+    "picture",
 )
 _SWITCHES = ("cross_entropy_loss_fusion", "no_overlap", "explain")
 _ALWAYS = (
@@ -86,9 +86,6 @@ def add_to_plan(subparsers: Any) -> None:
         metavar="KEY=VALUE,...",
         help=f"values that stay, of {', '.join(FIXABLE)}; recompute is none, full or modules "
         "joined by +, layout as Megatron takes it, pairs yes or no",
-    )
-    group.add_argument(
-        "--memory-gib", type=float, metavar="G", help="memory of a device (default: its own)"
     )
     group.add_argument(
         "--precision",
@@ -141,7 +138,7 @@ def _run_plan(args: argparse.Namespace) -> int:
         return int(args.run_compared(args))
     refuse_others(
         args,
-        (*_FLAGS, *_SWITCHES, "json", "measured"),
+        (*_FLAGS, *_SWITCHES, "memory_gib", "json", "measured"),
         "{} compares schedules for sizes, --devices finds the sizes; leave one of them out "
         "(--fix pp=8,schedule=zb-v keeps values)",
     )
@@ -226,8 +223,6 @@ def _job(args: argparse.Namespace) -> Question:
     model = read_model(args.model, args.size, args.model_flags)
     count, device = parse_devices(args.devices)
     if args.memory_gib is not None:
-        if not 0 < args.memory_gib < 1e6:
-            raise ArgumentsError(f"--memory-gib {args.memory_gib:g} must be positive")
         device = replace(device, memory_gib=args.memory_gib, reserve_gib=0.0)
     if measured := getattr(args, "measured", ()):
         source = {"measured": "the trace"}

@@ -159,6 +159,8 @@ def test_a_csv_needs_no_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path
             "plan --pp 4 --microbatches 8 --schedule zb-v --bitpipe-order zb",
             ["--bitpipe-order is for bitpipe, not for zb-v"],
         ),
+        ("plan --pp 4 --microbatches 8 --attention 0.5", ["is for --slices; add it, or leave"]),
+        ("plan --pp 4 --microbatches 8 --hides 0.5", ["--hides is for --pairs; add it"]),
         ("plot all --pp 4 --microbatches 8", ["plot draws schedules by name"]),
         ("plot 1f1b --pp 4 --microbatches 8 -o x.png", ["use .svg, .csv or .json"]),
         ("plot 1f1b --pp 4 --microbatches 8 -o /nowhere/x.svg", ["cannot be written"]),

@@ -89,7 +89,7 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     assert starts.keys() == ends.keys()
     assert all(ends[key] > starts[key] for key in starts), "nothing arrives before it is sent"
     assert "planned: " in report.page(run)
-    done = run_package("plan", "--trace-dir", str(tmp_path / "run"), "--memory-gb", "64")
+    done = run_package("plan", "--trace-dir", str(tmp_path / "run"), "--memory-gib", "64")
     assert done.returncode == 0, done.stderr
     assert "\nrecommended: " in done.stdout
     flags = done.stdout.partition("\nflags (--json has those of all):\n")[2].splitlines()

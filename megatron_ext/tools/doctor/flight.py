@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.config import stages
@@ -36,6 +37,7 @@ from megatron_ext.schedules.search.policies import arena_slots
 from megatron_ext.schedules.table.cuts import parse_layout
 from megatron_ext.schedules.table.placement import loop
 from megatron_ext.schedules.table.validation import validate
+from megatron_ext.upstream.tree import setting_names
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
@@ -114,6 +116,11 @@ def check_training(
         yield Diagnosis("FAIL", "training", refusal.reason, refusal.remedy)
     for line in (*found.changes, *found.notices):
         yield Diagnosis("OK", "training", line)
+    for name in found.ignored:
+        like = get_close_matches(name, setting_names(), 1)
+        hint = f"did you mean --{like[0].replace('_', '-')}?" if like else "is it of your script?"
+        shown = f"--{name.replace('_', '-')} is unknown to the Megatron that is installed here"
+        yield Diagnosis("WARN", "unknown flag", shown, hint)
     if not found.accepted or found.config is None:
         return
     # Our messages have names, so that the order in which ranks send cannot swap them.

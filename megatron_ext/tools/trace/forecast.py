@@ -212,17 +212,17 @@ def planned(run: Run, schedule: Schedule) -> Timeline:
     return commands.evaluate(schedule, costs)
 
 
-def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
+def forecast(directory: Path, memory_gib: float | None = None) -> Forecast:
     """Predict every schedule and policy from the folder of a traced run; see `predict`."""
-    return predict(read_run(directory), memory_gb)
+    return predict(read_run(directory), memory_gib)
 
 
-def predict(run: Run, memory_gb: float | None = None) -> Forecast:
+def predict(run: Run, memory_gib: float | None = None) -> Forecast:
     """Predict the step of every schedule and policy from the traces of a run.
 
     Args:
         run: The traces.
-        memory_gb: Upper bound on the memory of a rank, in units of 2**30 bytes; None: no bound.
+        memory_gib: Upper bound on the memory of a rank, in units of 2**30 bytes; None: no bound.
 
     Raises:
         DataError: The trace lacks data that a prediction needs.
@@ -242,10 +242,10 @@ def predict(run: Run, memory_gb: float | None = None) -> Forecast:
     notes, measured = list(run.notes), _Measured(run, schedule)
     if measured.fixed_bytes is None:
         notes.append("no rank recorded what a forward keeps: memory is not predicted")
-        if memory_gb is not None:
+        if memory_gib is not None:
             raise DataError(
-                f"{directory}: no rank recorded what a forward keeps, which --memory-gb needs; "
-                f"trace the run with this version, or leave --memory-gb out"
+                f"{directory}: no rank recorded what a forward keeps, which --memory-gib needs; "
+                f"trace the run with this version, or leave --memory-gib out"
             )
     found, left_out = [], []
     for pipeline in measured.pipelines():
@@ -254,7 +254,7 @@ def predict(run: Run, memory_gb: float | None = None) -> Forecast:
         except ScheduleError as error:
             left_out.append(str(error))
             continue
-        if memory_gb is None or (prediction.memory_bytes or 0) <= memory_gb * 2**30:
+        if memory_gib is None or (prediction.memory_bytes or 0) <= memory_gib * 2**30:
             found.append(prediction)
         else:
             left_out.append(f"{prediction.schedule} needs {_gib(prediction)} GiB")

@@ -57,11 +57,13 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         help="predict the step of every schedule and policy from the folder of a traced run, which "
         "gives sizes and costs; with --lengths, what a length costs comes from it",
     )
+    parser.add_argument("--memory-gb", dest="memory_gib", type=_gibibytes, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--memory-gb",
-        type=_gigabytes,
+        "--memory-gib",
+        type=_gibibytes,
         metavar="G",
-        help="with --trace-dir: leave out schedules that need more memory on a rank, in GiB",
+        help="with --trace-dir: leave out schedules that need more memory on a rank; with "
+        "--devices: memory of a device (default: its own)",
     )
     parser.set_defaults(run=_run_plan, run_simulated=parser.get_default("run"))
 
@@ -69,9 +71,10 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
 def _run_plan(args: argparse.Namespace) -> int:
     simulated: Callable[[argparse.Namespace], int] = args.run_simulated
     if args.trace_dir is None:
-        if args.memory_gb is not None:
+        if args.memory_gib is not None:
             raise ArgumentsError(
-                "--memory-gb needs the memory of a traced run; add --trace-dir DIR"
+                "--memory-gib is compared with the memory of a traced run or of a layout; add "
+                "--trace-dir DIR, or --devices 64xh100"
             )
         return simulated(args)
     if args.lengths is not None:  # simulated with what a length costs in the traced run
@@ -80,7 +83,7 @@ def _run_plan(args: argparse.Namespace) -> int:
         for flag, value in (
             ("--length-costs", args.length_costs),
             ("--hidden-size", args.hidden_size),
-            ("--memory-gb", args.memory_gb),
+            ("--memory-gib", args.memory_gib),
         ):
             if value is not None:
                 raise ArgumentsError(
@@ -97,14 +100,14 @@ def _run_plan(args: argparse.Namespace) -> int:
         return simulated(args)
     refuse_others(
         args,
-        ("trace_dir", "memory_gb", "json"),
+        ("trace_dir", "memory_gib", "json"),
         "--trace-dir predicts every schedule with the sizes and costs of the run, {} is for a plan "
         "without; leave it out",
     )
     # Only here: the forecast imports every schedule, and `--help` shall not wait for that.
     from megatron_ext.tools.trace import forecast
 
-    found = forecast.forecast(args.trace_dir, args.memory_gb)
+    found = forecast.forecast(args.trace_dir, args.memory_gib)
     if args.json:
         print(json.dumps([asdict(prediction) for prediction in found.predictions], indent=1))
     else:
@@ -114,7 +117,7 @@ def _run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _gigabytes(text: str) -> float:
+def _gibibytes(text: str) -> float:
     with suppress(ValueError):
         if 0 < float(text) < float("inf"):
             return float(text)

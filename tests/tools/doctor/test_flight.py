@@ -105,6 +105,14 @@ def test_the_precision_of_the_flags_counts() -> None:
     assert str(lacking) == "FAIL layout: h100 has no products in 4 bits; use fp8"
 
 
+def test_flags_that_megatron_lacks_are_named() -> None:
+    found = flight(ONE.format(64) + "--num-layrs 4 --no-position-embedding --tokenizer-type x")
+    assert str(found["unknown flag"]) == (
+        "WARN unknown flag: --num-layrs is unknown to the Megatron that is installed here; "
+        "did you mean --num-layers?"
+    )
+
+
 def test_messages_of_other_devices_are_not_compared_with_the_memory_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -25,8 +25,8 @@ EVEN = Costs(COSTS.forward, 0.010, 0.010, latency=COSTS.latency)
 """A trace of whole backwards does not show how they split: they are halved."""
 
 
-def predicted(directory: Path, memory_gb: float | None = None) -> dict[str, forecast.Prediction]:
-    return {p.schedule: p for p in forecast.forecast(directory, memory_gb).predictions}
+def predicted(directory: Path, memory_gib: float | None = None) -> dict[str, forecast.Prediction]:
+    return {p.schedule: p for p in forecast.forecast(directory, memory_gib).predictions}
 
 
 @pytest.mark.parametrize(("traced", "costs"), [("1f1b", EVEN), ("zb-h1", COSTS)])
@@ -134,11 +134,11 @@ def test_memory_is_predicted_and_held(tmp_path: Path) -> None:
     assert found["gpipe"].memory_bytes == 1800 * mib
     assert found["v-half chunks=2"].memory_bytes < found["1f1b"].memory_bytes
     assert found["dualpipe overlap=False"].memory_bytes > 2000 * mib, "two copies of the weights"
-    held = predicted(directory, memory_gb=1.4)
+    held = predicted(directory, memory_gib=1.4)
     assert "1f1b" in held
     assert "gpipe" not in held
     with pytest.raises(ScheduleError, match=r"needs 1\.37 GiB"):
-        predicted(directory, memory_gb=1.0)
+        predicted(directory, memory_gib=1.0)
 
 
 def test_a_large_weight_stash_is_predicted(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_the_command_prints_flags_to_paste(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
     directory = write_run(tmp_path)
-    with pytest.raises(DataError, match="which --memory-gb needs"):
+    with pytest.raises(DataError, match="which --memory-gib needs"):
         forecast.forecast(directory, 16)
     trace_of(directory, 2).unlink()
     with pytest.raises(DataError, match="no forward and backward of stage 2"):
