@@ -30,10 +30,13 @@ class Observer(TransportObserver):
     def begin_iteration(self, num_microbatches: int) -> None:
         """Called when a training step begins: the schedule, reductions and the optimizer."""
 
+    def end_schedule(self) -> None:
+        """Called when the schedule of a training step, and reductions in it, are complete."""
+
     def end_iteration(self) -> None:
         """Called when a training step has failed, or has sent new weights to forward ranks.
 
-        Any other step ends with the optimizer.
+        Any other step ends with the optimizer, of which only Megatron's are reported.
         """
 
     def begin_collective(self, name: str) -> None:

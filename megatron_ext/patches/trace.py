@@ -63,7 +63,7 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         for observer in observers:
             observer.begin_iteration(kwargs["num_microbatches"])
         try:
-            return schedule(*args, **kwargs)
+            result = schedule(*args, **kwargs)
         # A complete step ends with the optimizer, whose rows report it.
         except BaseException:
             for observer in observers:
@@ -71,6 +71,9 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
                 with suppress(RuntimeError):
                     observer.end_iteration()
             raise
+        for observer in observers:
+            observer.end_schedule()
+        return result
 
     return run
 

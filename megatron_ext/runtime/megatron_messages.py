@@ -186,7 +186,7 @@ class StockPipelines:
             result = schedule(**keywords)
             stock.transport.flush(pipeline.timeout_s)
         except BaseException as error:
-            stock.transport.abort(str(error))
+            stock.transport.abort(str(error) or type(error).__name__)
             raise
         finally:
             self.running = None

@@ -327,7 +327,7 @@ class Runtime:
             # Peers end their waits with this error now, if the wire can, not with their time-outs.
             self.splits.clear()
             self.kept.clear()
-            self.transport.abort(str(error))
+            self.transport.abort(str(error) or type(error).__name__)  # of Ctrl-C
             raise
         if trains and not self._has_split:
             self._check_split(table, call.chunks)

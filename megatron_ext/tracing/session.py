@@ -137,6 +137,11 @@ class Session(Observer):
             self.recorder.begin_iteration()
             self.recorder.notes["microbatches"] = num_microbatches  # --rampup-batch-size changes it
 
+    def end_schedule(self) -> None:
+        """Stop to watch: an optimizer of Megatron's goes on with it, and others report nothing."""
+        if self._configuration.job is None:  # with roles, the transfer of weights follows
+            self._report(OUTSIDE)
+
     def end_iteration(self) -> None:
         """Write what the step has left."""
         self._compute, self._collectives = None, 0
@@ -163,7 +168,9 @@ class Session(Observer):
         if self._collectives == 1:
             self._entered += 1
             what = _COLLECTIVES[name]
-            self._now(f"is in {what}", collective=what)
+            # The optimizer ends the step, so it is watched behind the schedule, too.
+            report = self._report if name == "optimizer" else self._now
+            report(f"is in {what}", collective=what)
             self._begin()
 
     def end_collective(self, name: str) -> None:

@@ -156,3 +156,21 @@ def test_activity_outside_of_steps_is_not_watched() -> None:
     session.end_iteration()
     assert session.state.what == OUTSIDE
     assert session.state.since_s >= began_s, "published if another rank raises an alarm"
+
+
+def test_a_step_without_an_optimizer_of_megatrons_ends_with_its_schedule() -> None:
+    """What follows, an evaluation or a checkpoint, may take longer than the time-out."""
+    session = Session(Namespace(job=None))  # type: ignore[arg-type]
+    session.begin_iteration(2)
+    session.begin_collective("reduce")
+    session.end_collective("reduce")
+    assert session.state.what != OUTSIDE
+    session.end_schedule()
+    session.begin_send(Message("F", 1, 0), 1)
+    session.begin_collective("reduce")  # a program may reduce gradients itself
+    session.end_collective("reduce")
+    assert session.state.what == OUTSIDE
+    session.begin_collective("optimizer")
+    assert session.state.what == "is in the optimizer step"
+    session.end_collective("optimizer")
+    assert session.state.what == OUTSIDE
