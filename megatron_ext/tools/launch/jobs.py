@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from megatron_ext.config.flags import requested_flags
 from megatron_ext.config.hosting import preflight
 from megatron_ext.devices import count_devices, requested
 from megatron_ext.errors import LaunchError, line_of
@@ -126,7 +127,8 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
     # Agents get no flags; by the variable they too count no devices.
     on_cpu = {"MEGATRON_EXT_DEVICE": "cpu"} if requested(command) == "cpu" else {}
     devices = 0 if on_cpu else count_devices()
-    hosts, slurm_job = hosts_of(args, args.nproc, devices or Parallel.of(command).replica_size)
+    flags = [*requested_flags({**os.environ, **dict(args.env)}), *command]
+    hosts, slurm_job = hosts_of(args, args.nproc, devices or Parallel.of(flags).replica_size)
     if args.per_node:
         hosts = tuple(replace(host, slots=1) for host in hosts)
     run_id = runs.check_run_id(args.run_id) if args.run_id else runs.new_run_id()

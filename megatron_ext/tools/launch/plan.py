@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from megatron_ext.config.flags import requested_flags
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch.hostfile import Host
 
@@ -113,6 +114,11 @@ class JobPlan:
         """Number of ranks."""
         return self.first_rank(len(self.hosts))
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags of the training: those of the environment, then its own, which prevail."""
+        return (*requested_flags(self.env), *self.command[1:])
+
     def first_rank(self, index: int) -> int:
         """Return the global rank of a host's first process."""
         return sum(host.slots or 0 for host in self.hosts[:index])
@@ -153,7 +159,7 @@ class JobPlan:
         plan.check()
         if plan.per_node:
             return plan
-        flags, added = plan.command[1:], list[str]()
+        flags, added = plan.flags, list[str]()
         data = Parallel.of(flags).data_parallel(plan.world_size)
         if plan.num_microbatches is not None:
             if flag_value(flags, "--global-batch-size") is not None:
@@ -243,7 +249,7 @@ class JobPlan:
         hosts = f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}"
         if self.per_node:
             return f"{hosts}, one command on each"
-        sizes, batch = Parallel.of(self.command), flag_value(self.command, "--global-batch-size")
+        sizes, batch = Parallel.of(self.flags), flag_value(self.flags, "--global-batch-size")
         return (
             f"{hosts}, {self.world_size} ranks: TP {sizes.tensor}, PP {sizes.pipeline}, CP "
             f"{sizes.context}, DP {sizes.data_parallel(self.world_size)}"

@@ -99,6 +99,16 @@ def test_the_batch_follows_from_the_plan() -> None:
         plan.completed()
 
 
+def test_flags_of_the_environment_count() -> None:
+    env = {"MEGATRON_EXT_FLAGS": "--forward-backward-disaggregating --pipeline-transport tcp"}
+    flags = "train.py --micro-batch-size 1 --pipeline-model-parallel-size 2"
+    text = "a:2 addr=10.0.0.1\nb:2 addr=10.0.0.2"
+    plan = plan_of(text, flags, env=env, num_microbatches=8).completed()
+    assert flag_value(plan.command, "--global-batch-size") == "8", "half of the ranks only forward"
+    assert plan.command[-3:] == ("--node-ips", "10.0.0.1", "10.0.0.2")
+    assert "DP 1, forward and backward apart" in plan.summary()
+
+
 @pytest.mark.parametrize("wrong", ["0", "two", "-1", "\u0662"])
 def test_sizes_that_are_no_numbers(wrong: str) -> None:
     with pytest.raises(LaunchError, match="--tensor-model-parallel-size is"):
