@@ -92,6 +92,7 @@ def test_a_comparison_relates_systems_to_its_reference_and_to_the_bound() -> Non
     compared = dynamic_order.Comparison("a", names[0], names[1:], ["quiet", "link-0.5"])
     part = dynamic_order.Part(PP, MICROBATCHES, 4.0, [compared])
     found = dynamic_order.run(part, SIZES, None)
+    assert len(found.compared.as_json()["systems"]) == 4
     *_, late, peaks = dynamic_order.text_of(found).splitlines()
     table_s, dynamic_s = (found.compared.figures[name, "link-0.5"].seconds[0] for name in names)
     assert f"| {table_s / dynamic_s:.3f} (" in late

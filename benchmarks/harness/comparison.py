@@ -38,7 +38,7 @@ class Compared:
         """Return how much faster a dynamic order was than its table, and should have been.
 
         Medians over the draws, as measured and with the simulated times of both orders that ran;
-        None for other systems, or without a table.
+        None for other systems, without a table, or if nothing ran.
         """
         (name, scenario), mine = key, self.figures[key]
         dynamic, own = self.systems[name], [s for s in self.systems.values() if isinstance(s, Own)]
@@ -46,7 +46,7 @@ class Compared:
             return None
         tables = (s.name for s in own if s.splits and s.schedule == dynamic.schedule)
         table = self.figures.get((next(tables, ""), scenario))
-        return None if table is None else (
+        return None if table is None or not table.order_s else (
             statistics.median(ratios(table.seconds, mine.seconds)),
             statistics.median(ratios(table.order_s, mine.order_s)),
         )  # fmt: skip
