@@ -1,7 +1,9 @@
 #include "tcp/tcp_link.h"
 
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/types.h>
 #include <unistd.h>
@@ -29,7 +31,8 @@ void set_option(int socket, int level, int name, int value) {
     }
 }
 
-void set_options(int socket, double silence_s) {
+/// Returns the longest silence in ms.
+int set_options(int socket, double silence_s) {
     if (!(silence_s >= 1.0 && silence_s <= 86400.0)) {
         throw std::invalid_argument("silence_s must be between 1 and 86400, got " +
                                     std::to_string(silence_s));
@@ -41,6 +44,7 @@ void set_options(int socket, double silence_s) {
     set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, seconds / 6));
     set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, 3);
     set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, seconds * 1000);
+    return seconds * 1000;
 }
 
 std::string error_text(int error_number) { return std::system_category().message(error_number); }
@@ -93,11 +97,12 @@ class TcpLink::Held {
 TcpLink::TcpLink(const LinkContext& context, UniqueFd socket, double silence_s)
     : socket_(std::move(socket)),
       guard_(socket_.get()),
+      bell_(context.bell),
+      silence_ms_(set_options(socket_.get(), silence_s)),
       room_(std::max(kFirstRoom, context.room.num_slots * context.room.slot_bytes)),
       sender_(context.checksums),
       receiver_(context.peer, context.pool),
       held_(std::make_shared<Held>(context.bell, room_)) {
-    set_options(socket_.get(), silence_s);
     allow(room_);
 }
 
@@ -120,6 +125,7 @@ bool TcpLink::progress(LinkEvents& events) {
         ended_ = true;
         leave_open(PeerState::kDied, error_text(error_number));
     }
+    look_at_window();
     return changed || state_ != before || (was_queued && sender_.num_queued() == 0);
 }
 
@@ -210,8 +216,39 @@ void TcpLink::demand(bool wanted, LinkEvents& events) {
 
 /// Writes queued frames. Returns the error number of a lost connection, or 0.
 int TcpLink::write(LinkEvents& events) {
-    return mute_ || ended_ ? 0 : sender_.write(socket_.get(), events);
+    if (mute_ || ended_) {
+        return 0;
+    }
+    if (next_look_ == kNever) {
+        next_look_ = Clock::now() + look_period();
+        bell_->wake_service();  // it sleeps without this deadline
+    }
+    return sender_.write(socket_.get(), events);
 }
+
+/// After `silence_ms_` the kernel ends a connection whose data waits, also if the peer's host
+/// answers and only has no room, because its process is stopped or starved of CPU. So the limit is
+/// off while data waits, all that was sent is acknowledged, and the host answers probes for room.
+void TcpLink::look_at_window() noexcept {
+    if (Clock::now() < next_look_) {
+        return;
+    }
+    int num_waiting = 0;
+    tcp_info info{};
+    socklen_t size = sizeof(info);
+    const bool known = ::ioctl(socket_.get(), SIOCOUTQ, &num_waiting) == 0 &&
+                       ::getsockopt(socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &size) == 0;
+    const bool is_full =
+        known && num_waiting > 0 && info.tcpi_unacked == 0 && info.tcpi_probes <= 1;
+    if (is_full != window_is_full_) {
+        window_is_full_ = is_full;
+        const int limit_ms = is_full ? 0 : silence_ms_;
+        ::setsockopt(socket_.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, sizeof(limit_ms));
+    }
+    next_look_ = known && num_waiting > 0 ? Clock::now() + look_period() : kNever;
+}
+
+Deadline TcpLink::next_progress() const noexcept { return std::min(next_progress_, next_look_); }
 
 /// Enters a final state. The end of this direction acknowledges the peer's notice.
 void TcpLink::leave_open(PeerState state, const std::string& reason) {

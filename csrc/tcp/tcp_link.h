@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -8,6 +9,7 @@
 
 #include "core/fork_guard.h"
 #include "core/link.h"
+#include "core/process_bell.h"
 #include "core/unique_fd.h"
 #include "tcp/receiver.h"
 #include "tcp/sender.h"
@@ -25,8 +27,8 @@ namespace megatron_ext {
 /// connection.
 class TcpLink final : public Link {
   public:
-    /// `socket` is connected to the authenticated peer. A peer that sends nothing and answers no
-    /// keep-alive probe for `silence_s` seconds counts as dead.
+    /// `socket` is connected to the authenticated peer. A peer whose host answers neither data nor
+    /// probes for `silence_s` seconds counts as dead.
     TcpLink(const LinkContext& context, UniqueFd socket, double silence_s);
 
     const char* wire() const noexcept override { return "tcp"; }
@@ -41,7 +43,7 @@ class TcpLink final : public Link {
     void say_closed(LinkEvents& events) override;
     bool parted() const noexcept override { return ended_; }
     std::vector<int> descriptors() const override { return {socket_.get()}; }
-    Deadline next_progress() const noexcept override { return next_progress_; }
+    Deadline next_progress() const noexcept override;
 
   private:
     class Held;
@@ -52,11 +54,17 @@ class TcpLink final : public Link {
     void allow(std::uint64_t cost);
     void allow_what_is_due();
     int write(LinkEvents& events);
+    void look_at_window() noexcept;
+    Clock::duration look_period() const noexcept {
+        return std::chrono::milliseconds(silence_ms_ / 4);
+    }
     void leave_open(PeerState state, const std::string& reason);
     void say(std::uint32_t magic, std::string text, LinkEvents& events);
 
     UniqueFd socket_;
     const ForkGuard guard_;  // after the socket, so that it is destroyed first
+    const std::shared_ptr<ProcessBell> bell_;
+    const int silence_ms_;
     const std::uint64_t room_;
     TcpSender sender_;
     TcpReceiver receiver_;
@@ -67,6 +75,8 @@ class TcpLink final : public Link {
     bool demanded_ = false;  // the caller waits
     bool ended_ = false;     // no frame can arrive any more
     bool mute_ = false;      // no frame can be sent any more
+    bool window_is_full_ = false;
+    Deadline next_look_ = kNever;  // at the window
     Deadline next_progress_ = kNever;
 };
 

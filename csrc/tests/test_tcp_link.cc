@@ -95,6 +95,21 @@ TEST(nothing_is_sent_without_room_at_the_receiver) {
     CHECK_EQ(half.read_head().tag, 90U);
 }
 
+TEST(a_peer_that_is_stopped_is_not_dead) {
+    Endpoint endpoint(0, {2, 64}, false);
+    auto [mine, theirs] = connected_sockets(Wire::kTcp);
+    endpoint.add(1, std::make_shared<TcpLink>(endpoint.context(1), std::move(mine), 1));
+    constexpr std::uint64_t kNumPieces = kFirstRoom / kTcpPieceBytes;
+    for (std::uint64_t tag = 0; tag < kNumPieces; ++tag) {  // more than its host has room for
+        send_zeros(endpoint, 1, tag, kTcpPieceBytes);
+    }
+    CHECK(!endpoint.take(1, 0, deadline_after(3), nullptr));
+    CHECK(report(endpoint).state == PeerState::kOpen);
+    std::vector<char> bytes(kNumPieces * (sizeof(Descriptor) + kTcpPieceBytes));
+    CHECK(::recv(theirs.get(), bytes.data(), bytes.size(), MSG_WAITALL) > 0);
+    CHECK(endpoint.flush(kForEver, nullptr));
+}
+
 TEST(a_receiver_allows_more_when_messages_are_let_go_or_when_it_waits) {
     Half half;
     constexpr std::uint64_t kBytes = kTcpPieceBytes;
