@@ -305,14 +305,15 @@ _OF_SCHEDULES: _Checks = {
     "NAME, such as 1f1b or interleaved, or leave it out": (
         lambda c: c.is_stock and c.balance != "off"
     ),
-    "--pipeline-costs is for schedules of this package; add --pipeline-schedule NAME": (
-        lambda c: c.is_stock and c.costs is not None
-    ),
-    "options is for schedules of this package; add --pipeline-schedule NAME": (
-        lambda c: c.is_stock and c.options
-    ),
-    "--overlap-moe-expert-parallel-comm is for schedules of this package; add --pipeline-schedule "
-    "NAME": lambda c: c.is_stock and c.pairs,
+    **{
+        f"{setting} is for schedules of this package; add --pipeline-schedule NAME": when
+        for setting, when in {
+            "--pipeline-costs": lambda c: c.is_stock and c.costs is not None,
+            "options": lambda c: c.is_stock and c.options,
+            "--overlap-moe-expert-parallel-comm": lambda c: c.is_stock and c.pairs,
+            "weights_at_once": lambda c: c.is_stock and c.weights_at_once,
+        }.items()
+    },
     "--pipeline-schedule {c.schedule}: the file fixes chunks and options; leave them out": (
         lambda c: c.schedule and c.generator is None and (c.chunks is not None or c.options)
     ),

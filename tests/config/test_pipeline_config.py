@@ -31,6 +31,7 @@ from megatron_ext.schedules.table.costs import Costs
         ({"schedule": "interleaved", "chunks": 1}, "at least 2 chunks, got 1"),
         ({"schedule": "csv:x", "chunks": 2}, "schedule csv:x: the file fixes chunks"),
         ({"costs": Costs()}, "costs is for schedules of this package; add schedule"),
+        ({"weights_at_once": True}, "weights_at_once is for schedules of this package; add sched"),
         ({"transport": "pigeon"}, "transport 'pigeon' must be one of torch, auto, shm, tcp, rdma"),
         ({"dynamic": DynamicOrder(), "transport": "torch"}, "leave transport torch out"),
         ({"node_ips": ("10.0.0.1",)}, "transport torch has none; use transport auto"),
