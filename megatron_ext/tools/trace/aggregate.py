@@ -117,8 +117,9 @@ def read_run(directory: Path | str) -> Run:
 def _use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
     """Shift the times of all ranks to one clock; return notes about that.
 
-    What takes two clocks to know follows: how long messages were under way, and when the last rank
-    ended the actions of a step.
+    What takes two clocks to know follows: how long messages were under way, and from when to when
+    the pipeline of a step ran. Only its own messages tell how its clocks differ, so that other
+    replicas do not count.
     """
     # By link: the time of each message from the begin of its send to the end of its receive, as the
     # two clocks have it, and whether its receiver waited for it.
@@ -135,14 +136,20 @@ def _use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
     for clock, (shift, error) in shifts.items() if len(shifts) > 1 else ():
         how = "by the time of day" if error is None else f"+- {error / 1e3:.0f} us by messages"
         notes.append(f"clock {clock}: {shift / 1e6:+.3f} ms, {how}")
-    ends: dict[int, float] = defaultdict(float)  # by number of a step: of the last action of all
+    # By replica and number of a step: when the actions of its ranks began, and ended.
+    begins: dict[tuple[int, int], list[float]] = defaultdict(list)
+    ends: dict[tuple[int, int], list[float]] = defaultdict(list)
     for each in surveys:
         shift_ns = each.file.shift_ns = shifts[each.header.clock][0]
         each.steps = [step._replace(begin_ns=step.begin_ns + shift_ns) for step in each.steps]
-        for step in each.steps:
-            ends[step.number] = max(ends[step.number], step.begin_ns + step.pipeline_ns)
+        for step in (step for step in each.steps if step.actions):
+            begins[each.header.data, step.number].append(step.begin_ns + step.first_ns)
+            ends[each.header.data, step.number].append(step.begin_ns + step.pipeline_ns)
     for each in surveys:
-        each.steps = [step.until(ends[step.number]) for step in each.steps]
+        for index, step in enumerate(each.steps):
+            key = each.header.data, step.number
+            if key in ends:
+                each.steps[index] = step.within(min(begins[key]), max(ends[key]))
         for source, link in each.links.items():
             late = [took for took, was_late in under_way[source, each.header.rank] if was_late]
             if late:

@@ -285,12 +285,10 @@ class _Measured:
         self.schedule, self.costs = schedule, measured_costs(run, schedule)
         if self.costs.jitter <= _QUIET:
             self.costs = replace(self.costs, jitter=0.0)
-        # A step is as long as that of its slowest rank; its pipeline lasts from the first action of
-        # any rank to the last.
+        # A step is as long as that of its slowest rank, and its pipeline as that of any replica.
         longest, pipelines, optimizers = [], [], []
         for steps in run.steps.values():
-            end_ns = max(step.begin_ns + step.pipeline_ns for step in steps)
-            pipelines.append(end_ns - min(step.begin_ns + step.first_ns for step in steps))
+            pipelines.append(max(step.pipeline_ns - step.first_ns for step in steps))
             longest.append(max(step.duration_ns for step in steps))
             optimizers.append(max(step.optimizer_ns for step in steps))
         self.step_s = statistics.median(longest) / 1e9

@@ -41,9 +41,11 @@ class Step(NamedTuple):
     """On the clock of the rank; in a `Run` on that of all ranks."""
     duration_ns: float = 0
     first_ns: float = 0
-    """From the begin of the step to that of its first action."""
+    """From the begin of the step to that of its first action; in a `Run`, to that of its pipeline,
+    which another rank may have begun before."""
     pipeline_ns: float = 0
-    """From the begin of the step to the end of its last action; in a `Run` of that of any rank."""
+    """From the begin of the step to the end of its last action; in a `Run`, to that of its
+    pipeline."""
     busy_ns: float = 0
     """Of that, in actions."""
     idle_ns: Mapping[str, float] = MappingProxyType({})
@@ -71,10 +73,11 @@ class Step(NamedTuple):
         idle_ns = sum(self.idle_ns.values())
         return idle_ns / (self.busy_ns + idle_ns) if idle_ns else 0.0
 
-    def until(self, end_ns: float) -> Step:
-        """Return the step with a pipeline that ends at this time, with the last of all ranks."""
+    def within(self, begin_ns: float, end_ns: float) -> Step:
+        """Return the step with a pipeline that begins and ends at these times."""
         rest_ns = min(self.after_ns, max(0, end_ns - self.begin_ns - self.pipeline_ns))
         return self._replace(
+            first_ns=begin_ns - self.begin_ns,
             pipeline_ns=self.pipeline_ns + rest_ns,
             idle_ns={**self.idle_ns, "end of the pipeline": rest_ns} if rest_ns else self.idle_ns,
             after_ns=self.after_ns - rest_ns,

@@ -14,6 +14,7 @@ import pytest
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.tools.trace.aggregate import (
+    _use_one_clock,
     aggregated_name,
     align,
     read_run,
@@ -21,7 +22,8 @@ from megatron_ext.tools.trace.aggregate import (
     write_chrome_trace,
 )
 from megatron_ext.tools.trace.forecast import planned
-from megatron_ext.tools.trace.survey import figures
+from megatron_ext.tools.trace.reader import TraceFile
+from megatron_ext.tools.trace.survey import RankSurvey, Step, figures
 from megatron_ext.tracing.records import Header
 from tests.commands import run_package
 from tests.tools.trace.runs import COSTS, MS, arrows, trace_of, write_run
@@ -158,6 +160,26 @@ def test_only_lines_that_were_surveyed_and_are_whole_are_merged(tmp_path: Path) 
     events = json.loads((tmp_path / "merged.json").read_text())
     numbers = [(e["pid"], e["args"]["iteration"]) for e in events if e.get("cat") == "iteration"]
     assert numbers == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 3)]
+
+
+def test_replicas_whose_clocks_differ_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """Nothing but the time of day relates them, which may be wrong by more than a step."""
+    step = Step(
+        1,
+        0,
+        duration_ns=100 * MS,
+        first_ns=10 * MS,
+        pipeline_ns=60 * MS,
+        after_ns=40 * MS,
+        actions=2,
+    )
+    surveys = []
+    for data, wall_ns in ((0, 1), (1, 1000 * MS)):
+        header = Header(data, data, 0, 0, (2, 1, 1), 2, clock=f"{data}", wall_ns=wall_ns)
+        surveys.append(RankSurvey(TraceFile(tmp_path, header), steps=[step]))
+    assert "by the time of day" in _use_one_clock(surveys)[1]
+    for survey in surveys:
+        assert survey.steps == [step._replace(begin_ns=survey.file.shift_ns)]
 
 
 def test_clocks_that_have_drifted_are_not_called_exact() -> None:
