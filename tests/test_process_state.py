@@ -187,6 +187,7 @@ BOUNDARIES = (
     "devices/__init__.py",
     "devices/cpu.py",
     "devices/host.py",
+    "hosts/own_program.py",  # MEGATRON_EXT_DISABLE
     "patches/device.py",
     "patches/drift.py",
     "schedules/commands.py",  # NO_COLOR

@@ -122,6 +122,7 @@ def known_flags() -> set[str]:
 REMOVED_FLAGS = {
     "--embedded",
     "--legacy-tokenizer",
+    "--memory-gb",
     "--fbd-forward-device",
     "--kubernetes",
     "--push",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from dataclasses import replace
 from typing import overload
@@ -78,6 +79,11 @@ def configure(
         raise ArgumentsError(
             f"configure takes a PipelineConfig, not a {type(config).__name__}; for example "
             'configure(PipelineConfig(schedule="zb-v"), pipeline_ranks=4, ...)'
+        )
+    if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":
+        raise ArgumentsError(
+            "MEGATRON_EXT_DISABLE=1 switches off what configure puts in force; unset it, or leave "
+            "configure out for Megatron's own schedule"
         )
     if words := requested_flags():
         raise ArgumentsError(

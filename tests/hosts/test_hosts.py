@@ -23,6 +23,7 @@ from megatron_ext.hosts import bridge_requirements
 from megatron_ext.hosts.bridge_settings import Settings
 from megatron_ext.tools.doctor import checks
 from megatron_ext.upstream import releases
+from tests.commands import run_python
 from tests.ranks import run_ranks
 
 REPO = Path(__file__).parents[2]
@@ -139,6 +140,12 @@ def _not_read() -> list[str]:
             begin()
         said.append(str(caught.value))
     return said
+
+
+def test_a_program_that_configures_what_is_switched_off_is_told_so() -> None:
+    code = "import megatron_ext; megatron_ext.configure(megatron_ext.PipelineConfig())"
+    done = run_python("-c", code, MEGATRON_EXT_DISABLE="1")
+    assert "MEGATRON_EXT_DISABLE=1 switches off what configure puts in force" in done.stderr
 
 
 def test_flags_in_the_environment_that_nobody_reads_are_refused() -> None:
