@@ -10,6 +10,7 @@ laptop can distinguish schedules and runtimes; on an emulated device, that takes
     megatron_core.py, torch_pipelining.py, own.py    one step of each system, on one rank
     device_probe.py    the probe of a device behind its host
     experts.py    stages with experts, whose exchanges pairs hide
+    comparison.py    systems side by side, and their table
     scenarios.py    systems in disturbed steps, and the bound of any order
     trained.py    trainings on the emulated device, beside the forecasts of both plans
     ranks.py      starts the ranks, and measures on each

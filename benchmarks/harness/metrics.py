@@ -66,11 +66,6 @@ class Figures:
         return statistics.median(self.seconds)
 
     @property
-    def min_s(self) -> float:
-        """Shortest step."""
-        return min(self.seconds)
-
-    @property
     def optimum_s(self) -> float:
         """Median time of the order that ran, with exact ops."""
         return statistics.median(self.order_s)
