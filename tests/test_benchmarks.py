@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import model_memory, ranks
+from benchmarks.harness import ranks
 from benchmarks.harness.metrics import evaluate, replay
 from benchmarks.harness.ops import Op, OpTimes, Sizes, Step
 from benchmarks.harness.systems import Own, System, all_systems
 from megatron_ext.schedules import Costs, Schedule, generate, simulate
 from megatron_ext.upstream import releases
 from tests.commands import run_python
+from tests.planning import model_memory
 from tests.ranks import require_training
 
 ROOT = Path(__file__).parents[1]
