@@ -133,9 +133,6 @@ def _add_patches(subparsers: _Subparsers) -> None:
     show = actions.add_parser("list", help="show every patch, its state and its reason")
     show.add_argument("--all", action="store_true", help="also show each name redirected in torch")
     show.add_argument("--json", action="store_true", help="print JSON")
-    show.add_argument(
-        "--markdown", action="store_true", help="print the table of the documentation"
-    )
     show.set_defaults(run=_run_patches_list)
     check = actions.add_parser("check", help="compare every target with the installed release's")
     check.set_defaults(run=_run_patches_check)
@@ -166,8 +163,6 @@ def _run_patches_list(args: argparse.Namespace) -> int:
         names = "id target kind feature order state intact active drift reason releases required"
         listed = [{name: getattr(row, name) for name in names.split()} for row in rows]
         print(json.dumps(listed, indent=1))
-    elif args.markdown:
-        print(listing.markdown_table(rows))
     else:
         print(listing.text_table(rows, redirects=args.all))
         if absent:

@@ -1,4 +1,4 @@
-"""Lists the patches: as text, as Markdown for the documentation, and as a check."""
+"""Lists the patches: as text, and as a check."""
 
 from __future__ import annotations
 
@@ -50,10 +50,6 @@ def _status(row: Row) -> str:
     return ", ".join(words)
 
 
-def _is_redirect(row: Row) -> bool:
-    return row.target.startswith("torch")
-
-
 def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
     """Return the patches, sorted by feature, as text.
 
@@ -64,7 +60,7 @@ def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
         lines.append(f"{feature}:")
         hidden: Counter[str] = Counter()
         for row in group:
-            if _is_redirect(row) and not redirects:
+            if row.target.startswith("torch") and not redirects:
                 hidden[_status(row)] += 1
                 continue
             lines.append(f"  {row.id}  [{row.kind}, order {row.order}; {_status(row)}]")
@@ -74,17 +70,6 @@ def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
             states = "; ".join(f"{count} {state}" for state, count in hidden.items())
             count = hidden.total()
             lines.append(f"  {count} names of torch redirected ({states}); --all lists them")
-    return "\n".join(lines)
-
-
-def markdown_table(rows: Iterable[Row]) -> str:
-    """Return the patches on Megatron as a Markdown table that depends on the code alone."""
-    lines = ["| patch | target | kind | releases | reason |", "|---|---|---|---|---|"]
-    lines += [
-        f"| `{row.id}` | `{row.target}` | {row.kind} | {row.releases} | {row.reason} |"
-        for row in rows
-        if not _is_redirect(row)
-    ]
     return "\n".join(lines)
 
 
