@@ -141,7 +141,8 @@ def test_an_agent_that_hears_nothing_stops_its_job(why: str, tmp_path: Path) -> 
         *rest, last = messages
     assert (last["kind"], last["stopped"], last["code"]) == ("ended", why, -9)
     text += "".join(message["text"] for message in rest if message["kind"] == "log")
-    assert text == "runs\nTERM\n", "a second SIGTERM, within the grace, would disturb what it saves"
+    assert text.startswith("runs\n")
+    assert text.count("TERM") == 1, "a second one, within the grace, would disturb what it saves"
 
 
 def test_a_record_is_of_one_process_and_not_of_its_id(tmp_path: Path) -> None:
