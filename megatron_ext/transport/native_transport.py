@@ -194,19 +194,17 @@ class NativeTransport:
                     )
             for peer, link in sorted(links.items()):
                 if isinstance(link, native.ShmLink):
-                    try:
-                        link.accept(connect_timeout_s)
-                    except TransportError as error:  # it knows no ranks
-                        raise TransportError(
-                            f"rank {rank} shares no memory with rank {peer} on host "
-                            f"{self._hosts[peer]}: {error}; see the log of rank {peer}"
-                        ) from error
+                    link.accept(connect_timeout_s)
                 elif isinstance(link, native.RdmaLink):
                     link.connect(connect_timeout_s)
                     _log.info("rank %d and rank %d: %s", rank, peer, link.text)
                 if isinstance(link, (native.ShmLink, native.RdmaLink)):
                     self._memory += [link.slots, link.peer_slots]
                 self._endpoint.add(peer, link)
+        except TransportError as error:  # the peer may have failed first, such as for memory
+            raise TransportError(
+                f"rank {rank} has no link to rank {peer} on host {self._hosts[peer]}: {error}"
+            ) from error
         finally:
             for connection in connections.values():
                 connection.socket.close()  # the links have duplicates of their own
