@@ -255,7 +255,7 @@ def flags_for(
         if pattern.count("|") + 1 == stages:
             return wanted, []
         letters = iter(pattern.replace("|", ""))
-        counts = spread(layers, stages, first, last)
+        counts = spread(layers, stages, first, last, placement.rank_of)
         cut = "|".join("".join(islice(letters, count)) for count in counts)
         former = args.hybrid_layer_pattern or args.hybrid_override_pattern
         # Behind the first / stands multi-token prediction, which stays.
@@ -496,7 +496,7 @@ def layout_string(
         if len(given) == stages and ends_late:
             return layout
     last = mtp if last is None else last
-    counts = spread(num_layers, stages, first, last)
+    counts = spread(num_layers, stages, first, last, placement.rank_of)
     each, rest = divmod(num_layers, stages)
     if not rest and each + max(first, last) <= max(*counts, counts[0] + first, counts[-1] + last):
         counts = [each] * stages

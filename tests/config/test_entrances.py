@@ -509,7 +509,7 @@ def test_lengths_that_vary(args: Namespace) -> None:
         (
             "interleaved",
             {"num_layers": 10, "decoder_first_pipeline_num_layers": 1},
-            "E|t|tt|tt|tt|t|t|tL",
+            "E|t|tt|tt|t|tt|t|tL",
         ),
         ("zb-h1", {"num_layers": 10, "decoder_first_pipeline_num_layers": 1}, None),
         (
@@ -544,7 +544,7 @@ def test_a_hybrid_pattern_has_the_segments_of_a_v(args: Namespace) -> None:
     args.num_layers, args.hybrid_layer_pattern = None, "M*|-M*-M*|-M/M*"
     args.hybrid_override_pattern = None
     choose(args, "zb-v")
-    assert args.hybrid_layer_pattern == "M|*|-|M*|-M|*|-|M/M*"
+    assert args.hybrid_layer_pattern == "M|*|-M|*-|M|*|-|M/M*"
     args.hybrid_layer_pattern = own = "M|*||-M|*-|M*|-|M/M*"
     choose(args, "zb-v")
     assert args.hybrid_layer_pattern == own

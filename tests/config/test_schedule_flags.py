@@ -161,7 +161,7 @@ TOLD: dict[str, tuple[str, int, dict[str, Any]]] = {
     "layers of a v": (
         PP4 + "--pipeline-schedule zb-v --num-layers 12",
         4,
-        {"pipeline_model_parallel_layout": "Et|t|tt|tt|tt|tt|t|tL"},
+        {"pipeline_model_parallel_layout": "Ett|tt|tt|tt|t|t|t|tL"},
     ),
     "layers of a loop": (
         PP4 + "--pipeline-schedule interleaved --num-layers 12",
@@ -196,7 +196,7 @@ TOLD: dict[str, tuple[str, int, dict[str, Any]]] = {
         PP4 + "--pipeline-schedule zb-v --decoder-first-pipeline-num-layers 1 "
         "--decoder-last-pipeline-num-layers 3",
         4,
-        {"pipeline_model_parallel_layout": "E|tt|ttt|ttt|ttt|ttt|tt|L"},
+        {"pipeline_model_parallel_layout": "E|ttt|ttt|ttt|ttt|tt|tt|L"},
     ),
     "embedding and loss": (
         PP4 + "--pipeline-schedule zb-v --num-layers 14 "

@@ -159,10 +159,10 @@ def refusal(layers: int, placement: Placement, **options: object) -> str:
 @pytest.mark.parametrize(
     ("layers", "placement", "options", "expected"),
     [
-        (10, places.v(4), {}, "Et|t|t|tt|tt|t|t|tL"),
+        (10, places.v(4), {}, "Et|t|tt|tt|t|t|t|tL"),
         (5, places.w(2), {"mtp_num_layers": 1}, "E|t|t|t|t|t||mL"),
         # Two layers of multi-token prediction are worth moving one of the others.
-        (8, places.v(2), {"mtp_num_layers": 2}, "Ett|ttt|ttt|mmL"),
+        (8, places.v(2), {"mtp_num_layers": 2}, "Ettt|ttt|tt|mmL"),
         (126, places.v(8), {"first": 1, "last": 1}, "Et*7|(t*8|)*14t*7L"),
         # DeepSeek-V3 on 8 ranks: stages joined two by two.
         (61, places.v(8), {"layout": "Et|(tt|)*30mL", "mtp_num_layers": 1}, "Et*3|(t*4|)*14t*2mL"),

@@ -129,7 +129,13 @@ def _move(
         counts[taker] += 1
 
 
-def spread(num_layers: int, num_stages: int, first: float = 0, last: float = 0) -> list[int]:
+def spread(
+    num_layers: int,
+    num_stages: int,
+    first: float = 0,
+    last: float = 0,
+    rank_of: Sequence[int] | None = None,
+) -> list[int]:
     """Return the layers of each stage, so that all stages compute about the same.
 
     For layers of which nothing is known but that they are alike: `cut` has the work of each.
@@ -139,13 +145,23 @@ def spread(num_layers: int, num_stages: int, first: float = 0, last: float = 0) 
         num_stages: Stages, at least 2.
         first: What the first stage computes besides its layers, in layers.
         last: The same of the last stage.
+        rank_of: The rank of each stage; None: one for each.
     """
     loads = [first, *[0.0] * (num_stages - 2), last]
-    counts = [0] * num_stages
+    counts, rank_of = [0] * num_stages, rank_of or range(num_stages)
+    of_rank = [0.0] * (max(rank_of) + 1)
+    for stage, load in enumerate(loads):
+        of_rank[rank_of[stage]] += load
     for _ in range(num_layers):
-        # Of equal stages the middle ones: the ends also compute embedding and loss.
-        least = min(range(num_stages), key=lambda s: (loads[s], abs(2 * s - num_stages + 1)))
+        # Of equal stages one of the rank with the least, or what does not divide ends up on the
+        # ranks of the middle: in a V they hold two stages each of it. Of equal ranks the middle
+        # ones: the ends also compute embedding and loss.
+        least = min(
+            range(num_stages),
+            key=lambda s: (loads[s], of_rank[rank_of[s]], abs(2 * s - num_stages + 1)),
+        )
         loads[least] += 1
+        of_rank[rank_of[least]] += 1
         counts[least] += 1
     return counts
 

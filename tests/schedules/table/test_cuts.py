@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table import placement as place
-from megatron_ext.schedules.table.cuts import cut, layout_of, loads, parse_layout
+from megatron_ext.schedules.table.cuts import cut, layout_of, loads, parse_layout, spread
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
@@ -64,6 +64,22 @@ def test_stages_or_ranks_are_even() -> None:
     busiest = [max(loads(counts, layers, 0.0, last, placement)) for counts in (by_rank, by_stage)]
     assert longest[1] == 3 <= longest[0]
     assert busiest[0] == 6 <= busiest[1]
+
+
+@given(num_layers=st.integers(1, 100), ranks=st.integers(2, 16), chunks=st.integers(1, 4))
+def test_layers_that_do_not_divide_are_spread_over_ranks(
+    num_layers: int, ranks: int, chunks: int
+) -> None:
+    """In a V both stages of a middle rank got one more, and the ranks of the ends none."""
+    for placement in (place.v(ranks), place.loop(ranks, chunks)):
+        counts = spread(num_layers, placement.num_stages, rank_of=placement.rank_of)
+        of_rank = [0] * ranks
+        for stage, count in enumerate(counts):
+            of_rank[placement.rank_of[stage]] += count
+        assert sum(counts) == num_layers
+        assert max(counts) - min(counts) <= 1
+        assert max(of_rank) - min(of_rank) <= 1
+    assert layout_of(spread(4, 8, rank_of=place.v(4).rank_of), 0) == "Et|t|t|t||||L"
 
 
 def test_too_few_layers_are_an_error() -> None:
