@@ -60,6 +60,19 @@ def _positions(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwa
     return running.positions(call, by_name(call, args, kwargs))
 
 
+@PATCHES.row(
+    "slices.cached_positions",
+    f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_cached_cos_sin",
+)
+def _cached_positions(_found: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron keeps the positions of the first tokens for fused kernels; a slice has others."""
+    instance.max_seq_len_cached = 0  # those kept are another slice's, or a whole sequence's
+    call(*args, **kwargs)
+    instance.max_seq_len_cached = 0
+    # Megatron returns as many as the longest of packed sequences has; a slice may have more tokens.
+    return instance.cos_cached, instance.sin_cached
+
+
 @PATCHES.row("slices.predicted_inputs", f"{_MTP}:MultiTokenPredictionLayer._get_embeddings")
 def _look_ahead(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron shifts tokens and positions without a name, and both look the same."""

@@ -357,7 +357,6 @@ def test_what_cannot_run_is_refused_with_what_can() -> None:
             {"masked_softmax_fusion": True, "bf16": True, "transformer_impl": "local"},
             "--no-masked-softmax-fusion",
         ),
-        ({"multi_latent_attention": True, "apply_rope_fusion": True}, "--no-rope-fusion"),
         ({"transformer_impl": "inference_optimized"}, "use --transformer-impl local or"),
         ({"mtp_num_layers": 1, "mtp_use_repeated_layer": True}, "leave it out"),
         ({"context_parallel_size": 2}, "leave it out"),

@@ -31,8 +31,9 @@ def build(
     torch.manual_seed(11)
     model_parallel_cuda_manual_seed(11)
     if mla:
-        settings |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8}
-        settings |= {"qk_pos_emb_head_dim": 8, "v_head_dim": 8, "rope_type": "rope"}
+        sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8}
+        sizes |= {"qk_pos_emb_head_dim": 8, "v_head_dim": 8}
+        settings = {**sizes, "rope_type": "rope", **settings}
     config = (MLATransformerConfig if mla else TransformerConfig)(
         **{
             "num_layers": 2,

@@ -248,6 +248,7 @@ RECOMPUTED: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "grouped queries": {"num_query_groups": 2},
     "latent": {"mla": True},
+    "fused latent": {"mla": True, "fused": True},
     "recomputed": RECOMPUTED,
     "recomputed attention": {"recompute_granularity": "selective"},
     "tied": {"tied": True},
@@ -261,8 +262,39 @@ MODELS: dict[str, dict[str, Any]] = {
     "later tokens per token": {"mtp_num_layers": 2, "calculate_per_token_loss": True},
     "packed": {"num_query_groups": 2, "packed": True},
     "packed latent": {"mla": True, "packed": True} | RECOMPUTED,
+    "packed fused latent": {"mla": True, "fused": True, "packed": True},
     "packed later tokens": {"mtp_num_layers": 1, "packed": True},
 }
+
+
+def fuse_positions() -> None:
+    """Put products of torch in place of the kernels that turn queries and keys by position."""
+    import torch
+    from megatron.core.transformer import multi_latent_attention
+
+    def turned(x: Any, cos: Any, sin: Any, sums: Any) -> Any:
+        places = torch.arange(len(x))
+        if sums is not None:  # each sequence begins with the first position
+            places -= sums[torch.bucketize(places, sums, right=True) - 1]
+        shape = (len(x), *[1] * (x.dim() - 2), -1)
+        first, second = x.chunk(2, -1)
+        across = torch.cat([-second, first], -1)
+        return x * cos[places].view(shape) + across * sin[places].view(shape)
+
+    def turn_queries(x: Any, cos: Any, sin: Any, plain: int, wide: int, sums: Any, *_: int) -> Any:
+        rest, positions = x.split([plain, wide], -1)
+        return torch.cat([rest, turned(positions, cos, sin, sums)], -1)
+
+    def turn_keys(
+        x: Any, positions: Any, cos: Any, sin: Any, wide: int, plain: int, values: int, sums: Any,
+        *_: int,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        key, value = x.split([plain, values], -1)
+        shared = turned(positions, cos, sin, sums).expand(*key.shape[:-1], wide)
+        return torch.cat([key, shared], -1), value
+
+    setattr(multi_latent_attention, "fused_apply_mla_rope_for_q", turn_queries)  # noqa: B010
+    setattr(multi_latent_attention, "fused_apply_mla_rope_for_kv", turn_keys)  # noqa: B010
 
 
 def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) -> float:
@@ -281,6 +313,9 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
     kept = in_force().kept
     settings = dict(settings)
     is_packed = settings.pop("packed", False)
+    if settings.pop("fused", False):
+        fuse_positions()  # this process is a rank and ends
+        settings |= {"rope_type": "yarn", "apply_rope_fusion": True}
     if settings.pop("te", False):
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
@@ -395,6 +430,7 @@ def test_wrapper_of_transformer_engine(name: str) -> None:
     [
         ("attention", "tied"),
         ("rotary_positions", "tied"),
+        ("cached_positions", "fused latent"),
         ("balance", "experts"),
         ("z_loss", "experts"),
         ("predicted_inputs", "later tokens"),
