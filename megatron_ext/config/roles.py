@@ -262,6 +262,7 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
         "load": None,
         "pretrained_checkpoint": None,
         "tensorboard_dir": None,
+        "logits_save_dir": None,  # kept until a checkpoint is saved
         # torch's profiler writes beside the files of TensorBoard, which backward ranks write.
         "profile": getattr(args, "profile", False) and not profiles_with_torch(args),
         "wandb_project": "",

@@ -110,7 +110,9 @@ def _send_weights(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     from megatron_ext.disaggregation.step import step_done
 
     results = call(*args, **kwargs)
-    step_done(by_name(call, args, kwargs)["model"], updated=not results[1])
+    # A step that the optimizer skipped clips queries and keys all the same.
+    updated = not results[1] or sys.modules["megatron.training"].get_args().qk_clip
+    step_done(by_name(call, args, kwargs)["model"], updated=updated)
     return results
 
 

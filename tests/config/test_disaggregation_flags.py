@@ -148,7 +148,7 @@ def test_the_run_is_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_what_depends_on_a_dropped_setting_is_dropped_too(
     rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Forward ranks have no TensorBoard, so no place for profiles; they recompute nothing."""
+    """Forward ranks write no files, so have no place for profiles; they recompute nothing."""
     args = parse("gpt", (GPT + PP2).split(), {"WORLD_SIZE": "4"})
     vars(args).update(
         forward_backward_disaggregating=True,
@@ -156,6 +156,7 @@ def test_what_depends_on_a_dropped_setting_is_dropped_too(
         profile=True,
         use_pytorch_profiler=True,
         tensorboard_dir="tensorboard",
+        logits_save_dir="logits",
         recompute_granularity="full",
         recompute_method="uniform",
         distribute_saved_activations=True,
@@ -167,4 +168,5 @@ def test_what_depends_on_a_dropped_setting_is_dropped_too(
     assert args.profile is is_backward
     assert args.distribute_saved_activations is is_backward
     assert args.tensorboard_dir == ("tensorboard" if is_backward else None)
+    assert args.logits_save_dir == ("logits" if is_backward else None)
     assert ("profiles backward ranks only" in caplog.text) is (rank == 0)

@@ -235,6 +235,38 @@ def test_steps_that_loss_scaling_skips() -> None:
     assert_equal(ours, stock(2, flags))
 
 
+def run_clipping(argv: list[str]) -> tuple[str, Captured]:
+    """Train as one rank that clips queries and keys after each step, as if logits were large."""
+    from megatron_ext import devices
+
+    devices.current()  # before Megatron is imported
+    from megatron.training import get_args, training
+
+    train_step = training.train_step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        get_args().qk_clip = True  # as a flag it needs Transformer Engine
+        return train_step(*args, **kwargs)
+
+    def clip(chunks: list[Any], **_: Any) -> float:
+        for chunk in chunks:
+            for name, weight in chunk.named_parameters():
+                if "linear_qkv.weight" in name:
+                    weight.data.mul_(0.5)
+                    weight.main_param.data.mul_(0.5)
+        return 0.0
+
+    training.train_step, training.clip_qk = step, clip  # this process is a rank and ends
+    return run_role(argv)
+
+
+def test_queries_are_clipped_after_steps_that_loss_scaling_skips() -> None:
+    flags = GPT + PP2 + "--fp16 --initial-loss-scale 1048576 --hysteresis 1 "
+    megatrons, _ = together(run_ranks(2, run_clipping, flags.split()))
+    ours, _ = together(run_ranks(4, run_clipping, (flags + FBD).split(), timeout_s=100))
+    assert_equal(ours, megatrons)
+
+
 def run_frozen(argv: list[str]) -> tuple[str, Captured]:
     """Train some weights as one rank; forward ranks, which load nothing, begin with others."""
     from megatron_ext import devices
