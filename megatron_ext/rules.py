@@ -1,7 +1,7 @@
 """A notation for rules about settings, each with the reason and a remedy.
 
-    fp8_recipe=delayed & fp8 & !tp_only_amax_red
-        scales are reduced over replicas inside each layer; use --fp8-recipe tensorwise
+    masked_softmax_fusion & fp16 | bf16 & transformer_impl=local
+        its kernel takes as many queries as keys; add --no-masked-softmax-fusion
 
 The lines at the margin say which settings are refused, perhaps after what a message calls them:
 `words: conditions`. `a` is set, `a=x,y` is or holds one of these, `a!=x,y` another, `a>1` is above
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from textwrap import dedent
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _CONDITION = re.compile(r"(!?)(\w+)(?:(=|!=|>)(\S+))?")
 # Flags that are not named after their argument.
@@ -44,6 +44,18 @@ class Rule(NamedTuple):
     def refuses(self, args: object) -> bool:
         """Return whether attributes, None for missing ones, are refused."""
         return all(any(_holds(args, *condition) for condition in term) for term in self.terms)
+
+    def without(self, args: object) -> dict[str, Any]:
+        """Return the attributes that leave out those settings that the first term refuses."""
+        off: dict[str, Any] = {}
+        for no, name, how, wanted in self.terms[0]:
+            if _holds(args, no, name, how, wanted):
+                value = getattr(args, name)
+                if how == "!=":
+                    off[name] = wanted
+                else:
+                    off[name] = type(value)() if isinstance(value, (bool, list)) else None
+        return off
 
 
 def entries(text: str) -> list[tuple[str, str]]:

@@ -35,7 +35,6 @@ _LOG = logging.getLogger(__name__)
 _USUAL = {
     "add_bias_linear": True,
     "add_qkv_bias": False,
-    "apply_rope_fusion": True,
     "attention_dropout": 0.1,
     "ckpt_format": "torch_dist",
     "context_parallel_size": 1,
@@ -150,16 +149,17 @@ def inspect(
         elif found.pipeline is not None:
             found.notices.append("the cut into stages is not checked: there is no --num-layers")
 
-    # Then Megatron's own settings, against the configuration and its table.
-    if roles is not None:
-        # What the job does without leaves nothing for the rules to refuse.
-        args = copy(args)
-        vars(args).update(incompatible.drop(found, args, incompatible.DROPPED_BY_ROLES))
+    # Then Megatron's own settings, against the configuration and its table. What the job does
+    # without leaves nothing for the rules to refuse.
+    unused = () if found.pipeline is None else incompatible.dropped(found.pipeline.full)
+    args = copy(args)
+    vars(args).update(
+        incompatible.drop(found, args, unused if roles is None else incompatible.DROPPED_BY_ROLES)
+    )
     incompatible.imply(found, config, args)
     for subject, rules in incompatible.rules_of(config, table, args):
         found.refusals += incompatible.refusals(subject, args, rules)
     if found.pipeline is not None:
-        incompatible.drop(found, args, incompatible.dropped(found.pipeline.full))
         with found.collecting("transformer_impl"):
             incompatible.suit_layers(found, found.pipeline, args, here=here)
     # A job that is refused already has no roles to give out.
@@ -258,9 +258,8 @@ def _pipeline(
         # Placement, splits and pairs do not depend on it: any number that fills the pipeline will
         # do.
         2 * pp if batches is None else batches.num_microbatches,
-        # A dynamic order splits only to gain time, so what excludes W leaves its backwards whole;
-        # where the table itself splits, the same rules refuse it.
-        splits=not any(rule.refuses(args) for rule in RULES["split"]),
+        # A dynamic order splits only to gain time, so what excludes W leaves its backwards whole.
+        splits=not any(rule.refuses(args) for rule in RULES["whole"]),
         over_torch=over_torch,
     )
     if batches is None:

@@ -106,10 +106,16 @@ class Preflight:
 
 # Rules by what brings them, in the notation of `megatron_ext/rules.py`. `SUBJECT` in a remedy is
 # the feature's own flag.
+
+# An implementation from 0.18 on, before that a scope, which Megatron still takes by three names.
+_WHOLE_STEP = (
+    "cuda_graph_scope=full_iteration | cuda_graph_scope_deprecated=full_iteration | "
+    "cuda_graph_modules=full_iteration"
+)
 _GRAPHS = (
-    "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph): "
+    "--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph: "
     # The switches are deprecated; Megatron turns them into the setting, but only after us.
-    "cuda_graph_impl!=none | enable_cuda_graph | external_cuda_graph"
+    f"cuda_graph_impl!=none | enable_cuda_graph | external_cuda_graph | {_WHOLE_STEP}"
 )
 _ENCODER_DECODER = (
     "encoder-decoder models (--decoder-num-layers, --decoder-seq-length): "
@@ -123,8 +129,6 @@ _TEXTS = {
     # For every schedule. Weights have more shards than tensor-parallel ranks where 0.19 and later
     # rematerialise them.
     "schedule": f"""
-        {_GRAPHS}
-            they are recorded in the order of Megatron's own schedules
         --cpu-offloading-num-layers: cpu_offloading | cpu_offloading_num_layers
             Megatron takes it without a pipeline only; use --recompute-granularity selective instead
         --use-megatron-fsdp or --use-torch-fsdp2: use_megatron_fsdp | use_custom_fsdp |
@@ -138,9 +142,6 @@ _TEXTS = {
             legacy models do not know their stage
         ckpt_format=torch_dcp,fsdp_dtensor
             Megatron takes them with FSDP only; use --ckpt-format torch_dist
-        moe_paged_stash | moe_expert_rank_capacity_factor
-            activations are stashed in the order of Megatron's own schedules, and steps that
-            overflow are repeated; leave them out, or use Megatron's own schedule
         --tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards above the
         tensor-parallel size: tensor_parallel_num_weight_shards>tensor_model_parallel_size |
         expert_tensor_parallel_num_weight_shards>expert_tensor_parallel_size,tensor_model_parallel_size
@@ -148,7 +149,13 @@ _TEXTS = {
             Megatron's own schedule""",
     # What a schedule of ours does itself, or does without: dropped where flags are read, refused
     # where a program has already built its configuration.
-    "dropped": """
+    "dropped": f"""
+        {_GRAPHS}
+            CUDA graphs are recorded in the order of Megatron's own schedules, so each kernel is
+            launched by itself
+        moe_paged_stash | moe_expert_rank_capacity_factor
+            activations are stashed in the order of Megatron's own schedules, so experts have memory
+            for all their tokens, and no step is repeated for want of it
         delay_wgrad_compute
             weight gradients run where the table says
         defer_embedding_wgrad_compute
@@ -157,11 +164,21 @@ _TEXTS = {
     "dropped_by_split": """
         overlap_dispatch_backward_with_experts_wgrad
             the table postpones the weight gradients of experts already""",
+    # The same; a dynamic order leaves its backwards whole instead.
+    "whole": """
+        --use-transformer-engine-op-fuser with experts: use_transformer_engine_op_fuser &
+        num_experts
+            Megatron keeps fused experts outside the module tree, so W would not reach their weight
+            gradients; leave it out""",
     # The same of schedules with one stage on each rank.
     "dropped_by_line": """
         overlap_param_gather_with_optimizer_step
             it gathers the first of several chunks while the others take their step, and each rank
             has one chunk""",
+    # The same of slices.
+    "dropped_by_slices": """
+        overlap_moe_expert_parallel_comm
+            only whole micro-batches run as pairs""",
     # The same of forward and backward ranks. fp4_param is 0.16's name of --fp4-param-gather.
     "dropped_by_roles": """
         overlap_moe_expert_parallel_comm
@@ -170,15 +187,6 @@ _TEXTS = {
         reuse_grad_buf_for_mxfp8_param_ag
             new weights travel to forward ranks, which cast them, in the precision of the model;
             leave it out""",
-    # For schedules that split backwards.
-    "split": """
-        num_distributed_optimizer_instances>1 & overlap_grad_reduce
-            gradients of weights and of the rest are complete at different times; leave one of them
-            out, or use --pipeline-schedule 1f1b or interleaved
-        --use-transformer-engine-op-fuser with experts: use_transformer_engine_op_fuser &
-        num_experts
-            Megatron keeps the fused experts outside the module tree, so W would not reach their
-            weight gradients; leave it out, or use --pipeline-schedule 1f1b or interleaved""",
     # For schedules that put the first and the last stage on one rank.
     # Hybrid models of 0.16 have the first two; from 0.17 on the pattern itself has the cuts.
     "folded": """
@@ -232,16 +240,15 @@ _TEXTS = {
     "chosen": """
         fine_grained_activation_offloading
             activations return from the host in the order of a table; use --recompute-granularity
-            selective instead""",
-    # For data-parallel replicas that choose their order independently. Under --tp-only-amax-red the
-    # reduction stays among tensor-parallel ranks, which share one order.
+            selective instead
+        fp8_recipe=delayed & fp8
+            scales follow from the micro-batches before, whose order changes, and recomputed layers
+            find those of their forward by that order; use --fp8-recipe tensorwise""",
+    # For data-parallel replicas that choose their order independently.
     "dynamic": """
         moe_router_load_balancing_type=global_aux_loss
             it reduces over data-parallel replicas inside each layer, and they run their layers in
-            different orders; use --moe-router-load-balancing-type aux_loss or seq_aux_loss
-        fp8_recipe=delayed & fp8 & !tp_only_amax_red
-            scales are reduced over data-parallel replicas inside each layer, and they run their
-            layers in different orders; use --fp8-recipe tensorwise""",
+            different orders; use --moe-router-load-balancing-type aux_loss or seq_aux_loss""",
     # For ranks that choose their order and get activations from their twin.
     "crossed": """
         --overlap-param-gather with --bitpipe-routing twin: overlap_param_gather
@@ -299,9 +306,6 @@ _TEXTS = {
             scales follow from whole micro-batches; use --bf16 instead
         tp_comm_overlap
             its buffers have the size of whole micro-batches; leave one of them out
-        fused rotary positions with --multi-latent-attention: multi_latent_attention &
-        apply_rope_fusion
-            its tables of rotary positions begin with the slice; add --no-rope-fusion
         fine_grained_activation_offloading
             keys and values stay on the device from slice to slice; use --recompute-granularity
             selective instead
@@ -315,6 +319,11 @@ _TEXTS = {
         fine_grained_activation_offloading
             activations return from the host by the backwards of the same rank; use
             --recompute-granularity selective instead
+        fp8_recipe=delayed & fp8
+            forward ranks run without gradients, and then Transformer Engine leaves scales as they
+            are; use --fp8-recipe tensorwise
+        hybrid_context_parallel
+            Megatron has a schedule of its own for it; leave one of them out
         freeze_all_layers
             backward ranks have nothing to do; leave one of them out
         moe_use_upcycling | ckpt_convert_format
@@ -352,7 +361,6 @@ _TEXTS = {
             one process draws other masks than the shards of a stage; add --hidden-dropout 0
             --attention-dropout 0, or leave it out""",
     # For a transport of ours under Megatron's own schedules.
-    # From 0.18 on the scope of CUDA graphs is an implementation.
     "transport": f"""
         use_ring_exchange_p2p
             it replaces the transport too; leave one of them out
@@ -362,7 +370,7 @@ _TEXTS = {
         microbatch_group_size_per_vp_stage
             Megatron's usual order identifies the messages
         CUDA graphs of a whole step (--cuda-graph-impl or --cuda-graph-scope full_iteration):
-        cuda_graph_scope=full_iteration | cuda_graph_impl=full_iteration
+        cuda_graph_impl=full_iteration | {_WHOLE_STEP}
             a graph cannot record transfers by the host; leave them out, or use --pipeline-transport
             torch""",
 }
@@ -418,7 +426,6 @@ def rules_of(
         has_replicas = world_size(args) // replica_size(args) * placement.twins > 1
         # Not the name of the schedule decides, but the table: a file may have any of these.
         groups += [
-            ("schedule", "split", table.splits_backward),
             ("schedule", "folded", placement.name in ("v", "w")),
             ("schedule", "twins", placement.twins == 2),
             ("dynamic", "chosen", chooses),
@@ -441,7 +448,11 @@ def flag_of(args: Namespace, config: PipelineConfig, field: str) -> str:
 def dropped(table: Schedule) -> tuple[Rule, ...]:
     """Return the rules of settings that a table does itself, or does without."""
     placement = table.placement
-    rules = RULES["dropped"] + (RULES["dropped_by_split"] if table.splits_backward else ())
+    rules = RULES["dropped"]
+    if table.splits_backward:
+        rules += RULES["dropped_by_split"] + RULES["whole"]
+    if table.num_slices > 1:
+        rules += RULES["dropped_by_slices"]
     one_chunk = placement.num_stages == placement.num_ranks
     return rules + RULES["dropped_by_line"] if one_chunk else rules
 
@@ -496,7 +507,7 @@ def drop(found: Preflight, args: Namespace, rules: Iterable[Rule]) -> dict[str, 
     off: dict[str, Any] = {}
     for rule in rules:
         if rule.refuses(args):
-            off |= {dest: False for dest in rule.reads if getattr(args, dest, None)}
+            off |= rule.without(args)
             found.changes.append(f"{rule.flag} is dropped: {rule.reason}")
     found.arguments |= off
     return off

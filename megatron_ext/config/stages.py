@@ -167,7 +167,8 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
     if "num_experts" in args or not pairs:
         # Pairs hide the communication of experts, which one rank alone does not have.
         is_spread = given("num_experts") and (given("expert_model_parallel_size") or 1) > 1
-        pairs = bool(is_spread and (pairs or given("overlap_moe_expert_parallel_comm")))
+        wanted = config.slices == 1 and given("overlap_moe_expert_parallel_comm")
+        pairs = bool(is_spread and (pairs or wanted))
     return with_stash(replace(config, chunks=chunks, pairs=pairs), args)
 
 

@@ -147,15 +147,10 @@ def test_layers_that_are_left_whole_are_told(
 @pytest.mark.parametrize(
     ("dest", "value", "schedule"),
     [
-        ("cuda_graph_impl", "local", "1f1b"),
-        ("enable_cuda_graph", True, "1f1b"),
         ("cpu_offloading", True, "1f1b"),
         ("use_megatron_fsdp", True, "1f1b"),
         ("use_torch_fsdp2", True, "1f1b"),
         ("decoder_num_layers", 4, "1f1b"),
-        ("cuda_graph_impl", "full_iteration", "1f1b"),
-        ("moe_paged_stash", True, "1f1b"),
-        ("moe_expert_rank_capacity_factor", 1.5, "1f1b"),
         ("tensor_parallel_num_weight_shards", 2, "1f1b"),
         ("expert_tensor_parallel_num_weight_shards", 2, "1f1b"),
         ("is_hybrid_model", True, "zb-v"),
@@ -188,7 +183,11 @@ def test_what_does_not_concern_a_schedule_passes(
 
 @pytest.mark.parametrize(
     ("dest", "value"),
-    [("cuda_graph_impl", "full_iteration"), ("cuda_graph_scope", ["full_iteration"])],
+    [
+        ("cuda_graph_impl", "full_iteration"),
+        ("cuda_graph_scope", ["full_iteration"]),
+        ("cuda_graph_scope_deprecated", ["full_iteration"]),
+    ],
 )
 def test_graphs_of_whole_steps_are_refused_with_a_transport_of_ours(
     args: Namespace, dest: str, value: object
@@ -337,27 +336,14 @@ def test_what_has_less_effect_than_it_seems_is_logged(
     assert [line.startswith(start or "") for line in warned] == ([] if start is None else [True])
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"use_transformer_engine_op_fuser": True, "num_experts": 4},
-        {"num_distributed_optimizer_instances": 2, "overlap_grad_reduce": True},
-    ],
-)
 def test_a_dynamic_order_leaves_backwards_whole_where_splitting_is_excluded(
-    args: Namespace, settings: dict[str, Any]
+    args: Namespace,
 ) -> None:
-    vars(args).update(settings, use_dpp=True, seed=1)
+    vars(args).update(use_transformer_engine_op_fuser=True, num_experts=4, use_dpp=True, seed=1)
     assert not choose(args, "1f1b").full.splits_backward
-    with pytest.raises(ArgumentsError, match="--pipeline-schedule zb-h1 cannot run with"):
-        choose(args, "zb-h1")
-
-
-def test_optimizer_instances_are_refused_where_backwards_are_split(args: Namespace) -> None:
-    args.num_distributed_optimizer_instances, args.overlap_grad_reduce = 2, True
-    choose(args, "1f1b")
-    with pytest.raises(ArgumentsError, match="--num-distributed-optimizer-instances above 1"):
-        choose(args, "zb-h1")
+    assert args.use_transformer_engine_op_fuser
+    assert choose(args, "zb-h1").full.splits_backward
+    assert not args.use_transformer_engine_op_fuser
 
 
 @pytest.mark.parametrize(

@@ -40,21 +40,19 @@ def test_a_recipe_is_accepted() -> None:
 def test_all_refusals_are_collected() -> None:
     settings = {
         "cuda_graph_impl": "transformer_engine",
+        "ckpt_format": "torch_dcp",
         "delay_wgrad_compute": True,
         "global_batch_size": 15,
         "moe_paged_stash": True,
         "non_persistent_ckpt_type": "local",
+        "use_megatron_fsdp": True,
     }
     assert rules(settings) == [
         "global_batch_size",
-        "cuda_graph_impl",
-        "moe_paged_stash",
+        "use_megatron_fsdp",
+        "ckpt_format",
         "non_persistent_ckpt_type",
     ]
-    assert any(
-        "--delay-wgrad-compute is dropped" in line
-        for line in preflight({**SIZES, **settings}, ZB_V).changes
-    )
     found = preflight({**SIZES, **settings}, ZB_V)
     for refusal in found.refusals:
         assert refusal.reason
@@ -66,14 +64,45 @@ def test_all_refusals_are_collected() -> None:
 
 
 def test_a_training_names_all_refusals_too() -> None:
-    args = Namespace(**SIZES, moe_paged_stash=True, cuda_graph_impl="local")
-    assert [one.rule for one in preflight(args, ZB_V).refusals] == rules(
-        {"moe_paged_stash": True, "cuda_graph_impl": "local"}
-    )
+    settings = {"use_megatron_fsdp": True, "ckpt_format": "torch_dcp"}
+    args = Namespace(**SIZES, **settings)
+    assert [one.rule for one in preflight(args, ZB_V).refusals] == rules(settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "config", "refused"),
+    ("given", "off"),
+    [
+        ({"cuda_graph_impl": "local"}, {"cuda_graph_impl": "none"}),
+        ({"enable_cuda_graph": True}, {"enable_cuda_graph": False}),
+        # Megatron would set --cuda-graph-impl again.
+        (
+            {"cuda_graph_impl": "local", "cuda_graph_modules": ["full_iteration"]},
+            {"cuda_graph_impl": "none", "cuda_graph_modules": []},
+        ),
+        (
+            {"moe_paged_stash": True, "moe_expert_rank_capacity_factor": 1.5},
+            {"moe_paged_stash": False, "moe_expert_rank_capacity_factor": None},
+        ),
+        ({"num_experts": 8, "use_transformer_engine_op_fuser": True},
+         {"use_transformer_engine_op_fuser": False}),
+    ],
+)  # fmt: skip
+def test_what_a_schedule_does_without_is_dropped(
+    given: dict[str, Any], off: dict[str, Any]
+) -> None:
+    found = preflight({**SIZES, **given}, ZB_V)
+    assert found.accepted
+    assert found.arguments.items() >= off.items()
+    assert len([line for line in found.changes if " is dropped: " in line]) == 1
+    # Beside a schedule, what excludes graphs has nothing to exclude.
+    for config in (PipelineConfig(schedule="zb-v", variable_seq_lengths=True),
+                   PipelineConfig(dynamic=DynamicOrder())):  # fmt: skip
+        assert preflight({**SIZES, "moe_token_dispatcher_type": "alltoall", **given},
+                         config).accepted  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "wanted"),
     [
         ({"num_moe_experts": 8, "moe_token_dispatcher_type": "allgather"}, {}, []),
         (
@@ -81,16 +110,23 @@ def test_a_training_names_all_refusals_too() -> None:
             {"variable_seq_lengths": True},
             ["moe_token_dispatcher_type"],
         ),
-        ({"num_moe_experts": 8, "use_transformer_engine_op_fuser": True}, {}, None),
         ({"tp_comm_overlap": True, "gradient_accumulation_fusion": False}, {}, []),
         ({"pipeline_model_parallel_size": 1}, {}, ["pipeline_schedule"]),
     ],
 )
 def test_names_of_configuration_objects(
-    settings: dict[str, Any], config: dict[str, Any], refused: list[str] | None
+    settings: dict[str, Any], config: dict[str, Any], wanted: list[str]
 ) -> None:
-    wanted = ["use_transformer_engine_op_fuser"] if refused is None else refused
     assert rules(settings, PipelineConfig(schedule="zb-v", **config)) == wanted
+
+
+def test_slices_run_without_pairs() -> None:
+    config = PipelineConfig(schedule="zb-v", slices=2)
+    experts = {"num_experts": 8, "expert_model_parallel_size": 2, "world_size": 8}
+    found = preflight({**SIZES, **experts, "overlap_moe_expert_parallel_comm": True}, config)
+    assert found.accepted
+    assert found.arguments["overlap_moe_expert_parallel_comm"] is False
+    assert any(line.startswith("--overlap-moe-expert-p") for line in found.changes)
 
 
 def test_what_nobody_knows_is_ignored() -> None:
@@ -116,9 +152,9 @@ def test_words_of_a_command_line() -> None:
     assert found.pipeline is not None
     assert (found.pipeline.name, found.pipeline.num_microbatches) == ("zb-v", 16)
     words += " --no-gradient-accumulation-fusion --fp8-format hybrid --delay-wgrad-compute"
-    words += " --cuda-graph-impl local"
+    words += " --use-megatron-fsdp"
     found = preflight(words.split(), world_size=8)
-    assert [refusal.rule for refusal in found.refusals] == ["cuda_graph_impl"]
+    assert [refusal.rule for refusal in found.refusals] == ["use_megatron_fsdp"]
     assert [line.split()[0] for line in found.changes] == ["--delay-wgrad-compute"]
     words = "--use-dpp --pipeline-schedule zb-v --dpp-policy wrong"
     with pytest.raises(megatron_ext.errors.ArgumentsError, match="invalid choice"):
@@ -126,10 +162,10 @@ def test_words_of_a_command_line() -> None:
 
 
 def test_flags_of_the_environment_count_for_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "--pipeline-model-parallel-size 4 --num-layers 32 --moe-paged-stash".split()
+    words = "--pipeline-model-parallel-size 4 --num-layers 32 --use-megatron-fsdp".split()
     assert preflight(words).accepted
     monkeypatch.setenv("MEGATRON_EXT_FLAGS", "--pipeline-schedule zb-v")
-    assert [refusal.rule for refusal in preflight(words).refusals] == ["moe_paged_stash"]
+    assert [refusal.rule for refusal in preflight(words).refusals] == ["use_megatron_fsdp"]
     found = preflight([*words[:-1], "--pipeline-schedule", "zb-h1"])
     assert found.pipeline is not None
     assert found.pipeline.name == "zb-h1"

@@ -35,21 +35,12 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "schedule": (
         ZB_V,
         [
-            "--cuda-graph-impl local",
             "--cpu-offloading-num-layers 1",
             "--use-megatron-fsdp",
             "--decoder-num-layers 4",
             "--use-legacy-models",
             "--ckpt-format torch_dcp",
-            EXPERTS + "--moe-paged-stash",
             "--tensor-parallel-num-weight-shards 2",
-        ],
-    ),
-    "split": (
-        ZB_V,
-        [
-            "--num-distributed-optimizer-instances 2 --overlap-grad-reduce",
-            EXPERTS + "--use-transformer-engine-op-fuser",
         ],
     ),
     "folded": (
@@ -81,10 +72,9 @@ CASES: dict[str, tuple[str, list[str]]] = {
         "--use-dpp ",
         [
             EXPERTS + "--moe-router-load-balancing-type global_aux_loss",
-            "--fp8-format hybrid",
         ],
     ),
-    "chosen": ("--use-dpp ", [OFFLOAD]),
+    "chosen": ("--use-dpp ", [OFFLOAD, "--fp8-format hybrid --tp-only-amax-red"]),
     "crossed": ("--use-dpp --pipeline-schedule bitpipe ", ["--overlap-param-gather"]),
     "balance": (
         "--pipeline-schedule 1f1b --pipeline-balance order ",
@@ -115,7 +105,6 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--bf16",
             "--fp8-format hybrid --no-masked-softmax-fusion",
             "--tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2",
-            "--multi-latent-attention",
             OFFLOAD,
             "--logits-save-dir teacher --logits-save-top-k 4",
         ],
@@ -124,6 +113,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
         FBD,
         [
             OFFLOAD,
+            "--fp8-format hybrid",
+            "--hybrid-context-parallel",
             "--freeze-all-layers",
             "--moe-use-upcycling",
             MERGED + "--num-experts 8 --world-size 48",
@@ -135,7 +126,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--error-injection-rate 5",
             "--full-validation",
             "--fbd-activations ship",
-            SHIP + "--fp8-format hybrid",
+            SHIP + "--fp8-format hybrid --fp8-recipe tensorwise",
             MERGED + "--hidden-dropout 0.1 --world-size 48",
         ],
     ),
@@ -151,7 +142,14 @@ CASES: dict[str, tuple[str, list[str]]] = {
 }
 """By group of rules: the flags that it is for, and for each rule the flags that it refuses."""
 
-ON_OBJECTS = ("dropped", "dropped_by_split", "dropped_by_line", "placed")
+ON_OBJECTS = (
+    "dropped",
+    "dropped_by_split",
+    "whole",
+    "dropped_by_line",
+    "dropped_by_slices",
+    "placed",
+)
 """Groups that refuse what a program has built; as flags they are dropped, or cut the model."""
 
 OTHERS = [
@@ -181,7 +179,7 @@ OTHERS = [
     "--pipeline-schedule fbd",
     "--use-dpp --pipeline-transport torch",
     "--use-dpp --decoder-num-layers 4",
-    "--enable-bitpipe-schedule --moe-paged-stash",
+    "--enable-bitpipe-schedule --use-megatron-fsdp",
     "--pipeline-schedule zb-v --tensor-model-parallel-size 0",
     "--node-ips 10.0.0.1",
     "--pipeline-checksum",
@@ -310,6 +308,6 @@ def test_all_rules_are_tried() -> None:
     assert set(CASES) | set(ON_OBJECTS) | later == set(RULES)
     for group in ON_OBJECTS:
         for rule in RULES[group]:
-            [refusal] = refusals("zb-v", Namespace(**{rule.reads[0]: True}), [rule])
+            [refusal] = refusals("zb-v", Namespace(**dict.fromkeys(rule.reads, True)), [rule])
             assert refusal.remedy in ("leave it out", "leave them out")
-            assert refusals("zb-v", Namespace(**{rule.reads[0]: None}), [rule]) == []
+            assert refusals("zb-v", Namespace(**dict.fromkeys(rule.reads)), [rule]) == []

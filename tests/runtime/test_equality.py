@@ -174,7 +174,10 @@ def test_full_backwards_overlap_their_reduction(schedule: str) -> None:
     check(4, schedule, flags, theirs=more, ours=more)
 
 
-@pytest.mark.parametrize("schedule", ["--pipeline-schedule 1f1b ", "--use-dpp ", "roles"])
+INSTANCES = "--num-distributed-optimizer-instances 2 "
+
+
+@pytest.mark.parametrize("schedule", ["--use-dpp ", "roles"])
 def test_several_optimizer_instances_reduce_once(schedule: str) -> None:
     """The log has the norm of the gradients. Megatron's own schedule reduces later stages twice."""
     num_ranks, flags = 4, f"{GPT}{PP2}{SHARDED}--calculate-per-token-loss "
@@ -182,9 +185,17 @@ def test_several_optimizer_instances_reduce_once(schedule: str) -> None:
         num_ranks, schedule = 8, "--forward-backward-disaggregating "
     one, two = (
         helpers.report(helpers.train(num_ranks, f"{flags}{schedule}{instances}"))
-        for instances in ("", "--num-distributed-optimizer-instances 2 ")
+        for instances in ("", INSTANCES)
     )
     assert one == two
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "dualpipe-v", "bitpipe"])
+def test_several_optimizer_instances_sum_as_one_does(schedule: str) -> None:
+    """Of two replicas, with several buckets for each chunk; norms add up other shards."""
+    flags = f"{GPT}{UNCLIPPED}{EIGHT_LAYERS}{SHARDED}--ddp-num-buckets 4 --train-iters 5 "
+    ours = (PP4 if schedule in TWINS else PP2) + INSTANCES
+    check(4, schedule, flags, theirs=PP2, ours=ours)
 
 
 def _without_functions(model: str, argv: list[str], mean_delay_s: float) -> Captured:

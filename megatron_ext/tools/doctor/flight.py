@@ -237,6 +237,8 @@ def planned(
     model, args = sizes_of_flags(flags, "the model"), found.given
     pp, tp = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     cp, given = args.context_parallel_size, vars(args).get
+    if "cuda_graph_impl" in found.arguments:
+        flags = [*flags, "--cuda-graph-impl", "none"]  # the schedule drops them
     name = found.pipeline.name if found.pipeline else base_table(stages.chunks_of_megatron(args))
     if name.startswith(CSV_PREFIX) or found.config is None or found.config.disaggregation:
         name = ""  # the planner knows neither tables of the user's own nor roles

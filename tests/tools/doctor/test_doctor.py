@@ -60,9 +60,11 @@ def test_flags_of_a_training_are_checked() -> None:
     }
     [layout] = [one for one in json.loads(done.stdout) if one["check"] == "layout"]
     assert "--devices 64xh100" in layout["found"]
-    done = run_package("doctor", "--", *flags.split(), "--cuda-graph-impl", "local")
+    done = run_package("doctor", "--", *flags.split(), "--use-megatron-fsdp")
     assert done.returncode == 1
-    assert "FAIL training: --pipeline-schedule zb-v cannot run with CUDA graphs" in done.stdout
+    assert (
+        "FAIL training: --pipeline-schedule zb-v cannot run with --use-megatron-fsdp" in done.stdout
+    )
 
 
 def test_a_failed_check_is_a_line_with_a_remedy_and_exit_code_1(tmp_path: Path) -> None:
