@@ -2,6 +2,7 @@
 
     python benchmarks/planner.py [--layouts] [--ranks [N]] [--json FILE]
     python benchmarks/planner.py --memory [--json FILE]
+    python benchmarks/planner.py --measured [--json FILE]
     python benchmarks/planner.py --trained [--json FILE]
 
 `planner_rows.json` holds the rows: 43 of SimuMax v1.2 (docs/b200: time and allocated memory), and
@@ -23,6 +24,12 @@ models, each under every schedule, the parallelisms in turn, with Megatron's own
 Printed is how far the planner is from what each rank holds: weights, gradients and optimizer; and
 what autograd, and weight gradients that wait, keep at most. Temporaries and messages are left out.
 
+With `--measured` the pipelines of layouts run here, five minutes: more than 40 layouts of 8 ranks,
+all schedules, with the planner's cut of a model of 30 layers. Stages sleep what their layers cost
+by the forecast, slowed down; messages are real. Printed are how far forecasts are from the median
+step, and whether the planner's choice is the fastest. The pipeline is compared, without reductions
+and optimizer.
+
 With `--trained` upstream's script trains here on 4 ranks of the emulated device, five minutes: a
 GPT of 16 layers, under every schedule with the planner's cut, then in every dynamic order by the
 policy `hint`. One trace of zb-h1 gives the costs of all forecasts. Static schedules are compared
@@ -43,7 +50,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import ranks, trained
+from benchmarks.harness import planned, ranks, trained
 from benchmarks.harness.command import machine, markdown, options, write_json
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.planning.calibration import parts_of
@@ -62,7 +69,7 @@ _ACCURACY = 0.05
 """Mean error on rows that nothing was fitted to: layouts that are closer are tied."""
 
 _STEPS = 3
-"""Of each training, after another one."""
+"""Measured of each layout or training, after another one."""
 _SIMUMAX_GEMM = 0.460
 """Share of the peak of products in bf16 on the B200 of SimuMax, chosen on its rows; its
 micro-benchmarks have 0.49."""
@@ -159,6 +166,43 @@ def by_hand() -> list[tuple[str, int, str, float, float]]:
         shares = [max(loads(c, layers, first, last, placement)) / mean for c in (theirs, ours)]
         found.append((model, pp, layout, shares[0], shares[1]))
     return found
+
+
+def measure() -> list[dict[str, Any]]:
+    """Run the layouts; return the figures of each, in seconds of the H100."""
+    job, factor = planned.slowed()
+    found = []
+    for plan in planned.layouts(job, (4, planned.RANKS), (1, 2)):
+        found.append({
+            "schedule": plan.schedule,
+            "name": plan.schedule if plan.chunks == 1 else f"{plan.schedule} x{plan.chunks}",
+            "pp": plan.sizes.pp,
+            "layout": plan.layout,
+            "micro_batch": plan.sizes.micro_batch,
+            "forecast_s": plan.pipeline_s,
+            "measured_s": planned.measured_s(plan, factor, _STEPS),
+        })  # fmt: skip
+        print(found[-1], file=sys.stderr)
+    return found
+
+
+def print_measured(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the forecasts by schedule, and the planner's choice among all."""
+    lines = []
+    for schedule in [*dict.fromkeys(row["schedule"] for row in rows), "all"]:
+        own = [row for row in rows if schedule in (row["schedule"], "all")]
+        errors = [row["forecast_s"] / row["measured_s"] - 1 for row in own]
+        lines.append((schedule, str(len(own)), *summary(errors)))
+    print(markdown(("schedule", "layouts", "off, mean %", "worst %"), lines))
+    chosen = min(rows, key=lambda row: row["forecast_s"])
+    fastest = min(rows, key=lambda row: row["measured_s"])
+    slowest = max(rows, key=lambda row: row["measured_s"])
+    behind = 100 * (chosen["measured_s"] / fastest["measured_s"] - 1)
+    print(
+        f"\nThe planner takes {chosen['name']} on {chosen['pp']} ranks, {behind:.1f} % behind the "
+        f"fastest that was measured ({fastest['name']} on {fastest['pp']}); the slowest takes "
+        f"{slowest['measured_s'] / fastest['measured_s']:.1f} times as long."
+    )
 
 
 def print_trained(rows: Sequence[trained.Trained]) -> None:
@@ -280,10 +324,16 @@ def main(words: Sequence[str] = ()) -> None:
         help="where the published layouts rank, of configurations of up to N devices",
     )  # fmt: skip
     parser.add_argument("--memory", action="store_true", help="train on CPU ranks, for memory")
+    parser.add_argument("--measured", action="store_true", help="run layouts on sleeping stages")
     parser.add_argument("--trained", action="store_true", help="train on the emulated device")
     args = parser.parse_args(words)
-    if args.trained or args.memory:
+    if args.measured or args.trained or args.memory:
         ranks.clean_up_when_terminated()
+    if args.measured:
+        own = measure()
+        print_measured(own)
+        write_json(args.json, own)
+        return
     if args.trained:
         print(machine())
         trainings = trained.trainings(_STEPS)

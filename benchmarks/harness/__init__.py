@@ -12,6 +12,7 @@ laptop can distinguish schedules and runtimes; on an emulated device, that takes
     experts.py    stages with experts, whose exchanges pairs hide
     comparison.py    systems side by side, and their table
     scenarios.py    systems in disturbed steps, and the bound of any order
+    planned.py    layouts of the planner, run as stages that sleep what their layers cost
     trained.py    trainings on the emulated device, beside the forecasts of both plans
     ranks.py      starts the ranks, and measures on each
     metrics.py    the metrics, from the records of all ranks
