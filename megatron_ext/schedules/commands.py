@@ -196,11 +196,13 @@ def _costs(args: argparse.Namespace) -> Costs:
         raise ScheduleError(
             f"--costs needs three numbers F,I,W, got {args.costs!r}; for example --costs 1,1,1"
         ) from None
+    # A table of a file has slices and pairs of its own.
+    is_file = any(name.startswith(CSV_PREFIX) for name in args.schedule)
     for flag, value, needed, is_there in (
         ("--attention", args.attention > 0, "--slices", args.slices != 1),
         ("--hides", args.hides != 1, "--pairs", args.pairs),
     ):
-        if value and not is_there:
+        if value and not (is_there or is_file):
             raise ScheduleError(f"{flag} is for {needed}; add it, or leave {flag} out")
     return Costs(
         forward,
