@@ -56,6 +56,16 @@ def _missing(feature: str, effect: str, found: str, patch: str) -> EffectMissing
     )
 
 
+def another_schedule(name: str) -> EffectMissing:
+    """Return the error of a schedule that is in force, while another one runs."""
+    return _missing(
+        f"--pipeline-schedule {name}",
+        "steps run its table",
+        "the first step ran another schedule",
+        "schedules.forward_backward",
+    )
+
+
 @PATCHES.row(
     "effects.steps",
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
@@ -112,12 +122,7 @@ def logged(found: active.Active, call: Call, _instance: Any, args: Args, kwargs:
     found.is_log_checked = True
     chosen, messages = found.pipeline, found.transport_only
     if chosen is not None and not _acted("schedules.forward_backward"):
-        raise _missing(
-            f"--pipeline-schedule {chosen.name}",
-            "steps run its table",
-            "the first step ran another schedule",
-            "schedules.forward_backward",
-        )
+        raise another_schedule(chosen.name)
     if chosen is not None and chosen.is_folded:
         losses = args[0] if args else kwargs["loss_dict"]
         if not losses and not _acted("placement.train_step", "bridge.train_step"):

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
+from megatron_ext.patches import effects
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, always
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -279,7 +280,9 @@ def _over_ours(_call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> Any:
 
     step = in_force().stock.running
     if step is None:
-        chosen = active.pipeline()
+        found, chosen = active.active(), active.pipeline()
+        if chosen is not None and (found is None or found.requested is None):  # flags chose it
+            raise effects.another_schedule(chosen.name)
         what = f"schedule {chosen.name}" if chosen else "a transport"
         raise ScheduleError(
             f"Megatron's own schedule runs although {what} was configured; call "
