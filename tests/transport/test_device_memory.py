@@ -296,7 +296,7 @@ def _by_reservation(wire: Any) -> list[str]:
         1,
     )
     left = transport.reserve(peer, keys[1], torch.Size([2]), torch.uint8)
-    unknown = transport.reserve(peer, keys[0], torch.Size([2]), torch.complex32)
+    unknown = transport.reserve(peer, keys[0], torch.Size([2]), torch.quint8)
     wrong = []
     for key, shape in zip(keys, shapes, strict=True):
         values = torch.full(shape, key.microbatch + 10 * me, dtype=torch.uint8)
@@ -317,7 +317,7 @@ def _by_reservation(wire: Any) -> list[str]:
         with pytest.raises(TransportError, match="enough"):
             call()
     transport.close()
-    return wrong + ([] if unknown is None else ["complex32"])
+    return wrong + ([] if unknown is None else ["quint8"])
 
 
 def _calls_after_abort(
