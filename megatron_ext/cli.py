@@ -23,6 +23,11 @@ from megatron_ext.version import __version__
 
 _REQUIRED = ("megatron", "numpy", "packaging", "psutil", "rich", "torch", "wrapt")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REMOVED = {
+    "--fp8": "use --precision fp8",
+    "--markdown": "python website/patch_table.py prints that table",
+}
+"""Flags of 0.1.0, each with what to do instead."""
 _Subparsers = Any  # argparse._SubParsersAction is private
 
 
@@ -62,6 +67,8 @@ class _Parser(argparse.ArgumentParser):
         found, left = self.parse_known_args(args, namespace)
         if left:
             command = getattr(found, "parser", self)
+            for word in _REMOVED.keys() & left:
+                command.error(f"{word} was removed; {_REMOVED[word]}")
             command.error(f"unrecognized arguments: {' '.join(left)}")
         return found
 

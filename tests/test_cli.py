@@ -92,6 +92,8 @@ def test_upstream_check_compares_the_tree_with_the_pin(megatron_lm_path: Path) -
         (["plan"], 2, "--pp and --microbatches are missing; give them"),
         (["plan", "--pp", "four"], 2, "--pp is 'four'; it must be a whole number"),
         (["plan", "--microbach", "4"], 2, "--microbach; did you mean --microbatches?"),
+        (["plan", "--fp8"], 2, "--fp8 was removed; use --precision fp8"),
+        (["patches", "list", "--markdown"], 2, "--markdown was removed; python website/"),
         (["plot", "zbv", "--pp", "4", "--microbatches", "8"], 2, "did you mean zb-v?"),
         (["plot"], 2, "NAME is missing"),
         (["aggregate"], 2, "--trace-dir is missing"),
