@@ -280,8 +280,8 @@ def _over_ours(_call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> Any:
 
     step = in_force().stock.running
     if step is None:
-        found, chosen = active.active(), active.pipeline()
-        if chosen is not None and (found is None or found.requested is None):  # flags chose it
+        chosen = active.pipeline()
+        if chosen is not None and active.required().requested is None:  # flags chose it
             raise effects.another_schedule(chosen.name)
         what = f"schedule {chosen.name}" if chosen else "a transport"
         raise ScheduleError(

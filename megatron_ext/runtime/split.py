@@ -329,9 +329,6 @@ class _Unchanged:
 # -- Column- and RowParallelLinear -----------------------------------------------------------------
 
 
-_AS_IT_IS = nullcontext()
-
-
 # Given a list `grad_output_buffer`, upstream's backward appends the output gradient and skips the
 # weight gradient: upstream postpones that of the output layer to the end of the step this way. This
 # class stands in for the list.
@@ -355,7 +352,7 @@ class _LinearGradient(WeightGradient):
         self._gather_group = gather_group
         # The whole input `[s, b, h]`, and when it is there.
         self._gathered: tuple[torch.Tensor, torch.distributed.Work] | None = None
-        self._autocast: AbstractContextManager[object] = _AS_IT_IS
+        self._autocast: AbstractContextManager[object] = nullcontext()
 
     def append(self, grad_output: torch.Tensor) -> None:
         """Record the deferred gradient; called by upstream's backward."""

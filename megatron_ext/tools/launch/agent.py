@@ -7,7 +7,7 @@ waits for the start, runs torchrun in a session of its own and forwards its outp
 stays open while the job runs: its end means that the launcher is gone. Then, or on a signal, a stop
 message, or if the launcher falls silent, the job gets SIGTERM, and after the grace period every
 remaining process is killed. `stop`, `status` and `logs` are about a job that another agent runs or
-ran here: they find it through the file that that agent wrote.
+ran here, and find it through the file that the other one wrote.
 """
 
 from __future__ import annotations
