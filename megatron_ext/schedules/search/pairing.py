@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # All-to-all over the computation beside it, where costs have none: the middle of the three that
 # `benchmarks/expert_overlap.py` measures.
 _USUAL = 0.6
-# Micro-batches by which an order that is placed anew may be ahead of its table.
+# Micro-batches by which an order that is placed anew may be ahead of its table, unless none ends.
 _MOST_LEAD = 3
 
 
@@ -116,14 +116,23 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     # Tables from a search (v-half, bitpipe) have no such regular phase. Their actions are placed
     # anew, in simulated time: an idle rank runs a pair if it can.
     if max((sum(map(len, table.pairs)) for table in found), default=0) < most:
+        actions = [action for row in schedule.rows for action in row]
+        needs = {action: len(schedule.needs(action)) for action in actions}
+        feeds = {
+            action: [(fed, schedule.travels(action, fed)) for fed in schedule.feeds(action)]
+            for action in actions
+        }
         warm_ups = [_warm_up(row) for row in schedule.rows]
-        for lead in range(_MOST_LEAD + 1):
+        for lead in count():
+            # Forwards may fill all memory before a backward can run; with enough of it some end.
+            if lead > _MOST_LEAD and found:
+                break
             for more in ([0] * len(graded), graded):
                 leads = [sum(each) + lead for each in zip(warm_ups, more, strict=True)]
                 for waits in (True, False):
-                    table = _Placing(
-                        schedule, costs, leads, 2 * lead + max(more), waits=waits
-                    ).table()
+                    extra = 2 * lead + max(more)
+                    placing = _Placing(schedule, costs, needs, feeds, leads, extra, waits=waits)
+                    table = placing.table()
                     found += [table] if table is not None else []
     return fastest(found, costs)
 
@@ -152,9 +161,18 @@ class _Placing:
     """
 
     def __init__(
-        self, schedule: Schedule, costs: Costs, leads: list[int], extra: int, *, waits: bool
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        needs: dict[Action, int],
+        feeds: dict[Action, list[tuple[Action, bool]]],
+        leads: list[int],
+        extra: int,
+        *,
+        waits: bool,
     ) -> None:
         self._schedule, self._leads, self._waits = schedule, leads, waits
+        self._missing, self._feeds = needs.copy(), feeds
         self._clock = Clock(schedule, costs)
         ranks = range(len(schedule.rows))
         self._cap = extra + max(map(most_alive, schedule.rows))
@@ -165,7 +183,6 @@ class _Placing:
                 if action.kind != "W":
                     key = action.stage, action.kind == "F"
                     self._queues[rank].setdefault(key, []).append(action)
-        self._missing = {a: len(schedule.needs(a)) for row in schedule.rows for a in row}
         self._weights: list[list[Action]] = [[] for _ in ranks]
         self._rows: list[list[Action]] = [[] for _ in ranks]
         self._pairs: list[set[int]] = [set() for _ in ranks]
@@ -229,7 +246,7 @@ class _Placing:
             self._pairs[rank].add(len(self._rows[rank]))
         self._free[rank] = end = self._clock.run(rank, now, *actions)
         heappush(self._events, (end, rank, ()))
-        schedule = self._schedule
+        rank_of = self._schedule.placement.rank_of
         for action in actions:
             self._rows[rank].append(action)
             self._live[rank] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
@@ -238,9 +255,9 @@ class _Placing:
             self._queues[rank][action.stage, action.kind == "F"].pop()
             self._ahead[rank] += 1 if action.kind == "F" else -1
             arrivals = iter(self._clock.arrivals(action, end))
-            for fed in schedule.feeds(action):
+            for fed, travels in self._feeds[action]:
                 if fed.kind == "W":
                     self._weights[rank].append(fed)
                 else:
-                    arrival = next(arrivals) if schedule.travels(action, fed) else end
-                    heappush(self._events, (arrival, schedule.placement.rank_of[fed.stage], fed))
+                    arrival = next(arrivals) if travels else end
+                    heappush(self._events, (arrival, rank_of[fed.stage], fed))
