@@ -243,7 +243,7 @@ class _Attempt:
 
     def run(self) -> bool:
         """Place all actions; return False if the cap makes that impossible."""
-        self._release(0, Action(0, "F", 0))
+        self._choose(self._release(0, Action(0, "F", 0)))
         stages, m = self._problem.placement.num_stages, self._problem.num_microbatches
         for _ in range((1 + len(self._problem.backwards)) * stages * m * self._num_slices):
             while True:
@@ -261,13 +261,14 @@ class _Attempt:
             rank.remove(choice)
             rank.free = start + self._durations[action.kind][action.slice]
             self.rows[number].append(action)
-            self._follow(rank, action)
+            self._follow(number, action)
             self._choose(number)
         return True
 
-    def _follow(self, rank: _Rank, action: Action) -> None:
-        """Release the actions that an action enables."""
+    def _follow(self, number: int, action: Action) -> None:
+        """Release the actions that an action of a rank enables."""
         stage, kind, microbatch, part = action
+        rank = self._ranks[number]
         now, share = rank.free, self._problem.slices[part]
         if kind in ("B", "W"):
             rank.live -= share
@@ -275,14 +276,16 @@ class _Attempt:
             return
         target = self._problem.placement.target(stage, kind)
         if target is not None:
-            delay = self._delays[min(stage, target)]
-            self._release(now + delay, action._replace(stage=target))
+            arrival = now + self._delays[min(stage, target)]
+            elsewhere = self._release(arrival, Action(target, kind, microbatch, part))
+            if elsewhere != number:  # the rank of the action chooses once it has all
+                self._choose(elsewhere)
         # Slices reach all other stages in order, and their gradients in reverse.
         if kind == "F":
             rank.live += share
             is_last = part + 1 == self._num_slices
             if target is None and is_last and self._problem.backwards:
-                self._release(now, action._replace(kind=self._problem.backwards[0]))
+                self._release(now, Action(stage, self._problem.backwards[0], microbatch, part))
             if stage == 0:
                 self._in_flight += 1
                 following = (microbatch + 1, 0) if is_last else (microbatch, part + 1)
@@ -290,24 +293,27 @@ class _Attempt:
                     self._release(now, Action(0, "F", *following))
         else:
             if kind == "I":
-                self._release(now, action._replace(kind="W"))
+                self._release(now, Action(stage, "W", microbatch, part))
             if stage == self._problem.placement.num_stages - 1 and part:
-                self._release(now, action._replace(slice=part - 1))
+                self._release(now, Action(stage, kind, microbatch, part - 1))
             self._in_flight -= target is None
 
-    def _release(self, time: int, action: Action) -> None:
+    def _release(self, time: int, action: Action) -> int:
+        """Make an action a candidate of its rank, and return the rank."""
         number = self._problem.placement.rank_of[action.stage]
         self._ranks[number].later.append((time, _priority(action), action))
-        self._choose(number)
+        return number
 
     def _choose(self, number: int) -> None:
         """Choose the best action that a rank can start next, and queue its start."""
         rank = self._ranks[number]
-        if any(time <= rank.free for time, _, _ in rank.later):
-            for time, key, action in rank.later:
-                if time <= rank.free:
-                    heappush(rank.heap_of(action), (key, action))
-            rank.later = [choice for choice in rank.later if choice[0] > rank.free]
+        later = []
+        for choice in rank.later:
+            if choice[0] <= rank.free:
+                heappush(rank.heap_of(choice[2]), choice[1:])
+            else:
+                later.append(choice)
+        rank.later = later
         heaps = self._allowed(rank)
         first = min((heap[0] for heap in heaps if heap), default=None)
         if first is not None:
