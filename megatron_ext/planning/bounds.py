@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
@@ -40,11 +40,10 @@ def uses_of(table: Schedule) -> list[RowUse]:
             moments.add(tuple(now))
         most = {max(moments, key=sum), max(moments, key=lambda one: (min(one[::2]), sum(one)))}
         if len(at) <= 2:
-            most = {
-                one
-                for one in moments
-                if not any(one != two and all(map(le, one, two)) for two in moments)
-            }
+            most = set()
+            for one in sorted(moments, key=sum, reverse=True):  # none exceeds one before it
+                if not any(all(map(le, one, two)) for two in most):
+                    most.add(one)
         pairs = Counter((at[row[n].stage], at[row[n + 1].stage]) for n in table.pairs_of(rank))
         kept = [[*zip(each[::2], each[1::2], strict=True)] for each in most]
         found.append(RowUse(kept, pairs))
@@ -82,39 +81,39 @@ class CutBound:
         """Return a time that no cut beats, in seconds; infinite if none fits."""
         if sum(self.least) > len(self.layers):
             return math.inf
-        span, waits, owners = 0.0, list(map(self._waits, self.table.rows)), self._owners
+        span, waits, owners = (
+            0.0,
+            list(map(self._waits, self.table.rows)),
+            self.table.placement.stages_of,
+        )
         for layer, count in Counter(self.layers).items():
             left, heap = count, []
-            memory = [self._memory(rank, layer) for rank in range(len(waits))]
+            ladders = [_Ladder(self, rank, layer) for rank in range(len(waits))]
             for rank, wait in enumerate(waits):
-                span = max(span, wait + self._rank_s(rank, 0, layer, memory[rank]))
-                left -= sum(self.least[s] for s in owners[rank] if layer in self._kinds[s])
-                heap.append((wait + self._rank_s(rank, 1, layer, memory[rank]), rank, 1))
+                span = max(span, wait + ladders[rank].least_s(0))
+                left -= sum(self.least[s] for s in owners[rank] if layer in self.kinds[s])
+                heap.append((wait + ladders[rank].least_s(1), rank, 1))
             heapify(heap)
             for _ in range(left):
                 now, rank, more = heap[0]
                 span = max(span, now)
                 if span == math.inf:
                     return span
-                then = waits[rank] + self._rank_s(rank, more + 1, layer, memory[rank])
+                then = waits[rank] + ladders[rank].least_s(more + 1)
                 heapreplace(heap, (then, rank, more + 1))
         return span
 
-    @property
-    def _owners(self) -> tuple[tuple[int, ...], ...]:
-        return self.table.placement.stages_of
-
     @cached_property
-    def _kinds(self) -> list[set[Part]]:
+    def kinds(self) -> list[set[Part]]:
         """The layers that a stage may have, whatever the cut."""
         starts, spare = [0, *accumulate(self.least)], len(self.layers) - sum(self.least)
         return [set(self.layers[begin : end + spare]) for begin, end in pairwise(starts)]
 
     @cached_property
-    def _fixed(self) -> list[Part]:
+    def fixed(self) -> list[Part]:
         """The least that each stage computes and keeps, whatever the cut."""
         found = []
-        for s, kinds in enumerate(self._kinds):
+        for s, kinds in enumerate(self.kinds):
             parts = [self.first] * (s == 0) + [self.last] * (s == len(self.least) - 1)
             if self.least[s] and len(kinds) == 1:
                 parts += kinds
@@ -128,68 +127,101 @@ class CutBound:
             found.append(total(parts))
         return found
 
+    @cached_property
+    def _ends(self) -> tuple[list[float], dict[str, list[float]]]:
+        """The forwards of the stages before each, and by kind of action their backwards."""
+        after = [beside(part, self.overlap) for part in self.fixed]
+        kinds = {
+            "B": [part.input + part.weight for part in after],
+            "I": [part.input for part in after],
+            "W": [0.0] * len(after),
+        }
+        forwards = [0.0, *accumulate(part.forward for part in self.fixed)]
+        return forwards, {kind: [0.0, *accumulate(each)] for kind, each in kinds.items()}
+
     def _waits(self, row: Sequence[tuple[int, str, int, int]]) -> float:
         """Return the seconds before the first action of a row and after its last."""
-        begin, (end, kind, *_) = row[0][0], row[-1]
-        after = [beside(part, self.overlap) for part in self._fixed[: end if kind != "W" else 0]]
-        wait = sum(part.input + part.weight * (kind == "B") for part in after)
-        return wait + sum(part.forward for part in self._fixed[:begin])
+        forwards, backwards = self._ends
+        end, kind, *_ = row[-1]
+        return forwards[row[0][0]] + backwards[kind][end]
 
-    def _rank_s(
-        self, rank: int, count: int, layer: Part, memory: Sequence[Sequence[float]]
-    ) -> float:
-        """Return the least that a rank runs if its stages have so many more layers of a kind."""
-        width = len(self._owners[rank])
-        if width == 2:
-            ways: list[tuple[int, ...]] = [(n, count - n) for n in range(count + 1)]
-        else:
-            ways = [tuple(count * (n == at) for n in range(width)) for at in range(width)]
-        held = []
-        for way in ways:
-            own = memory[0]
-            for more, each in zip(way, memory[1:], strict=True):
-                own = (
-                    [one + more * two for one, two in zip(own, each, strict=True)] if more else own
-                )
-            held.append(own)
-        if width <= 2:
-            ways = [way for way, own in zip(ways, held, strict=True) if max(own) <= self.limit]
-        elif any(min(each) > self.limit for each in zip(*held, strict=True)):
-            return math.inf
-        return min((self._seconds(rank, way, layer) for way in ways), default=math.inf)
+    @cached_property
+    def statics(self) -> list[float]:
+        """Bytes of weights, gradients and optimizer that each stage has, whatever the cut."""
+        return list(map(self.static, self.fixed))
 
-    def _seconds(self, rank: int, more: Sequence[int], layer: Part) -> float:
-        mine, whole, parts = self._owners[rank], 0.0, []
-        microbatches = self.table.num_microbatches + self.later
-        for s, count in zip(mine, more, strict=True):
-            part = self._fixed[s]
-            forward, input_s = (
-                part.forward + count * layer.forward,
-                part.input + count * layer.input,
-            )
-            work, exchange = part.work + count * layer.work, part.exchange + count * layer.exchange
-            whole += microbatches * work - self.later * self.overlap * exchange
-            parts.append((forward, input_s, self.overlap * exchange / (forward + input_s or 1.0)))
+
+class _Ladder:
+    """The least that a rank runs by how many more layers of a kind its stages have."""
+
+    def __init__(self, cut: CutBound, rank: int, layer: Part) -> None:
+        self._cut, self._layer = cut, layer
+        self._mine = mine = cut.table.placement.stages_of[rank]
+        self._pairs, static = cut.uses[rank].pairs, cut.static(layer)
+        parts = [cut.fixed[s] for s in mine]
+        room = cut.limit - max(part.transient for part in parts) - sum(cut.statics[s] for s in mine)
+        # The bytes left at each moment, and of them what one layer more takes, by stage.
+        self._moments: list[tuple[float, list[float]]] = []
+        for moment in cut.uses[rank].moments:
+            left, more = room, []
+            for part, (alive, waiting) in zip(parts, moment, strict=True):
+                left -= alive * part.saved + waiting * part.waiting
+                more.append(static + alive * layer.saved + waiting * layer.waiting)
+            self._moments.append((left, more))
         # Layers pair one to one, which tells something if all of them are alike.
-        is_exact = len(mine) <= 2 and all(self._kinds[s] == {layer} for s in mine)
-        for (one, two), count in self.uses[rank].pairs.items():
+        self._is_exact = bool(self._pairs) and len(self._mine) <= 2
+        self._is_exact = self._is_exact and all(cut.kinds[s] == {layer} for s in mine)
+        # By stage and layers: the whole without that; forward, input gradient and hidden share.
+        self._wholes: list[list[float]] = [[] for _ in mine]
+        self._passes: list[list[tuple[float, float, float]]] = [[] for _ in mine]
+
+    def least_s(self, count: int) -> float:
+        """Return the seconds of the best way to share out so many layers; infinite if none fits."""
+        while len(self._wholes[0]) <= count:
+            self._add_layer()
+        if len(self._mine) != 2:
+            if any(count * min(more) > room for room, more in self._moments):
+                return math.inf
+            least = sum(whole[0] for whole in self._wholes)
+            least += min(whole[count] - whole[0] for whole in self._wholes)
+            return least - self._hidden_s(count) if self._is_exact else least
+        one, two = self._wholes
+        fewest, most = 0, count  # of the first stage
+        for room, (more, other) in self._moments:
+            left, change = room - count * other, more - other
+            if change > 0:
+                most = min(most, math.floor(left / change + 1e-9))
+            elif change < 0:
+                fewest = max(fewest, math.ceil(left / change - 1e-9))
+            elif left < 0:
+                return math.inf
+        ways: Iterable[float] = (one[n] + two[count - n] for n in range(fewest, most + 1))
+        if self._is_exact:
+            ways = (
+                whole - self._hidden_s(n, count - n) for n, whole in enumerate(ways, start=fewest)
+            )
+        return min(ways, default=math.inf)
+
+    def _add_layer(self) -> None:
+        cut, layer, count = self._cut, self._layer, len(self._wholes[0])
+        for at, s in enumerate(self._mine):
+            part = cut.fixed[s]
+            work = part.work + count * layer.work
+            exchange = cut.overlap * (part.exchange + count * layer.exchange)
+            forward = part.forward + count * layer.forward
+            input_s = part.input + count * layer.input
+            share = exchange / (forward + input_s or 1.0)
+            whole = (cut.table.num_microbatches + cut.later) * work - cut.later * exchange
+            if not self._is_exact:
+                for (one, two), number in self._pairs.items():
+                    whole -= number * share * (forward * (one == at) + input_s * (two == at))
+            self._wholes[at].append(whole)
+            self._passes[at].append((forward, input_s, share))
+
+    def _hidden_s(self, *counts: int) -> float:
+        found, parts = 0.0, [passes[n] for passes, n in zip(self._passes, counts, strict=True)]
+        for (one, two), number in self._pairs.items():
             (f, _, of_f), (b, input_s, of_b) = parts[one], parts[two]
-            shorter = min(f, b) if is_exact else math.inf
-            whole -= count * of_f * min(f, shorter)
-            whole -= count * of_b * input_s * min(1.0, shorter / (b or math.inf))
-        return whole
-
-    def _memory(self, rank: int, layer: Part) -> list[list[float]]:
-        """Return the bytes at each moment, and for each stage those that one layer more adds."""
-        own = [self._fixed[s] for s in self._owners[rank]]
-        static = max(part.transient for part in own) + sum(map(self.static, own))
-
-        def kept(part: Part, at: tuple[int, int]) -> float:
-            return at[0] * part.saved + at[1] * part.waiting
-
-        moments = self.uses[rank].moments
-        return [
-            [static + sum(map(kept, own, moment)) for moment in moments],
-            *([self.static(layer) + kept(layer, each) for each in of_stage]
-              for of_stage in zip(*moments, strict=True)),
-        ]  # fmt: skip
+            found += number * of_f * min(f, b)
+            found += number * of_b * input_s * min(1.0, min(f, b) / (b or math.inf))
+        return found

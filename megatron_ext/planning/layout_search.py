@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.bounds import CutBound, uses_of
@@ -46,6 +46,8 @@ _ENOUGH = 3
 """Micro-batches for each rank after which a table repeats itself: more are extrapolated."""
 MEGATRONS = ("1f1b", "interleaved")
 """Schedules that Megatron has, too."""
+_MOST_SIZES = 2**14
+"""Of a search whose costs are kept: a model with experts on thousands of devices has 9,000."""
 _MOST_PAIRED = 16
 """Ranks of a pipeline up to which pairs are tried unless requested: in tables from a search they
 are found in seconds then, for 64 ranks in minutes."""
@@ -124,9 +126,9 @@ class Layout:
     @property
     def tflops(self) -> float:
         """For each device, as Megatron counts."""
-        sizes, (layers, first, last) = self.sizes, _parts(_key(self.job), self.sizes)
+        sizes = self.sizes
         tokens = sizes.micro_batch * self.job.sequence / sizes.tp / sizes.cp
-        forward = total([*layers, first, last]).operations / tokens
+        forward = _model(_key(self.job), sizes).whole.operations / tokens
         return 3 * forward * self.tokens_per_s / 1e12
 
     @property
@@ -164,8 +166,7 @@ class Layout:
     @property
     def idle(self) -> float:
         """Share of the pipeline's time in which a device waits, the mean of all."""
-        layers, first, last = _parts(_key(self.job), self.sizes)
-        whole = total([*layers, first, last])
+        whole = _model(_key(self.job), self.sizes).whole
         work = (whole.work - self.hidden * whole.exchange) / self.sizes.pp
         return 1 - self.sizes.num_microbatches * work / self.pipeline_s
 
@@ -257,10 +258,10 @@ def search(
                 possible.append(bound)
                 continue
             progress(found, len(todo) - position)
-            fitting = []
-            worst = found.plans[-1].step_s if len(found.plans) == keep else math.inf
             for own, schedule, chunks in _orders(job, sizes):
-                if _least_step(own, sizes) >= worst:  # it takes long to find pairs
+                worst = found.plans[-1].step_s if len(found.plans) == keep else math.inf
+                twins = get(schedule).twins if sizes.pp > 1 else 1
+                if _least_step(own, sizes, twins) >= worst:  # a table takes long
                     continue
                 least = _table_bound(own, sizes, schedule, chunks)
                 possible.append(least)
@@ -269,12 +270,10 @@ def search(
                 plan = forecast(own, sizes, schedule, chunks, job.fixed.get("layout"), worst)
                 found.num_evaluated += 1
                 if plan is not None:
-                    fitting.append(plan)
-            if fitting:
-                distinct: dict[Any, Layout] = {}
-                for plan in sorted([*found.plans, *fitting], key=lambda plan: plan.step_s):
-                    distinct.setdefault((plan.sizes, plan.schedule), plan)
-                found.plans = list(distinct.values())[:keep]
+                    distinct: dict[Any, Layout] = {}
+                    for each in sorted([*found.plans, plan], key=lambda plan: plan.step_s):
+                        distinct.setdefault((each.sizes, each.schedule), each)
+                    found.plans = list(distinct.values())[:keep]
     except KeyboardInterrupt:
         found.is_complete = False
         possible += [bound for _, bound, *_ in todo[position:]]
@@ -419,7 +418,8 @@ def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]
             yield "none", 1
         return
     most = (job.model.num_layers + 2) // pp
-    for name, generator in registered().items():
+    # Searched tables take longest: the others may rule them out.
+    for name, generator in sorted(registered().items(), key=lambda item: item[1].needs_costs):
         if name != fixed.get("schedule", name if name != "gpipe" else None):
             continue
         if not generator.free_chunks:
@@ -431,7 +431,7 @@ def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]
                 yield name, chunks
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=_MOST_SIZES)
 def _parts(job_key: tuple[Any, ...], sizes: ParallelSizes) -> tuple[list[Part], Part, Part]:
     """Return all layers, what the first stage has besides, and what the last has."""
     model, device, sequence, techniques, fused_loss = job_key
@@ -445,6 +445,27 @@ def _parts(job_key: tuple[Any, ...], sizes: ParallelSizes) -> tuple[list[Part], 
         fused_loss=fused_loss,
     )
     return parts_of(model, by, device, sizes.mode, holds_embedding=sizes.pp == 1)
+
+
+class _Model(NamedTuple):
+    """A whole model with one way of dividing the work on a micro-batch."""
+
+    whole: Part
+    beside: Part
+    """As far as pairs can hide its exchange of tokens, but for the embedding's part."""
+    kinds: list[tuple[Part, Part, int]]
+    """Of each kind of layer one, the same with its exchange hidden, and how many there are."""
+
+
+@lru_cache(maxsize=_MOST_SIZES)
+def _model(job_key: tuple[Any, ...], sizes: ParallelSizes, overlap: float = 0.0) -> _Model:
+    layers, first, last = _parts(job_key, sizes)
+    hidden = {part: beside(part, overlap) for part in {*layers, last}}
+    return _Model(
+        total([*layers, first, last]),
+        total([*(hidden[part] for part in layers), first, hidden[last]]),
+        [(part, hidden[part], count) for part, count in Counter(layers).items()],
+    )
 
 
 def _of_stages(job: Question, sizes: ParallelSizes, counts: Sequence[int]) -> list[list[Part]]:
@@ -467,12 +488,15 @@ def _key(job: Question) -> tuple[Any, ...]:
     return (job.model, job.device, job.sequence, job.techniques, job.fused_loss)
 
 
-def _least_step(job: Question, sizes: ParallelSizes) -> float:
-    """Return a time that no order and no cut of these sizes beats; infinite if none fits."""
+def _least_step(job: Question, sizes: ParallelSizes, *twins: int) -> float:
+    """Return a time that no order and no cut of these sizes beats; infinite if none fits.
+
+    With the given numbers of pipelines, else with one or twins.
+    """
     # Between its forwards and its backwards a micro-batch is alive on all stages.
     if _mean_memory(job, sizes, 1) > _limit(job):
         return math.inf
-    return min(_bound(job, sizes, twins) for twins in ((1, 2) if sizes.pp > 1 else (1,)))
+    return min(_bound(job, sizes, each) for each in twins or ((1, 2) if sizes.pp > 1 else (1,)))
 
 
 def _is_tight(job: Question, sizes: ParallelSizes) -> bool:
@@ -482,8 +506,7 @@ def _is_tight(job: Question, sizes: ParallelSizes) -> bool:
 
 def _mean_memory(job: Question, sizes: ParallelSizes, alive: float) -> float:
     """Return the bytes of the mean rank while so many micro-batches are alive on its stages."""
-    layers, first, last = _parts(_key(job), sizes)
-    whole, d = total([*layers, first, last]), sizes.replicas * sizes.cp
+    whole, d = _model(_key(job), sizes).whole, sizes.replicas * sizes.cp
     static = _static(job, whole, 2 * d, 2 * _expert_replicas(job, sizes))
     return (static + alive * whole.saved) / sizes.pp
 
@@ -495,22 +518,19 @@ def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
     micro-batch has to pass all stages forwards and backwards; and what some rank reduces, gathers
     and updates around that is at least the mean of all ranks, as it is convex in their weights.
     """
-    layers, first, last = _parts(_key(job), sizes)
-    overlap = job.device.pair_overlap if _has_pairs(job, sizes) else 0.0
-    first_pass = sum(part.forward for part in (*layers, first, last))
-    kinds = Counter(layers)
     # No more of the exchange is hidden than the device can.
-    *layers, last = (beside(part, overlap) for part in (*layers, last))
-    whole, pp, m = total([*layers, first, last]), sizes.pp, sizes.num_microbatches
+    overlap = job.device.pair_overlap if _has_pairs(job, sizes) else 0.0
+    model = _model(_key(job), sizes, overlap)
+    whole, pp, m = model.beside, sizes.pp, sizes.num_microbatches
     # Some rank has as many layers of one kind as if these were dealt out evenly, rounded up. Twins
     # deal them out to half of the ranks, which run half of the micro-batches.
     whole_layers = 0.0
-    for layer, count in kinds.items():
-        of_rank = -(-twins * count // pp) * beside(layer, overlap).work / twins
+    for layer, hidden, count in model.kinds:
+        of_rank = -(-twins * count // pp) * hidden.work / twins
         # Before the first micro-batch has passed all stages there is no backward, and what runs
         # until then has no partner. Layers pair one to one, so as many backwards have none. A rank
         # that does anything else meanwhile, waiting included, loses that time.
-        lost = min(1.0, overlap * layer.exchange / layer.forward) * first_pass
+        lost = min(1.0, overlap * layer.exchange / layer.forward) * model.whole.forward
         whole_layers = max(whole_layers, of_rank + lost / m)
     busiest = max(whole.work / pp, whole_layers)
     mean = _mean_rank(job, sizes, twins)
@@ -520,9 +540,7 @@ def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
 
 
 def _mean_rank(job: Question, sizes: ParallelSizes, twins: int) -> Part:
-    layers, first, last = _parts(_key(job), sizes)
-    whole = total([*layers, first, last])
-    return Part._make(each * twins / sizes.pp for each in whole)
+    return Part._make(each * twins / sizes.pp for each in _model(_key(job), sizes).whole)
 
 
 def _expert_replicas(job: Question, sizes: ParallelSizes) -> int:
@@ -611,7 +629,7 @@ def forecast(
     """
     layers, first, last = _parts(_key(job), sizes)
     device, pp, m = job.device, sizes.pp, sizes.num_microbatches
-    whole, pairs, hidden = total([*layers, first, last]), _has_pairs(job, sizes), 0.0
+    whole, pairs, hidden = _model(_key(job), sizes).whole, _has_pairs(job, sizes), 0.0
     if pp == 1:
         table, twins, parts = None, 1, [[*layers, first, last]]
         counts, rank_of = [len(layers)], (0,)
@@ -781,8 +799,7 @@ def _exposed(job: Question, sizes: ParallelSizes) -> dict[str, float]:
     """Return the seconds of a step that recomputation takes."""
     if not sizes.mode:
         return {}
-    layers, first, last = _parts(_key(job), sizes)
-    plain = _parts(_key(job), replace(sizes, mode=frozenset()))
-    each = total([*layers, first, last]).work - total([*plain[0], *plain[1:]]).work
+    plain = replace(sizes, mode=frozenset())
+    each = _model(_key(job), sizes).whole.work - _model(_key(job), plain).whole.work
     name = "recomputation" + (" of whole layers" if sizes.mode == FULL else "")
     return {name: each * sizes.num_microbatches / sizes.pp}
