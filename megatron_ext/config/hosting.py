@@ -24,6 +24,7 @@ from megatron_ext.config.roles import job_of, rank_map, role_arguments
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
 from megatron_ext.schedules.table.placement import linear
+from megatron_ext.schedules.table.slices import shares_of_equal_cost, token_bounds
 from megatron_ext.upstream.tree import setting_names
 
 if TYPE_CHECKING:
@@ -159,6 +160,13 @@ def inspect(
     incompatible.imply(found, config, args)
     for subject, rules in incompatible.rules_of(config, table, args):
         found.refusals += incompatible.refusals(subject, args, rules)
+    length = getattr(args, "seq_length", None)
+    if table is not None and table.num_slices > 1 and length:
+        with found.collecting("slices"):
+            # Where even slices are too short, the last of those that attention makes uneven is too.
+            even = shares_of_equal_cost(table.num_slices)
+            is_shared = getattr(args, "sequence_parallel", False)
+            token_bounds(even, length, args.tensor_model_parallel_size if is_shared else 1)
     if found.pipeline is not None:
         with found.collecting("transformer_impl"):
             incompatible.suit_layers(found, found.pipeline, args, here=here)

@@ -270,6 +270,8 @@ def _fixed(model: ModelSizes, text: str) -> dict[str, Any]:
         key, _, value = item.partition("=")
         if key not in FIXABLE:
             raise ArgumentsError(f"--fix {item}: there is no {key}; use {', '.join(FIXABLE)}")
+        if key in fixed:
+            raise ArgumentsError(f"--fix {text} has {key} twice; keep one of the two")
         if key == "recompute":
             fixed[key] = frozenset() if value == "none" else frozenset(value.split("+"))
             # Of recipes, too, which the search does not try.

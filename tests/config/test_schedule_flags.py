@@ -332,6 +332,10 @@ REFUSED = {
         PP4 + "--pipeline-schedule zb-h1 --pipeline-slices 65", 4,
         ["--pipeline-slices 65: a micro-batch has 1 to 64; use --pipeline-slices 4 or 8"],
     ),
+    "slices without a token": (
+        PP4 + "--pipeline-schedule zb-h1 --pipeline-slices 40", 4,
+        ["a sequence of 32 tokens cannot be cut into 40 slices", "use fewer (--pipeline-slices)"],
+    ),
     "slices of mirrored roles": (
         PP4 + "--forward-backward-disaggregating --pipeline-slices 4", 8,
         ["cannot run with --forward-backward-disaggregating yet; leave one of them out"],

@@ -224,6 +224,10 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
         (["--devices", "8xh100", "--global-batch-size", "8"], "there is no model"),
         ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--pp", "2"], "--fix pp=8"),
         ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "zp=2"], "no zp"),
+        (
+            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "tp=2,tp=4"],
+            "tp twice",
+        ),
         ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "pp=x"], "pp=2"),
         ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "pp=²"], "pp=2"),
         (

@@ -60,6 +60,6 @@ def token_bounds(shares: Sequence[float], length: int, multiple: int = 1) -> tup
     if any(after <= before for before, after in pairwise(bounds)) or length % multiple:
         raise ScheduleError(
             f"a sequence of {length} tokens cannot be cut into {len(shares)} slices whose lengths "
-            f"are multiples of {multiple}; use fewer slices"
+            f"are multiples of {multiple}; use fewer (--pipeline-slices)"
         )
     return bounds

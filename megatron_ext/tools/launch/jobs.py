@@ -101,15 +101,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `launch`; `words` are the command line as typed, for a batch job that runs it later."""
     command: list[str] = args.command_words
     command = command[1:] if command[:1] == ["--"] else command
-    if not command:
-        raise LaunchError(
-            "nothing to run; name a script after --, as in `-- pretrain_gpt.py --num-layers 8`"
-        )
-    if not args.per_node and not command[0].endswith(".py"):
-        raise LaunchError(
-            f"{command[0]} is not a Python script; torchrun needs one (SCRIPT.py), or run any "
-            f"command once on each host with --per-node"
-        )
+    _check(args, command)
     try:
         workdir = str(Path.cwd())
     except FileNotFoundError:
@@ -124,6 +116,8 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         submission = slurm.submission(args.slurm, [*own, "--", *command], workdir)
         print(shlex.join(submission) if args.dry_run else slurm.run(*submission).strip())
         return 0
+    if args.slurm is not None:
+        say(f"inside of Slurm's job {os.environ['SLURM_JOB_ID']}: --slurm submits no other")
     # Agents get no flags; by the variable they too count no devices.
     on_cpu = {"MEGATRON_EXT_DEVICE": "cpu"} if requested(command) == "cpu" else {}
     devices = 0 if on_cpu else count_devices()
@@ -183,6 +177,29 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
     for line in (*found.changes, *found.notices, *(f"error: {one}" for one in found.refusals)):
         say(line)
     return 0 if found.accepted else 2
+
+
+def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
+    """Refuse a command and flags that cannot go together, whatever the hosts."""
+    if not command:
+        raise LaunchError(
+            "nothing to run; name a script after --, as in `-- pretrain_gpt.py --num-layers 8`"
+        )
+    if not args.per_node and not command[0].endswith(".py"):
+        raise LaunchError(
+            f"{command[0]} is not a Python script; torchrun needs one (SCRIPT.py), or run any "
+            f"command once on each host with --per-node"
+        )
+    if args.per_node and args.num_microbatches is not None:
+        raise LaunchError(
+            "--num-microbatches adds a flag of training, which --per-node does not start; leave "
+            "one of the two out"
+        )
+    if args.spares and not args.max_restarts:
+        raise LaunchError(
+            f"--spares {args.spares} without restarts leaves hosts idle for the whole run; add "
+            f"--max-restarts 3, or leave it out"
+        )
 
 
 def _with_restarts(

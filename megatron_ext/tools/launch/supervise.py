@@ -350,7 +350,8 @@ class Failure:
     def __str__(self) -> str:
         how = f"ended with exit code {self.code}"
         if self.code < 0:
-            how = f"was ended by {signal.Signals(-self.code).name}"
+            names = {each.value: each.name for each in signal.Signals}  # few real-time ones
+            how = f"was ended by {names.get(-self.code, f'signal {-self.code}')}"
         return f"{self.host}: {self.what} {how}{self.note}"
 
 

@@ -83,6 +83,8 @@ def in_other_words(done: subprocess.CompletedProcess[str]) -> list[str]:
         ("a:1", ("--", "job.py", *SIZES.split()), "1 ranks cannot be divided into replicas of 2"),
         ("a:1", ("--show", "5", "--", "job.py"), "--show names '5'"),
         ("a:4", ("--per-node", "--show", "1", "--", "true"), "--show names '1'"),
+        ("a:1", ("--per-node", "--num-microbatches", "4", "--", "true"), "adds a flag of training"),
+        ("a:1\nb:1", ("--spares", "1", "--", "job.py"), "--spares 1 without restarts"),
         ("a", ("--dry-run", "--", "job.py"), "cannot count devices of a"),
         ("a:1", ("--run-id", "../x", "--", "job.py"), "'../x' is not a run id"),
         ("a:1", ("--run-id", "x" * 65, "--", "job.py"), "xx' is not a run id; use up to 64"),

@@ -125,7 +125,7 @@ def test_a_spare_takes_the_place_of_a_host_that_answers_and_cannot_take_part(
 
 
 def test_spares_are_fewer_than_hosts(tmp_path: Path) -> None:
-    done = launched(tmp_path, "--spares", "1", "--", "flaky.py")
+    done = launched(tmp_path, "--spares", "1", "--max-restarts", "1", "--", "flaky.py")
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert "--spares is 1 of 1 hosts; " in line

@@ -91,6 +91,7 @@ def test_a_submitted_job_is_seen_and_stopped_by_its_id(cluster: Slurm) -> None:
     words = ["--nproc", "1", "--", "waiting.py"]
     job = submitted(cluster, "--nodes 2", *words)
     wait_until(lambda: log_of(cluster, job).count("] pid ") == 2, 60)
+    assert f"inside of Slurm's job {job}: --slurm submits no other" in log_of(cluster, job)
     code, status = cluster.run(*cluster.ours("status", job))
     assert (code, status.count(": running, 2 processes")) == (0, 2), status
     code, logs = cluster.run(*cluster.ours("logs", job, "--rank", "1"))

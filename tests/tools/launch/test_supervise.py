@@ -35,6 +35,7 @@ def test_a_process_that_was_killed_explains_those_that_missed_it() -> None:
     assert first_failure([missed, also, killed]) is killed
     assert first_failure([missed, Failure("a", "rank 1", 1, at=9.0)]).what == "rank 1"
     assert str(killed) == "b: rank 5 was ended by SIGKILL"
+    assert str(replace(killed, code=-40)) == "b: rank 5 was ended by signal 40"  # a real-time one
 
 
 @pytest.mark.parametrize(
