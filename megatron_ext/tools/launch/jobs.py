@@ -345,6 +345,14 @@ def _plan_of(found: runs.Json | None, run_id: str) -> JobPlan:
         ) from None
 
 
+def _attempts(run_id: str) -> list[str]:
+    """Return the runs that started a run again, in order (`_with_restarts`)."""
+    found: list[str] = []
+    while runs.load(name := f"{run_id}-r{len(found) + 1}", "plan") is not None:
+        found.append(name)
+    return found
+
+
 def manage(args: argparse.Namespace) -> int:
     """Run `stop`, `status` or `logs`; return 1 if a host does not answer, or cannot do it.
 
@@ -361,6 +369,8 @@ def manage(args: argparse.Namespace) -> int:
     plan = replace(plan, ssh=args.ssh_cmd or plan.ssh)
     launcher = runs.recorded(root / run_id / "launcher.json")
     timeout_s, more = args.timeout, runs.Json()
+    if command != "stop" and (again := _attempts(run_id)):
+        say(f"this was its first attempt; it was started again as {', '.join(again)}")
     if command == "stop":
         plan = replace(plan, grace_s=plan.grace_s if args.grace is None else args.grace)
         timeout_s += plan.grace_s

@@ -53,6 +53,14 @@ def test_a_job_starts_again_until_it_ends_well(tmp_path: Path) -> None:
     assert "run flaky-r1 succeeded" in done.stderr
     assert (tmp_path / "count").read_text() == "xx"
     assert (tmp_path / "runs/flaky-r1/result.json").exists()
+    first, second = (
+        run_package("status", name, MEGATRON_EXT_RUNS=str(tmp_path / "runs"))
+        for name in ("flaky", "flaky-r1")
+    )
+    assert "it was started again as flaky-r1" in first.stderr
+    assert first.stdout.startswith("failed (exit code 7)")
+    assert second.stdout.startswith("succeeded")
+    assert not second.stderr
 
 
 @pytest.mark.slow
