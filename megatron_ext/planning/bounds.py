@@ -67,7 +67,7 @@ class CutBound:
     first: Part
     last: Part
     least: Sequence[int]
-    """Layers that each stage needs."""
+    """Layers that each stage needs; together no more than there are."""
     overlap: float
     """Share of the exchange that pairs hide at most."""
     later: float
@@ -79,8 +79,6 @@ class CutBound:
 
     def span_s(self) -> float:
         """Return a time that no cut beats, in seconds; infinite if none fits."""
-        if sum(self.least) > len(self.layers):
-            return math.inf
         span, waits, owners = (
             0.0,
             list(map(self._waits, self.table.rows)),

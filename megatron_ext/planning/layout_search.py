@@ -580,19 +580,21 @@ def _table_bound(job: Question, sizes: ParallelSizes, schedule: str, chunks: int
     if pp == 1:
         plan = forecast(job, sizes, schedule, chunks)
         return plan.step_s if plan is not None else math.inf
+    generator = get(schedule)
+    twins, stages = generator.twins, pp * chunks // generator.twins
+    least = [0] * stages
+    if "layout" not in job.fixed:
+        ends = _least(job.model, stages)
+        least = [ends["least_first"], *[1] * (stages - 2), ends["least_last"]]
+    if sum(least) > job.model.num_layers:
+        return math.inf
     try:
-        own = chunks if get(schedule).free_chunks else None
-        key = schedule, pp, simulated, own, pairs
+        key = schedule, pp, simulated, chunks if generator.free_chunks else None, pairs
         table = _table(*key)
     except ScheduleError:
         return math.inf
     layers, first, last = _parts(_key(job), sizes)
-    placement, least = table.placement, [0] * table.num_stages
-    twins = placement.twins
     d, experts = sizes.replicas * sizes.cp * twins, _expert_replicas(job, sizes) * twins
-    if "layout" not in job.fixed:
-        ends = _least(job.model, table.num_stages)
-        least = [ends["least_first"], *[1] * (table.num_stages - 2), ends["least_last"]]
     span = CutBound(
         table=table,
         uses=_uses(*key),
