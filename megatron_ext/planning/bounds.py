@@ -79,11 +79,8 @@ class CutBound:
 
     def span_s(self) -> float:
         """Return a time that no cut beats, in seconds; infinite if none fits."""
-        span, waits, owners = (
-            0.0,
-            list(map(self._waits, self.table.rows)),
-            self.table.placement.stages_of,
-        )
+        span, waits = 0.0, list(map(self._waits, self.table.rows))
+        owners = self.table.placement.stages_of
         for layer, count in Counter(self.layers).items():
             left, heap = count, []
             ladders = [_Ladder(self, rank, layer) for rank in range(len(waits))]
@@ -167,8 +164,8 @@ class _Ladder:
                 more.append(static + alive * layer.saved + waiting * layer.waiting)
             self._moments.append((left, more))
         # Layers pair one to one, which tells something if all of them are alike.
-        self._is_exact = bool(self._pairs) and len(self._mine) <= 2
-        self._is_exact = self._is_exact and all(cut.kinds[s] == {layer} for s in mine)
+        is_alike = len(mine) <= 2 and all(cut.kinds[s] == {layer} for s in mine)
+        self._is_exact = is_alike and bool(self._pairs)
         # By stage and layers: the whole without that; forward, input gradient and hidden share.
         self._wholes: list[list[float]] = [[] for _ in mine]
         self._passes: list[list[tuple[float, float, float]]] = [[] for _ in mine]
