@@ -9,6 +9,7 @@ each other in it, and the few values below travel through it.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 _PREFIX = "megatron_ext/fbd"
 _BEATS = f"{_PREFIX}/beats"
-_PAUSE_S = 0.5
+# Between two looks for a value.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
 
 
 @dataclass
@@ -128,20 +130,22 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
         if job.role_rank == job.ranks.role_size(job.role) - 1:
             store.set(key, json.dumps(value))
         return value
-    # Not `store.wait`: it would not notice that a rank of the other role has died.
-    beats, left_s = -1, job.timeout_s
+    # Not `store.wait`: it would not notice that a rank of the other role has died. Forward ranks
+    # wait in each step of a job that ends by itself, so a value is seen soon after it is there.
+    beats, pause_s = store.add(_BEATS, 0), _FIRST_PAUSE_S
+    until = time.monotonic() + job.timeout_s  # a pause ends early when a message arrives
     while not store.check([key]):
-        if left_s <= 0:
-            raise TransportTimeout(
-                f"{job.role} rank {job.rank} waited {job.timeout_s:g} s for the {what} of the "
-                "other role, which made no progress; see the logs of its ranks"
-            )
-        pause(_PAUSE_S)
-        left_s -= _PAUSE_S
-        # An evaluation may take longer than the time-out, as long as it goes on.
-        now = store.add(_BEATS, 0)
-        if now != beats:
-            beats, left_s = now, job.timeout_s
+        if time.monotonic() >= until:
+            # An evaluation may take longer than the time-out, as long as it goes on.
+            before, beats = beats, store.add(_BEATS, 0)
+            if beats == before:
+                raise TransportTimeout(
+                    f"{job.role} rank {job.rank} waited {job.timeout_s:g} s for the {what} of the "
+                    "other role, which made no progress; see the logs of its ranks"
+                )
+            until = time.monotonic() + job.timeout_s
+        pause(pause_s)
+        pause_s = min(_LONGEST_PAUSE_S, 1.25 * pause_s)
     return json.loads(store.get(key))
 
 
