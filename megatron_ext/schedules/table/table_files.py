@@ -32,7 +32,16 @@ _DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|REC
 
 
 def csv_text(schedule: Schedule) -> str:
-    """Return a table as CSV; with twins, that of one of the two mirrored pipelines."""
+    """Return a table as CSV; with twins, that of one of the two mirrored pipelines.
+
+    Raises:
+        ScheduleError: Forwards and backwards of a stage are on different ranks.
+    """
+    if schedule.disaggregated:  # `from_csv` takes the row of a stage for its only rank
+        raise ScheduleError(
+            f"{schedule.label} has each stage on two ranks, of which a CSV table knows one; write "
+            ".json"
+        )
     text = io.StringIO()
     csv.writer(text).writerows(map(schedule.cells, range(len(schedule.rows))))
     return text.getvalue()
