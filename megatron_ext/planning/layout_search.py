@@ -42,6 +42,8 @@ _GIB = 2.0**30
 _STATE_BYTES = 12
 """Of the optimizer for each parameter: fp32 weights, Adam's two moments."""
 _WEIGHT_BYTES = 2
+_INSTANT_S = 1e-9
+"""Of a stage without layers: times of tables are positive (`Costs`)."""
 _ENOUGH = 3
 """Micro-batches for each rank after which a table repeats itself: more are extrapolated."""
 MEGATRONS = ("1f1b", "interleaved")
@@ -748,9 +750,10 @@ def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: i
         whole.weight / pp,
         latency=device.message_s + _message(job, sizes) / rate,
         all_to_all=whole.exchange / (whole.forward + whole.input),
-        exchanges=tuple(stage.exchange / (stage.forward + stage.input) for stage in stages),
+        # A stage may have nothing to compute.
+        exchanges=tuple(stage.exchange / (stage.forward + stage.input or 1.0) for stage in stages),
         hides=device.pair_overlap,
-        stages=tuple((stage.forward, stage.input, stage.weight) for stage in stages),
+        stages=tuple((max(_INSTANT_S, s.forward), s.input, s.weight) for s in stages),
     )
 
 

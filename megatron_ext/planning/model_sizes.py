@@ -305,6 +305,10 @@ def _kinds(given: argparse.Namespace, pattern: str, num_layers: int) -> tuple[La
                 f"--hybrid-layer-pattern has {min(unknown)!r}; the planner knows "
                 f"{' '.join(_HYBRID)}"
             )
+        if "E" in pattern and not given.num_experts:
+            raise ArgumentsError(
+                "--hybrid-layer-pattern has E, layers of experts; add --num-experts"
+            )
         return tuple(_HYBRID[letter] for letter in pattern)
     every: int | list[int] = [0] * num_layers
     if given.num_experts:

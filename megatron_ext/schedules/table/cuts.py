@@ -142,12 +142,14 @@ def spread(
 
     Args:
         num_layers: Layers of the model.
-        num_stages: Stages, at least 2.
+        num_stages: Stages.
         first: What the first stage computes besides its layers, in layers.
         last: The same of the last stage.
         rank_of: The rank of each stage; None: one for each.
     """
-    loads = [first, *[0.0] * (num_stages - 2), last]
+    loads = [0.0] * num_stages
+    loads[0] += first
+    loads[-1] += last
     counts, rank_of = [0] * num_stages, rank_of or range(num_stages)
     of_rank = [0.0] * (max(rank_of) + 1)
     for stage, load in enumerate(loads):

@@ -251,8 +251,10 @@ def planned(
             f"use --expert-model-parallel-size {math.gcd(experts, ranks)}"
         )
     sequence = model.sequence
-    if sequence is None:
-        raise ArgumentsError("--seq-length is missing; give the tokens, say 4096")
+    if sequence is None or sequence < 1:
+        raise ArgumentsError(
+            f"--seq-length is {sequence or 'missing'}; give the tokens, say --seq-length 4096"
+        )
     mode = frozenset[str]()
     if given("recompute_granularity") == "full":
         mode = frozenset({"full"})
@@ -297,6 +299,11 @@ def planned(
             raise ScheduleError(
                 f"{model.num_layers} layers do not divide into {placement.num_stages} stages of "
                 f"{name}, which Megatron refuses; add {_OURS} {name}, which cuts them unevenly"
+            )
+        if sum(counts) != model.num_layers:
+            raise ScheduleError(
+                f"the cut has {sum(counts)} layers, the model {model.num_layers}; give t as often "
+                "in --pipeline-model-parallel-layout as --num-layers says"
             )
         plan = forecast(free, sizes, name, placement.num_stages * twins // pp, counts)
     return job, None if plan is None else replace(plan, job=replace(free, device=device))

@@ -53,6 +53,22 @@ CASES = {
         ONE.format(64) + PP.format(4) + "--hybrid-layer-pattern M*M-M*", "layout", "FAIL",
         "^6 layers do not divide into 4 stages",
     ),
+    "no tokens": (DEVICE + "--seq-length 0", "layout", "FAIL", "--seq-length is missing"),
+    "letters of another model": (
+        DEVICE + "--pipeline-model-parallel-layout Et|tL", "layout", "FAIL", "has 2 layers",
+    ),
+    "a stage without a layer": (
+        ONE.format(64) + PP.format(4) + "--use-distributed-optimizer --num-layers 24 "
+        "--pipeline-model-parallel-layout Et*12||t*6|t*6L", "memory", "OK", "needs",
+    ),
+    "experts without a number": (
+        ONE.format(64) + PP.format(4) + "--hybrid-layer-pattern M*|M-|M*|ME", "layout", "FAIL",
+        "has E, layers of experts",
+    ),
+    "one stage with ends": (
+        ONE.format(64) + PP.format(1) + "--forward-backward-disaggregating --hidden-dropout 0 "
+        "--attention-dropout 0 --decoder-last-pipeline-num-layers 1", "training", "OK", "takes",
+    ),
     "no letter of a layout": (
         DEVICE + "--pipeline-model-parallel-layout Ex|tL", "layout", "FAIL", "Ex|tL has x",
     ),
