@@ -133,7 +133,7 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
     # Not `store.wait`: it would not notice that a rank of the other role has died. Forward ranks
     # wait in each step of a job that ends by itself, so a value is seen soon after it is there.
     beats, pause_s = store.add(_BEATS, 0), _FIRST_PAUSE_S
-    until = time.monotonic() + job.timeout_s  # a pause ends early when a message arrives
+    until = time.monotonic() + job.timeout_s  # a pause may end early, when a poll is woken
     while not store.check([key]):
         if time.monotonic() >= until:
             # An evaluation may take longer than the time-out, as long as it goes on.

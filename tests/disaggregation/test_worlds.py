@@ -43,7 +43,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
 def test_the_time_out_is_that_of_the_clock(
     monkeypatch: pytest.MonkeyPatch, store: HashStore, part: float
 ) -> None:
-    """A pause ends when a message arrives, such as one of hundreds with weights."""
+    """A pause may end early, as a `poll` does that is woken."""
     clock = Clock(monkeypatch, part, store)
     with pytest.raises(TransportTimeout, match="waited 60 s for the end of the other role"):
         worlds.hand_over("end", None, to="forward", pause=clock.pause)
