@@ -15,6 +15,7 @@ backwards, so that partners exist.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count, pairwise
@@ -116,11 +117,10 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     # Tables from a search (v-half, bitpipe) have no such regular phase. Their actions are placed
     # anew, in simulated time: an idle rank runs a pair if it can.
     if max((sum(map(len, table.pairs)) for table in found), default=0) < most:
-        actions = [action for row in schedule.rows for action in row]
-        needs = {action: len(schedule.needs(action)) for action in actions}
         feeds = {
             action: [(fed, schedule.travels(action, fed)) for fed in schedule.feeds(action)]
-            for action in actions
+            for row in schedule.rows
+            for action in row
         }
         warm_ups = [_warm_up(row) for row in schedule.rows]
         for lead in count():
@@ -131,7 +131,7 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
                 leads = [sum(each) + lead for each in zip(warm_ups, more, strict=True)]
                 for waits in (True, False):
                     extra = 2 * lead + max(more)
-                    placing = _Placing(schedule, costs, needs, feeds, leads, extra, waits=waits)
+                    placing = _Placing(schedule, costs, feeds, leads, extra, waits=waits)
                     table = placing.table()
                     found += [table] if table is not None else []
     return fastest(found, costs)
@@ -164,7 +164,6 @@ class _Placing:
         self,
         schedule: Schedule,
         costs: Costs,
-        needs: dict[Action, int],
         feeds: dict[Action, list[tuple[Action, bool]]],
         leads: list[int],
         extra: int,
@@ -172,7 +171,8 @@ class _Placing:
         waits: bool,
     ) -> None:
         self._schedule, self._leads, self._waits = schedule, leads, waits
-        self._missing, self._feeds = needs.copy(), feeds
+        self._feeds = feeds
+        self._missing = Counter(fed for each in feeds.values() for fed, _ in each)
         self._clock = Clock(schedule, costs)
         ranks = range(len(schedule.rows))
         self._cap = extra + max(map(most_alive, schedule.rows))
@@ -212,7 +212,7 @@ class _Placing:
                     break
             else:
                 rows = tuple(map(tuple, self._rows))
-                if sum(map(len, rows)) < len(self._missing):
+                if sum(map(len, rows)) < len(self._feeds):
                     return None
                 return _with_pairs(self._schedule, rows, self._pairs)
 
