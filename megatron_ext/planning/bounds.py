@@ -184,6 +184,7 @@ class _Ladder:
         fewest, most = 0, count  # of the first stage
         for room, (more, other) in self._moments:
             left, change = room - count * other, more - other
+            # Rounding must not rule out a way that fits: the bound would not be one.
             if change > 0:
                 most = min(most, math.floor(left / change + 1e-9))
             elif change < 0:

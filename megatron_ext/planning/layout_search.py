@@ -27,7 +27,7 @@ from megatron_ext.planning.layer_costs import (
 from megatron_ext.planning.techniques import Techniques
 from megatron_ext.schedules.generators.catalog import generate, get, registered
 from megatron_ext.schedules.search.simulate import simulate
-from megatron_ext.schedules.table.costs import Costs
+from megatron_ext.schedules.table.costs import SHORTEST, Costs
 from megatron_ext.schedules.table.cuts import cut, layout_of
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ _GIB = 2.0**30
 _STATE_BYTES = 12
 """Of the optimizer for each parameter: fp32 weights, Adam's two moments."""
 _WEIGHT_BYTES = 2
-_INSTANT_S = 1e-9
-"""Of a stage without layers: times of tables are positive (`Costs`)."""
 _ENOUGH = 3
 """Micro-batches for each rank after which a table repeats itself: more are extrapolated."""
 MEGATRONS = ("1f1b", "interleaved")
@@ -753,7 +751,7 @@ def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: i
         # A stage may have nothing to compute.
         exchanges=tuple(stage.exchange / (stage.forward + stage.input or 1.0) for stage in stages),
         hides=device.pair_overlap,
-        stages=tuple((max(_INSTANT_S, s.forward), s.input, s.weight) for s in stages),
+        stages=tuple((max(SHORTEST, s.forward), s.input, s.weight) for s in stages),
     )
 
 

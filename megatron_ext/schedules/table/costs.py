@@ -17,7 +17,7 @@ waits in the device's queue. One alone would let the device idle between actions
 and gain nothing."""
 
 # Durations in this range sum up over any table without visible rounding errors.
-_SHORTEST, _LONGEST = 1e-9, 1e9
+SHORTEST, _LONGEST = 1e-9, 1e9
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Costs:
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input, self.weight, *map(sum, self.stages))
-        if not all(_SHORTEST <= time <= _LONGEST for time in times):
+        if not all(SHORTEST <= time <= _LONGEST for time in times):
             raise ScheduleError(
-                f"times of actions must be positive, from {_SHORTEST:g} to {_LONGEST:g} in any "
+                f"times of actions must be positive, from {SHORTEST:g} to {_LONGEST:g} in any "
                 f"consistent unit, got {', '.join(f'{time:g}' for time in times)}"
             )
         for what, value in (

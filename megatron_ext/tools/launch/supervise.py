@@ -350,7 +350,7 @@ class Failure:
     def __str__(self) -> str:
         how = f"ended with exit code {self.code}"
         if self.code < 0:
-            names = {each.value: each.name for each in signal.Signals}  # few real-time ones
+            names = {each.value: each.name for each in signal.Signals}  # lacks most real-time ones
             how = f"was ended by {names.get(-self.code, f'signal {-self.code}')}"
         return f"{self.host}: {self.what} {how}{self.note}"
 
