@@ -3,9 +3,9 @@
 In CSV each row is a pipeline rank, each cell an action such as `2F0`, or a pair, which runs as one:
 `(0F4;7B1)OVERLAP_F_B`. Slice 3 of a micro-batch is `2F0.3`, which torch does not know; the slices
 of a file have equal lengths. An empty cell is an idle slot. Cells for communication and sharding
-(`SEND_F`, `RECV_B`, `UNSHARD`, `REDUCE_GRAD`, ...) are skipped, because all of these are derived
-from the computation. The rows imply the placement. JSON holds name, options, placement, twins,
-lengths of slices and times besides.
+(`SEND_F`, `UNSHARD`, `WAIT_REDUCE_GRAD`, ...) are skipped, because all of these are derived from
+the computation. The rows imply the placement. JSON holds name, options, placement, twins, lengths
+of slices and times besides.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_ext.schedules.table.validation import validate
 
 # Beyond any table that can be planned; a wrong path, to a checkpoint say, must not fill memory.
 _MAX_BYTES = 64 << 20
-_DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_DERIVED = re.compile(r"\d+(WAIT_)?(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 
 
 def csv_text(schedule: Schedule) -> str:

@@ -16,6 +16,10 @@ from torch.distributed import ReduceOp
 from . import _communicator
 from ._communicator import Communicator, Operation
 
+# From 2.15 on torch records collectives under the name of their group, and C++ knows none of one
+# that is written in Python.
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+
 
 class _Together(dist.Work):
     """Several operations as one. They are of one communicator, so they end in their order."""
