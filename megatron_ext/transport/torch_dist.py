@@ -323,7 +323,8 @@ def groups_of_ranks(
     groups = {}
     timeout = timedelta(seconds=timeout_s)
     for members in sorted({members for theirs in everybody for members in theirs}):
-        group = dist.new_group(sorted(members), timeout=timeout, backend=backend)
+        # Any: to the types of torch 2.15 a rank may be outside of it.
+        group: Any = dist.new_group(sorted(members), timeout=timeout, backend=backend)
         if members in mine:
             groups[members] = group
     return groups
