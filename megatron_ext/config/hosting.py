@@ -10,6 +10,7 @@ have a layout.
 from __future__ import annotations
 
 import logging
+import shlex
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -76,7 +77,7 @@ def preflight(
     arguments name none, and Transformer Engine to be installed where its layers are chosen.
 
     Args:
-        arguments: The words of a command line, parsed arguments, or settings by the names of
+        arguments: A command line or its words, parsed arguments, or settings by the names of
             Megatron's arguments, of its configuration objects or of Megatron-Bridge's. Missing
             ones have Megatron's defaults. What follows from missing sizes of the model or of the
             batch is not checked.
@@ -85,8 +86,12 @@ def preflight(
     """
     if isinstance(arguments, Namespace):
         given = vars(arguments)
+    elif isinstance(arguments, Mapping):
+        given = dict(arguments)
     else:
-        given = dict(arguments if isinstance(arguments, Mapping) else flags.read_words(arguments))
+        # A string is a sequence too: of letters, of which none is a flag.
+        words = shlex.split(arguments) if isinstance(arguments, str) else arguments
+        given = flags.read_words(words)
     renamed = {field: dest for dest, field in MEGATRON_FIELDS.items()}
     usual, device = dict(_USUAL), config.device if config else given.get("device_backend")
     if device not in (None, "auto"):

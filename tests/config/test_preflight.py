@@ -151,6 +151,9 @@ def test_words_of_a_command_line() -> None:
     assert found.accepted
     assert found.pipeline is not None
     assert (found.pipeline.name, found.pipeline.num_microbatches) == ("zb-v", 16)
+    line = preflight(words).pipeline
+    assert line is not None
+    assert line.name == "zb-v"
     words += " --no-gradient-accumulation-fusion --fp8-format hybrid --delay-wgrad-compute"
     words += " --use-megatron-fsdp"
     found = preflight(words.split(), world_size=8)

@@ -180,7 +180,7 @@ def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> N
     # meet at the same position, so all replicas together block no more than one.
     ends = Counter(meeting for program in programs.values() for meeting in program)
     stuck = [meeting for meeting, count in ends.items() if count != 2]
-    order = TopologicalSorter[Meeting]()
+    order: TopologicalSorter[Meeting] = TopologicalSorter()  # Python 3.10 has no [...] for it
     for program in programs.values():
         for before, after in pairwise(program):
             order.add(after, before)
