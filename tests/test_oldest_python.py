@@ -1,4 +1,4 @@
-"""What needs neither torch nor Megatron runs on the oldest Python that the package takes.
+"""Commands that need neither torch nor Megatron run on the oldest Python that the package takes.
 
 The tests themselves run on a newer one, where its standard library is another.
 """
@@ -28,7 +28,7 @@ def python() -> Path:
     found += sorted(map(str, Path.home().glob(f".pyenv/versions/{OLDEST}.*/bin/python")))
     for each in filter(None, found):
         # A shim of pyenv is there for versions that are not chosen.
-        if subprocess.run([each, "-c", ""], capture_output=True).returncode == 0:
+        if subprocess.run([each, "-c", ""], capture_output=True, timeout=60).returncode == 0:
             return Path(each)
     pytest.skip(f"there is no python{OLDEST} here")
 
