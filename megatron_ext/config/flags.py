@@ -235,11 +235,19 @@ def requested_flags(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     Raises:
         ArgumentsError: A quotation does not end.
     """
-    text = environ.get(FLAGS, "")
+    return split_words(environ.get(FLAGS, ""), FLAGS)
+
+
+def split_words(text: str, source: str) -> tuple[str, ...]:
+    """Return the words of a line of a source, split as by a shell.
+
+    Raises:
+        ArgumentsError: A quotation does not end.
+    """
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise ArgumentsError(f"{FLAGS} is {text!r}: {error}; close the quotation") from None
+        raise ArgumentsError(f"{source} is {text!r}: {error}; close the quotation") from None
 
 
 def parse_words(words: Sequence[str], source: str) -> Namespace:

@@ -10,7 +10,6 @@ have a layout.
 from __future__ import annotations
 
 import logging
-import shlex
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -90,8 +89,9 @@ def preflight(
         given = dict(arguments)
     else:
         # A string is a sequence too: of letters, of which none is a flag.
-        words = shlex.split(arguments) if isinstance(arguments, str) else arguments
-        given = flags.read_words(words)
+        if isinstance(arguments, str):
+            arguments = flags.split_words(arguments, "the command line")
+        given = flags.read_words(arguments)
     renamed = {field: dest for dest, field in MEGATRON_FIELDS.items()}
     usual, device = dict(_USUAL), config.device if config else given.get("device_backend")
     if device not in (None, "auto"):

@@ -124,6 +124,21 @@ def explain(states: Mapping[int, RankState], num_ranks: int, start: int) -> Verd
     return Verdict(f"rank {start} {', which '.join(parts)}", (path[-1],))
 
 
+def _connected_again(store: Any) -> Any:
+    """Return a store of the same job over a connection of its own."""
+    if hasattr(store, "clone"):
+        return store.clone()
+    # Those of torch 2.7 lack it, and hide their prefix; the restart count keeps attempts apart.
+    from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+
+    base = getattr(store, "_underlying_non_prefix_store", store)
+    if isinstance(base, TCPStore):
+        again: Any = TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
+    else:
+        again = FileStore(base.path)
+    return PrefixStore(_PREFIX + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), again)
+
+
 class Watchdog:
     """The thread that watches this process.
 
@@ -155,7 +170,7 @@ class Watchdog:
         job = active.job()
         if job is not None:  # torch.distributed knows the ranks of one role
             default, rank, num_ranks = roles_in_force().store, job.rank, job.ranks.num_ranks
-        store = default.clone()  # a separate connection: the other may be blocked
+        store = _connected_again(default)  # the connection of the training may be blocked
         store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._training = threading.get_ident()
         # Python's handlers run in the main thread, which some hosts do not train in.

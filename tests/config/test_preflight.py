@@ -154,6 +154,8 @@ def test_words_of_a_command_line() -> None:
     line = preflight(words).pipeline
     assert line is not None
     assert line.name == "zb-v"
+    with pytest.raises(megatron_ext.errors.ArgumentsError, match="close the quotation"):
+        preflight(f"{words} --tokenizer-model 'my model")
     words += " --no-gradient-accumulation-fusion --fp8-format hybrid --delay-wgrad-compute"
     words += " --use-megatron-fsdp"
     found = preflight(words.split(), world_size=8)

@@ -203,7 +203,7 @@ DEVICE_MUTANTS = (
     Mutant(
         "the two ranks of a pair make their group alone",
         _TORCH,
-        "        group = dist.new_group(sorted(members), timeout=timeout, backend=backend)\n"
+        "        group: Any = dist.new_group(sorted(members), timeout=timeout, backend=backend)\n"
         "        if members in mine:\n",
         "        if members not in mine:\n            continue\n"
         "        group = dist.new_group(\n"

@@ -8,11 +8,13 @@ import threading
 import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 from megatron_ext.message import Message
 from megatron_ext.tracing import hang
@@ -98,6 +100,24 @@ def test_ranks_agree_on_a_verdict_however_long_the_time_out_is(
         asked = [pool.submit(dog._ask, store, rank, 3) for rank, dog in enumerate(dogs)]
         first, second = (each.result(timeout=10) for each in asked)
     assert list(first.culprits) == list(second.culprits) == [2]
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_stores_without_clone_are_connected_again(kind: str, tmp_path: Path) -> None:
+    """As those of torch 2.7 are: a SimpleNamespace stands in for the prefix around one."""
+    base: Store
+    if kind == "tcp":
+        base = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    else:
+        base = FileStore(str(tmp_path / "store"))
+    base.set_timeout(timedelta(seconds=77))
+    prefixed = SimpleNamespace(_underlying_non_prefix_store=base)
+    one, other = hang._connected_again(prefixed), hang._connected_again(prefixed)
+    one.set_timeout(timedelta(seconds=1))
+    one.set("state", "stuck")
+    assert other.get("state") == b"stuck"
+    assert not base.check(["state"]), "keys of the watchdog are apart"
+    assert base.timeout == timedelta(seconds=77)
 
 
 def stuck_beside_the_main_thread() -> None:
