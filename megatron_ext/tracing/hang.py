@@ -136,7 +136,7 @@ def _connected_again(store: Any) -> Any:
         again: Any = TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
     else:
         again = FileStore(base.path)
-    return PrefixStore(_PREFIX + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), again)
+    return PrefixStore("/".join((_PREFIX, *active.Environment.read().run)), again)
 
 
 class Watchdog:

@@ -31,7 +31,7 @@ OURS = {
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with torch's tables, ours, and ours as torch read them."""
     if not hasattr(torch_tables.torch_schedules, "ScheduleDualPipeV"):
-        pytest.skip("this torch has fewer schedules; 2.8 has all that are compared")
+        pytest.skip("this torch has fewer schedules than are compared")
     folder = tmp_path_factory.mktemp("tables")
     for stem, (name, pairs) in OURS.items():
         schedule = generate(name, torch_tables.PP, torch_tables.NUM_MICROBATCHES, pairs=pairs)
