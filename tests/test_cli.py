@@ -92,6 +92,11 @@ def test_upstream_check_compares_the_tree_with_the_pin(megatron_lm_path: Path) -
         (["plan"], 2, "--pp and --microbatches are missing; give them"),
         (["plan", "--pp", "four"], 2, "--pp is 'four'; it must be a whole number"),
         (["plan", "--microbach", "4"], 2, "--microbach; did you mean --microbatches?"),
+        (
+            ["plan", "--qwerty", "4", "--microbach", "4", "--asdfgh"],
+            2,
+            "--microbatches? unknown arguments --qwerty, --asdfgh; see megatron-ext plan --help",
+        ),
         (["plan", "--fp8"], 2, "--fp8 was removed; use --precision fp8"),
         (["patches", "list", "--markdown"], 2, "--markdown was removed; python website/"),
         (["plot", "zbv", "--pp", "4", "--microbatches", "8"], 2, "did you mean zb-v?"),
