@@ -126,6 +126,7 @@ class PlannedCompute(StageCompute):
             layers = [plan.get_layer(index) for index in range(plan.num_layers())]
             for layer in layers:
                 self._keep_what_is_read(layer)
+                self._draw_as_in_a_block(layer)
             predicting = [
                 layer for layer in layers if isinstance(layer.mtp_post_process, utils.ScheduleNode)
             ]
@@ -167,6 +168,27 @@ class PlannedCompute(StageCompute):
             gather = dispatch.forward_func
             # It gathers into a buffer of all layers, which the partner's backward writes next.
             dispatch.forward_func = lambda *args: gather(*args).clone()
+
+    def _draw_as_in_a_block(self, layer: Any) -> None:
+        """Let a layer draw from the generators of its tensor-parallel rank.
+
+        With sequence parallelism Megatron's block enters them around all layers, and plans do so
+        for layers of multi-token prediction only. In the others, tensor-parallel ranks would drop
+        the same elements of their parts, and others than without pairs.
+        """
+        config = self.call.config
+        draws = config.hidden_dropout or config.attention_dropout or config.moe_input_jitter_eps
+        predicts = isinstance(layer.mtp_post_process, utils.ScheduleNode)
+        if predicts or not (config.sequence_parallel and draws):
+            return
+
+        def forked(run: Callable[..., Any], *given: Any) -> Any:
+            with random.get_cuda_rng_tracker().fork():
+                return run(*given)
+
+        for name in _PARTS:
+            if isinstance(node := vars(layer).get(name), utils.ScheduleNode):
+                node.forward_func = partial(forked, node.forward_func)
 
     @staticmethod
     def _predict_apart(layers: list[Any]) -> None:
