@@ -132,7 +132,11 @@ def parser_line(parser: ArgumentParser, message: str) -> str:
         flags = [flag for one in parser._actions for flag in one.option_strings]
         unknown = [word.partition("=")[0] for word in words if word.startswith("--")] or words[:1]
         near = {word: get_close_matches(word, flags, 1) for word in dict.fromkeys(unknown)}
-        lines = [f"unknown argument {word}; did you mean {n[0]}?" for word, n in near.items() if n]
+        lines = [
+            f"unknown argument {word}; did you mean {like[0]}?"
+            for word, like in near.items()
+            if like
+        ]
         if strange := [word for word in near if not near[word]]:
             lines.append(f"unknown argument{'s' * (len(strange) > 1)} {', '.join(strange)}; {see}")
         return " ".join(lines)

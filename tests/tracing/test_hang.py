@@ -104,7 +104,7 @@ def test_ranks_agree_on_a_verdict_however_long_the_time_out_is(
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_stores_without_clone_are_connected_again(kind: str, tmp_path: Path) -> None:
-    """As those of torch 2.7 are: a SimpleNamespace stands in for the prefix around one."""
+    """Torch 2.7 has such stores; a SimpleNamespace stands in for the prefix around them."""
     base: Store
     if kind == "tcp":
         base = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
