@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.bounds import CutBound, uses_of
 from megatron_ext.planning.calibration import parts_of
+from megatron_ext.planning.forked import Caller, callers, ended
 from megatron_ext.planning.layer_costs import (
     FULL,
     Part,
@@ -223,15 +224,17 @@ def search(
     job: Question,
     keep: int = 5,
     progress: Callable[[Found, int], None] = lambda _found, _left: None,
+    processes: int = 1,
 ) -> Found:
     """Return the layouts with the shortest steps: branch and bound over all sizes.
 
     Sizes are visited by their bound, those that hardly fit last, and everything that could still
-    beat the worst of the best is evaluated, with every schedule and its cut. Interrupted, it
-    returns the best so far.
+    beat the worst of the best is evaluated, with every schedule and its cut. Several processes,
+    forked from this one, find what one finds. Interrupted, it returns the best so far.
 
     Raises:
         ArgumentsError: The fixed values, or the devices and the batch, allow no sizes.
+        MegatronExtError: A process was killed.
     """
     space = list(_space(job))
     bounds = (
@@ -252,33 +255,72 @@ def search(
         )
     found = Found(num_sizes=len(space))
     possible: list[float] = []
-    try:
-        for position, (_, bound, _, sizes) in enumerate(todo):
-            if len(found.plans) == keep and bound >= found.plans[-1].step_s:
-                possible.append(bound)
-                continue
-            progress(found, len(todo) - position)
-            for own, schedule, chunks in _orders(job, sizes):
-                worst = found.plans[-1].step_s if len(found.plans) == keep else math.inf
-                twins = get(schedule).twins if sizes.pp > 1 else 1
-                if _least_step(own, sizes, twins) >= worst:  # a table takes long
-                    continue
-                least = _table_bound(own, sizes, schedule, chunks)
-                possible.append(least)
-                if least >= worst:
-                    continue
-                plan = forecast(own, sizes, schedule, chunks, job.fixed.get("layout"), worst)
-                found.num_evaluated += 1
-                if plan is not None:
-                    distinct: dict[Any, Layout] = {}
-                    for each in sorted([*found.plans, plan], key=lambda plan: plan.step_s):
-                        distinct.setdefault((each.sizes, each.schedule), each)
-                    found.plans = list(distinct.values())[:keep]
-    except KeyboardInterrupt:
-        found.is_complete = False
-        possible += [bound for _, bound, *_ in todo[position:]]
+    # Tables take longest: sizes that share theirs have one visitor.
+    groups: dict[tuple[int, int], deque[tuple[Any, ...]]] = defaultdict(deque)
+    for visit in todo:
+        groups[visit[-1].pp, _simulated(visit[-1], MEGATRONS[0])].append(visit)
+    with callers(partial(_visited, job, keep), min(processes, len(groups))) as visitors:
+        owners: dict[tuple[int, int], Caller] = {}
+        busy: dict[Caller, float] = {}
+        try:
+            while True:
+                for visitor in visitors:
+                    while visitor not in busy and groups:
+                        own = [key for key in groups if owners.get(key, visitor) is visitor]
+                        key = min(own or groups, key=lambda key: groups[key][0])
+                        owners[key] = visitor
+                        _, bound, _, sizes = groups[key].popleft()
+                        left = sum(map(len, groups.values())) + len(busy) + 1
+                        if not groups[key]:
+                            del groups[key]
+                        if len(found.plans) == keep and bound >= found.plans[-1].step_s:
+                            possible.append(bound)
+                            continue
+                        busy[visitor] = bound
+                        progress(found, left)
+                        visitor.begin(found.plans, sizes)
+                if not busy:
+                    break
+                for visitor in ended(busy):
+                    plans, bounds, evaluated = visitor.result()
+                    del busy[visitor]
+                    found.plans = _best([*found.plans, *plans], keep)
+                    found.num_evaluated += evaluated
+                    possible += bounds
+        except KeyboardInterrupt:
+            found.is_complete = False
+            possible += busy.values()
+            possible += [bound for group in groups.values() for _, bound, *_ in group]
     found.bound_s = min(possible, default=math.inf)
     return found
+
+
+def _best(plans: list[Layout], keep: int) -> list[Layout]:
+    """Return the plans with the shortest steps, of the same sizes and schedule one."""
+    distinct: dict[Any, Layout] = {}
+    for each in sorted(plans, key=lambda plan: plan.step_s):
+        distinct.setdefault((each.sizes, each.schedule), each)
+    return list(distinct.values())[:keep]
+
+
+def _visited(
+    job: Question, keep: int, plans: list[Layout], sizes: ParallelSizes
+) -> tuple[list[Layout], list[float], int]:
+    """Return the best plans, bounds of layouts of these sizes, and how many were evaluated."""
+    possible, evaluated = [], 0
+    for own, schedule, chunks in _orders(job, sizes):
+        worst = plans[-1].step_s if len(plans) == keep else math.inf
+        twins = get(schedule).twins if sizes.pp > 1 else 1
+        if _least_step(own, sizes, twins) >= worst:  # a table takes long
+            continue
+        least = _table_bound(own, sizes, schedule, chunks)
+        possible.append(least)
+        if least < worst:
+            plan = forecast(own, sizes, schedule, chunks, job.fixed.get("layout"), worst)
+            evaluated += 1
+            if plan is not None:
+                plans = _best([*plans, plan], keep)
+    return plans, possible, evaluated
 
 
 def fixed_text(fixed: Mapping[str, Any]) -> str:

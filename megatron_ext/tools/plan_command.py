@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
@@ -155,7 +156,11 @@ def _run_plan(args: argparse.Namespace) -> int:
         raise ArgumentsError(f"--picture {args.picture}: unknown file type; use .svg")
     job = _job(args)
     begun = time.monotonic()
-    found = search(job, progress=_progress if sys.stderr.isatty() else lambda _found, _left: None)
+    found = search(
+        job,
+        progress=_progress if sys.stderr.isatty() else lambda _found, _left: None,
+        processes=os.cpu_count() or 1,
+    )
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     if not found.plans:

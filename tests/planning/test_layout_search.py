@@ -217,6 +217,17 @@ def test_an_interrupted_search_gives_the_best_so_far() -> None:
     assert found.bound_s <= whole.plans[0].step_s <= found.plans[0].step_s
 
 
+def test_several_processes_find_what_one_finds() -> None:
+    job = Question(
+        model=tiny("--num-experts 4 --moe-router-topk 2"), device=DEVICES["cpu"], num_devices=8,
+        global_batch=32, sequence=512, pair_rules=RULES["pairs"],
+    )  # fmt: skip
+    alone, together = search(job), search(job, processes=3)
+    assert together.plans == alone.plans
+    assert together.bound_s == alone.bound_s
+    assert together.num_sizes == alone.num_sizes
+
+
 def test_sizes_that_nothing_allows_are_an_error() -> None:
     job = Question(
         model=tiny(), device=DEVICES["cpu"], num_devices=8, global_batch=7, sequence=512,

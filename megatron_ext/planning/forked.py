@@ -1,0 +1,102 @@
+"""Calls of a function in forked processes, each of which keeps what it caches."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection
+from typing import Any
+
+from megatron_ext.errors import MegatronExtError
+
+
+class Caller:
+    """Calls a function in this process."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def begin(self, *args: Any) -> None:
+        """Call the function, which may go on until `result` returns."""
+        self._returned = self._function(*args)
+
+    def result(self) -> Any:
+        """Return what the function returned, or raise its error."""
+        return self._returned
+
+
+class _ForkedCaller(Caller):
+    """Calls a function in a process of its own."""
+
+    def __init__(self, function: Callable[..., Any], pipes: list[Any]) -> None:
+        # A fresh interpreter would begin with empty caches.
+        fork = multiprocessing.get_context("fork")
+        self.pipe, theirs = fork.Pipe()
+        pipes.append(self.pipe)
+        self._process = fork.Process(target=_serve, args=(function, theirs, pipes), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def begin(self, *args: Any) -> None:
+        with self._explained():
+            self.pipe.send(args)
+
+    def result(self) -> Any:
+        with self._explained():
+            returned, error = self.pipe.recv()
+        if error is not None:
+            raise error
+        return returned
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.join()
+        self.pipe.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError):
+            self._process.join()
+            raise MegatronExtError(
+                f"a process of the search died (exit code {self._process.exitcode}); if memory ran "
+                "out, narrow the search, say with --fix pp=8"
+            ) from None
+
+
+@contextmanager
+def callers(function: Callable[..., Any], count: int) -> Iterator[list[Caller]]:
+    """Give so many callers of a function: forked processes, or this one if it is alone."""
+    pipes: list[Any] = []
+    forked: list[_ForkedCaller] = []
+    try:
+        while len(forked) < count > 1:
+            forked.append(_ForkedCaller(function, pipes))
+        yield [*forked] or [Caller(function)]
+    finally:
+        for caller in forked:
+            caller.end()
+
+
+def ended(busy: Collection[Caller]) -> list[Caller]:
+    """Return the callers that have a result, of which there is one at least: wait for it."""
+    forked: dict[Any, Caller] = {c.pipe: c for c in busy if isinstance(c, _ForkedCaller)}
+    return [forked[pipe] for pipe in connection.wait(forked)] if forked else [*busy]
+
+
+def _serve(function: Callable[..., Any], pipe: Any, inherited: list[Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends us
+    for end in inherited:  # else none of us would see the end of a parent that was killed
+        end.close()
+    with suppress(EOFError, OSError):
+        while True:
+            args = pipe.recv()
+            returned, failed = None, None
+            try:
+                returned = function(*args)
+            except Exception as error:  # noqa: BLE001 - the parent raises it
+                failed = error
+            pipe.send((returned, failed))
