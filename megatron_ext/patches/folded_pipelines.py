@@ -7,6 +7,7 @@ schedules cannot run under them.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -249,7 +250,14 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     # --use-checkpoint-args: the arguments are read, and no layers, before there is a schedule.
     if kwargs.get("rank0") and active.active() is None:
         return loaded
-    mine, usual = _stages(args[1] if len(args) > 1 else kwargs["args"]), "those of Megatron"
+    settings = args[1] if len(args) > 1 else kwargs["args"]
+    mine, usual = _stages(settings), "those of Megatron"
+    chunks = sum(re.fullmatch(r"model\d*", entry) is not None for entry in state)
+    wanted = settings.virtual_pipeline_model_parallel_size or 1
+    # Megatron leaves chunks that a file has not as they were drawn, without a word.
+    is_other = bool(chunks) and chunks != wanted and active.pipeline() is not None
+    if saved == mine and is_other:
+        saved, mine = (f"{usual} with {count} on each rank" for count in (chunks, wanted))
     if saved != mine:
         raise DataError(
             f"the stages of {Path(name).parents[1]} are {saved or usual}, but those of this run "
