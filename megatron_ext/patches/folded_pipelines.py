@@ -254,14 +254,13 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     mine, usual = _stages(settings), "those of Megatron"
     chunks = sum(re.fullmatch(r"model\d*", entry) is not None for entry in state)
     wanted = settings.virtual_pipeline_model_parallel_size or 1
-    # Megatron leaves chunks that a file has not as they were drawn, without a word.
-    is_other = bool(chunks) and chunks != wanted and active.pipeline() is not None
-    if saved == mine and is_other:
-        saved, mine = (f"{usual} with {count} on each rank" for count in (chunks, wanted))
-    if saved != mine:
+    # Megatron trains a chunk that is not in the file from its random weights, without a word.
+    lacks = chunks not in (0, wanted) and active.pipeline() is not None
+    if saved != mine or lacks:
         raise DataError(
-            f"the stages of {Path(name).parents[1]} are {saved or usual}, but those of this run "
-            f"are {mine or usual}, and --ckpt-format torch names layers by their place; load it "
+            f"the stages of {Path(name).parents[1]} are {saved or usual} ({chunks} on each rank), "
+            f"but those of this run are {mine or usual} ({wanted} on each rank), and "
+            "--ckpt-format torch names layers by their place; load it "
             "with the schedule that it was saved with, or convert it to names there: "
             "--ckpt-convert-format torch_dist "
             "--ckpt-convert-save FOLDER"

@@ -1,4 +1,7 @@
-"""Calls of a function in forked processes, each of which keeps what it caches."""
+"""Calls of a function in forked processes, each of which keeps what it caches.
+
+The caller chooses the process of each call, which the pools of the standard library do not offer.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class _ForkedCaller(Caller):
         return returned
 
     def end(self) -> None:
-        self._process.terminate()
+        self._process.kill()  # a call may take long, and there is nothing to tidy up
         self._process.join()
         self.pipe.close()
 
@@ -69,7 +72,7 @@ class _ForkedCaller(Caller):
 
 @contextmanager
 def callers(function: Callable[..., Any], count: int) -> Iterator[list[Caller]]:
-    """Give so many callers of a function: forked processes, or this one if it is alone."""
+    """Yield so many callers of a function: a forked process each, or this one if it is alone."""
     pipes: list[Any] = []
     forked: list[_ForkedCaller] = []
     try:
@@ -82,14 +85,17 @@ def callers(function: Callable[..., Any], count: int) -> Iterator[list[Caller]]:
 
 
 def ended(busy: Collection[Caller]) -> list[Caller]:
-    """Return the callers that have a result, of which there is one at least: wait for it."""
+    """Wait for the first result; return the callers that have one.
+
+    A call may take any time: Ctrl-C ends the wait, and so does the death of a process.
+    """
     forked: dict[Any, Caller] = {c.pipe: c for c in busy if isinstance(c, _ForkedCaller)}
     return [forked[pipe] for pipe in connection.wait(forked)] if forked else [*busy]
 
 
 def _serve(function: Callable[..., Any], pipe: Any, inherited: list[Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends us
-    for end in inherited:  # else none of us would see the end of a parent that was killed
+    for end in inherited:  # else a parent that was killed would leave all of us waiting
         end.close()
     with suppress(EOFError, OSError):
         while True:

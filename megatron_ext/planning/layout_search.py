@@ -255,7 +255,7 @@ def search(
         )
     found = Found(num_sizes=len(space))
     possible: list[float] = []
-    # Tables take longest: sizes that share theirs have one visitor.
+    # Tables take longest: sizes that share theirs have one visitor, until another has none left.
     groups: dict[tuple[int, int], deque[tuple[Any, ...]]] = defaultdict(deque)
     for visit in todo:
         groups[visit[-1].pp, _simulated(visit[-1], MEGATRONS[0])].append(visit)
@@ -270,14 +270,13 @@ def search(
                         key = min(own or groups, key=lambda key: groups[key][0])
                         owners[key] = visitor
                         _, bound, _, sizes = groups[key].popleft()
-                        left = sum(map(len, groups.values())) + len(busy) + 1
                         if not groups[key]:
                             del groups[key]
                         if len(found.plans) == keep and bound >= found.plans[-1].step_s:
                             possible.append(bound)
                             continue
                         busy[visitor] = bound
-                        progress(found, left)
+                        progress(found, sum(map(len, groups.values())) + len(busy))
                         visitor.begin(found.plans, sizes)
                 if not busy:
                     break

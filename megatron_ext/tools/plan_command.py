@@ -159,7 +159,7 @@ def _run_plan(args: argparse.Namespace) -> int:
     found = search(
         job,
         progress=_progress if sys.stderr.isatty() else lambda _found, _left: None,
-        processes=os.cpu_count() or 1,
+        processes=(os.cpu_count() or 1) if hasattr(os, "fork") else 1,  # Windows has none
     )
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 
 from megatron_ext.errors import MegatronExtError
@@ -31,7 +34,7 @@ def test_each_caller_has_a_process_and_one_alone_has_this_one() -> None:
         assert caller.result() == (os.getpid(), 1.5)
 
 
-def test_the_first_that_has_a_result_is_not_waited_with() -> None:
+def test_a_short_call_does_not_wait_for_a_long_one() -> None:
     with callers(time.sleep, 2) as [slow, fast]:
         slow.begin(60)
         fast.begin(0)
@@ -59,11 +62,28 @@ def test_a_process_that_dies_is_an_error_with_a_remedy() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_ctrl_c_reaches_the_first_process_alone() -> None:
-    """A terminal sends it to all of them."""
+def test_ctrl_c_is_left_to_the_parent() -> None:
+    """A terminal sends it to its children, too."""
     with callers(_quotient, 2) as [caller, _]:
         caller.begin(1, 1)
         pid, _ = caller.result()
         os.kill(pid, signal.SIGINT)
         caller.begin(1, 2)
         assert caller.result() == (pid, 0.5)
+
+
+def test_processes_end_with_a_parent_that_is_killed() -> None:
+    code = (
+        "import os, time; from megatron_ext.planning.forked import callers\n"
+        "with callers(os.getpid, 3) as all_of_them:\n"
+        "    [caller.begin() for caller in all_of_them]\n"
+        "    print(*(caller.result() for caller in all_of_them), flush=True)\n"
+        "    time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    left = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    assert len(left) == 3
+    parent.kill()
+    assert parent.communicate(timeout=30) == ("", None)
+    assert not psutil.wait_procs(left, timeout=30)[1]

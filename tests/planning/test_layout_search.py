@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import combinations
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.planning import layout_search
+from megatron_ext.planning.forked import Caller, callers
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layout_search import Layout, Question, forecast, search
 from megatron_ext.planning.model_sizes import ModelSizes, sizes_of_flags
@@ -217,12 +220,22 @@ def test_an_interrupted_search_gives_the_best_so_far() -> None:
     assert found.bound_s <= whole.plans[0].step_s <= found.plans[0].step_s
 
 
-def test_several_processes_find_what_one_finds() -> None:
+def test_several_processes_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Question(
         model=tiny("--num-experts 4 --moe-router-topk 2"), device=DEVICES["cpu"], num_devices=8,
         global_batch=32, sequence=512, pair_rules=RULES["pairs"],
     )  # fmt: skip
-    alone, together = search(job), search(job, processes=3)
+    alone, counts = search(job), list[int]()
+
+    def counted(
+        function: Callable[..., object], count: int
+    ) -> AbstractContextManager[list[Caller]]:
+        counts.append(count)
+        return callers(function, count)
+
+    monkeypatch.setattr(layout_search, "callers", counted)
+    together = search(job, processes=3)
+    assert counts == [3]
     assert together.plans == alone.plans
     assert together.bound_s == alone.bound_s
     assert together.num_sizes == alone.num_sizes

@@ -160,21 +160,21 @@ def test_files_by_rank_load_for_their_stages_alone(tmp_path: Path) -> None:
     """Anywhere else weights would get into other layers, which Megatron does not see."""
     flags = MOCK + EXACT + BY_RANK + "--train-iters 3 "
     theirs, ours, names = tmp_path / "theirs", tmp_path / "ours", tmp_path / "names"
-    whole_ranks = tmp_path / "whole_ranks"
+    one_chunk = tmp_path / "one_chunk"
     two_chunks = f"{PP2}--num-layers-per-virtual-pipeline-stage 1 "
     saves = "--save-interval 2 --exit-interval 2"
     report(train(2, f"{flags}{two_chunks}--save {theirs} {saves}"))
     report(train(2, f"{flags}{ZB_V}--save {ours} {saves}"))
-    report(train(2, f"{flags}{PP2}--save {whole_ranks} {saves}"))
+    report(train(2, f"{flags}{PP2}--save {one_chunk} {saves}"))
     layout = "--pipeline-model-parallel-layout Ett|t|t|L "
     for folder, schedule, saved, mine in (
         (theirs, ZB_V, "those of Megatron", "ranks 0: 0 and 3, 1: 1 and 2"),
         (ours, two_chunks, "ranks 0: 0 and 3, 1: 1 and 2", "those of Megatron"),
         (
-            whole_ranks,
+            one_chunk,
             f"{two_chunks}--pipeline-schedule interleaved ",
-            "those of Megatron with 1 on each rank",
-            "those of Megatron with 2 on each rank",
+            "those of Megatron (1 on each rank)",
+            "those of Megatron (2 on each rank)",
         ),
         (ours, ZB_V + layout, "ranks 0: 0 and 3, 1: 1 and 2", "ranks 0: 0 and 3, 1: 1 and 2"),
     ):
