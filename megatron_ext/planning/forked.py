@@ -6,6 +6,7 @@ The caller chooses the process of each call, which the pools of the standard lib
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import signal
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -44,7 +45,7 @@ class _ForkedCaller(Caller):
 
     def begin(self, *args: Any) -> None:
         with self._explained():
-            self.pipe.send(args)
+            _send(self.pipe, args)
 
     def result(self) -> Any:
         with self._explained():
@@ -105,4 +106,10 @@ def _serve(function: Callable[..., Any], pipe: Any, inherited: list[Any]) -> Non
                 returned = function(*args)
             except Exception as error:  # noqa: BLE001 - the parent raises it
                 failed = error
-            pipe.send((returned, failed))
+            _send(pipe, (returned, failed))
+
+
+def _send(pipe: Any, message: object) -> None:
+    # Not pipe.send(), which exports a BytesIO: if the other end is gone, Python 3.12.1 crashes when
+    # it collects the traceback.
+    pipe.send_bytes(pickle.dumps(message))
