@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
+import inspect
 import os
 import pickle
 import select
@@ -22,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,12 +37,21 @@ _FINALIZING_S = 30.0
 """As long as torchrun waits: on a busy machine the interpreter's exit takes seconds."""
 _LATER = (
     "torch._dynamo",  # by the first step of any optimizer
+    "megatron.core.datasets.helpers",
     "megatron.core.tokenizers.text",
     "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.mimo",
+    "megatron_ext.config.entrances",
+    "megatron_ext.patches.listing",
     "megatron_ext.training.runner",
+    "megatron_ext.runtime.entry",
     "megatron_ext.runtime.megatron_messages",
+    "megatron_ext.runtime.runtime",
+    "megatron_ext.runtime.sliced_compute",
     "megatron_ext.disaggregation.step",
+    "megatron_ext.tracing.scalars",
     "megatron_ext.transport.native_transport",
+    "tests.pipelines",
     "tests.runtime.capture",
 )
 """Modules that ranks import in the course of a training: most of the time of a short one."""
@@ -107,9 +119,23 @@ def preload() -> None:
     wheel = ["megatron_ext.training.wheel"] if releases.has_training() else []
     for name in (*_LATER, *wheel):
         importlib.import_module(name)
+    if releases.has_training() or os.environ.get("MEGATRON_LM_PATH"):
+        _remember_help()
     _shrink_mock_data()
     for name in filter(None, os.environ.get(PRELOAD, "").split(",")):
         importlib.import_module(name)
+
+
+def _remember_help() -> None:
+    """Read the texts of `--help` once: Megatron parses the source of 28 classes for them."""
+    from megatron.training import arguments
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    read = ArgumentGroupFactory._get_field_docstrings
+    factory = ArgumentGroupFactory.__new__(ArgumentGroupFactory)
+    remembered = functools.cache(lambda config: read(factory, config))
+    ArgumentGroupFactory._get_field_docstrings = lambda _, config: remembered(config)
+    inspect.unwrap(arguments.add_megatron_arguments)(ArgumentParser())
 
 
 def _shrink_mock_data() -> None:
