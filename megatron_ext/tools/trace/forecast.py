@@ -375,7 +375,8 @@ class _Measured:
         return min(found, key=lambda prediction: prediction.step_s)
 
     def _simulated(self, pipeline: Pipeline, draws: Sequence[Costs]) -> Prediction:
-        count, dynamic, static = pipeline.num_microbatches, pipeline.dynamic, pipeline.static().full
+        count, dynamic = pipeline.num_microbatches, pipeline.dynamic
+        static = pipeline.full if dynamic is None else pipeline.static().full
         label, flags = static.label, commands.training_flags(static, pipeline.costs)
         if dynamic is None:
             steps = [commands.evaluate(pipeline.full, drawn) for drawn in draws]
