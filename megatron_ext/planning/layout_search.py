@@ -237,6 +237,14 @@ def search(
         MegatronExtError: A process was killed.
     """
     space = list(_space(job))
+    if not space:
+        raise ArgumentsError(
+            f"{job.num_devices} devices and --global-batch-size {job.global_batch} allow no sizes"
+            f"{' with --fix ' + fixed_text(job.fixed) if job.fixed else ''}; use sizes whose "
+            "product divides the devices, and a batch that the replicas divide"
+        )
+    found = Found(num_sizes=len(space))
+    progress(found, len(space))  # the bounds of thousands of sizes take seconds
     bounds = (
         min((_least_step(own, each) for own in _variants(job, each)), default=math.inf)
         for each in space
@@ -247,13 +255,6 @@ def search(
         for n, (bound, each) in enumerate(zip(bounds, space, strict=True))
         if bound < math.inf
     )
-    if not space:
-        raise ArgumentsError(
-            f"{job.num_devices} devices and --global-batch-size {job.global_batch} allow no sizes"
-            f"{' with --fix ' + fixed_text(job.fixed) if job.fixed else ''}; use sizes whose "
-            "product divides the devices, and a batch that the replicas divide"
-        )
-    found = Found(num_sizes=len(space))
     possible: list[float] = []
     # Tables take longest: sizes that share theirs have one visitor, until another has none left.
     groups: dict[tuple[int, int], deque[tuple[Any, ...]]] = defaultdict(deque)

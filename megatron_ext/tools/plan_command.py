@@ -156,13 +156,16 @@ def _run_plan(args: argparse.Namespace) -> int:
         raise ArgumentsError(f"--picture {args.picture}: unknown file type; use .svg")
     job = _job(args)
     begun = time.monotonic()
-    found = search(
-        job,
-        progress=_progress if sys.stderr.isatty() else lambda _found, _left: None,
-        processes=(os.cpu_count() or 1) if hasattr(os, "fork") else 1,  # Windows has none
-    )
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    shows = sys.stderr.isatty()
+    try:
+        found = search(
+            job,
+            progress=_progress if shows else lambda _found, _left: None,
+            processes=(os.cpu_count() or 1) if hasattr(os, "fork") else 1,  # Windows has none
+        )
+    finally:
+        if shows:
+            print("\r\033[K", end="", file=sys.stderr)
     if not found.plans:
         found = _too_large(job, found)
     if args.json:

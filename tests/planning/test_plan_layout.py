@@ -380,28 +380,44 @@ def test_the_picture_shows_schedule_and_memory(tmp_path: Path) -> None:
     assert "memory, of 79.1 GiB" in text
 
 
-def test_progress_is_shown_and_an_interrupt_gives_the_best_so_far() -> None:
-    """DeepSeek-V3 on many devices takes a while, and a first layout of eight stages does not."""
+def start_search(*words: str) -> tuple[subprocess.Popen[str], int]:
+    """Start a search for DeepSeek-V3 on many devices; return it and its terminal."""
     main, other = pty.openpty()
-    words = ["--model", str(EXAMPLES / "deepseek-v3"), "--devices", "2048xh100", "--fix", "pp=8"]
-    words += ["--global-batch-size", "15360", "--seq-length", "4096", "--json"]
+    job = ["--model", str(EXAMPLES / "deepseek-v3"), "--devices", "2048xh100"]
+    job += ["--global-batch-size", "15360", "--seq-length", "4096", "--json", *words]
     process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_ext", "plan", *words],
+        [sys.executable, "-m", "megatron_ext", "plan", *job],
         stdout=subprocess.PIPE, stderr=other, text=True,
     )  # fmt: skip
     os.close(other)
+    return process, main
+
+
+def test_progress_is_shown_and_an_interrupt_gives_the_best_so_far() -> None:
+    process, terminal = start_search("--fix", "pp=8")
     shown = ""
     while "best " not in shown:
-        shown += os.read(main, 1000).decode()
+        shown += os.read(terminal, 1000).decode()
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
-    os.close(main)
+    os.close(terminal)
     assert process.returncode == 0
     assert "Ctrl-C ends it" in shown
     found = json.loads(out)
     assert not found["is_complete"]
     assert found["plans"]
     assert found["bound_s"] <= found["plans"][0]["step_s"]
+
+
+def test_an_interrupt_before_the_first_layout_is_one_line() -> None:
+    process, terminal = start_search()
+    assert b"0 layouts, " in os.read(terminal, 1000)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert os.read(terminal, 1000) == b"\r\x1b[Kmegatron-ext: interrupted\r\n"
+    os.close(terminal)
+    assert process.returncode == 130
+    assert not out
 
 
 def test_it_starts_without_torch_and_megatron() -> None:
