@@ -129,7 +129,7 @@ class Layout:
         """For each device, as Megatron counts."""
         sizes = self.sizes
         tokens = sizes.micro_batch * self.job.sequence / sizes.tp / sizes.cp
-        forward = _model(_key(self.job), sizes).whole.operations / tokens
+        forward = _model(_division(self.job, sizes)).whole.operations / tokens
         return 3 * forward * self.tokens_per_s / 1e12
 
     @property
@@ -167,7 +167,7 @@ class Layout:
     @property
     def idle(self) -> float:
         """Share of the pipeline's time in which a device waits, the mean of all."""
-        whole = _model(_key(self.job), self.sizes).whole
+        whole = _model(_division(self.job, self.sizes)).whole
         work = (whole.work - self.hidden * whole.exchange) / self.sizes.pp
         return 1 - self.sizes.num_microbatches * work / self.pipeline_s
 
@@ -474,19 +474,11 @@ def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]
 
 
 @lru_cache(maxsize=_MOST_SIZES)
-def _parts(job_key: tuple[Any, ...], sizes: ParallelSizes) -> tuple[list[Part], Part, Part]:
+def _parts(
+    model: ModelSizes, device: DeviceKind, by: Sharding, mode: frozenset[str], is_whole: bool
+) -> tuple[list[Part], Part, Part]:
     """Return all layers, what the first stage has besides, and what the last has."""
-    model, device, sequence, techniques, fused_loss = job_key
-    by = Sharding(
-        tensor=sizes.tp,
-        context=sizes.cp,
-        expert=sizes.ep,
-        micro_batch=sizes.micro_batch,
-        sequence=sequence,
-        techniques=techniques,
-        fused_loss=fused_loss,
-    )
-    return parts_of(model, by, device, sizes.mode, holds_embedding=sizes.pp == 1)
+    return parts_of(model, by, device, mode, holds_embedding=is_whole)
 
 
 class _Model(NamedTuple):
@@ -500,8 +492,8 @@ class _Model(NamedTuple):
 
 
 @lru_cache(maxsize=_MOST_SIZES)
-def _model(job_key: tuple[Any, ...], sizes: ParallelSizes, overlap: float = 0.0) -> _Model:
-    layers, first, last = _parts(job_key, sizes)
+def _model(division: tuple[Any, ...], overlap: float = 0.0) -> _Model:
+    layers, first, last = _parts(*division)
     hidden = {part: beside(part, overlap) for part in {*layers, last}}
     return _Model(
         total([*layers, first, last]),
@@ -511,7 +503,7 @@ def _model(job_key: tuple[Any, ...], sizes: ParallelSizes, overlap: float = 0.0)
 
 
 def _of_stages(job: Question, sizes: ParallelSizes, counts: Sequence[int]) -> list[list[Part]]:
-    layers, first, last = _parts(_key(job), sizes)
+    layers, first, last = _parts(*_division(job, sizes))
     found, start = [], 0
     for stage, count in enumerate(counts):
         own = layers[start : start + count]
@@ -526,8 +518,18 @@ def stage_parts(plan: Layout) -> list[Part]:
     return [total(own) for own in _of_stages(plan.job, plan.sizes, plan.counts)]
 
 
-def _key(job: Question) -> tuple[Any, ...]:
-    return (job.model, job.device, job.sequence, job.techniques, job.fused_loss)
+def _division(job: Question, sizes: ParallelSizes) -> tuple[Any, ...]:
+    """Return all that the costs of a micro-batch depend on, the same for many sizes."""
+    by = Sharding(
+        tensor=sizes.tp,
+        context=sizes.cp,
+        expert=sizes.ep,
+        micro_batch=sizes.micro_batch,
+        sequence=job.sequence,
+        techniques=job.techniques,
+        fused_loss=job.fused_loss,
+    )
+    return job.model, job.device, by, sizes.mode, sizes.pp == 1
 
 
 def _least_step(job: Question, sizes: ParallelSizes, *twins: int) -> float:
@@ -548,7 +550,7 @@ def _is_tight(job: Question, sizes: ParallelSizes) -> bool:
 
 def _mean_memory(job: Question, sizes: ParallelSizes, alive: float) -> float:
     """Return the bytes of the mean rank while so many micro-batches are alive on its stages."""
-    whole, d = _model(_key(job), sizes).whole, sizes.replicas * sizes.cp
+    whole, d = _model(_division(job, sizes)).whole, sizes.replicas * sizes.cp
     static = _static(job, whole, 2 * d, 2 * _expert_replicas(job, sizes))
     return (static + alive * whole.saved) / sizes.pp
 
@@ -562,7 +564,7 @@ def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
     """
     # No more of the exchange is hidden than the device can.
     overlap = job.device.pair_overlap if _has_pairs(job, sizes) else 0.0
-    model = _model(_key(job), sizes, overlap)
+    model = _model(_division(job, sizes), overlap)
     whole, pp, m = model.beside, sizes.pp, sizes.num_microbatches
     # Some rank has as many layers of one kind as if these were dealt out evenly, rounded up. Twins
     # deal them out to half of the ranks, which run half of the micro-batches.
@@ -582,7 +584,7 @@ def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
 
 
 def _mean_rank(job: Question, sizes: ParallelSizes, twins: int) -> Part:
-    return Part._make(each * twins / sizes.pp for each in _model(_key(job), sizes).whole)
+    return Part._make(each * twins / sizes.pp for each in _model(_division(job, sizes)).whole)
 
 
 def _expert_replicas(job: Question, sizes: ParallelSizes) -> int:
@@ -635,7 +637,7 @@ def _table_bound(job: Question, sizes: ParallelSizes, schedule: str, chunks: int
         table = _table(*key)
     except ScheduleError:
         return math.inf
-    layers, first, last = _parts(_key(job), sizes)
+    layers, first, last = _parts(*_division(job, sizes))
     d, experts = sizes.replicas * sizes.cp * twins, _expert_replicas(job, sizes) * twins
     span = CutBound(
         table=table,
@@ -671,9 +673,9 @@ def forecast(
         counts: Layers of each stage; None: the faster of the cuts into even ranks and even stages.
         worst_s: Step time that a plan has to beat; of one that does not, the time may be too short.
     """
-    layers, first, last = _parts(_key(job), sizes)
+    layers, first, last = _parts(*_division(job, sizes))
     device, pp, m = job.device, sizes.pp, sizes.num_microbatches
-    whole, pairs, hidden = _model(_key(job), sizes).whole, _has_pairs(job, sizes), 0.0
+    whole, pairs, hidden = _model(_division(job, sizes)).whole, _has_pairs(job, sizes), 0.0
     if pp == 1:
         table, twins, parts = None, 1, [[*layers, first, last]]
         counts, rank_of = [len(layers)], (0,)
@@ -845,6 +847,6 @@ def _exposed(job: Question, sizes: ParallelSizes) -> dict[str, float]:
     if not sizes.mode:
         return {}
     plain = replace(sizes, mode=frozenset())
-    each = _model(_key(job), sizes).whole.work - _model(_key(job), plain).whole.work
+    each = _model(_division(job, sizes)).whole.work - _model(_division(job, plain)).whole.work
     name = "recomputation" + (" of whole layers" if sizes.mode == FULL else "")
     return {name: each * sizes.num_microbatches / sizes.pp}
