@@ -238,6 +238,7 @@ def test_the_table_of_patches_is_current() -> None:
     )
 
 
+@pytest.mark.short_s(8)  # nothing else looks at them
 def test_the_tables_of_recipes_are_current() -> None:
     [written] = re.findall(
         r"<!-- features: begin -->\n(.*)\n<!-- features: end -->",

@@ -46,6 +46,7 @@ def test_predictions_are_simulations_with_the_costs_of_the_trace(
     assert steps == sorted(steps)
 
 
+@pytest.mark.short_s(8)  # the only test of their durations
 def test_slices_of_different_durations_are_no_jitter(tmp_path: Path) -> None:
     """Attention makes input and weight gradients of one slice unequal parts of a micro-batch."""
     costs = replace(COSTS, attention=0.5)
