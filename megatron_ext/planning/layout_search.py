@@ -47,8 +47,8 @@ _ENOUGH = 3
 """Micro-batches for each rank after which a table repeats itself: more are extrapolated."""
 MEGATRONS = ("1f1b", "interleaved")
 """Schedules that Megatron has, too."""
-_MOST_SIZES = 2**14
-"""Of a search whose costs are kept: a model with experts on thousands of devices has 9,000."""
+_MOST_DIVISIONS = 2**14
+"""Of a micro-batch whose costs are kept: experts on thousands of devices have 4,000."""
 _MOST_PAIRED = 16
 """Ranks of a pipeline up to which pairs are tried unless requested: in tables from a search they
 are found in seconds then, for 64 ranks in minutes."""
@@ -473,12 +473,16 @@ def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]
                 yield name, chunks
 
 
-@lru_cache(maxsize=_MOST_SIZES)
+@lru_cache(maxsize=_MOST_DIVISIONS)
 def _parts(
-    model: ModelSizes, device: DeviceKind, by: Sharding, mode: frozenset[str], is_whole: bool
+    model: ModelSizes,
+    device: DeviceKind,
+    by: Sharding,
+    mode: frozenset[str],
+    holds_embedding: bool,
 ) -> tuple[list[Part], Part, Part]:
     """Return all layers, what the first stage has besides, and what the last has."""
-    return parts_of(model, by, device, mode, holds_embedding=is_whole)
+    return parts_of(model, by, device, mode, holds_embedding=holds_embedding)
 
 
 class _Model(NamedTuple):
@@ -491,7 +495,7 @@ class _Model(NamedTuple):
     """Of each kind of layer one, the same with its exchange hidden, and how many there are."""
 
 
-@lru_cache(maxsize=_MOST_SIZES)
+@lru_cache(maxsize=_MOST_DIVISIONS)
 def _model(division: tuple[Any, ...], overlap: float = 0.0) -> _Model:
     layers, first, last = _parts(*division)
     hidden = {part: beside(part, overlap) for part in {*layers, last}}
