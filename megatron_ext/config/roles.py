@@ -136,6 +136,8 @@ class Job:
     """Whether each replica updates a shard of the weights and gathers in the next forward."""
     ends_by_itself: bool = False
     """Whether backward ranks may find that it is time to end, at any step."""
+    recomputes_routers: bool = False
+    """Whether the job routes tokens to experts without gradients, to do it again with them."""
 
     @property
     def place(self) -> Place:
@@ -217,6 +219,7 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
     message_bytes = 4 * args.seq_length * args.micro_batch_size * args.hidden_size
     if wanted.activations == "ship":
         message_bytes *= args.num_layers // args.pipeline_model_parallel_size + 1
+    granularity = getattr(args, "recompute_granularity", None)
     return Job(
         ranks,
         args.rank,
@@ -228,6 +231,8 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
         ends_by_itself=any(
             getattr(args, dest, None) for dest in ("exit_duration_in_mins", "exit_signal_handler")
         ),
+        recomputes_routers=granularity == "full"
+        or (granularity == "selective" and "moe" in (args.recompute_modules or ())),
     )
 
 
@@ -263,6 +268,7 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
         "pretrained_checkpoint": None,
         "tensorboard_dir": None,
         "logits_save_dir": None,  # kept until a checkpoint is saved
+        "moe_routing_trace_path": None,  # files by rank, which backward ranks write
         # torch's profiler writes beside the files of TensorBoard, which backward ranks write.
         "profile": getattr(args, "profile", False) and not profiles_with_torch(args),
         "wandb_project": "",

@@ -93,8 +93,13 @@ class ForwardCompute(StageCompute):
         # Without a graph, which R builds on the backward rank: so the forward itself does not draw
         # the numbers of its micro-batch.
         drawing = microbatch_rng(active.iteration(), stage, microbatch) if draws else nullcontext()
-        with keeping as saved, torch.no_grad(), drawing:
-            [made] = self.forward(stage, microbatch, inputs or [None])
+        roles = roles_in_force()
+        roles.sorts_experts = not self.job.recomputes_routers
+        try:
+            with keeping as saved, torch.no_grad(), drawing:
+                [made] = self.forward(stage, microbatch, inputs or [None])
+        finally:
+            roles.sorts_experts = False
         feeds_forward = not is_last and schedule.runs_forward(stage + 1)
         results: Tensors = [made] if feeds_forward else []
         if self.layers is not None:

@@ -61,6 +61,8 @@ class Roles:
     """Number of values exchanged so far, by name."""
     replay: Replay | None = None
     """The replay of shipped activations that is in progress."""
+    sorts_experts: bool = False
+    """Whether the forward in progress orders the experts of a token as one with gradients does."""
     runtime: RoleRuntime | None = None
     """State from step to step, after the first one."""
 

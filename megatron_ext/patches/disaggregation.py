@@ -155,23 +155,36 @@ def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> boo
     return share_exit(by_name(call, args, kwargs)["model"], is_over=is_over)
 
 
-def _replay() -> Any:
-    """Return the replay of shipped activations that is in progress, or None."""
+def _roles_here() -> Any:
+    """Return what this process of a role keeps, or None."""
     found = active.active()
-    roles: Any = None if found is None else found.roles
-    return None if roles is None else roles.replay
+    return None if found is None else found.roles
 
 
 @PATCHES.row(
     "disaggregation.layers",
     "megatron.core.tensor_parallel.random:checkpoint",
-    of=_replay,
+    of=lambda: getattr(_roles_here(), "replay", None),  # of shipped activations, in progress
 )
 def _replay_layer(replay: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron runs a layer for its output, which --fbd-activations ship has already delivered."""
     function, distribute, hidden_states, *others = args
     later = replay.instead_of(function, hidden_states)
     return call(later, distribute, hidden_states, *others, **kwargs)
+
+
+@PATCHES.row(
+    "disaggregation.router",
+    "megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",
+    when=lambda: getattr(_roles_here(), "sorts_experts", False),
+    since=(0, 18),
+)
+def _sort_experts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Without gradients Megatron sorts no experts of a token: their scores add up to other bits."""
+    import torch
+
+    with torch.enable_grad():  # weights are frozen, so there is no graph
+        return call(*args, **kwargs)
 
 
 @PATCHES.row("disaggregation.end", "megatron.training.one_logger_utils:finish")
