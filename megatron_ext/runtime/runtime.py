@@ -268,7 +268,8 @@ class Runtime:
         """Run one step. On failure, drop deferred weight gradients and abort the transport."""
         trains = not call.forward_only
         for stage, chunk in zip(self.placement.stages_of[self.rank], call.chunks, strict=True):
-            self.splits.register_modules(stage, chunk)
+            splits = self.pipeline.full.splits_backward
+            self.splits.register_modules(stage, chunk, splits=splits)
         pairs = bool(table.schedule.pairs_of(self.rank)) or (
             self.pipeline.config.pairs and self.agreement is not None
         )

@@ -83,15 +83,16 @@ class SplitBackward:
         """Whether layers overwrite their weight gradients at a step's first micro-batch."""
         return any(layers.overwrites_first for layers in self._postponing.values())
 
-    def register_modules(self, stage: int, chunk: torch.nn.Module) -> None:
+    def register_modules(self, stage: int, chunk: torch.nn.Module, *, splits: bool = True) -> None:
         """Register the model chunk of a stage, so that its Transformer Engine layers leave W here.
 
         Call it before each step; known chunks cost nothing. Without it, layers built to postpone
-        their weight gradients would do so forever.
+        their weight gradients would do so forever. Where no backward splits they are Megatron's own
+        matter, as with `overlap_dispatch_backward_with_experts_wgrad`.
         """
         known = self._postponing.get(stage)
         if known is None or known.chunk is not chunk:
-            self._postponing[stage] = PostponingLayers(chunk, self._put)
+            self._postponing[stage] = PostponingLayers(chunk, self._put if splits else None)
 
     def defer(self, stage: int, microbatch: int) -> _Deferral:
         """Return a context in which layers defer their weight gradients to `run`.
@@ -572,13 +573,16 @@ class PostponingLayers:
     """The layers of a stage that postpone their weight gradients themselves.
 
     Once registered here, the layers of its model chunk do so between `postpone(on=True)` and
-    `postpone(on=False)` only, and hand to `put` what they queue: layer, operands, product.
+    `postpone(on=False)` only, and hand to `put` what they queue: layer, operands, product. Without
+    `put` they are left as they are.
     """
 
-    def __init__(self, chunk: torch.nn.Module, put: Callable[..., None]) -> None:
+    def __init__(self, chunk: torch.nn.Module, put: Callable[..., None] | None) -> None:
         self.chunk = chunk
         self.overwrites_first = overwrites_first(chunk)
         self.layers: list[Any] = []
+        if put is None:
+            return
         for layer in chunk.modules():
             store: Any = getattr(layer, "wgrad_store", None)
             if store is None or store.context is None:

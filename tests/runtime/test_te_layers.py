@@ -177,6 +177,16 @@ def test_each_w_takes_the_entries_of_its_micro_batch() -> None:
     split.run(1, 2)  # nothing is left to do
 
 
+def test_layers_are_left_alone_where_no_backward_splits() -> None:
+    chunk = _Chunk(delay=True)
+    SplitBackward().register_modules(1, chunk, splits=False)
+    assert all(layer.wgrad_store.enabled for layer in chunk.modules() if isinstance(layer, _Layer))
+    SplitBackward().register_modules(1, chunk)
+    assert not any(
+        layer.wgrad_store.enabled for layer in chunk.modules() if isinstance(layer, _Layer)
+    )
+
+
 def test_a_backward_in_parts_is_one_w() -> None:
     """As the nodes of a schedule plan run it, those of a partner in between."""
     layers = [_Layer(), _Layer()]
