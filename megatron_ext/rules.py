@@ -20,6 +20,7 @@ _CONDITION = re.compile(r"(!?)(\w+)(?:(=|!=|>)(\S+))?")
 _SPELT = {
     "fp4": "--fp4-format",
     "fp8": "--fp8-format",
+    "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
     "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
 }
 

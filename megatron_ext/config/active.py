@@ -221,8 +221,6 @@ class Active:
     job: Job | None = None
     """The disaggregated job that this process is part of; None: forwards and backwards share their
     ranks."""
-    world_size: int = 1
-    """Ranks of the job, as far as the configuration knows."""
     seed: int | None = None
     """Base seed of random numbers drawn by micro-batch; None: Megatron's generators run on."""
     requested: PipelineConfig | None = None

@@ -72,14 +72,11 @@ def prepare(args: Namespace, requested: PipelineConfig | None = None) -> dict[st
     vars(args).update(vars(given) | found.arguments | ({_REWRITTEN: changes} if changes else {}))
     if getattr(given, "rank", 0) == 0:  # of the job, not of a role
         log(*found.changes, *found.notices)
-    size, seed = int(getattr(given, "world_size", None) or 1), getattr(given, "seed", None)
-    put_in_force(found, requested, size, seed)
+    put_in_force(found, requested, getattr(given, "seed", None))
     return found.arguments
 
 
-def put_in_force(
-    found: Preflight, requested: PipelineConfig | None, world_size: int, seed: int | None
-) -> None:
+def put_in_force(found: Preflight, requested: PipelineConfig | None, seed: int | None) -> None:
     """Put a checked configuration in force."""
     config = found.config or requested
     assert config is not None
@@ -89,7 +86,6 @@ def put_in_force(
             found.pipeline,
             transport_only=found.transport_only,
             job=found.job,
-            world_size=world_size,
             seed=seed if config.draws_by_microbatch else None,
             requested=requested,
         )

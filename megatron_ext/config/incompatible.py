@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_ext.config.flags import FLAG_OF, in_fields
 from megatron_ext.config.pipeline_config import ConfigurationError
 from megatron_ext.config.roles import profiles_with_torch
-from megatron_ext.config.stages import chooser, replica_size, world_size
+from megatron_ext.config.stages import chooser
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.rules import Rule, read_rules
 
@@ -117,10 +117,7 @@ _GRAPHS = (
     # The switches are deprecated; Megatron turns them into the setting, but only after us.
     f"cuda_graph_impl!=none | enable_cuda_graph | external_cuda_graph | {_WHOLE_STEP}"
 )
-_ENCODER_DECODER = (
-    "encoder-decoder models (--decoder-num-layers, --decoder-seq-length): "
-    "decoder_num_layers | decoder_seq_length"
-)
+_ENCODER_DECODER = "encoder-decoder models (--decoder-num-layers): decoder_num_layers"
 _HYBRID = (
     "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): "
     "is_hybrid_model | hybrid_override_pattern | hybrid_layer_pattern"
@@ -153,6 +150,10 @@ _TEXTS = {
         {_GRAPHS}
             CUDA graphs are recorded in the order of Megatron's own schedules, so each kernel is
             launched by itself
+        rl_persist_cuda_graphs | rl_training_cuda_graphs
+            there are no CUDA graphs
+        inference_cuda_graph_scope!=none
+            there are no CUDA graphs
         moe_paged_stash | moe_expert_rank_capacity_factor
             activations are stashed in the order of Megatron's own schedules, so experts have memory
             for all their tokens, and no step is repeated for want of it
@@ -174,15 +175,21 @@ _TEXTS = {
     "dropped_by_line": """
         overlap_param_gather_with_optimizer_step
             it gathers the first of several chunks while the others take their step, and each rank
-            has one chunk""",
+            has one chunk
+        overlap_p2p_comm_warmup_flush
+            it is for the messages of virtual stages, and each rank has one stage""",
     # The same of slices.
     "dropped_by_slices": """
         overlap_moe_expert_parallel_comm
-            only whole micro-batches run as pairs""",
+            only whole micro-batches run as pairs
+        ep_overlap_early_attn_memory_release
+            there are no pairs""",
     # The same of forward and backward ranks. fp4_param is 0.16's name of --fp4-param-gather.
     "dropped_by_roles": """
         overlap_moe_expert_parallel_comm
             forwards and backwards are on different ranks
+        ep_overlap_early_attn_memory_release
+            there are no pairs
         --fp8-param-gather or --fp4-param-gather: fp8_param_gather | fp4_param_gather | fp4_param |
         reuse_grad_buf_for_mxfp8_param_ag
             new weights travel to forward ranks, which cast them, in the precision of the model;
@@ -196,6 +203,14 @@ _TEXTS = {
             --pipeline-schedule 1f1b or zb-h1
         non_persistent_ckpt_type=local
             those files identify layers by rank and chunk; use --non-persistent-ckpt-type global""",
+    # For several chunks on each rank.
+    "chunks": """
+        --multiple-validation-sets, or --full-validation without --sft: full_validation |
+        multiple_validation_sets & multiple_validation_sets | !sft
+            Megatron takes the chunks of a rank for sets; use --pipeline-schedule zb-h1 or 1f1b, or
+            leave them out
+        perform_rl_step
+            Megatron's RL knows one chunk on each rank; use --pipeline-schedule zb-h1 or 1f1b""",
     # For models that a program builds for such a schedule.
     "placed": """
         decoder_first_pipeline_num_layers | decoder_last_pipeline_num_layers |
@@ -226,13 +241,13 @@ _TEXTS = {
             Megatron's forward step gives plans no lengths; leave one of them out
         fine_grained_activation_offloading
             activations return from the host by the backwards that run alone; use
-            --recompute-granularity selective instead""",
-    # For random numbers by micro-batch.
+            --recompute-granularity selective instead
+        overlap_dispatch_backward_with_experts_wgrad
+            Megatron takes one of the two only; leave one of them out""",
+    # For random numbers by micro-batch under Megatron's own schedules; ours drop graphs.
     "microbatch_rng": f"""
         {_GRAPHS}
-            they replay the recorded random numbers; leave one of them out""",
-    # The same under Megatron's own schedules.
-    "stock_microbatch_rng": """
+            they replay the recorded random numbers; leave one of them out
         overlap_moe_expert_parallel_comm
             it interleaves two micro-batches, and each has its own random numbers; add
             --pipeline-schedule interleaved, or leave one of them out""",
@@ -243,11 +258,9 @@ _TEXTS = {
             selective instead
         fp8_recipe=delayed & fp8
             scales follow from the micro-batches before, whose order changes, and recomputed layers
-            find those of their forward by that order; use --fp8-recipe tensorwise""",
-    # For data-parallel replicas that choose their order independently.
-    "dynamic": """
+            find those of their forward by that order; use --fp8-recipe tensorwise
         moe_router_load_balancing_type=global_aux_loss
-            it reduces over data-parallel replicas inside each layer, and they run their layers in
+            it counts the tokens of the micro-batches before, over all replicas, and they run in
             different orders; use --moe-router-load-balancing-type aux_loss or seq_aux_loss""",
     # For ranks that choose their order and get activations from their twin.
     "crossed": """
@@ -257,17 +270,16 @@ _TEXTS = {
     # For micro-batches in another order than the file's.
     "balance": """
         logits_load_dir | logits_save_dir
-            logits lie in their files in the order of the data; leave one of them out""",
-    # For micro-batches that data-parallel replicas share out.
-    "pack": """
+            logits lie in their files in the order of the data; leave one of them out
         moe_router_load_balancing_type=global_aux_loss
-            it depends on which micro-batches the replicas run at the same time; use
-            --moe-router-load-balancing-type aux_loss or seq_aux_loss, or --pipeline-balance order
-    """,
+            it counts the tokens of the micro-batches before; use --moe-router-load-balancing-type
+            aux_loss or seq_aux_loss""",
     # For micro-batches of different lengths.
-    "lengths": f"""
+    "lengths": """
         moe_token_dispatcher_type=allgather & num_experts
-            it gathers tokens in buffers of one size; use --moe-token-dispatcher-type alltoall
+            it gathers tokens in buffers of one size; use --moe-token-dispatcher-type alltoall""",
+    # The same under Megatron's own schedules.
+    "stock_lengths": f"""
         {_GRAPHS}
             they replay tensors of one shape; leave one of them out""",
     # For micro-batches in slices of their sequence.
@@ -311,7 +323,9 @@ _TEXTS = {
             selective instead
         logits_load_dir | logits_save_dir
             logits lie in their files by micro-batch, and slices have a part each; leave one of them
-            out""",
+            out
+        decoder_seq_length
+            it is not the sequence that slices divide; leave one of them out""",
     # For forward and backward ranks.
     # Steps of --freeze-all-layers are forward only from 0.20 on; both roles take them for an
     # evaluation.
@@ -326,6 +340,8 @@ _TEXTS = {
             Megatron has a schedule of its own for it; leave one of them out
         freeze_all_layers
             backward ranks have nothing to do; leave one of them out
+        perform_rl_step
+            each role would train on samples of its own; leave one of them out
         moe_use_upcycling | ckpt_convert_format
             forward ranks neither load nor save checkpoints, so another run has to convert them;
             leave one of them out
@@ -354,6 +370,10 @@ _TEXTS = {
             backward ranks recompute each layer from its shipped input; add --recompute-granularity
             full --recompute-method uniform --recompute-num-layers 1, or use --fbd-activations
             recompute
+        --recompute-method block with more than two experts for a token: recompute_method=block &
+        recompute_granularity=full & num_experts & moe_router_topk>2
+            forward ranks order experts as layers with gradients do, or as recomputed ones do, not
+            as both; use --recompute-method uniform
         fbd_activations=ship & fp8 | fp4 | distribute_saved_activations
             those recompute layers in another way; use --fbd-activations recompute
         --ignore-forward-tensor-parallel and dropout: ignore_forward_tensor_parallel &
@@ -405,15 +425,12 @@ def rules_of(
     messages. None: there is none, so its rules stay out.
     """
     is_stock, has_roles = config.is_stock, config.disaggregation is not None
-    chooses, draws = config.dynamic is not None, config.draws_by_microbatch
-    drawing = "disaggregation" if has_roles else "dynamic" if chooses else "microbatch_rng"
     groups = [
-        (drawing, "microbatch_rng", draws),
-        (drawing, "stock_microbatch_rng", draws and is_stock),
+        ("microbatch_rng", "microbatch_rng", config.microbatch_rng and is_stock),
         ("balance", "balance", config.balance != "off"),
-        ("balance", "pack", config.balance == "pack"),
         ("slices", "slices", config.slices > 1),
         ("variable_seq_lengths", "lengths", config.variable_seq_lengths),
+        ("variable_seq_lengths", "stock_lengths", config.variable_seq_lengths and is_stock),
         ("disaggregation", "roles", has_roles),
         ("disaggregation", "schedule", has_roles),
         ("schedule", "schedule", not is_stock),
@@ -421,15 +438,13 @@ def rules_of(
         ("transport", "transport", is_stock and table is not None),
     ]
     if table is not None and not is_stock:
-        placement = table.placement
-        # Tensor-, context- and expert-parallel ranks follow one leader; replicas do not.
-        has_replicas = world_size(args) // replica_size(args) * placement.twins > 1
+        placement, chooses = table.placement, config.dynamic is not None
         # Not the name of the schedule decides, but the table: a file may have any of these.
         groups += [
             ("schedule", "folded", placement.name in ("v", "w")),
+            ("schedule", "chunks", placement.num_stages > placement.num_ranks),
             ("schedule", "twins", placement.twins == 2),
             ("dynamic", "chosen", chooses),
-            ("dynamic", "dynamic", chooses and has_replicas),
             ("dynamic", "crossed", chooses and bool(placement.twin_hops)),
         ]
     return [
@@ -468,6 +483,8 @@ def imply(found: Preflight, config: PipelineConfig, args: Namespace) -> None:
             "--overlap-moe-expert-parallel-comm has no effect without experts on several ranks "
             "(--num-experts, --expert-model-parallel-size)"
         )
+        if given("ep_overlap_early_attn_memory_release"):
+            arguments["ep_overlap_early_attn_memory_release"] = False
     made = "create_attention_mask_in_dataloader"  # Bridge has no such setting, and makes none
     if config.slices > 1 and given(made) and not given("reset_attention_mask"):
         # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
@@ -538,7 +555,7 @@ def suit_layers(found: Preflight, pipeline: Pipeline, args: Namespace, *, here: 
     )
 
 
-def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_size: int) -> None:
+def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None:
     """Refuse settings of a configuration object that a model is built from.
 
     Programs that call `configure` show Megatron their settings in no other place.
@@ -547,14 +564,13 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
         built: A `TransformerConfig` or `DistributedDataParallelConfig` of Megatron.
         config: The configuration in force.
         pipeline: Its pipeline, or Megatron's own schedule whose messages we carry.
-        world_size: Ranks of the job.
 
     Raises:
         ArgumentsError: One line for each mistake.
     """
     fields = vars(built)
     renamed = {dest: fields[name] for dest, name in MEGATRON_FIELDS.items() if name in fields}
-    args = Namespace(**{**fields, **renamed, "world_size": world_size})
+    args = Namespace(**{**fields, **renamed})
     # The pattern is an argument of the model, not of its configuration.
     args.hybrid_layer_pattern = fields.get("is_hybrid_model")
     # A spec chooses the layers, not `transformer_impl`; slices check them at the first step.

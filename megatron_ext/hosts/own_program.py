@@ -160,7 +160,7 @@ def configure(
             cut, _ = flags_for(given, hosted.placement, name)
     except (ArgumentsError, ScheduleError) as error:
         raise type(error)(in_fields(str(error))) from None
-    put_in_force(found, config, world_size, seed)
+    put_in_force(found, config, seed)
     if required().environment.local_rank == 0:
         log(*map(in_fields, found.changes + found.notices))
     placement = hosted.placement

@@ -92,17 +92,13 @@ def _check_built(
     found: active.Active, call: Call, instance: Any, args: Args, kwargs: Kwargs
 ) -> None:
     """Programs that call configure show settings nowhere else, and some exclude the schedule."""
-    from torch import distributed
-
     from megatron_ext.config.entrances import count_recomputation
     from megatron_ext.config.incompatible import refuse_built
 
     call(*args, **kwargs)
     pipeline = found.pipeline or found.transport_only
     assert pipeline is not None
-    # A configuration object may be built before the process group.
-    ranks = distributed.get_world_size() if distributed.is_initialized() else found.world_size
-    refuse_built(instance, found.config, pipeline, ranks)
+    refuse_built(instance, found.config, pipeline)
     count_recomputation(instance)
 
 

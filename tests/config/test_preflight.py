@@ -102,6 +102,47 @@ def test_what_a_schedule_does_without_is_dropped(
 
 
 @pytest.mark.parametrize(
+    ("given", "config", "off"),
+    [
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2, "overlap_p2p_comm_warmup_flush": True},
+            PipelineConfig(schedule="zb-h1"),
+            {"overlap_p2p_comm_warmup_flush": False},
+        ),
+        (
+            {"cuda_graph_impl": "local", "inference_cuda_graph_scope": "layer"},
+            ZB_V,
+            {"cuda_graph_impl": "none", "inference_cuda_graph_scope": "none"},
+        ),
+        (
+            {"cuda_graph_impl": "local", "rl_persist_cuda_graphs": True},
+            PipelineConfig(schedule="zb-h1"),
+            {"cuda_graph_impl": "none", "rl_persist_cuda_graphs": False},
+        ),
+        (
+            {"overlap_moe_expert_parallel_comm": True, "num_experts": 8,
+             "expert_model_parallel_size": 2, "ep_overlap_early_attn_memory_release": True},
+            PipelineConfig(schedule="zb-v", slices=2),
+            {"overlap_moe_expert_parallel_comm": False,
+             "ep_overlap_early_attn_memory_release": False},
+        ),
+    ],
+)  # fmt: skip
+def test_what_depends_on_a_dropped_setting_goes_with_it(
+    given: dict[str, Any], config: PipelineConfig, off: dict[str, Any]
+) -> None:
+    # Megatron refuses one without the other.
+    found = preflight({**SIZES, "world_size": 8, **given}, config)
+    assert found.accepted, found.refusals
+    assert found.arguments.items() >= off.items()
+
+
+@pytest.mark.parametrize("config", [ZB_V, PipelineConfig(transport="shm")])
+def test_a_decoder_may_have_another_length(config: PipelineConfig) -> None:
+    assert preflight({**SIZES, "decoder_seq_length": 2048}, config).accepted
+
+
+@pytest.mark.parametrize(
     ("settings", "config", "wanted"),
     [
         ({"num_moe_experts": 8, "moe_token_dispatcher_type": "allgather"}, {}, []),

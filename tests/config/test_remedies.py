@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--non-persistent-ckpt-type local",
         ],
     ),
+    "chunks": (ZB_V, ["--multiple-validation-sets", "--perform-rl-step"]),
     "twins": ("--pipeline-schedule bitpipe ", ["--use-mp-args-from-checkpoint-args"]),
     "pairs": (
         f"{ZB_V}{EXPERTS}--overlap-moe-expert-parallel-comm --expert-model-parallel-size 4 --bf16 ",
@@ -61,33 +62,31 @@ CASES: dict[str, tuple[str, list[str]]] = {
             f"--hybrid-layer-pattern {'M*M-' * 8} --pipeline-schedule zb-h1",
             "--variable-seq-lengths",
             OFFLOAD,
+            "--pipeline-schedule 1f1b --overlap-dispatch-backward-with-experts-wgrad",
         ],
     ),
     "microbatch_rng": (
         "--microbatch-rng ",
-        ["--cuda-graph-impl local"],
+        ["--cuda-graph-impl local", "--overlap-moe-expert-parallel-comm"],
     ),
-    "stock_microbatch_rng": ("--microbatch-rng ", ["--overlap-moe-expert-parallel-comm"]),
-    "dynamic": (
+    "chosen": (
         "--use-dpp ",
         [
+            OFFLOAD,
+            "--fp8-format hybrid --tp-only-amax-red",
             EXPERTS + "--moe-router-load-balancing-type global_aux_loss",
         ],
     ),
-    "chosen": ("--use-dpp ", [OFFLOAD, "--fp8-format hybrid --tp-only-amax-red"]),
     "crossed": ("--use-dpp --pipeline-schedule bitpipe ", ["--overlap-param-gather"]),
     "balance": (
         "--pipeline-schedule 1f1b --pipeline-balance order ",
-        ["--logits-load-dir teacher"],
+        [
+            "--logits-load-dir teacher",
+            EXPERTS + "--moe-router-load-balancing-type global_aux_loss",
+        ],
     ),
-    "pack": (
-        "--pipeline-schedule 1f1b --pipeline-balance pack ",
-        [EXPERTS + "--moe-router-load-balancing-type global_aux_loss"],
-    ),
-    "lengths": (
-        "--variable-seq-lengths ",
-        ["--num-experts 64", "--cuda-graph-impl local"],
-    ),
+    "lengths": ("--variable-seq-lengths ", ["--num-experts 64"]),
+    "stock_lengths": ("--variable-seq-lengths ", ["--cuda-graph-impl local"]),
     "slices": (
         "--pipeline-schedule zb-h1 --pipeline-slices 4 --transformer-impl local ",
         [
@@ -107,6 +106,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2",
             OFFLOAD,
             "--logits-save-dir teacher --logits-save-top-k 4",
+            "--decoder-seq-length 4096",
         ],
     ),
     "roles": (
@@ -116,6 +116,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--fp8-format hybrid",
             "--hybrid-context-parallel",
             "--freeze-all-layers",
+            "--perform-rl-step",
             "--moe-use-upcycling",
             MERGED + "--num-experts 8 --world-size 48",
             SHIP + "--mtp-num-layers 1",
@@ -126,6 +127,9 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--error-injection-rate 5",
             "--full-validation",
             "--fbd-activations ship",
+            SHIP.replace("uniform", "block").replace("ship", "recompute")
+            + EXPERTS
+            + "--moe-router-topk 4",
             SHIP + "--fp8-format hybrid --fp8-recipe tensorwise",
             MERGED + "--hidden-dropout 0.1 --world-size 48",
         ],
