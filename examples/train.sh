@@ -167,6 +167,10 @@ look_around() {
         PYTHON=python3 DEVICE=unknown DEVICE_COUNT=0
         return
     fi
+    # Before another release is installed.
+    if ! $DRY_RUN && [[ $SCRIPT == pretrain_bert.py && -z ${VIRTUAL_ENV:-} && ! ${MEGATRON_CORE:-$NEWEST_CORE} =~ ^0\.1[67]\. ]]; then
+        fail "megatron-core ${MEGATRON_CORE:-$NEWEST_CORE} has no $SCRIPT, releases up to 0.17 and their trees have; start again with MEGATRON_CORE=0.17.1 and MEGATRON_LM_PATH=DIR, a tree of core_v0.17.1"
+    fi
     prepare_environment run >&2
     DEVICE=$(flag_value --device-backend "${MEGATRON_EXT_DEVICE:-auto}" "${EXTRA[@]}")
     # Where a launcher starts the job there need not be a GPU; what was named is what its hosts have.
@@ -277,9 +281,10 @@ choose_kernels() {
     if ! "$PYTHON" -c 'import transformer_engine' 2>/dev/null; then
         ! given --fp8-format ||
             fail "--fp8-format needs Transformer Engine, which $PYTHON cannot import; install it (on NVIDIA GPUs: pip install -e '.[te]'), or leave the flag out"
-        KERNELS=(--transformer-impl local --no-rope-fusion --no-persist-layer-norm
-            --no-masked-softmax-fusion --no-gradient-accumulation-fusion)
+        KERNELS=(--transformer-impl local --no-rope-fusion --no-persist-layer-norm --no-masked-softmax-fusion)
     fi
+    # Apex's, which the output layer needs beside Transformer Engine, too.
+    "$PYTHON" -c 'import fused_weight_gradient_mlp_cuda' 2>/dev/null || KERNELS+=(--no-gradient-accumulation-fusion)
 }
 
 # --- Data -----------------------------------------------------------------------------------------

@@ -121,9 +121,9 @@ def test_a_dry_run_needs_no_environment_and_makes_none(tmp_path: Path) -> None:
     assert not (folder / ".venv").exists()
 
 
-def copy_of_the_scripts(tmp_path: Path) -> Path:
+def copy_of_the_scripts(tmp_path: Path, model: str = "llama3") -> Path:
     folder = tmp_path / "clone"
-    for name in ("common.sh", "train.sh", "llama3/run.sh", "llama3/model.env"):
+    for name in ("common.sh", "train.sh", f"{model}/run.sh", f"{model}/model.env"):
         name = f"examples/{name}"
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((REPO / name).read_bytes())
@@ -156,6 +156,44 @@ def test_bad_input_is_explained(
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_bert_is_refused_before_a_release_without_it_is_installed(tmp_path: Path) -> None:
+    folder = copy_of_the_scripts(tmp_path, "bert")
+    done = bash(str(folder / "examples/bert/run.sh"), "--tiny", VIRTUAL_ENV=None)
+    assert done.returncode == 2
+    assert "start again with MEGATRON_CORE=0.17.1 and MEGATRON_LM_PATH=DIR" in done.stderr
+    assert not (folder / ".venv").exists()
+
+
+LOCAL = [
+    "--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("installed", "flags"),
+    [
+        ([], [*LOCAL, "--no-gradient-accumulation-fusion"]),
+        (["transformer_engine"], ["--no-gradient-accumulation-fusion"]),
+        (["fused_weight_gradient_mlp_cuda"], LOCAL),
+        (["transformer_engine", "fused_weight_gradient_mlp_cuda"], []),
+    ],
+)
+def test_kernels_that_a_gpu_lacks_are_switched_off(
+    installed: list[str], flags: list[str], tmp_path: Path
+) -> None:
+    for module in installed:
+        (tmp_path / f"{module}.py").touch()
+    lines = [
+        "HERE=examples/llama3; source examples/train.sh",
+        f"PYTHON={shlex.quote(sys.executable)} DEVICE=cuda EXTRA=()",
+        "choose_kernels",
+        'echo ${KERNELS[@]+"${KERNELS[@]}"}',
+    ]
+    done = bash("-euc", "\n".join(lines), PYTHONPATH=str(tmp_path))
+    assert done.stdout.split() == flags, done.stderr
 
 
 def test_without_a_usable_python_the_remedy_is_named(tmp_path: Path) -> None:

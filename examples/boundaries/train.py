@@ -26,7 +26,7 @@ def train(model, schedule=None, steps=STEPS, seed=None, parallel=None, replicas=
     tensor_ranks = parallel.get("tensor_model_parallel_size", 1)
     ranks = int(os.environ["WORLD_SIZE"]) // tensor_ranks // replicas
     build = megatron_ext.configure(
-        megatron_ext.PipelineConfig(schedule=schedule, **settings),
+        megatron_ext.PipelineConfig(schedule=schedule, **{"device": "cpu", **settings}),
         pipeline_ranks=ranks, num_microbatches=MICROBATCHES, num_layers=LAYERS, seed=seed,
     )  # fmt: skip
     from megatron.core import distributed, parallel_state, pipeline_parallel, tensor_parallel
