@@ -14,12 +14,14 @@ from tests.gpu.processes import CHECKS, why_no_gpu
 ROOT = Path(__file__).parents[1]
 
 
-def run_script(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def run_script(
+    *arguments: str, timeout_s: float = 60, **env: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", str(ROOT / "tests" / "gpu" / "run.sh"), *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHON": sys.executable},
+        env={**os.environ, "PYTHON": sys.executable, **env},
         timeout=timeout_s,
         check=False,
     )
@@ -29,6 +31,16 @@ def test_a_folder_without_wheels_is_an_error(tmp_path: Path) -> None:
     done = run_script("--wheels", str(tmp_path))
     assert done.returncode == 2
     assert f"there is no wheel in {tmp_path}" in done.stderr
+
+
+def test_a_python_that_lacks_what_it_needs_is_named(tmp_path: Path) -> None:
+    bare = tmp_path / "bin" / "python3"
+    bare.parent.mkdir()
+    bare.write_text(f'#!/bin/bash\nexec {sys.executable} -ISc "$2"\n')
+    bare.chmod(0o755)
+    done = run_script(PYTHON="", VIRTUAL_ENV=str(tmp_path))
+    assert done.returncode == 1
+    assert "lacks torch and megatron and pytest and pytest_timeout; activate" in done.stderr
 
 
 @pytest.mark.skipif(why_no_gpu() is None, reason="this machine has a GPU")

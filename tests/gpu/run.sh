@@ -8,17 +8,17 @@
 #                 same checks with little work, so that the first run on a GPU is not their first
 #   --wheels DIR  first installs all wheels of DIR, without dependencies and without an index. Fill it
 #                 where there is one:
-#                     pip download --no-deps -d DIR megatron-core wrapt pytest iniconfig pluggy \
-#                         pybind11 scikit-build-core setuptools-scm vcs-versioning
+#                     pip download --no-deps -d DIR megatron-core wrapt pytest pytest-timeout iniconfig \
+#                         pluggy pygments pybind11 scikit-build-core setuptools-scm vcs-versioning
 #
-# It needs torch with CUDA, pytest and megatron-core; nothing is downloaded. The package is installed
+# It needs torch with CUDA, pytest, pytest-timeout and megatron-core; nothing is downloaded. The package is installed
 # from this tree if its native core is not there yet, which needs pip, a C++ compiler, cmake, ninja
 # and the last four of these wheels. With pytest-xdist, `-n 6` shortens it on 16 cores or more;
 # `-k how_fast` alone then measures bandwidth undisturbed.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-python=${PYTHON:-python3}
+python=${PYTHON:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/}python3}
 export MEGATRON_EXT_REQUIRE_NATIVE=1 MEGATRON_EXT_GPU_CHECKS=cuda
 while (($#)); do
     case $1 in
@@ -36,6 +36,10 @@ while (($#)); do
     esac
 done
 
+"$python" -c 'import importlib.util as found, sys
+absent = " and ".join(name for name in ("torch", "megatron", "pytest", "pytest_timeout") if not found.find_spec(name))
+remedy = "activate an environment with pip install -e .[dev], or name its Python: PYTHON=PATH"
+sys.exit(f"run.sh: {sys.executable} lacks {absent}; {remedy}" if absent else 0)'
 "$python" -c 'import sys; sys.path[:0] = ["."]; from tests.gpu.processes import why_no_gpu as why
 reason = why(); sys.exit(f"run.sh: needs an NVIDIA GPU: {reason}" if reason else 0)'
 if ! "$python" -c 'import megatron_ext.transport._C' 2>/dev/null; then

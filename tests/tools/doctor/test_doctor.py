@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import typing
+from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
 
@@ -177,6 +178,21 @@ def test_a_cuda_build_of_torch_without_a_driver() -> None:
     assert "nvidia-smi" in line
     asked = run_python("-c", _NO_DRIVER, MEGATRON_EXT_DEVICE="cpu")
     assert asked.stdout == "OK   device: cpu, collectives by gloo, as requested\n"
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_kernels_that_megatron_expects_on_cuda(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Namespace(name="cuda", distributed_backend="nccl")
+    monkeypatch.setattr(checks.devices, "current", lambda: device)
+    monkeypatch.setattr(checks, "find_spec", lambda module: object() if installed else None)
+    device_line, *kernels = map(str, checks.check_device())
+    assert device_line.startswith("OK   device: cuda, collectives by nccl")
+    wanted = ["--transformer-impl local --no-persist", "--no-gradient-accumulation-fusion"]
+    for line, flags in zip(kernels, [] if installed else wanted, strict=True):
+        assert line.startswith("WARN")
+        assert flags in line
 
 
 def hosts_found(*names: str) -> dict[str, Diagnosis]:
