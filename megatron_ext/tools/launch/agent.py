@@ -186,6 +186,7 @@ class _Job:
         whys[signal.SIGALRM] = f"the launcher was silent for {self._silence_s:g} s"
         for number, why in whys.items():
             signal.signal(number, lambda *_, why=why: self.stop(why, self._grace_s))
+        signal.signal(signal.SIGCHLD, self._reap)
         threading.Thread(target=self._follow_launcher, daemon=True).start()
 
     def stop(self, why: str, grace_s: float) -> None:
@@ -203,6 +204,13 @@ class _Job:
         for _ in range(5):
             if left := runs.descendants(os.getpid()):  # also orphans, which are adopted
                 runs.end(left, timeout_s=2.0)
+
+    def _reap(self, *_: object) -> None:
+        """Wait for adopted orphans that have ended, which would stay for as long as the job."""
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid != self.child.pid:
+                os.waitpid(ended.si_pid, 0)
 
     def _follow_launcher(self) -> None:
         """Stop the job when the launcher says so, exits or falls silent."""
@@ -385,4 +393,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # the thread that reads standard input would abort the interpreter's own exit

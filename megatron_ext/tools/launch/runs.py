@@ -36,8 +36,6 @@ _MARK = b"\x1emegatron-ext "
 # Environment variables of every process of a run: its id, and the rank of its host.
 RUN_ID = "MEGATRON_EXT_RUN_ID"
 NODE = "MEGATRON_EXT_NODE"
-# Start times count from the start of the system, which clocks correct by a second.
-_SAME_START_S = 2.0
 
 
 def encode(message: Json) -> bytes:
@@ -98,7 +96,15 @@ def load(run_id: str, name: str) -> Json | None:
 
 def record() -> Json:
     """Return what identifies this process whatever happens to its id later, as JSON can hold it."""
-    return {"pid": os.getpid(), "start": Process().create_time()}
+    return {"pid": os.getpid(), "start": _start(os.getpid())}
+
+
+def _start(pid: int) -> str:
+    """Return when a process started: the system's boot, and its ticks since then."""
+    # Not psutil's create_time(), which moves when the clock of the host is set.
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    ticks = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    return f"{boot} {ticks}"
 
 
 def recorded(path: Path) -> Process | None:
@@ -106,7 +112,7 @@ def recorded(path: Path) -> Process | None:
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
         process = Process(int(entry["pid"]))
-        same = abs(process.create_time() - float(entry["start"])) < _SAME_START_S
+        same = entry["start"] == _start(process.pid)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, psutil.Error):
         return None
     return process if same and _alive(process) else None

@@ -8,8 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -117,13 +120,11 @@ def test_a_rank_whose_torchrun_is_gone_ends_itself() -> None:
     assert (orphan.returncode, orphan.stdout) == (-9, b"")
 
 
-@pytest.mark.parametrize("why", ["the launcher was silent for 1 s", "the launcher exited"])
-def test_an_agent_that_hears_nothing_stops_its_job(why: str, tmp_path: Path) -> None:
-    saving = "trap 'echo TERM' TERM; echo runs; while :; do sleep 0.1; done"
-    words, host = ("bash", "-c", saving), Host("localhost", slots=1)
-    plan = JobPlan("r1", (host,), words, "/", sys.executable, per_node=True)
-    plan = replace(plan, grace_s=2.5, silence_s=1.0, env={"PATH": os.environ["PATH"]})
-    request = replace(plan, log_root=str(tmp_path)).request(0)
+@contextmanager
+def agent_of(words: tuple[str, ...], logs: Path, **plan: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield an agent that runs a command; its standard input stays open."""
+    job = JobPlan("r1", (Host("localhost", slots=1),), words, "/", sys.executable, per_node=True)
+    job = replace(job, env={"PATH": os.environ["PATH"]}, log_root=str(logs), **plan)
     with subprocess.Popen(
         [sys.executable, "-m", "megatron_ext.tools.launch.agent"],
         stdin=subprocess.PIPE,
@@ -131,30 +132,62 @@ def test_an_agent_that_hears_nothing_stops_its_job(why: str, tmp_path: Path) -> 
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
     ) as agent:
         assert agent.stdin is not None
-        assert agent.stdout is not None
         start = {"op": "start", "argv": words}
-        agent.stdin.write(runs.encode(request) + runs.encode(start))
-        agent.stdin.flush()  # and stays open
-        messages = filter(None, map(runs.decode, agent.stdout))
+        agent.stdin.write(runs.encode(job.request(0)) + runs.encode(start))
+        agent.stdin.flush()
+        yield agent
+
+
+def messages_of(agent: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+    assert agent.stdout is not None
+    return filter(None, map(runs.decode, agent.stdout))
+
+
+@pytest.mark.parametrize("why", ["the launcher was silent for 1 s", "the launcher exited"])
+def test_an_agent_that_hears_nothing_stops_its_job(why: str, tmp_path: Path) -> None:
+    saving = "trap 'echo TERM' TERM; echo runs; while :; do sleep 0.1; done"
+    with agent_of(("bash", "-c", saving), tmp_path, grace_s=2.5, silence_s=1.0) as agent:
+        messages = messages_of(agent)
         text = next(message["text"] for message in messages if message["kind"] == "log")
         if why == "the launcher exited":
+            assert agent.stdin is not None
             agent.stdin.close()
         *rest, last = messages
+        assert agent.wait(30) == 0, "its end must not meet the thread that reads"
     assert (last["kind"], last["stopped"], last["code"]) == ("ended", why, -9)
     text += "".join(message["text"] for message in rest if message["kind"] == "log")
     assert text.startswith("runs\n")
     assert text.count("TERM") == 1, "a second one, within the grace, would disturb what it saves"
 
 
-def test_a_record_is_of_one_process_and_not_of_its_id(tmp_path: Path) -> None:
+def test_an_agent_leaves_no_zombies_of_orphans_while_its_job_runs(tmp_path: Path) -> None:
+    code = (
+        "import os, psutil, subprocess, time\n"
+        "for _ in range(5): subprocess.run(['sh', '-c', 'sleep 0.1 &'])\n"
+        "time.sleep(1)\n"
+        "agent = psutil.Process(os.getppid())\n"
+        "print([child.status() for child in agent.children() if child.pid != os.getpid()])"
+    )
+    with agent_of((sys.executable, "-c", code), tmp_path) as agent:
+        found = list(messages_of(agent))
+    assert [message["text"] for message in found if message["kind"] == "log"] == ["[]\n"]
+    assert found[-1]["code"] == 0
+
+
+def test_a_record_is_of_one_process_and_not_of_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record, file = runs.record(), tmp_path / "agent.json"
+    # As where the clock of the host was set since.
+    monkeypatch.setattr(psutil.Process, "create_time", lambda _: 0.0)
     file.write_text(json.dumps(record))
-    assert runs.recorded(file) == psutil.Process()
-    file.write_text(json.dumps({**record, "start": record["start"] - 60}))
+    found = runs.recorded(file)
+    assert found is not None
+    assert found.pid == os.getpid()
+    file.write_text(json.dumps({**record, "start": record["start"] + "0"}))
     assert runs.recorded(file) is None, "the id was used again"
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
-        start = psutil.Process(child.pid).create_time()
-        file.write_text(json.dumps({"pid": child.pid, "start": start}))
+        file.write_text(json.dumps({"pid": child.pid, "start": runs._start(child.pid)}))
     assert runs.recorded(file) is None, "it has ended"
     file.write_text("{}")
     assert runs.recorded(file) is None
