@@ -2,7 +2,8 @@
 
 A thread of each rank checks whether the training thread makes progress. If it does not for the
 time-out, the rank raises an alarm in the job's store. All ranks then publish their state there, and
-end with the verdict of the one that follows the waits.
+end with the verdict of the one that follows the waits. Calls of the store have no time-out, so
+another thread ends the rank if the store is silent.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class Watchdog:
     def __init__(self, now: Callable[[], RankState], timeout_s: float) -> None:
         self._now, self.timeout_s = now, timeout_s
         self._period_s = min(_ANSWER_S, timeout_s / 4)  # an alarm is raised in time, and seen soon
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
         self._verdict: Verdict | None = None
 
@@ -159,7 +160,7 @@ class Watchdog:
 
         Call it when the process groups exist.
         """
-        if self._thread is not None:
+        if self._threads:
             return
         import torch.distributed as dist
 
@@ -177,23 +178,34 @@ class Watchdog:
         self._is_main = threading.current_thread() is threading.main_thread()
         if self._is_main:
             self._old_handler = signal.signal(_SIGNAL, self._raise)
-        self._thread = threading.Thread(
-            target=self._watch,
-            args=(store, rank, num_ranks),
-            name="megatron_ext watchdog",
-            daemon=True,
-        )
-        self._thread.start()
+        for target, args in ((self._watch, (store, rank, num_ranks)), (self._watch_alone, (rank,))):
+            thread = threading.Thread(target=target, args=args, name="watchdog", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
-        if self._thread is None or self._thread is threading.current_thread():
+        """End the threads."""
+        if not self._threads or threading.current_thread() in self._threads:
             return  # a thread cannot await itself
         self._stop.set()
-        self._thread.join(2 * _ANSWER_S)
-        self._thread = None
+        for thread in self._threads:
+            thread.join(2 * _ANSWER_S)
+        self._threads.clear()
         if self._is_main and threading.current_thread() is threading.main_thread():
             signal.signal(_SIGNAL, self._old_handler or signal.SIG_DFL)
+
+    def _watch_alone(self, rank: int) -> None:
+        """End this rank if it is stuck and the store does not answer the other thread."""
+        # Of which time for the others' states, and for the verdict of another rank.
+        limit_s = self.timeout_s + 2 * self._period_s + 4 * _ANSWER_S
+        while not self._stop.wait(self._period_s):
+            now = self._now()
+            lasting = now.what != OUTSIDE and time.monotonic() - now.since_s >= limit_s
+            if lasting and self._verdict is None:
+                state = self._state(rank)
+                self._verdict = Verdict(f"{state}; the job's store does not answer", (rank,))
+                self._end(rank)
+                return
 
     def _watch(self, store: Any, rank: int, num_ranks: int) -> None:
         """Check the training thread periodically, and the alarm of the others."""

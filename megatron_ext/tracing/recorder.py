@@ -74,6 +74,10 @@ class HostClock:
         """Return this moment."""
         return time.monotonic_ns()
 
+    def has_passed(self, _stamp: int, _timeout_s: float) -> bool:
+        """Return True: no moment is to come."""
+        return True
+
     def resolve(self, stamps: list[int]) -> list[int]:
         """Return the nanoseconds of moments."""
         return stamps
@@ -96,6 +100,15 @@ class DeviceClock:
         event = self._device.timing_event()
         event.record()
         return event
+
+    def has_passed(self, stamp: Any, timeout_s: float) -> bool:
+        """Return whether the device reaches a mark within a time."""
+        until = time.monotonic() + timeout_s
+        while not stamp.query():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.01)
+        return True
 
     def resolve(self, stamps: list[Any]) -> list[int]:
         """Wait for all marks; return their nanoseconds on the clock of the host."""
@@ -164,13 +177,19 @@ class Recorder:
             return
         self._kept.append((name, begin, self._clock.stamp() if end is None else end, attributes))
 
-    def end_iteration(self) -> None:
-        """Write the iteration that runs, if one is traced."""
+    def end_iteration(self, timeout_s: float | None = None) -> None:
+        """Write the iteration that runs, if one is traced.
+
+        With a time-out it is left out if the device has not finished it by then.
+        """
         if not self.active:
             return
         self.active = False  # also if the device has failed, which would fail again at exit
         end = self._clock.stamp()  # before our own work below
         kept, self._kept = self._kept, []
+        if timeout_s is not None and not self._clock.has_passed(end, timeout_s):
+            self.notes.clear()
+            return
         begins = self._clock.resolve([begin for _, begin, _, _ in kept])
         *ends, end_ns = self._clock.resolve([*(until for _, _, until, _ in kept), end])
         events = [

@@ -56,6 +56,7 @@ _OFFLOADING = "cpu_offloading", "fine_grained_activation_offloading"
 """Settings of a model whose activations leave the device."""
 _CAUSES = {"D": "leader", "C": "credit"}
 """By kind of message: the cause of a wait for it, where that is no input."""
+_STUCK_S = 5.0
 _COLLECTIVES = {"reduce": "the reduction of gradients", "optimizer": "the optimizer step"}
 
 
@@ -118,12 +119,12 @@ class Session(Observer):
         """Collectives under way, one inside the other."""
 
     def close(self) -> None:
-        """End the thread of the watchdog and the file of the recorder."""
-        if self.watchdog is not None:
-            self.watchdog.stop()
+        """End the file of the recorder and the threads of the watchdog."""
         if self.recorder is not None:
             self.end_iteration()
             self.recorder.close()
+        if self.watchdog is not None:
+            self.watchdog.stop()
 
     # Training steps.
 
@@ -158,7 +159,8 @@ class Session(Observer):
                     stages = [sum(slices.values()) for slices in self._activation_bytes.values()]
                     recorder.notes["activation_bytes"] = sum(stages) // len(stages)
                 self._now("waits until its device has finished the step")
-                recorder.end_iteration()
+                # The error may be that the device never ends: waiting for it would hide that.
+                recorder.end_iteration(_STUCK_S if failed else None)
         finally:
             self._report(OUTSIDE)  # not watched, but published if another rank raises an alarm
 

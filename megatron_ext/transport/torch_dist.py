@@ -6,9 +6,10 @@ schedules only. A wait that times out breaks the group for good.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _MAX_DIMS = 7
 # Prefix of the keys in the store under which ranks publish why they abort.
 _ABORTED = "megatron_ext/aborted"
+_STORE_S = 5.0
 
 # The message kinds of this wire.
 _KINDS: tuple[MessageKind, ...] = ("F", "B", "P", "G")
@@ -190,8 +192,7 @@ class TorchTransport:
 
     def abort(self, reason: str) -> None:
         """Drop all operations. Peers learn the reason when this process exits, or time out."""
-        with suppress(RuntimeError, ValueError):  # the store may have gone with its process
-            _store().set(f"{_ABORTED}/{self._me}", reason)
+        _in_time(lambda: _store().set(f"{_ABORTED}/{self._me}", reason))
         self._drop()
 
     def _drop(self) -> None:
@@ -336,9 +337,22 @@ def _store() -> Any:
 
 def _reason(peer: int, error: Exception) -> str:
     """Return the reason that a peer gave when it aborted, else the error of torch.distributed."""
-    text = str(error)
     key = f"{_ABORTED}/{peer}"
-    with suppress(RuntimeError, ValueError):
-        if _store().check([key]):
-            text = f"it aborted: {_store().get(key).decode()}"
+    reason = _in_time(lambda: _store().get(key).decode() if _store().check([key]) else None)
+    text = str(error) if reason is None else f"it aborted: {reason}"
     return text.partition("\n")[0]
+
+
+def _in_time(ask: Callable[[], Any]) -> Any:
+    """Return what the store answers; None if it has gone with its process, or is silent."""
+    answers = []
+
+    def run() -> None:
+        with suppress(RuntimeError, ValueError):
+            answers.append(ask())
+
+    # Calls of the store have no time-out: they last for as long as its process is stopped.
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(_STORE_S)
+    return answers[0] if answers else None

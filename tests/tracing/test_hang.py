@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -139,12 +140,29 @@ def test_a_thread_beside_the_main_one_is_watched() -> None:
     assert "rank 0 holds the job up" in run.logs[0]
 
 
+def stuck_beside_a_store_that_is_stopped() -> None:
+    torch.distributed.init_process_group("gloo")
+    silent: Any = SimpleNamespace(set_timeout=lambda _: None)
+    silent.set = silent.check = lambda *_: time.sleep(60)
+    hang._connected_again = lambda _: silent  # this process is a rank and ends
+    hang._ANSWER_S = 0.1
+    hang.Watchdog(lambda: RankState(-1, "runs 0F0"), 0.4).start()
+    time.sleep(60)
+
+
+def test_a_store_that_does_not_answer_does_not_hold_the_watchdog_up() -> None:
+    run = start_ranks(1, stuck_beside_a_store_that_is_stopped, timeout_s=60)
+    assert run.exit_codes == [1], run.describe()
+    assert "rank 0 holds the job up: rank 0 runs 0F0" in run.logs[0]
+    assert "the job's store does not answer" in run.logs[0]
+
+
 def test_steps_end_for_the_watchdog_when_their_trace_has_been_read_from_the_device() -> None:
     session, seen = Session(Namespace(job=None)), []  # type: ignore[arg-type]
     session.recorder = Recorder(lambda: (Path(), None))  # type: ignore[arg-type, return-value]
     session._report("runs 0F0")
     session.recorder.active = True
-    session.recorder.end_iteration = lambda: seen.append(session.state.what)  # type: ignore[method-assign]
+    session.recorder.end_iteration = lambda _: seen.append(session.state.what)  # type: ignore[method-assign]
     session.end_iteration()
     assert seen == ["waits until its device has finished the step"]
     assert session.state.what == OUTSIDE

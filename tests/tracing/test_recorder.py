@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -162,6 +163,28 @@ def test_a_device_that_failed_hides_no_error(tmp_path: Path) -> None:
     session.close()
     [events] = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     assert [event["name"] for event in events if event["ph"] == "X"] == []
+
+
+def test_a_device_that_is_stuck_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = SimpleNamespace(record=lambda: None, query=lambda: False)
+    synchronized = iter([None])  # at the begin of the step; then it would wait forever
+    device = SimpleNamespace(timing_event=lambda: event, synchronize=lambda: next(synchronized))
+    use(make_pipeline("1f1b", 2, 2))
+    monkeypatch.setattr("megatron_ext.tracing.session._STUCK_S", 0.1)
+    session = Session(active.required())
+    session.recorder = Recorder(lambda: (tmp_path, HEADER), DeviceClock(device))  # type: ignore[arg-type]
+    active.required().observers.append(session)
+
+    def schedule(**_: object) -> None:
+        session.begin_action(Action(0, "F", 0))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        trace._in_steps(lambda: schedule, None, (), {})(num_microbatches=2)
+    session.close()
+    assert iterations(tmp_path) == []
 
 
 def test_a_step_that_ends_in_an_action_has_failed(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_ext.errors import TransportError
 from megatron_ext.message import Message
+from megatron_ext.transport import torch_dist
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.torch_dist import TorchTransport
 from tests.ranks import run_ranks, start_ranks
@@ -60,6 +63,15 @@ def test_the_reason_of_a_peer_that_aborted() -> None:
     ended = start_ranks(2, _gone)
     assert ended.values[0], ended.describe()
     assert ended.values[0].endswith("it aborted: stage 1, micro-batch 0: too long")
+
+
+def test_a_store_that_does_not_answer_does_not_hide_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silent = SimpleNamespace(check=lambda _: time.sleep(60))
+    monkeypatch.setattr(torch_dist, "_store", lambda: silent)
+    monkeypatch.setattr(torch_dist, "_STORE_S", 0.1)
+    assert torch_dist._reason(1, RuntimeError("Timed out\nand where")) == "Timed out"
 
 
 def _any_order() -> int:
