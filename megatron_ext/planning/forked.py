@@ -6,14 +6,17 @@ The caller chooses the process of each call, which the pools of the standard lib
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import signal
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from typing import Any
 
 from megatron_ext.errors import MegatronExtError
+from megatron_ext.upstream import parent
 
 
 class Caller:
@@ -39,7 +42,9 @@ class _ForkedCaller(Caller):
         fork = multiprocessing.get_context("fork")
         self.pipe, theirs = fork.Pipe()
         pipes.append(self.pipe)
-        self._process = fork.Process(target=_serve, args=(function, theirs, pipes), daemon=True)
+        self._process = fork.Process(
+            target=_serve, args=(os.getpid(), function, theirs, pipes), daemon=True
+        )
         self._process.start()
         theirs.close()
 
@@ -94,8 +99,10 @@ def ended(busy: Collection[Caller]) -> list[Caller]:
     return [forked[pipe] for pipe in connection.wait(forked)] if forked else [*busy]
 
 
-def _serve(function: Callable[..., Any], pipe: Any, inherited: list[Any]) -> None:
+def _serve(caller_pid: int, function: Callable[..., Any], pipe: Any, inherited: list[Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends us
+    if sys.platform == "linux":
+        parent.die_with_parent(caller_pid)  # a call may take minutes
     for end in inherited:  # else a parent that was killed would leave all of us waiting
         end.close()
     with suppress(EOFError, OSError):

@@ -200,6 +200,8 @@ def _too_large(job: Question, found: Found) -> Found:
         raise ArgumentsError(_what_would_fit(job))
     # A forecast of given sizes, which recipes make fit by what the planner does not search.
     found = search(replace(job, device=_without_limit(job.device)), keep=1)
+    if not found.is_complete:
+        raise KeyboardInterrupt
     if not found.plans:
         raise ArgumentsError(_what_would_fit(job))
     most = max(found.plans[0].memory_gib)

@@ -73,11 +73,15 @@ def test_ctrl_c_is_left_to_the_parent() -> None:
 
 
 def test_processes_end_with_a_parent_that_is_killed() -> None:
+    """Also within a call."""
     code = (
         "import os, time; from megatron_ext.planning.forked import callers\n"
-        "with callers(os.getpid, 3) as all_of_them:\n"
-        "    [caller.begin() for caller in all_of_them]\n"
-        "    print(*(caller.result() for caller in all_of_them), flush=True)\n"
+        "def call(sleep_s): time.sleep(sleep_s); return os.getpid()\n"
+        "with callers(call, 3) as all_of_them:\n"
+        "    [caller.begin(0) for caller in all_of_them]\n"
+        "    pids = [caller.result() for caller in all_of_them]\n"
+        "    all_of_them[0].begin(60)\n"
+        "    print(*pids, flush=True)\n"
         "    time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

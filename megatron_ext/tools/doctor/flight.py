@@ -340,7 +340,10 @@ def nearest(job: Question, own: Layout) -> tuple[str, Layout | None]:
     def try_out(words: str, other: Question, kept: dict[str, Any]) -> None:
         with suppress(ArgumentsError):  # nothing divides
             # The best alone: each change is a search of its own, and the user waits for eight.
-            plans = search(replace(other, fixed=kept), keep=1).plans
+            best = search(replace(other, fixed=kept), keep=1)
+            if not best.is_complete:
+                raise KeyboardInterrupt  # it stops a search, and is for all
+            plans = best.plans
             if plans and (max(own.memory_gib) > limit or plans[0].step_s < own.step_s):
                 found.append((words, plans[0]))
 

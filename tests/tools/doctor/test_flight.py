@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
 import pytest
 
 from megatron_ext.planning.hardware import parse_devices
+from megatron_ext.tools.doctor import flight as flight_checks
 from megatron_ext.tools.doctor.flight import Diagnosis, check_training
 from tests.config.test_schedule_flags import outcomes
 from tests.ranks import require_training, run_ranks
@@ -103,6 +105,19 @@ def test_findings(name: str) -> None:
         after = flight(f"{flags} {remedy}")
         assert "memory" in after
         assert "FAIL" not in {each.level for each in after.values()}
+
+
+def test_ctrl_c_within_a_search_ends_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = flight_checks.search
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        found = search(*args, **kwargs)
+        found.is_complete = False  # as after Ctrl-C, with the best so far
+        return found
+
+    monkeypatch.setattr(flight_checks, "search", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        flight(DEVICE)
 
 
 def test_experts_and_reductions_on_many_devices() -> None:
