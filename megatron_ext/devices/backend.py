@@ -54,6 +54,10 @@ class Device(ABC):
     environment: Mapping[str, tuple[str, str]] = {}
     """Environment variable -> (value, reason), set at arming unless the user has set it."""
 
+    kernels: Mapping[str, tuple[str, str]] = {}
+    """Package whose kernels upstream takes unless flags say otherwise -> (its module, the remedy
+    without it)."""
+
     argument_defaults: Mapping[str, tuple[object, str]] = {}
     """Upstream argument (dest) -> (value, reason). Becomes the parser's default. An explicit flag
     with another value is refused with the reason, or taken if there is none, except

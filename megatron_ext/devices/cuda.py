@@ -13,11 +13,27 @@ if TYPE_CHECKING:
     from megatron_ext.devices.sharing import Sharing
 
 
+_KERNELS = {
+    "Transformer Engine": (
+        "transformer_engine",
+        (
+            "add --transformer-impl local --no-persist-layer-norm --no-rope-fusion "
+            "--no-masked-softmax-fusion, or pip install 'transformer-engine[pytorch]'"
+        ),
+    ),
+    "Apex": (
+        "fused_weight_gradient_mlp_cuda",
+        "add --no-gradient-accumulation-fusion, or build NVIDIA's Apex with its extensions",
+    ),
+}
+
+
 class CudaDevice(Device):
     """The `cuda` backend with NCCL collectives."""
 
     name = "cuda"
     distributed_backend = "nccl"
+    kernels = _KERNELS
 
     def missing(self) -> str | None:
         """Check for a CUDA build of torch and at least one visible GPU."""

@@ -33,20 +33,6 @@ if TYPE_CHECKING:
 
 _MIN_LOCKED_BYTES = 1 << 30
 _GIB = 1 << 30
-_KERNELS = {
-    "Transformer Engine": (
-        "transformer_engine",
-        (
-            "add --transformer-impl local --no-persist-layer-norm --no-rope-fusion "
-            "--no-masked-softmax-fusion, or pip install 'transformer-engine[pytorch]'"
-        ),
-    ),
-    "Apex": (
-        "fused_weight_gradient_mlp_cuda",
-        "add --no-gradient-accumulation-fusion, or build NVIDIA's Apex with its extensions",
-    ),
-}
-"""Package with kernels that Megatron takes by default -> its module, and the remedy without it."""
 
 
 def check_versions() -> Iterator[Diagnosis]:
@@ -169,12 +155,9 @@ def check_device() -> Iterator[Diagnosis]:
     shown = f"{device.name}, collectives by {device.distributed_backend}"
     if device.name != "cpu":
         yield Diagnosis("OK", "device", f"{shown}, {count} devices")
-        if device.name == "cuda":  # other devices set these flags themselves
-            yield from (
-                Diagnosis("WARN", name, "not installed, and Megatron expects it", remedy)
-                for name, (module, remedy) in _KERNELS.items()
-                if find_spec(module) is None
-            )
+        for name, (module, remedy) in device.kernels.items():
+            if find_spec(module) is None:
+                yield Diagnosis("WARN", name, "not installed, and Megatron expects it", remedy)
     elif devices.requested() != "auto":
         yield Diagnosis("OK", "device", f"{shown}, as requested")
     elif (reason := why_idle()) is not None:

@@ -7,13 +7,13 @@ import os
 import resource
 import sys
 import typing
-from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.config.pipeline_config import DynamicOrder
+from megatron_ext.devices.cuda import CudaDevice
 from megatron_ext.tools.doctor import checks
 from megatron_ext.tools.doctor.checks import check_hosts
 from megatron_ext.tools.doctor.flight import Diagnosis, arena_bytes, check_training
@@ -184,8 +184,7 @@ def test_a_cuda_build_of_torch_without_a_driver() -> None:
 def test_kernels_that_megatron_expects_on_cuda(
     installed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = Namespace(name="cuda", distributed_backend="nccl")
-    monkeypatch.setattr(checks.devices, "current", lambda: device)
+    monkeypatch.setattr(checks.devices, "current", CudaDevice)
     monkeypatch.setattr(checks, "find_spec", lambda module: object() if installed else None)
     device_line, *kernels = map(str, checks.check_device())
     assert device_line.startswith("OK   device: cuda, collectives by nccl")
