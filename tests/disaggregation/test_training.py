@@ -67,9 +67,7 @@ EXPERT_BIAS = (
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
     "--moe-router-bias-update-rate 0.1 "
 )
-TOP4 = EXPERT_BIAS.replace("0.1", "0") + (
-    "--num-experts 8 --moe-router-topk 4 --swiglu --disable-bias-linear "
-)
+TOP4 = "--num-experts 8 --moe-router-topk 4 "
 MTP = "--mtp-num-layers 1 --position-embedding-type rope "
 ETP1 = "--expert-tensor-parallel-size 1 "
 RECOMPUTE_MOE = "--recompute-granularity selective --recompute-modules moe "
@@ -96,10 +94,7 @@ slow = pytest.mark.slow
         (2, 2, 1, DROPOUT + BF16),
         (1, 1, 2, DROPOUT + EP2 + SHARDED),
         (1, 2, 1, DROPOUT + MTP),
-        (1, 2, 1, GPT + MOE_LAYERS + EXPERT_BIAS),
-        (1, 2, 1, GPT + TOP4),
-        pytest.param(1, 2, 1, GPT + TOP4 + RECOMPUTE, marks=slow),
-        pytest.param(1, 2, 1, GPT + TOP4 + RECOMPUTE_MOE, marks=slow),
+        (1, 2, 1, GPT + MOE_LAYERS + EXPERT_BIAS + TOP4),
         pytest.param(1, 2, 2, GPT + EP2 + BF16 + EXPERT_BIAS, marks=slow),
         pytest.param(2, 2, 2, GPT + EP2 + ETP1 + SHARDED, marks=slow),
         pytest.param(4, 1, 1, DROPOUT, marks=slow),
@@ -111,6 +106,8 @@ slow = pytest.mark.slow
         (1, 2, 1, ROUTED + MOE_LAYERS),
         pytest.param(1, 2, 1, JITTER + MOE_LAYERS, marks=slow),
         (1, 2, 1, GPT + MTP + "--pipeline-model-parallel-layout Ettttm|L "),
+        pytest.param(1, 2, 1, GPT + MOE_LAYERS + TOP4 + RECOMPUTE, marks=slow),
+        pytest.param(1, 2, 1, GPT + MOE_LAYERS + TOP4 + RECOMPUTE_MOE, marks=slow),
     ],
 )
 def test_equal_to_half_the_replicas(tp: int, pp: int, dp: int, flags: str) -> None:
