@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -151,6 +154,14 @@ def test_fetch_without_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         upstream.fetch(tmp_path / "tree")
 
 
+def test_files_of_a_tag_may_have_another_patch_level(tmp_path: Path) -> None:
+    major, minor = map(int, releases.reference().tag.partition("_v")[2].split(".")[:2])
+    assert upstream.tree_status(_make_tree(tmp_path / "right", (major, minor, 77))).problems == []
+    other = _make_tree(tmp_path / "wrong", (major, minor + 1, 0))
+    [problem] = upstream.tree_status(other).problems
+    assert problem.startswith(f"version is {major}.{minor + 1}.0, expected core_v")
+
+
 def test_the_pinned_tree_is_the_pin(megatron_lm_path: Path) -> None:
     assert upstream.tree_status(megatron_lm_path).problems == []
 
@@ -159,3 +170,25 @@ def test_the_installed_core_is_found() -> None:
     core = releases.installed_core()
     assert core is not None
     assert (core / "package_info.py").is_file()
+
+
+@pytest.mark.parametrize("editable", [True, False])
+def test_a_core_that_is_installed_from_its_tree_is_found_there(
+    editable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such an installation has no files in site-packages, but a finder."""
+    tree = _make_tree(tmp_path / "a tree", (0, 19, 7))
+    (tree / "megatron" / "core" / "__init__.py").touch()
+    about = json.dumps({"url": tree.as_uri(), "dir_info": {"editable": editable}})
+    distribution = SimpleNamespace(
+        locate_file=lambda name: tmp_path / "site-packages" / name, read_text=lambda _: about
+    )
+    monkeypatch.setattr(releases.metadata, "distribution", lambda _: distribution)
+    monkeypatch.delitem(sys.modules, "megatron.core.package_info", raising=False)
+    releases.installed_core.cache_clear()
+    try:
+        assert releases.installed_core() == (tree / "megatron" / "core" if editable else None)
+        if editable:
+            assert releases.core_version() == "0.19.7"
+    finally:
+        releases.installed_core.cache_clear()

@@ -7,12 +7,16 @@ fingerprints are compared, and what is refused before anything starts.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from megatron_ext.errors import UpstreamMismatch, UserError
 
@@ -66,17 +70,17 @@ def written_version(core: Path) -> str | None:
 
 @lru_cache(maxsize=1)
 def installed_core() -> Path | None:
-    """Return the `megatron/core` directory of the installed distribution, or None.
-
-    None also for an editable installation of `megatron-core` from a tree: Python's own search finds
-    it then.
-    """
+    """Return the `megatron/core` directory of the installed distribution, or None."""
     try:
         distribution = metadata.distribution("megatron-core")
     except metadata.PackageNotFoundError:
         return None
     core = Path(str(distribution.locate_file("megatron/core")))
-    return core if (core / "__init__.py").is_file() else None
+    about = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if not core.is_dir() and about.get("dir_info", {}).get("editable"):
+        # `pip install -e` of a tree leaves a finder in place of the files.
+        core = Path(url2pathname(urlsplit(about["url"]).path)) / "megatron" / "core"
+    return core if os.access(core / "__init__.py", os.R_OK) else None
 
 
 def core_version() -> str | None:
@@ -118,7 +122,7 @@ def is_newer_than_known(release: Release | None) -> bool:
 def has_training() -> bool:
     """Return whether the installed wheel contains `megatron.training`."""
     core = installed_core()
-    return core is not None and (core.parent / "training" / "__init__.py").is_file()
+    return core is not None and os.access(core.parent / "training" / "__init__.py", os.R_OK)
 
 
 def oldest_python(release: Release) -> tuple[int, int]:
@@ -139,7 +143,8 @@ def check_core() -> None:
     # NVIDIA's `megatron` is a namespace, without such a file; the package index has another project
     # of the name.
     files = (Path(entry or ".") / "megatron" / "__init__.py" for entry in sys.path)
-    package = next((file.resolve() for file in files if file.is_file()), None)
+    # Not Path.is_file(), which raises for what lies below a folder that may not be entered.
+    package = next((file.resolve() for file in files if os.access(file, os.R_OK)), None)
     if package is not None:
         raise UserError(
             f"{package} belongs to the package `megatron` of the package index, which is not "

@@ -46,14 +46,16 @@ class TreeStatus(NamedTuple):
 
 def cache_dir() -> Path:
     """Return where `fetch` puts the tree: below `XDG_CACHE_HOME`, by default `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises for an unknown user
+    base = os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
     return Path(base) / "megatron_ext" / f"Megatron-LM-{releases.reference().tag}"
 
 
 def is_tree(path: Path) -> bool:
     """Return whether a directory is a Megatron-LM source tree; site-packages has no scripts."""
     training = path / "megatron" / "training" / "__init__.py"
-    return training.is_file() and (path / "pretrain_gpt.py").is_file()
+    # Not Path.is_file(), which raises for what lies below a folder that may not be entered.
+    return os.access(training, os.R_OK) and os.access(path / "pretrain_gpt.py", os.R_OK)
 
 
 def find_tree() -> Path | None:
@@ -155,7 +157,8 @@ def tree_status(tree: Path) -> TreeStatus:
     """Compare version, commit and Python files of a tree with the reference."""
     _, tag, expected = releases.reference()
     version, commit, problems = tree_version(tree), _git(tree, "rev-parse", "HEAD"), []
-    if tag != f"core_v{version}":
+    # The files of core_v0.19.0 have 0.19.1 as their version.
+    if commit is None and releases.parse_release(version) != releases.parse_release(tag[6:]):
         problems.append(f"version is {version}, expected {tag}")
     if commit is not None:
         if commit != expected:

@@ -58,7 +58,8 @@ def runs_root() -> Path:
     named = os.environ.get("MEGATRON_EXT_RUNS")
     if named:
         return Path(named).expanduser().absolute()
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises for an unknown user
+    state = os.environ.get("XDG_STATE_HOME") or f"{home}/.local/state"
     return Path(state) / "megatron_ext" / "runs"
 
 
