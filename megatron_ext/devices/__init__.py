@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -173,15 +173,15 @@ VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES")
 """Environment variables that restrict a process to some devices, by number."""
 
 
-def count_devices(directory: Path = Path("/dev")) -> int:
+def count_devices(directory: Path = Path("/dev"), environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of accelerators that the drivers show, or that the environment allows.
 
     It does without torch, for commands that only plan.
     """
     # The environment first: the drivers show also devices that this job must not use.
-    if os.environ.get(_VARIABLE) == "cpu":
+    if environ.get(_VARIABLE) == "cpu":
         return 0
-    visible = [os.environ[name].split(",") for name in VISIBLE_DEVICES if name in os.environ]
+    visible = [environ[name].split(",") for name in VISIBLE_DEVICES if name in environ]
     if visible:  # users hide all by nothing or -1, Slurm by NoDevFiles
         return max(sum(one not in ("", "-1", "NoDevFiles") for one in each) for each in visible)
     node = re.compile(r"nvidia\d+|mtgpu\.\d+")

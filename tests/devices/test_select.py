@@ -106,6 +106,7 @@ def test_devices_that_the_environment_hides_do_not_count(
         (tmp_path / name).touch()
     for name in devices.VISIBLE_DEVICES:
         monkeypatch.delenv(name, raising=False)
+    assert devices.count_devices(tmp_path, visible) == count
     for name, value in visible.items():
         monkeypatch.setenv(name, value)
     assert devices.count_devices(tmp_path) == count

@@ -120,9 +120,9 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         say(f"inside of Slurm's job {os.environ['SLURM_JOB_ID']}: --slurm submits no other")
     # Agents get no flags; by the variable they too count no devices.
     on_cpu = {"MEGATRON_EXT_DEVICE": "cpu"} if requested(command) == "cpu" else {}
-    devices = 0 if on_cpu else count_devices()
+    devices = 0 if on_cpu else count_devices(environ={**os.environ, **dict(args.env)})
     flags = [*requested_flags({**os.environ, **dict(args.env)}), *command]
-    hosts, slurm_job = hosts_of(args, args.nproc, devices or Parallel.of(flags).replica_size)
+    hosts, slurm_job = hosts_of(args, args.nproc, devices or Parallel.of(flags).smallest_job)
     if args.per_node:
         hosts = tuple(replace(host, slots=1) for host in hosts)
     run_id = runs.check_run_id(args.run_id) if args.run_id else runs.new_run_id()
@@ -236,7 +236,11 @@ def _with_restarts(
         time.sleep(pause_s)
         # A job never shrinks: fewer replicas would be another batch.
         count, ranks = len(current.hosts), current.world_size
-        hosts = tuple(replace(one, slots=one.slots or current.hosts[0].slots) for one in hosts)
+        counted = {host.number: host.slots for host in current.hosts}
+        hosts = tuple(
+            replace(one, slots=one.slots or counted.get(one.number) or current.hosts[0].slots)
+            for one in hosts
+        )
         # Of all hosts, also of those lost before: one that was rebooted may be back, and one whose
         # network was away may still run its part of the attempt.
         with Agents(replace(current, hosts=hosts)) as agents:

@@ -5,6 +5,7 @@ It computes world size, data-parallel size, batch size and addresses; users do n
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,8 @@ class Parallel:
     context: int
     forward: int
     """Ranks of a stage that run forward passes only, with `--forward-backward-disaggregating`."""
+    experts: int
+    """Ranks that hold all experts once."""
 
     @classmethod
     def of(cls, flags: Sequence[str]) -> Parallel:
@@ -62,12 +65,24 @@ class Parallel:
         forward = tensor * context if "--forward-backward-disaggregating" in flags else 0
         if "--ignore-forward-tensor-parallel" in flags:
             forward = context  # one rank in place of each tensor-parallel group
-        return cls(tensor, pipeline, context, forward)
+        own = "--expert-tensor-parallel-size"
+        shards = tensor if flag_value(flags, own) is None else _size(flags, own)
+        mirrors = flag_value(flags, "--pipeline-schedule") in ("bitpipe", "dualpipe")
+        mirrors = mirrors or "--enable-bitpipe-schedule" in flags
+        stages = -(-pipeline // 2) if mirrors else pipeline
+        experts = shards * _size(flags, "--expert-model-parallel-size") * stages
+        return cls(tensor, pipeline, context, forward, experts)
 
     @property
     def replica_size(self) -> int:
         """Ranks that hold the model once."""
         return (self.tensor * self.context + self.forward) * self.pipeline
+
+    @property
+    def smallest_job(self) -> int:
+        """Ranks of the smallest job: so many replicas that they hold all experts."""
+        dense = self.tensor * self.context * self.pipeline
+        return self.replica_size * math.lcm(dense, self.experts) // dense
 
     def data_parallel(self, world_size: int) -> int:
         """Return the number of model replicas on a number of ranks, which must fit."""
@@ -169,8 +184,12 @@ class JobPlan:
                 )
             samples = plan.num_microbatches * _size(flags, "--micro-batch-size") * data
             added += ["--global-batch-size", str(samples)]
-        needs_addresses = flag_value(flags, "--pipeline-transport") in _BETWEEN_HOSTS
-        if needs_addresses and len(hosts) > 1 and flag_value(flags, "--node-ips") is None:
+        wire = flag_value(flags, "--pipeline-transport")
+        if wire is None and not {"--use-dpp", "--forward-backward-disaggregating"}.isdisjoint(
+            flags
+        ):
+            wire = "auto"  # as `PipelineConfig.wire` is
+        if wire in _BETWEEN_HOSTS and len(hosts) > 1 and flag_value(flags, "--node-ips") is None:
             # One for each host, or for each rank where hosts have different numbers of them.
             is_even = len({host.slots for host in hosts}) == 1
             added.append("--node-ips")

@@ -15,6 +15,7 @@ from megatron_ext.tools.launch.hostfile import parse, read
 from megatron_ext.tools.launch.plan import JobPlan, Parallel, flag_value
 
 TP2_PP3 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3"
+PP4_BITPIPE = "--pipeline-model-parallel-size 4 --enable-bitpipe-schedule"
 HOSTFILES = Path(__file__).parents[3] / "hostfiles"
 
 
@@ -109,22 +110,46 @@ def test_flags_of_the_environment_count() -> None:
     assert "DP 1, forward and backward apart" in plan.summary()
 
 
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("--expert-model-parallel-size 2", 2),
+        ("--pipeline-model-parallel-size 2 --expert-model-parallel-size 4", 8),
+        (f"{TP2_PP3} --expert-model-parallel-size 2", 12),
+        (f"{TP2_PP3} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 6),
+        (f"{PP4_BITPIPE} --expert-model-parallel-size 2", 4),
+        ("--forward-backward-disaggregating --expert-model-parallel-size 2", 4),
+    ],
+)
+def test_the_smallest_job_holds_all_experts(flags: str, ranks: int) -> None:
+    assert Parallel.of(flags.split()).smallest_job == ranks
+
+
 @pytest.mark.parametrize("wrong", ["0", "two", "-1", "\u0662"])
 def test_sizes_that_are_no_numbers(wrong: str) -> None:
     with pytest.raises(LaunchError, match="--tensor-model-parallel-size is"):
         Parallel.of(["--tensor-model-parallel-size", wrong])
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp", "rdma"])
-def test_a_transport_between_hosts_gets_their_addresses(transport: str) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(f"--pipeline-transport {name}" for name in ("auto", "tcp", "rdma")),
+        "--use-dpp",  # which implies auto
+        "--forward-backward-disaggregating",
+    ],
+)
+def test_a_transport_between_hosts_gets_their_addresses(flags: str) -> None:
     text = "a:1 addr=10.0.0.1 rdma=10.1.0.1\nb:1 addr=10.0.0.2"
-    plan = plan_of(text, f"train.py --pipeline-transport {transport}")
+    plan = plan_of(text, f"train.py {flags}")
     assert plan.completed().command[-3:] == (
         "--node-ips",
         "10.1.0.1",
         "10.0.0.2",
     )
-    uneven = plan_of(text.replace("a:1", "a:2"), f"train.py --pipeline-transport {transport}")
+    if "--forward" in flags:
+        return  # three ranks are no such job
+    uneven = plan_of(text.replace("a:1", "a:2"), f"train.py {flags}")
     assert replace(uneven, allow_uneven=True).completed().command[-4:] == (
         "--node-ips", "10.1.0.1", "10.1.0.1", "10.0.0.2",
     )  # fmt: skip
