@@ -217,7 +217,8 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
         given, _ = parser.parse_known_args(_joined(flags))
     except argparse.ArgumentError as error:
         raise ArgumentsError(f"{error}; give a whole number") from error
-    pattern = (given.hybrid_layer_pattern or "").partition("/")[0].replace("|", "")
+    # Behind a slash stand the layers of each depth of multi-token prediction.
+    pattern, *depths = (given.hybrid_layer_pattern or "").replace("|", "").split("/")
     layers = len(pattern) or given.num_layers
     needed = {"--num-layers": layers, "--hidden-size": given.hidden_size}
     needed["--num-attention-heads"] = given.num_attention_heads
@@ -251,7 +252,13 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
     rotary = (given.qk_pos_emb_head_dim or 64) if given.multi_latent_attention else 0
     latent = given.multi_latent_attention
     positions = given.max_position_embeddings or given.seq_length or 0
-    window = int((given.window_size or "0").strip("( )").partition(",")[0])
+    try:  # -1 is a whole window, as none is
+        window = max(0, int((given.window_size or "0").strip("( )").partition(",")[0]))
+    except ValueError:
+        raise ArgumentsError(
+            f"--window-size {given.window_size} is no window; give the tokens before and after, "
+            "such as 128,0"
+        ) from None
     slides: Sequence[int] = [1] * layers
     if given.window_attn_skip_freq is not None:
         skip = _by_layer("--window-attn-skip-freq", given.window_attn_skip_freq, layers)
@@ -291,7 +298,7 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
         query_rank=given.q_lora_rank or 0,
         key_value_rank=given.kv_lora_rank or 32,
         rotary_size=rotary,
-        mtp_layers=given.mtp_num_layers or 0,
+        mtp_layers=len(depths) or given.mtp_num_layers or 0,
         sequence=given.seq_length,
         flags=tuple(flags),
     )
@@ -345,7 +352,7 @@ def _joined(flags: Sequence[str]) -> list[str]:
     """Return the flags with empty values, such as that of an example's vocabulary, left out."""
     words = list(flags)
     for index in range(len(words) - 1, 0, -1):
-        if not words[index]:
+        if words[index : index + 1] == [""]:  # the end may be gone already
             del words[index - 1 : index + 1]
     return words
 

@@ -229,7 +229,7 @@ def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    if all(name.startswith("csv:") for name in args.schedule):
+    if args.lengths is None and all(name.startswith(CSV_PREFIX) for name in args.schedule):
         return
     sizes = (("--pp", args.pp), ("--microbatches", args.microbatches))
     missing = [flag for flag, value in sizes if value is None]
@@ -284,7 +284,11 @@ def _run_lengths(args: argparse.Namespace) -> int:
     else:
         cost = LengthCost.of_model(args.hidden_size)
     replicas = 1 if args.replicas is None else args.replicas
-    for flag, value in (("--replicas", replicas), ("--max-tokens", args.max_tokens)):
+    for flag, value in (
+        ("--replicas", replicas),
+        ("--max-tokens", args.max_tokens),
+        ("--microbatches", args.microbatches),
+    ):
         if value < 1:
             raise ScheduleError(f"{flag} {value} must be 1 or more")
     sizes = Sizes(args.pp, args.microbatches, replicas, args.max_tokens)

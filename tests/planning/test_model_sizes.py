@@ -215,11 +215,26 @@ def test_windows_are_read_as_megatron_takes_them() -> None:
     for words, share in (
         ("128,0", 1),
         ("128,0 --window-attn-skip-freq 3", 0.75),
+        ("(-1,0)", 0),  # a whole one
         ("128,0 --window-attn-skip-freq ([1]*1+[0]*3)", 0.25),
     ):
         assert sizes_of_flags([*flags.split(), *words.split()], "").window_share == share
+    with pytest.raises(ArgumentsError, match="--window-size wide is no window; give the tokens"):
+        sizes_of_flags([*flags.split(), "wide"], "")
     with pytest.raises(ArgumentsError, match="--window-attn-skip-freq 0 does not describe 4"):
         sizes_of_flags([*flags.split(), "128,0", "--window-attn-skip-freq", "0"], "")
+
+
+def test_a_hybrid_pattern_has_the_layers_of_multi_token_prediction() -> None:
+    flags = "--hidden-size 64 --num-attention-heads 4 --vocab-size 128 --hybrid-layer-pattern"
+    model = sizes_of_flags([*flags.split(), "M*|M-/*-/*-"], "")
+    assert (model.num_layers, model.mtp_layers) == (4, 2)
+    assert sizes_of_flags([*flags.split(), "M*M-"], "").mtp_layers == 0
+
+
+def test_a_flag_whose_value_is_empty_is_left_out() -> None:
+    flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --seq-length"
+    assert sizes_of_flags([*flags.split(), ""], "").sequence is None
 
 
 def test_flags_win_over_the_source(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ("--lengths {} --hidden-size 8 --slices 2", "--slices cannot be combined with --lengths"),
         ("--lengths {} --hidden-size 8 --schedule bitpipe", "bitpipe mirrors two pipelines"),
         ("--lengths {} --hidden-size 8 --schedule csv:x", "registered schedules, not csv:x"),
+        ("--lengths {} --hidden-size 8 --microbatches 0", "--microbatches 0 must be 1 or more"),
         ("--lengths {}.no --hidden-size 8", "cannot be read: No such file"),
         ("--hidden-size 8", "--max-tokens is for --lengths FILE; add it, or leave"),
     ],

@@ -97,6 +97,20 @@ KNOWN_HANGS = read_rules(f"""
 """)
 """Of Megatron's own schedules, except the last, which no schedule causes."""
 
+_NOT_PLANNED = read_rules("""
+    --recompute-method block, or --recompute-num-layers above 1: recompute_granularity=full &
+    recompute_method=block | recompute_num_layers>1
+        the planner would recompute each layer by itself
+    use_megatron_fsdp | use_custom_fsdp | use_torch_fsdp2
+        the planner would not shard the weights
+    cpu_offloading | fine_grained_activation_offloading | optimizer_cpu_offload
+        the planner would keep all on the device
+    the types of --use-precision-aware-optimizer: use_precision_aware_optimizer &
+    main_grads_dtype!=fp32 | main_params_dtype!=fp32 | exp_avg_dtype!=fp32 | exp_avg_sq_dtype!=fp32
+        the planner would count fp32
+""")
+"""What is no part of a forecast."""
+
 
 def check_training(
     words: Sequence[str], count: int | None = None, device: DeviceKind | None = None
@@ -191,6 +205,11 @@ def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
 
 def _forecast(found: Preflight, flags: Sequence[str], device: DeviceKind) -> Iterator[Diagnosis]:
     """Compare memory and waiting with what the devices have, and name better flags."""
+    for rule in _NOT_PLANNED:
+        if rule.refuses(found.given):
+            line = f"memory and time are not checked: with {rule.flag} {rule.reason}"
+            yield Diagnosis("OK", "layout", line)
+            return
     try:
         job, plan = planned(found, flags, device)
     except (ArgumentsError, ScheduleError) as error:

@@ -71,6 +71,18 @@ CASES = {
         ONE.format(64) + PP.format(1) + "--forward-backward-disaggregating --hidden-dropout 0 "
         "--attention-dropout 0 --decoder-last-pipeline-num-layers 1", "training", "OK", "takes",
     ),
+    "some layers recomputed": (
+        TOO_MUCH + "--recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 4", "layout", "OK", "not checked: with --recompute-method block",
+    ),
+    "weights that another sharding shards": (
+        TOO_MUCH + "--use-megatron-fsdp --ckpt-format fsdp_dtensor", "layout", "OK", "not checked",
+    ),
+    "states on the host": (TOO_MUCH + "--optimizer-cpu-offload", "layout", "OK", "not checked"),
+    "states in few bits": (
+        TOO_MUCH + "--use-precision-aware-optimizer --exp-avg-dtype bf16", "layout", "OK",
+        "not checked: with the types of",
+    ),
     "no letter of a layout": (
         DEVICE + "--pipeline-model-parallel-layout Ex|tL", "layout", "FAIL", "Ex|tL has x",
     ),
