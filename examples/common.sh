@@ -120,7 +120,7 @@ stamp() { printf '%s/.venv/.installed-%s' "$REPO" "$1"; }
 
 fingerprint() {
     (cd "$REPO" && find pyproject.toml CMakeLists.txt csrc -type f -print0 | LC_ALL=C sort -z |
-        xargs -0 cat && printf '%s' "${MEGATRON_CORE:-}") | cksum
+        xargs -0 cat && printf '%s' "${MEGATRON_CORE:-} $REPO") | cksum # a copied .venv has the files of its own clone
 }
 
 is_current() {

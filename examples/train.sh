@@ -104,6 +104,10 @@ parse_options() {
             --dry-run) DRY_RUN=true ;;
             --raw) RAW=true ;;
             --embedded) fail "--embedded was removed; leave it out: Megatron's own loop trains" ;;
+            --out=* | --size=* | --hostfile=*)
+                set -- "${1%%=*}" "${1#*=}" "${@:2}"
+                continue
+                ;;
             --out | --size | --hostfile)
                 (($# > 1)) || fail "$1 needs a value, see --help"
                 case $1 in
