@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.upstream import releases
 from tests.examples.scripts import dry_run, megatron_flags, value_of
 from tests.ranks import run_ranks
 
@@ -48,6 +49,11 @@ SIZES = (
     Size("bert", "5b", 1, 1, 8, 12 * 64 * 2560**2 + 29696 * 2560),
     Size("bert", "340m", 1, 2, 4, 335e6),
 )
+RELEASE = releases.installed_release() or (0, 0)
+# Megatron has BERT up to 0.17. The local layers of 0.19 refuse MLA with whole queries.
+ABSENT = {"bert"} if RELEASE >= (0, 18) else set()
+ABSENT |= {"v2-lite"} if RELEASE >= (0, 19) else set()
+SIZES = tuple(size for size in SIZES if ABSENT.isdisjoint((size.example, size.name)))
 IDS = [f"{size.example}-{size.name}" for size in SIZES]
 
 
