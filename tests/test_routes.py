@@ -91,6 +91,32 @@ def test_what_only_takers_use_gets_its_gradient() -> None:
     assert weight.grad.tolist() == [2.0, 4.0, 6.0]
 
 
+@pytest.mark.parametrize("run", [_reentrant, _saved])
+def test_a_second_forward_before_a_recomputation_is_an_error(run: Run) -> None:
+    """It took the tensor of the second one: wrong gradients, without a word."""
+    w, v = (torch.full((1,), value, requires_grad=True) for value in (2.0, 3.0))
+
+    def forward(value: float, run: Run) -> torch.Tensor:
+        x = routes.publish("f", w * value)
+        assert x is not None
+        return run(lambda y: y * v * routes.take("f"), x).sum()
+
+    first, second = (forward(value, run) for value in (1.0, 10.0))
+    with pytest.raises(ScheduleError, match="'f': published again before the backward"):
+        first.backward()
+    del first, second
+    for value in (1.0, 10.0):  # one after the other
+        forward(value, run).backward()
+    w.grad = v.grad = None
+    first, second = (forward(value, _straight) for value in (1.0, 10.0))
+    first.backward()
+    second.backward()
+    assert w.grad is not None
+    assert v.grad is not None
+    # d/dw and d/dv of sum((w x)^2 v)
+    assert (w.grad.item(), v.grad.item()) == (2 * 2 * 3 * 101.0, 4 * 101.0)
+
+
 def test_none_and_tensors_without_gradient() -> None:
     routes.publish("none", None)
     assert routes.take("none") is None

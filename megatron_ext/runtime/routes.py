@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -127,6 +128,8 @@ class _Sum:
     """The running sum of the takers' gradients of a published tensor."""
 
     value: torch.Tensor | None = None
+    done = False
+    """Whether the publisher's backward has run."""
 
     def add(self, gradient: torch.Tensor) -> None:
         self.value = gradient if self.value is None else self.value + gradient
@@ -151,6 +154,7 @@ class _Publish(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         # All takers have run: those of this stage by their edge, later stages before this backward.
         of_takers = ctx.takers.pop()
+        ctx.takers.done = True
         if gradient is None or of_takers is None:
             return (of_takers if gradient is None else gradient), None
         return gradient + of_takers, None
@@ -208,6 +212,8 @@ class RouteStore:
     def __init__(self, declared: Mapping[int, Declared] | None = None) -> None:
         self._declared = declared
         self._known: dict[tuple[Batch, str], Published] = {}
+        # By name: of tensors whose name was published again, what lives as long as their graphs.
+        self._replaced: dict[str, list[ReferenceType[_Sum]]] = {}
         self._stage = 0
         self._batch: Batch = (0, False)
         self._published: set[str] = set()
@@ -251,6 +257,8 @@ class RouteStore:
             )
         if found is not None:
             self._check_gradient_taken(name, found)
+            if found.origin is not None:
+                self._replaced[name] = [*self._unfinished(name), ref(found.takers)]
         made = self._known[key] = Published(None, look, self._stage)
         self._published.add(name)
         if tensor is None:
@@ -273,6 +281,12 @@ class RouteStore:
                 f"{self._where(name)}: taken before it is published; publish it in an earlier "
                 f"layer, and train pipelines with a schedule of ours (--pipeline-schedule)"
             )
+        if _recomputes() and self._unfinished(name):
+            raise ScheduleError(
+                f"{self._where(name)}: published again before the backward of the forward that is "
+                "recomputed, so that it would take the other tensor; take it outside of recomputed "
+                "layers and pass it in, or train with a schedule of ours"
+            )
         self._taken.add(name)
         value = found.value
         if value is None or not value.requires_grad or not torch.is_grad_enabled():
@@ -281,6 +295,11 @@ class RouteStore:
         joins = found.origin is not None and found.stage == self._stage and not _recomputes()
         start = found.origin if joins else value.detach().requires_grad_()
         return _Take.apply(start, found.takers)  # type: ignore[no-any-return]
+
+    def _unfinished(self, name: str) -> list[ReferenceType[_Sum]]:
+        """Return the replaced tensors of a name whose backward is still to come."""
+        known = self._replaced.get(name, ())
+        return [each for each in known if (takers := each()) is not None and not takers.done]
 
     def receive(self, batch: Batch, tensors: dict[str, torch.Tensor | None]) -> None:
         """Store tensors received from another rank, by route."""
