@@ -196,7 +196,7 @@ class Watchdog:
 
     def _watch_alone(self, rank: int) -> None:
         """End this rank if it is stuck and the store does not answer the other thread."""
-        # Of which time for the others' states, and for the verdict of another rank.
+        # With time for the states of the others, and for the verdict of one of them.
         limit_s = self.timeout_s + 2 * self._period_s + 4 * _ANSWER_S
         while not self._stop.wait(self._period_s):
             now = self._now()

@@ -67,9 +67,11 @@ class Parallel:
             forward = context  # one rank in place of each tensor-parallel group
         own = "--expert-tensor-parallel-size"
         shards = tensor if flag_value(flags, own) is None else _size(flags, own)
-        mirrors = flag_value(flags, "--pipeline-schedule") in ("bitpipe", "dualpipe")
-        mirrors = mirrors or "--enable-bitpipe-schedule" in flags
-        stages = -(-pipeline // 2) if mirrors else pipeline
+        schedule = flag_value(flags, "--pipeline-schedule")
+        if "--enable-bitpipe-schedule" in flags or schedule in ("bitpipe", "dualpipe"):
+            stages = -(-pipeline // 2)  # two mirrored pipelines
+        else:
+            stages = pipeline
         experts = shards * _size(flags, "--expert-model-parallel-size") * stages
         return cls(tensor, pipeline, context, forward, experts)
 
@@ -185,9 +187,8 @@ class JobPlan:
             samples = plan.num_microbatches * _size(flags, "--micro-batch-size") * data
             added += ["--global-batch-size", str(samples)]
         wire = flag_value(flags, "--pipeline-transport")
-        if wire is None and not {"--use-dpp", "--forward-backward-disaggregating"}.isdisjoint(
-            flags
-        ):
+        implying = {"--use-dpp", "--forward-backward-disaggregating"}
+        if wire is None and implying & set(flags):
             wire = "auto"  # as `PipelineConfig.wire` is
         if wire in _BETWEEN_HOSTS and len(hosts) > 1 and flag_value(flags, "--node-ips") is None:
             # One for each host, or for each rank where hosts have different numbers of them.
