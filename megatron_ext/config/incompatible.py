@@ -147,12 +147,10 @@ _TEXTS = {
     # What a schedule of ours does itself, or does without: dropped where flags are read, refused
     # where a program has already built its configuration.
     "dropped": f"""
-        {_GRAPHS}
+        {_GRAPHS} | inference_cuda_graph_scope!=none
             CUDA graphs are recorded in the order of Megatron's own schedules, so each kernel is
             launched by itself
         rl_persist_cuda_graphs | rl_training_cuda_graphs
-            there are no CUDA graphs
-        inference_cuda_graph_scope!=none
             there are no CUDA graphs
         moe_paged_stash | moe_expert_rank_capacity_factor
             activations are stashed in the order of Megatron's own schedules, so experts have memory

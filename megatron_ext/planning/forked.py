@@ -102,7 +102,7 @@ def ended(busy: Collection[Caller]) -> list[Caller]:
 def _serve(caller_pid: int, function: Callable[..., Any], pipe: Any, inherited: list[Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends us
     if sys.platform == "linux":
-        parent.die_with_parent(caller_pid)  # a call may take minutes
+        parent.die_with_caller(caller_pid)  # a call may take minutes
     for end in inherited:  # else a parent that was killed would leave all of us waiting
         end.close()
     with suppress(EOFError, OSError):

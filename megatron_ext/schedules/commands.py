@@ -229,7 +229,7 @@ def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    if args.lengths is None and all(name.startswith(CSV_PREFIX) for name in args.schedule):
+    if all(name.startswith(CSV_PREFIX) for name in args.schedule):
         return
     sizes = (("--pp", args.pp), ("--microbatches", args.microbatches))
     missing = [flag for flag, value in sizes if value is None]
@@ -272,6 +272,9 @@ def _run_lengths(args: argparse.Namespace) -> int:
     ):
         if value:
             raise ScheduleError(f"{flag} cannot be combined with --lengths; leave it out")
+    if args.schedule[0].startswith(CSV_PREFIX):
+        name = args.schedule[0]
+        raise ScheduleError(f"--lengths simulates registered schedules, not {name}; name one")
     if args.max_tokens is None:
         raise ScheduleError("--max-tokens is missing; give what a micro-batch holds at most")
     if (args.length_costs is None) == (args.hidden_size is None):

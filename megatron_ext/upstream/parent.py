@@ -39,6 +39,13 @@ def die_with_parent(agent_pid: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_with_caller(pid: int) -> None:
+    """Have the kernel kill this process, which `pid` has forked, as soon as that ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != pid:  # it has ended already
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _prctl(option: int, argument: int) -> None:
     import ctypes
 
