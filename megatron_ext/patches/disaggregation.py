@@ -164,7 +164,7 @@ def _roles_here() -> Any:
 @PATCHES.row(
     "disaggregation.layers",
     "megatron.core.tensor_parallel.random:checkpoint",
-    of=lambda: getattr(_roles_here(), "replay", None),  # of shipped activations, in progress
+    of=lambda: None if (roles := _roles_here()) is None else roles.replay,
 )
 def _replay_layer(replay: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron runs a layer for its output, which --fbd-activations ship has already delivered."""
@@ -176,7 +176,7 @@ def _replay_layer(replay: Any, call: Call, _instance: Any, args: Args, kwargs: K
 @PATCHES.row(
     "disaggregation.router",
     "megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",
-    when=lambda: getattr(_roles_here(), "sorts_experts", False),
+    when=lambda: (roles := _roles_here()) is not None and roles.sorts_experts,
     since=(0, 18),
 )
 def _sort_experts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -57,6 +57,7 @@ _OFFLOADING = "cpu_offloading", "fine_grained_activation_offloading"
 _CAUSES = {"D": "leader", "C": "credit"}
 """By kind of message: the cause of a wait for it, where that is no input."""
 _STUCK_S = 5.0
+"""After an error, time for the device to finish what the trace of its step needs."""
 _COLLECTIVES = {"reduce": "the reduction of gradients", "optimizer": "the optimizer step"}
 
 

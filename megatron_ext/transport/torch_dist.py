@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MAX_DIMS = 7
 # Prefix of the keys in the store under which ranks publish why they abort.
 _ABORTED = "megatron_ext/aborted"
-_STORE_S = 5.0
+_STORE_S = 5.0  # for its answer; its own calls have no time-out
 
 # The message kinds of this wire.
 _KINDS: tuple[MessageKind, ...] = ("F", "B", "P", "G")

@@ -1,4 +1,4 @@
-"""Ties the processes of a launched job to their agent, through the kernel. Linux only."""
+"""Ties processes to the one that started them, by the kernel: a job to its agent. Linux only."""
 
 from __future__ import annotations
 

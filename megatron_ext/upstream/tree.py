@@ -158,7 +158,8 @@ def tree_status(tree: Path) -> TreeStatus:
     _, tag, expected = releases.reference()
     version, commit, problems = tree_version(tree), _git(tree, "rev-parse", "HEAD"), []
     # The files of core_v0.19.0 have 0.19.1 as their version.
-    if commit is None and releases.parse_release(version) != releases.parse_release(tag[6:]):
+    minor = releases.parse_release(tag.removeprefix("core_v"))
+    if commit is None and releases.parse_release(version) != minor:
         problems.append(f"version is {version}, expected {tag}")
     if commit is not None:
         if commit != expected:
