@@ -111,6 +111,7 @@ def state(name: str, tree: ast.Module) -> list[str]:
     return found
 
 
+@pytest.mark.short_s(4)
 def test_a_process_holds_four_things() -> None:
     found = {line for name, tree in sources() for line in state(name, tree)}
     assert found == FOUR | CODE

@@ -29,7 +29,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "durations.json"
     path.write_text(
         json.dumps(
-            {**{f"a::grid[{n}]": 1.5 for n in range(4)}, "a::matrix[1]": 6.0, "a::long": 4.5}
+            {**{f"a::grid[{n}]": 1.0 for n in range(4)}, "a::matrix[1]": 6.0, "a::long": 4.5}
         )
     )
     monkeypatch.setattr(tiers, "DURATIONS", path)

@@ -66,6 +66,7 @@ def test_every_page_has_its_place_on_the_site() -> None:
     )
 
 
+@pytest.mark.short_s(4)
 def test_the_site_builds_and_its_explorer_shows_what_plan_says(repository: Path) -> None:
     done = build(repository)
     assert done.returncode == 0, done.stdout + done.stderr

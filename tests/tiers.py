@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DURATIONS = Path(__file__).with_name("durations.json")
 KNOWN_FROM_S = 0.5
-SHORT_S = 4.0
+SHORT_S = 2.5
 """For the cases of one test together, unless it has a mark `short_s`."""
 
 
@@ -35,8 +35,8 @@ def write(measured: Mapping[str, float]) -> None:
     DURATIONS.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
 
 
-def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Return what the short tier leaves out, in order."""
+def left_out(items: Iterable[pytest.Item], short_s: float = SHORT_S) -> list[pytest.Item]:
+    """Return what the short tier leaves out, in order; a test without a mark has `short_s`."""
     from tests.mutations.run_mutant import ALL_MUTANTS
 
     guards = {test for mutant in ALL_MUTANTS for test in mutant.tests}
@@ -45,7 +45,7 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
         case, test = item.nodeid, _test(item.nodeid)
         mark = item.get_closest_marker("short_s")
         time_s = known.get(case, 0.0)
-        stays = spent[test] + time_s <= (mark.args[0] if mark else SHORT_S)
+        stays = spent[test] + time_s <= (mark.args[0] if mark else short_s)
         if case not in guards and (item.get_closest_marker("slow") or not stays):
             left.append(item)
         else:

@@ -242,6 +242,7 @@ GROUPS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.short_s(4)
 @GROUPS
 def test_gpt_with_dropout_under_delays(group: str) -> None:
     """Under Megatron's interleaved schedule the same masks are drawn, and gradients are clipped."""

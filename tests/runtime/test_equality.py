@@ -56,6 +56,7 @@ def check(num_ranks: int, schedule: str, flags: str, *, theirs: str, ours: str) 
     assert_equal(found, stock(num_ranks, flags + theirs))
 
 
+@pytest.mark.short_s(4)
 def test_equal_lengths_keep_their_order() -> None:
     check(2, "1f1b", GPT, theirs=PP2, ours=PP2 + "--pipeline-balance order ")
 
@@ -64,6 +65,7 @@ def test_equal_lengths_keep_their_replica() -> None:
     check(4, "1f1b", GPT, theirs=PP2, ours=PP2 + "--pipeline-balance pack ")
 
 
+@pytest.mark.short_s(4)
 @pytest.mark.parametrize(("schedule", "m"), [("1f1b", 1), ("zb-h1", 3), ("zb-v", 1), ("zb-v", 5)])
 def test_few_and_odd_micro_batches(schedule: str, m: int) -> None:
     flags = f"{GPT}{UNCLIPPED}--global-batch-size {2 * m} "

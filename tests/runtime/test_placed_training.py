@@ -92,6 +92,7 @@ def test_tied_embeddings_with_mtp() -> None:
     assert (ours.losses, ours.gradients) == (theirs.losses, theirs.gradients)
 
 
+@pytest.mark.short_s(4)
 @pytest.mark.parametrize(
     ("num_ranks", "flags", "saved", "others"),
     [

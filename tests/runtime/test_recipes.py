@@ -272,6 +272,7 @@ def test_published_recipes_are_taken() -> None:
     assert refused == {}
 
 
+@pytest.mark.short_s(4)
 @pytest.mark.parametrize(("schedule", "flags", "ours"), _by_training())
 def test_published_recipes_train(schedule: str, flags: str, ours: str) -> None:
     """Bit for bit as under Megatron's own schedule, at a size for four ranks."""

@@ -97,6 +97,7 @@ def test_a_step_that_nobody_counts_is_an_error() -> None:
         clear_configuration()
 
 
+@pytest.mark.short_s(4)
 @pytest.mark.parametrize(
     ("schedule", "num_ranks", "flags", "theirs"),
     [

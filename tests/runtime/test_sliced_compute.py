@@ -419,6 +419,7 @@ def worst_by(program: str, name: str) -> float:
     return float(run.stdout.rpartition("worst ")[2])
 
 
+@pytest.mark.short_s(4)
 @pytest.mark.parametrize("name", ["tied", "latent", "packed"])
 def test_wrapper_of_transformer_engine(name: str) -> None:
     """Megatron's own, over a stand-in for the library's attention."""

@@ -266,6 +266,7 @@ def not_observed() -> list[str]:
     return found
 
 
+@pytest.mark.short_s(4)
 def test_without_the_flags_nothing_of_ours_takes_part() -> None:
     assert run_ranks(2, not_observed) == [["TorchTransport", "Measured"]] * 2
 

@@ -65,6 +65,7 @@ def hang(kind: str) -> tuple[RankRun, str]:
     return run, "\n".join(run.logs)
 
 
+@pytest.mark.short_s(4)
 @pytest.mark.parametrize(
     ("kind", "error", "end"),
     [

@@ -34,6 +34,7 @@ def broken_compiler(request, tmp_path):
     return str(wrapper)
 
 
+@pytest.mark.short_s(4)
 def test_without_a_compiler_the_package_installs_without_the_module(tmp_path, broken_compiler):
     result = build_wheel(REPOSITORY, tmp_path / "out", CXX=broken_compiler)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -87,6 +87,7 @@ def test_weight_gradients_that_do_not_wait_are_a_line() -> None:
         assert "".join(ended.logs).count("left a weight gradient for W") == lines
 
 
+@pytest.mark.short_s(4)
 def test_a_schedule_that_is_not_run() -> None:
     told = _lost(2, PP2 + "--pipeline-schedule zb-h1 ", "schedules.forward_backward")
     assert "steps run its table, but the first step ran another schedule" in told

@@ -84,6 +84,7 @@ def _upstream_has(flag: str) -> bool:
     return flag in options
 
 
+@pytest.mark.short_s(4)
 def test_new_features_are_refused_in_one_line() -> None:
     flag = "--tensor-parallel-num-weight-shards"
     if not _upstream_has(flag):

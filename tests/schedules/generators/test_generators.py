@@ -131,6 +131,7 @@ def test_short_zb_v_is_never_longer_than_the_published_order(costs: Costs) -> No
         assert found <= simulate(cut, costs).makespan + 1e-9
 
 
+@pytest.mark.short_s(4)
 @given(name=st.sampled_from(NAMES), ranks=st.integers(2, 9), number=st.integers(1, 30))
 def test_every_number_of_micro_batches_has_a_table(name: str, ranks: int, number: int) -> None:
     """Mirrored pipelines need even numbers; nothing else is refused."""

@@ -258,6 +258,7 @@ def test_a_dry_run_checks_the_flags_of_the_training() -> None:
     assert "error: --pipeline-schedule zb-v cannot run with --use-megatron-fsdp" in done.stderr
 
 
+@pytest.mark.short_s(4)
 def test_a_command_on_each_host_and_the_commands_about_a_run(tmp_path: Path) -> None:
     code = "import os; where = os.environ['WHERE']; print('on', where); exit(3 * (where == 'b'))"
     done = launch(
