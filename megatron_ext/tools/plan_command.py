@@ -171,9 +171,9 @@ def _run_plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(found), indent=1))
     else:
-        _print(found, time.monotonic() - begun, explain=args.explain)
+        _print(found, time.monotonic() - begun, job.device, explain=args.explain)
     if args.picture is not None:
-        _draw(found.plans[0], args.picture)
+        _draw(found.plans[0], args.picture, job.device.memory_gib)
     return 0
 
 
@@ -204,16 +204,21 @@ def _too_large(job: Question, found: Found) -> Found:
         raise KeyboardInterrupt
     if not found.plans:
         raise ArgumentsError(_what_would_fit(job))
-    most = max(found.plans[0].memory_gib)
+    [plan] = found.plans
+    remedy = (
+        "shard the weights (--use-megatron-fsdp) or keep activations on the host (--cpu-offloading)"
+        if plan.sizes.pp == 1 or plan.schedule in MEGATRONS
+        else "fix less, or keep activations on the host (--fine-grained-activation-offloading)"
+    )
     print(
-        f"does not fit: {most:.0f} GiB on the worst rank of {job.device.memory_gib:g}; shard "
-        "the weights (--use-megatron-fsdp) or keep activations on the host (--cpu-offloading)",
+        f"does not fit: {max(plan.memory_gib):.0f} GiB on the worst rank of "
+        f"{job.device.memory_gib:g}; {remedy}",
         file=sys.stderr,
     )
     return found
 
 
-def _draw(plan: Layout, path: Path) -> None:
+def _draw(plan: Layout, path: Path, limit_gib: float) -> None:
     if plan.sizes.pp == 1:
         raise ArgumentsError(
             f"--picture {path}: the first layout has no pipeline to draw; --fix pp=2 keeps one"
@@ -221,8 +226,7 @@ def _draw(plan: Layout, path: Path) -> None:
     timeline, memory = timeline_of(plan), plan.memory_gib
     if timeline.schedule.placement.twins == 2:  # the second pipeline mirrors the first
         memory += memory[::-1]
-    limit = plan.job.device.memory_gib
-    text = svg.draw(timeline, unit="s", memory_gib=memory, limit_gib=limit)
+    text = svg.draw(timeline, unit="s", memory_gib=memory, limit_gib=limit_gib)
     try:
         write_text(path, text)
     except OSError as error:
@@ -362,7 +366,7 @@ def _what_would_fit(job: Question) -> str:
     )
 
 
-def _print(found: Found, took_s: float, *, explain: bool) -> None:
+def _print(found: Found, took_s: float, device: DeviceKind, *, explain: bool) -> None:
     job = found.plans[0].job
     weights, active = parameters(job.model, job.device)
     shown = f"{weights / 1e9:.4g} billion parameters"
@@ -402,9 +406,10 @@ def _print(found: Found, took_s: float, *, explain: bool) -> None:
     )
     first = found.plans[0]
     pipeline = "" if len(first.memory_gib) == first.sizes.pp else ", one of two mirrored pipelines"
-    print(f"\nmemory by rank of the first{pipeline}, of {first.job.device.memory_gib:g} GiB:")
+    print(f"\nmemory by rank of the first{pipeline}, of {device.memory_gib:g} GiB:")
+    most = max(device.memory_gib, *first.memory_gib)
     for rank, size in enumerate(first.memory_gib):
-        bar = "#" * round(50 * size / first.job.device.memory_gib)
+        bar = "#" * round(50 * size / most)
         print(f"  {rank:>3}  {size:6.1f}  {bar}")
     print(f"\nflags of the first {len(found.plans)}:" if len(found.plans) > 1 else "\nflags:")
     for number, plan in enumerate(found.plans, start=1):
@@ -412,7 +417,7 @@ def _print(found: Found, took_s: float, *, explain: bool) -> None:
     if first.techniques:
         print(f"\nthe forecast of the first is with {first.techniques}")
     if explain:
-        _explain(found)
+        _explain(found, device)
 
 
 def _flags(plan: Layout) -> str:
@@ -421,7 +426,7 @@ def _flags(plan: Layout) -> str:
     return f"{plan.flags} {job.techniques.precision_flags}{loss}"
 
 
-def _explain(found: Found) -> None:
+def _explain(found: Found, device: DeviceKind) -> None:
     first, *others = found.plans
     print(f"\nthe most time beyond useful work: {first.limit}")
     for second in others[:1]:
@@ -436,7 +441,6 @@ def _explain(found: Found) -> None:
             f"{second.step_s - second.pipeline_s:.3f} against {first.step_s - first.pipeline_s:.3f}"
             f"; it needs {max(second.memory_gib):.1f} GiB against {max(first.memory_gib):.1f}"
         )
-    device = first.job.device
     print("\nassumptions:")
     for name, text in ASSUMPTIONS.items():
         print(f"  {name}: {text}")
