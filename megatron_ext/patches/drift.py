@@ -39,7 +39,7 @@ def policy() -> Literal["error", "warn", "ignore"]:
     Raises:
         UserError: The variable has another value.
     """
-    value = os.environ.get("MEGATRON_EXT_DRIFT", "error")
+    value = os.environ.get("MEGATRON_EXT_DRIFT") or "error"
     if value not in {"error", "warn", "ignore"}:
         raise UserError(f"MEGATRON_EXT_DRIFT is {value!r}; use error, warn or ignore")
     return value  # type: ignore[return-value]

@@ -328,7 +328,11 @@ def _run_plan(args: argparse.Namespace) -> int:
     sizes = (args.pp, args.microbatches, _costs(args), args.chunks, _options(args))
     timelines, left_out = compare(args.schedule[0], *sizes, pairs=args.pairs, slices=args.slices)
     if args.json:
-        print(json.dumps([figures(timeline) for timeline in timelines], indent=1))
+        shown = [figures(timeline) for timeline in timelines]
+        if args.use_dpp:
+            for row, timeline in zip(shown, timelines, strict=True):
+                row["use_dpp"] = gains(timeline.schedule, _costs(args))._asdict()
+        print(json.dumps(shown, indent=1))
     else:
         _print_plan(args, timelines)
     for reason in left_out:

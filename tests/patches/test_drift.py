@@ -105,6 +105,8 @@ def test_the_policy_takes_three_words(monkeypatch: pytest.MonkeyPatch) -> None:
         drift.policy()
     with pytest.raises(UserError, match="error, warn or ignore"):
         Registry().raise_mismatches()  # though nothing differs
+    monkeypatch.setenv("MEGATRON_EXT_DRIFT", "")  # as scripts unset it
+    assert drift.policy() == "error"
 
 
 def test_the_remedy_is_for_where_the_target_comes_from(

@@ -61,6 +61,17 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
 
 
+def test_gains_of_a_dynamic_order_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --pp 4 --microbatches 8 --use-dpp"
+    _, out, _ = _run(capsys, f"{words} --json")
+    shown = [entry["use_dpp"] for entry in json.loads(out)]
+    _, text, _ = _run(capsys, words)
+    assert len(shown) > 5
+    for found in shown:
+        quiet, late = found["quiet"], found["late"]
+        assert f"  {quiet:.3f} on quiet links, {late:.3f} where messages" in text
+
+
 def test_plan_with_costs_and_latency(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = _run(capsys, "plan --pp 8 --microbatches 16 --schedule 1f1b --comm 0.1 --json")
     assert json.loads(out)[0]["makespan"] == pytest.approx(73, abs=0.05)

@@ -243,12 +243,13 @@ def slow(run: Run) -> list[tuple[str, float]]:
     factors: dict[int, list[float]] = defaultdict(list)
     for (name, _, part), peers in by_stage.items():
         means = {rank: statistics.fmean(found) for rank, found in by_name[name, part].items()}
-        # Stages differ, so a rank is compared with those of its own; but two of a stage do not tell
-        # which is the slow one.
+        # Stages differ, so a rank is compared with those of its own. Two do not tell which is the
+        # slow one, which is slower than the ranks of other stages, too.
         times = means if len(peers) < 3 else peers
-        middle = statistics.median_low(times.values())
-        for rank in peers if middle else ():
-            factors[rank].append(times[rank] / middle)
+        middle, least = statistics.median_low(times.values()), min(peers.values())
+        for rank in peers if middle and least else ():
+            factor = times[rank] / middle
+            factors[rank].append(min(factor, peers[rank] / least) if len(peers) == 2 else factor)
     found = [(f"rank {rank}", statistics.fmean(values)) for rank, values in sorted(factors.items())]
     found = [(what, factor) for what, factor in found if factor >= SLOW_RANK]
     delays = [

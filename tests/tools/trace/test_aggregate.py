@@ -14,6 +14,7 @@ import pytest
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.tools.trace.aggregate import (
+    Run,
     _use_one_clock,
     aggregated_name,
     align,
@@ -212,6 +213,20 @@ def test_slow_ranks_and_links_are_named(tmp_path: Path) -> None:
     done = run_package("aggregate", "--trace-dir", str(even), "--detect")
     assert done.returncode == 0
     assert "no rank is 1.2 x and no link 2 x slower" in done.stdout
+
+
+@pytest.mark.parametrize(("of_third", "named"), [((15, 15), []), ((15, 10), ["rank 4"])])
+def test_a_cut_that_is_uneven_is_no_slow_rank(
+    tmp_path: Path, of_third: tuple[int, int], named: list[str]
+) -> None:
+    """Four stages of two replicas: the other replica tells the rank from the stage."""
+    surveys = []
+    for rank in range(8):
+        header = Header(rank, rank % 2, rank // 2, 0, (2, 4, 1), 4, clock="", wall_ns=0)
+        took = of_third[rank % 2] if rank // 2 == 2 else 10
+        actions = {("F", rank // 2, 0): [took * MS]}
+        surveys.append(RankSurvey(TraceFile(tmp_path, header), actions=actions))
+    assert [name for name, _ in slow(Run(tmp_path, surveys, []))] == named
 
 
 def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
