@@ -378,15 +378,19 @@ choose_environment() {
 
 # Says where training starts and where it will stop. Returns 1 if there is nothing left to do.
 announce() {
-    local latest=0 total every
-    local tracker=$OUT/checkpoints/latest_checkpointed_iteration.txt
-    [[ ! -f $tracker ]] || latest=$(<"$tracker")
+    local latest=0 load save total every
+    load=$(flag_value --load "" "${FLAGS[@]}")
+    save=$(flag_value --save "" "${FLAGS[@]}")
     total=$(flag_value --train-iters "" "${FLAGS[@]}")
     every=$(flag_value --exit-interval "" "${FLAGS[@]}")
-    if ((latest == 0)); then
-        say "starts from random weights, checkpoints go to $OUT/checkpoints"
+    [[ ! -f $load/latest_checkpointed_iteration.txt ]] || latest=$(<"$load/latest_checkpointed_iteration.txt")
+    if [[ $latest == 0 ]]; then
+        say "starts from random weights, checkpoints go to $save"
+    elif [[ $latest == release || " ${FLAGS[*]} " == *" --finetune "* ]]; then # these begin at iteration 0
+        latest=0
+        say "starts from the weights in $load, checkpoints go to $save"
     else
-        say "resumes from iteration $latest of $OUT/checkpoints"
+        say "resumes from iteration $latest of $load"
     fi
     # Megatron says what is wrong with other values.
     [[ $total =~ ^[0-9]+$ && $every =~ ^[1-9][0-9]*$ ]] || return 0
@@ -400,13 +404,14 @@ announce() {
 
 # First and last loss of this run, from Megatron's own log lines.
 summary() {
-    local losses
+    local losses save
     losses=$(sed -n 's|.* iteration *\([0-9]*\)/.* lm loss: \([^ ]*\) .*|\1 \2|p' "$OUT/log.txt" |
         awk 'NR == 1 { first = $0 } { last = $0 } END {
             split(first, a); split(last, b)
             if (NR) printf "loss %.3f at iteration %d, %.3f at iteration %d", a[2], a[1], b[2], b[1] }')
     say "${losses:-no loss was logged here (the last rank logs them; see --log-interval)}"
-    say "checkpoint in ${OUT#"$REPO"/}/checkpoints, log in ${OUT#"$REPO"/}/log.txt; run again to resume"
+    save=$(flag_value --save "" "${FLAGS[@]}")
+    say "checkpoint in ${save#"$REPO"/}, log in ${OUT#"$REPO"/}/log.txt; run again to resume"
 }
 
 # torchrun ends with a report on every rank; the line before it names what the user can mend.
@@ -414,7 +419,7 @@ explain_failure() {
     local reason reached latest
     if (($1 == 130)); then
         reached=$(grep -oE 'iteration +[0-9]+/' "$OUT/log.txt" | tail -n 1 | tr -dc 0-9 || true)
-        latest=$(cat "$OUT/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none)
+        latest=$(cat "$(flag_value --save "" "${FLAGS[@]}")/latest_checkpointed_iteration.txt" 2>/dev/null || echo none)
         say "interrupted ${reached:+at iteration }${reached:-before the first logged iteration}; checkpoint $latest; run again to resume"
         exit 130
     fi
