@@ -40,7 +40,15 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     Evaluation needs no roles: forward ranks run it among themselves, with Megatron's own schedule
     (`stock`). Returns the reports of the loss function by micro-batch; empty on ranks that compute
     no loss.
+
+    Raises:
+        ScheduleError: The program changes the shapes between stages.
     """
+    if call.get("adjust_tensor_shapes_fn") is not None:
+        raise ScheduleError(
+            "adjust_tensor_shapes_fn, as distillation sets it, changes what stages exchange, and "
+            "the roles exchange one tensor; leave --forward-backward-disaggregating out"
+        )
     model = call["model"]
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     runtime, config = _ready(chunks), get_model_config(chunks[0])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.errors import ScheduleError
 from tests.ranks import run_ranks, start_ranks, train_here
 from tests.runtime.capture import GPT, PP2
 
@@ -89,3 +90,10 @@ def declaring(argv: list[str]) -> str:
 def test_trees_are_refused_by_every_rank() -> None:
     for message in run_ranks(4, declaring, (GPT + PP2 + FBD).split()):
         assert "one tensor [s, b, h]; leave --forward-backward-disaggregating out" in message
+
+
+def test_shapes_that_a_program_adjusts_are_refused() -> None:
+    from megatron_ext.disaggregation.step import forward_backward
+
+    with pytest.raises(ScheduleError, match="leave --forward-backward-disaggregating out"):
+        forward_backward(print, adjust_tensor_shapes_fn=lambda received, sent: (received, sent))
