@@ -208,7 +208,10 @@ _TEXTS = {
             Megatron takes the chunks of a rank for sets; use --pipeline-schedule zb-h1 or 1f1b, or
             leave them out
         perform_rl_step
-            Megatron's RL knows one chunk on each rank; use --pipeline-schedule zb-h1 or 1f1b""",
+            Megatron's RL knows one chunk on each rank; use --pipeline-schedule zb-h1 or 1f1b
+        moe_routing_trace_path
+            its records name layers by their place in a chunk; use --pipeline-schedule zb-h1 or
+            1f1b, or leave it out""",
     # For models that a program builds for such a schedule.
     "placed": """
         decoder_first_pipeline_num_layers | decoder_last_pipeline_num_layers |
@@ -220,10 +223,12 @@ _TEXTS = {
             a checkpoint holds the sizes of one of the two mirrored pipelines""",
     # For forwards and backwards that run as pairs, through Megatron's schedule plans.
     "pairs": f"""
-        recompute_granularity=full & fp8 | fp4 | distribute_saved_activations
+        recompute_granularity=full & fp8 | distribute_saved_activations
             those recompute layers in another way than a plan; use --recompute-granularity selective
             without --recompute-method and --recompute-num-layers
-        recompute_modules=moe
+        fp4
+            plans run layers in FP8 or in 16 bits; leave one of them out
+        recompute_modules=moe | moe_layer_recompute
             a plan cuts a layer behind the router, and would keep there, copied for each expert,
             what this drops; use --recompute-modules core_attn, layernorm, mla_up_proj, mlp or
             moe_act
@@ -237,6 +242,12 @@ _TEXTS = {
             they have no plans in every release; leave SUBJECT out
         variable_seq_lengths
             Megatron's forward step gives plans no lengths; leave one of them out
+        packed sequences (--sft, --dataloader-inter-document-masking): sft |
+        dataloader_inter_document_masking
+            Megatron's forward step gives plans no bounds of sequences, and tokens would attend
+            across them; leave one of them out
+        mlp_chunks_for_training>1 & num_experts
+            plans route all tokens of a micro-batch at once; leave it out
         fine_grained_activation_offloading
             activations return from the host by the backwards that run alone; use
             --recompute-granularity selective instead
@@ -293,6 +304,8 @@ _TEXTS = {
             --moe-router-load-balancing-type aux_loss or seq_aux_loss
         --moe-expert-capacity-factor: moe_expert_capacity_factor!=none
             an expert drops the tokens of a slice that are too many for it, not of a micro-batch
+        mlp_chunks_for_training>1 & num_experts
+            it balances the tokens of a part of a slice, not of a micro-batch; leave it out
         --mtp-use-repeated-layer: mtp_num_layers & mtp_use_repeated_layer
             a layer that runs twice would keep keys and values of two kinds; leave it out
         --mtp-hsm: mtp_num_layers & mtp_hsm

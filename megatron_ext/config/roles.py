@@ -231,8 +231,10 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
         ends_by_itself=any(
             getattr(args, dest, None) for dest in ("exit_duration_in_mins", "exit_signal_handler")
         ),
+        # Megatron turns the last into a module to recompute, but only after us.
         recomputes_routers=granularity == "full"
-        or (granularity == "selective" and "moe" in (args.recompute_modules or ())),
+        or (granularity == "selective" and "moe" in (args.recompute_modules or ()))
+        or bool(getattr(args, "moe_layer_recompute", False)),
     )
 
 

@@ -228,6 +228,12 @@ def flags_for(
     auto, is_hybrid = given("pipeline_layout") == "auto", any(map(given, _HYBRID))
     if layout is not None:
         _check_letters(layout, layers, mtp)
+    # Megatron's builders give these layers no chunk, and their offsets none either.
+    if chunks > 1 and (different := [dest for dest in _HETEROGENEOUS if given(dest) is not None]):
+        raise ArgumentsError(
+            f"{subject} has {chunks} stages on each rank, and Megatron builds the layers of "
+            f"--{different[0].replace('_', '-')} for one; use --pipeline-schedule zb-h1 or 1f1b"
+        )
     if auto and (layout is not None or is_hybrid):
         what = f"{_LAYOUT} {layout}" if layout is not None else "the pattern of a hybrid model"
         raise ArgumentsError(
@@ -573,6 +579,15 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
                 f"a global batch of {batch} is not a multiple of --micro-batch-size {micro_batch} "
                 f"x {replicas} replicas{mirrored}; use {nearest}"
             )
+    evaluated = given("eval_global_batch_size") or batches[-1]
+    eval_step = (given("eval_micro_batch_size") or micro_batch) * replicas
+    # Without mirrored pipelines Megatron's own check names the user's replicas.
+    if twins == 2 and (evaluated, eval_step) != (batches[-1], step) and evaluated % eval_step:
+        raise ArgumentsError(
+            f"an evaluation of {evaluated} samples is not a multiple of {eval_step}, a micro-batch "
+            f"of each of {replicas} replicas (two for each mirrored pipeline); use "
+            f"--eval-global-batch-size {-(-evaluated // eval_step) * eval_step}"
+        )
     return Batches(micro_batch, replicas, twins, {batch: batch // step for batch in batches})
 
 
