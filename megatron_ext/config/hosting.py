@@ -156,7 +156,10 @@ def inspect(
             found.notices.append("the cut into stages is not checked: there is no --num-layers")
 
     # Then Megatron's own settings, against the configuration and its table. What the job does
-    # without leaves nothing for the rules to refuse.
+    # without leaves nothing for the rules to refuse, but for what needs it.
+    if found.pipeline is not None and found.pipeline.full.splits_backward:
+        subject, unfused = incompatible.flag_of(args, config, "schedule"), RULES["unfused"]
+        found.refusals += incompatible.refusals(subject, args, unfused)
     unused = () if found.pipeline is None else incompatible.dropped(found.pipeline.full)
     args = copy(args)
     vars(args).update(

@@ -143,7 +143,10 @@ _TEXTS = {
         tensor-parallel size: tensor_parallel_num_weight_shards>tensor_model_parallel_size |
         expert_tensor_parallel_num_weight_shards>expert_tensor_parallel_size,tensor_model_parallel_size
             weights are gathered in the order of Megatron's own schedules; leave them out, or use
-            Megatron's own schedule""",
+            Megatron's own schedule
+        moe_flex_dispatcher_backend=ncclep & moe_token_dispatcher_type=flex & num_experts
+            it needs --moe-expert-rank-capacity-factor, and Megatron repeats a step that exceeds it
+            under its own schedules only; use --moe-flex-dispatcher-backend deepep""",
     # What a schedule of ours does itself, or does without: dropped where flags are read, refused
     # where a program has already built its configuration.
     "dropped": f"""
@@ -169,6 +172,13 @@ _TEXTS = {
         num_experts
             Megatron keeps fused experts outside the module tree, so W would not reach their weight
             gradients; leave it out""",
+    # For split backwards: what needs the setting that is dropped.
+    "unfused": """
+        --offload-modules fused_group_mlp, --moe-single-grouped-weight or
+        --moe-ncclep-static-shape: use_transformer_engine_op_fuser & num_experts &
+        offload_modules=fused_group_mlp | moe_single_grouped_weight | moe_ncclep_static_shape
+            Megatron takes it with --use-transformer-engine-op-fuser only, and W would not reach the
+            weight gradients of fused experts; use --pipeline-schedule 1f1b or interleaved""",
     # The same of schedules with one stage on each rank.
     "dropped_by_line": """
         overlap_param_gather_with_optimizer_step
@@ -209,7 +219,7 @@ _TEXTS = {
             leave them out
         perform_rl_step
             Megatron's RL knows one chunk on each rank; use --pipeline-schedule zb-h1 or 1f1b
-        moe_routing_trace_path
+        moe_routing_trace_path | save_tokens_per_expert_interval
             its records name layers by their place in a chunk; use --pipeline-schedule zb-h1 or
             1f1b, or leave it out""",
     # For models that a program builds for such a schedule.
@@ -248,6 +258,8 @@ _TEXTS = {
             across them; leave one of them out
         mlp_chunks_for_training>1 & num_experts
             plans route all tokens of a micro-batch at once; leave it out
+        perform_rl_step
+            Megatron's RL makes no plans; leave one of them out
         fine_grained_activation_offloading
             activations return from the host by the backwards that run alone; use
             --recompute-granularity selective instead
@@ -282,11 +294,15 @@ _TEXTS = {
             logits lie in their files in the order of the data; leave one of them out
         moe_router_load_balancing_type=global_aux_loss
             it counts the tokens of the micro-batches before; use --moe-router-load-balancing-type
-            aux_loss or seq_aux_loss""",
+            aux_loss or seq_aux_loss
+        perform_rl_step
+            Megatron's RL deals out its own samples; leave one of them out""",
     # For micro-batches of different lengths.
     "lengths": """
         moe_token_dispatcher_type=allgather & num_experts
-            it gathers tokens in buffers of one size; use --moe-token-dispatcher-type alltoall""",
+            it gathers tokens in buffers of one size; use --moe-token-dispatcher-type alltoall
+        tp_comm_overlap
+            its buffers have the size of one length; leave one of them out""",
     # The same under Megatron's own schedules.
     "stock_lengths": f"""
         {_GRAPHS}
@@ -336,7 +352,10 @@ _TEXTS = {
             logits lie in their files by micro-batch, and slices have a part each; leave one of them
             out
         decoder_seq_length
-            it is not the sequence that slices divide; leave one of them out""",
+            it is not the sequence that slices divide; leave one of them out
+        perform_rl_step
+            batches of Megatron's RL are tuples, which have no names to cut them by; leave one of
+            them out""",
     # For forward and backward ranks.
     # Steps of --freeze-all-layers are forward only from 0.20 on; both roles take them for an
     # evaluation.
@@ -514,7 +533,14 @@ def imply(found: Preflight, config: PipelineConfig, args: Namespace) -> None:
                 "Gloo process groups are made: over them Megatron collects the state of "
                 "--use-distributed-optimizer for --ckpt-format torch"
             )
-    elif given("use_distributed_optimizer") and has_schedule:
+        if has_schedule and given("ckpt_convert_format") == "torch_dist":
+            arguments["dist_ckpt_optim_fully_reshardable"] = True
+    # Local checkpoints exclude it: Megatron would end at the first one.
+    elif (
+        given("use_distributed_optimizer")
+        and has_schedule
+        and given("non_persistent_ckpt_type") != "local"
+    ):
         arguments["dist_ckpt_optim_fully_reshardable"] = True
         if not args.dist_ckpt_optim_fully_reshardable and (args.save or args.load):
             found.changes.append(
@@ -663,6 +689,11 @@ def te_leaves_whole(config: Any, *, here: bool = True) -> Iterator[str]:
             "weight gradients of grouped experts are computed in I, because Transformer Engine "
             "hands them on before W could fill them; leave --moe-single-grouped-weight or "
             "--no-gradient-accumulation-fusion out"
+        )
+    if given("use_grouped_gemm_for_shared_expert"):
+        yield (
+            "weight gradients of shared experts are computed in I, because Megatron fuses their "
+            "layers; leave --use-grouped-gemm-for-shared-expert out"
         )
     if given("use_transformer_engine_op_fuser"):
         yield (

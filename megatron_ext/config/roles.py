@@ -220,6 +220,9 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
     if wanted.activations == "ship":
         message_bytes *= args.num_layers // args.pipeline_model_parallel_size + 1
     granularity = getattr(args, "recompute_granularity", None)
+    # Megatron turns the two deprecated flags into recomputation, but only after us.
+    if getattr(args, "recompute_activations", False):
+        granularity = "selective"
     return Job(
         ranks,
         args.rank,
@@ -231,7 +234,6 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
         ends_by_itself=any(
             getattr(args, dest, None) for dest in ("exit_duration_in_mins", "exit_signal_handler")
         ),
-        # Megatron turns the last into a module to recompute, but only after us.
         recomputes_routers=granularity == "full"
         or (granularity == "selective" and "moe" in (args.recompute_modules or ()))
         or bool(getattr(args, "moe_layer_recompute", False)),

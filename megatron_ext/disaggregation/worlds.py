@@ -80,6 +80,8 @@ def join(backend: str) -> None:
     # The launcher's own rendezvous, so a role needs no address besides MASTER_ADDR.
     store, _, _ = next(iter(everyone))
     store.set_timeout(timeout)
+    # torchrun keeps it when it starts the ranks again: values of the attempt before are not ours.
+    store = PrefixStore("/".join(("megatron_ext/run", *active.required().environment.run)), store)
     active.required().roles = Roles(store)
     # With a prefix for each role: both number their groups and keys alike.
     dist.init_process_group(

@@ -126,17 +126,18 @@ def explain(states: Mapping[int, RankState], num_ranks: int, start: int) -> Verd
 
 
 def _connected_again(store: Any) -> Any:
-    """Return a store of the same job over a connection of its own."""
-    if hasattr(store, "clone"):
-        return store.clone()
-    # Those of torch 2.7 lack it, and hide their prefix; the restart count keeps attempts apart.
+    """Return a store of this attempt of the job over a connection of its own."""
     from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
-    base = getattr(store, "_underlying_non_prefix_store", store)
-    if isinstance(base, TCPStore):
-        again: Any = TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
+    again: Any
+    if hasattr(store, "clone"):
+        again = store.clone()
+    # Those of torch 2.7 lack it, and hide their prefix.
+    elif isinstance(base := getattr(store, "_underlying_non_prefix_store", store), TCPStore):
+        again = TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
     else:
         again = FileStore(base.path)
+    # torchrun keeps the store when it starts the ranks again, with the verdict on those before.
     return PrefixStore("/".join((_PREFIX, *active.Environment.read().run)), again)
 
 

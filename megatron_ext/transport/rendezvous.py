@@ -356,8 +356,8 @@ class _Rendezvous:
 
     def _timed_out(self, waiting_for: str) -> TransportError:
         return TransportError(
-            f"rank {self._rank} waited {self._timeout_s:g} s for {waiting_for} on host "
-            f"{self._mine.host}"
+            f"rank {self._rank} on host {self._mine.host} waited {self._timeout_s:g} s for "
+            f"{waiting_for}"
         )
 
 

@@ -51,6 +51,24 @@ def test_what_is_refused(flags: str, world: int, rule: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "recomputes"),
+    [
+        ("", False),
+        ("--recompute-granularity selective", False),
+        ("--recompute-granularity selective --recompute-modules moe", True),
+        ("--recompute-activations --recompute-modules moe", True),
+        ("--moe-layer-recompute", True),
+    ],
+)
+def test_forwards_order_experts_as_recomputed_layers_do(flags: str, recomputes: bool) -> None:
+    """Megatron turns the deprecated flags into recomputation after our flags are read."""
+    parse("gpt", (GPT + FBD + PP2 + MOE + flags).split(), {"WORLD_SIZE": "4"})
+    job = active.job()
+    assert job is not None
+    assert job.recomputes_routers is recomputes
+
+
+@pytest.mark.parametrize(
     "cut",
     [
         "--num-layers-per-virtual-pipeline-stage 1",

@@ -41,7 +41,12 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--use-legacy-models",
             "--ckpt-format torch_dcp",
             "--tensor-parallel-num-weight-shards 2",
+            EXPERTS.replace("alltoall", "flex") + "--moe-flex-dispatcher-backend ncclep",
         ],
+    ),
+    "unfused": (
+        ZB_V,
+        [f"{EXPERTS}--use-transformer-engine-op-fuser --moe-single-grouped-weight"],
     ),
     "folded": (
         ZB_V,
@@ -67,6 +72,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--variable-seq-lengths",
             "--sft",
             "--mlp-chunks-for-training 2",
+            "--pipeline-schedule 1f1b --perform-rl-step",
             OFFLOAD,
             "--pipeline-schedule 1f1b --overlap-dispatch-backward-with-experts-wgrad",
         ],
@@ -89,9 +95,16 @@ CASES: dict[str, tuple[str, list[str]]] = {
         [
             "--logits-load-dir teacher",
             EXPERTS + "--moe-router-load-balancing-type global_aux_loss",
+            "--perform-rl-step",
         ],
     ),
-    "lengths": ("--variable-seq-lengths ", ["--num-experts 64"]),
+    "lengths": (
+        "--variable-seq-lengths ",
+        [
+            "--num-experts 64",
+            "--tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2",
+        ],
+    ),
     "stock_lengths": ("--variable-seq-lengths ", ["--cuda-graph-impl local"]),
     "slices": (
         "--pipeline-schedule zb-h1 --pipeline-slices 4 --transformer-impl local ",
@@ -114,6 +127,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             OFFLOAD,
             "--logits-save-dir teacher --logits-save-top-k 4",
             "--decoder-seq-length 4096",
+            "--perform-rl-step",
         ],
     ),
     "roles": (

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext import preflight
 from megatron_ext.config import active
 from megatron_ext.config.incompatible import RULES, refusals
 from megatron_ext.errors import UserError
@@ -220,12 +221,28 @@ TOLD: dict[str, tuple[str, int, dict[str, Any]]] = {
         4,
         {"virtual_pipeline_model_parallel_size": None, "pipeline_model_parallel_layout": None},
     ),
+    "a checkpoint that is converted": (
+        PP4 + "--pipeline-schedule zb-v --use-distributed-optimizer --ckpt-format torch "
+        "--ckpt-convert-format torch_dist --ckpt-convert-save D --load D",
+        4,
+        {"dist_ckpt_optim_fully_reshardable": True},
+    ),
     "megatron's own": (
         PP4 + "--use-distributed-optimizer",
         4,
         {"chosen": False, "log": [], "dist_ckpt_optim_fully_reshardable": False},
     ),
 }  # fmt: skip
+
+
+def test_local_checkpoints_keep_their_form() -> None:
+    """Megatron would end at the first one; it needs a package of NVIDIA's to take the flags."""
+    words = f"{PP4}{MODEL}--pipeline-schedule zb-h1 "
+    words += "--use-distributed-optimizer --non-persistent-ckpt-type "
+    for kind, set_by_us in (("local", False), ("global", True)):
+        found = preflight((words + kind).split(), world_size=4)
+        assert found.accepted, found.refusals
+        assert ("dist_ckpt_optim_fully_reshardable" in found.arguments) == set_by_us
 
 
 def test_what_megatron_is_told() -> None:

@@ -70,3 +70,22 @@ def test_a_value_ends_the_wait(monkeypatch: pytest.MonkeyPatch, store: HashStore
 
     assert worlds.hand_over("losses", None, to="forward", pause=pause) == [1.5]
     assert clock.now < 1.2
+
+
+def test_a_restart_finds_no_value_of_the_attempt_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though torchrun keeps the store."""
+    kept = HashStore()
+    ranks = SimpleNamespace(num_ranks=1, role_size=lambda _role: 1)
+    job = SimpleNamespace(role="backward", rank=0, role_rank=0, timeout_s=TIMEOUT_S, ranks=ranks)
+    monkeypatch.setattr(worlds, "_job", lambda: job)
+    monkeypatch.setattr(worlds, "rendezvous", lambda *_, **__: iter([(kept, 0, 1)]))
+    monkeypatch.setattr(worlds.dist, "init_process_group", lambda *_, **__: None)
+    stores = []
+    for attempt in "01":
+        found = SimpleNamespace(environment=SimpleNamespace(run=("job", attempt)), roles=None)
+        monkeypatch.setattr(worlds.active, "required", lambda found=found: found)
+        worlds.join("gloo")
+        stores.append(found.roles.store)
+        if attempt == "0":
+            worlds.hand_over("progress", 5, to="forward", pause=time.sleep)
+    assert [store.check([f"{worlds._PREFIX}/progress/1"]) for store in stores] == [True, False]

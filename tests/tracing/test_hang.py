@@ -121,6 +121,18 @@ def test_stores_without_clone_are_connected_again(kind: str, tmp_path: Path) -> 
     assert base.timeout == timedelta(seconds=77)
 
 
+def test_a_restart_finds_nothing_of_the_attempt_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though torchrun keeps the store, and the verdict of the hang in it."""
+    store = FileStore(str(tmp_path / "store"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    hang._connected_again(store).set("verdict", "rank 1 holds the job up")
+    assert hang._connected_again(store).check(["verdict"])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not hang._connected_again(store).check(["verdict"])
+
+
 def stuck_beside_the_main_thread() -> None:
     torch.distributed.init_process_group("gloo")
     dog = hang.Watchdog(lambda: RankState(-1, "runs 0F0"), 0.4)
