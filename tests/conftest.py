@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from megatron_ext.config.active import clear_configuration
 from tests import tiers
@@ -18,6 +19,15 @@ from tests.ranks import require_training
 # A shell without job control starts what it runs in the background with SIGINT ignored, and so all
 # processes of the tests would be, some of which are interrupted.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Other work on the machine is no failure, however long an example takes.
+settings.register_profile(
+    "shared machine",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+settings.load_profile("shared machine")
 
 
 _LEFT: Counter[str] = Counter()

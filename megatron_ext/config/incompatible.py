@@ -516,9 +516,13 @@ def imply(found: Preflight, config: PipelineConfig, args: Namespace) -> None:
         if given("ep_overlap_early_attn_memory_release"):
             arguments["ep_overlap_early_attn_memory_release"] = False
     made = "create_attention_mask_in_dataloader"  # Bridge has no such setting, and makes none
-    if config.slices > 1 and given(made) and not given("reset_attention_mask"):
-        # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
-        arguments[made] = False
+    if config.slices > 1:
+        if given(made) and not given("reset_attention_mask"):
+            # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
+            arguments[made] = False
+        # With the cache, which fp8 alone uses, layers of Transformer Engine that fuse the
+        # accumulation of gradients overwrite what other slices have added.
+        arguments["disable_parameter_transpose_cache"] = True
     if config.variable_seq_lengths:
         arguments["variable_seq_lengths"] = True
         if not given("num_experts"):

@@ -164,19 +164,28 @@ def _suit_device(settings: Settings) -> None:
 
 
 def _refuse_decentralized(container: Any) -> None:
-    """Refuse schedules that need Megatron's global groups if Bridge does not create them."""
-    chosen = active.pipeline()
-    if chosen is None or not container.dist.use_decentralized_pg:
+    """Refuse what needs Megatron's global groups if Bridge does not create them."""
+    found = active.required()
+    if not container.dist.use_decentralized_pg:
         return
-    if chosen.config.twins == 2:
-        why = "finds its mirrored ranks"
+    remedy = "set it to False"
+    if found.config.tracing is not None:
+        why = "tracing places its ranks"
+    elif (chosen := found.pipeline) is None:
+        return
+    elif chosen.config.twins == 2:
+        why, remedy = f"schedule {chosen.name} finds its mirrored ranks", f"{remedy}, or take zb-h1"
     elif chosen.is_folded:
-        why = "has a layout, and Megatron finds the layers of a layout"
+        why = f"schedule {chosen.name} has a layout, and Megatron finds the layers of a layout"
+        remedy += ", or take zb-h1"
+    elif chosen.config.draws_by_microbatch:
+        why = "dynamic or microbatch_rng seeds random numbers"
+    elif chosen.config.slices > 1 and getattr(container.model, "mtp_num_layers", None):
+        why = "slices of multi-token prediction sum their losses"
     else:
         return
     raise ArgumentsError(
-        f"schedule {chosen.name} {why} in global groups, which dist.use_decentralized_pg does not "
-        "create; set it to False, or take zb-h1"
+        f"{why} in global groups, which dist.use_decentralized_pg does not create; {remedy}"
     )
 
 
@@ -273,6 +282,23 @@ def _train_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         return losses, *others
     share_mtp_losses(groups)
     return share_losses(losses, groups), *others
+
+
+@PATCHES.row("bridge.skipped_iterations", f"{_TRAINING}.train:_dummy_train_step")
+def _skip_batches(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Bridge reads batches from one iterator, but ranks with several chunks have a list of them:
+    train.iterations_to_skip would end the training.
+    """
+    state = args[0] if args else kwargs["global_state"]
+    given = args[1] if len(args) > 1 else kwargs["train_data_iterator"]
+    if not isinstance(given, list):
+        call(*args, **kwargs)
+        return
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    whole = state.cfg.dataset.dataloader_type == "batch"  # one item for all micro-batches of a step
+    schedules.skip_batches(get_rerun_state_machine(), given, 1 if whole else get_num_microbatches())
 
 
 @PATCHES.row("bridge.evaluate", f"{_TRAINING}.eval:evaluate", when=active.is_folded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from argparse import ArgumentParser, Namespace
 from functools import partial
 from typing import Any, NoReturn
@@ -86,4 +87,22 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
     if getattr(validated, "ext_list_patches", False) and getattr(validated, "rank", 0) == 0:
         for line in text_table(REGISTRY.rows()).splitlines():
             _LOG.warning("%s", line)
+    return validated
+
+
+@PATCHES.row("arguments.yaml", "megatron.training.yaml_arguments:validate_yaml")
+def _validate_yaml(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:
+    """Megatron ignores all flags beside --yaml-cfg, and would train without ours."""
+    from megatron_ext.config.flags import DESTINATIONS, requested_flags
+
+    read = vars(args[0] if args else kwargs["args"])
+    words = {word.partition("=")[0] for word in (*sys.argv, *requested_flags())}
+    flags = {dest: f"--{dest.replace('_', '-')}" for dest in sorted(DESTINATIONS)}
+    ours = [flag for dest, flag in flags.items() if dest in read or flag in words]
+    if ours:
+        raise ArgumentsError(
+            f"{ours[0]} has no effect with --yaml-cfg, which replaces all flags; give Megatron's "
+            "arguments as flags, without --yaml-cfg"
+        )
+    validated: Namespace = call(*args, **kwargs)
     return validated

@@ -187,13 +187,34 @@ def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
     """
     training = sys.modules["megatron.training.training"]
     given = args[0] if args else kwargs["data_iterator"]
-    iterators = given if isinstance(given, list) else [given]
-    # As the step that is skipped would: Megatron's machine may run it again, and rewinds the data.
-    while training.get_rerun_state_machine().should_run_forward_backward(given):
-        for iterator in iterators:
+    skip_batches(training.get_rerun_state_machine(), given, training.get_num_microbatches())
+
+
+def skip_batches(machine: Any, given: Any, count: int) -> None:
+    """Read `count` batches from each of the data iterators `given`, as the skipped step would.
+
+    Megatron's rerun state machine may run the step again, and rewinds the data.
+    """
+    while machine.should_run_forward_backward(given):
+        for iterator in given if isinstance(given, list) else [given]:
             if iterator is not None:
-                for _ in range(training.get_num_microbatches()):
+                for _ in range(count):
                     next(iterator)
+
+
+@PATCHES.row(
+    "schedules.packed_statistics",
+    "megatron.training.training:consume_seqlen_stats_in_iteration",
+    of=active.pipeline,
+    since=(0, 18),
+)
+def _count_tokens_once(
+    pipeline: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> tuple[float | None, ...]:
+    """Megatron counts packed sequences once for each stage of a rank, and for each slice."""
+    placement = pipeline.placement
+    times = placement.num_stages // placement.num_ranks * pipeline.config.slices
+    return tuple(None if sums is None else sums / times for sums in call(*args, **kwargs))
 
 
 @PATCHES.row(

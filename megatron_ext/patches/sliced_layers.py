@@ -81,6 +81,20 @@ def _look_ahead(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kw
     return call(**given)
 
 
+@PATCHES.row(
+    "slices.packed_batch",
+    "megatron.core.utils:flatten_batch_for_packed_sequences",
+    since=(0, 19),
+)
+def _keep_bounds(
+    _running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> dict[str, Any]:
+    """Megatron takes a bound at the end of a slice for the last one, and drops those behind it."""
+    batch = by_name(call, args, kwargs)["batch"]
+    bounds = {name: batch[name] for name in ("cu_seqlens", "cu_seqlens_padded") if name in batch}
+    return {**call(*args, **kwargs), **bounds}
+
+
 @PATCHES.row("slices.sequence_length", "megatron.core.pipeline_parallel.schedules:forward_step")
 def _with_length_of_slice(
     running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs

@@ -52,15 +52,17 @@ class _Joined(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, kept: _Kept, number: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, own: torch.Tensor, kept: _Kept, number: int, is_freed: bool
+    ) -> torch.Tensor:
         # A view would keep the projection that queries, keys and values are parts of. Recomputation
         # runs this again, with the same result.
-        kept.made[number] = own.detach().contiguous()
+        kept.made[number] = own.detach().clone() if is_freed else own.detach().contiguous()
         ctx.kept, ctx.number = kept, number
         return torch.cat([kept.made[part] for part in range(number + 1)])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         kept, number = ctx.kept, ctx.number
         lengths = [len(kept.made[part]) for part in range(number + 1)]
         *before, own = gradients[0].split(lengths)
@@ -73,7 +75,7 @@ class _Joined(torch.autograd.Function):
         # Later slices, which attend to it, are through; earlier ones never do.
         del kept.made[number]
         later = kept.gradients.pop(number, None)
-        return own if later is None else own + later, None, None
+        return own if later is None else own + later, None, None, None
 
 
 @dataclass
@@ -168,8 +170,14 @@ class RunningSlice:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of all tokens up to the end of the slice, `[s, ...]` each."""
         keys, values = self.kept.attention.setdefault(id(layer), (_Kept(), _Kept()))
-        key = _Joined.apply(key, keys, self.number)
-        return key, _Joined.apply(value, values, self.number)
+        # Megatron frees the memory of what it recomputes behind attention.
+        config: Any = layer.config
+        is_freed = (
+            config.recompute_granularity == "selective"
+            and "mla_up_proj" in config.recompute_modules
+        )
+        key = _Joined.apply(key, keys, self.number, is_freed)
+        return key, _Joined.apply(value, values, self.number, is_freed)
 
     def attend(
         self,

@@ -28,7 +28,7 @@ PP4 = "--pipeline-model-parallel-size 4 --global-batch-size 16 "
 KEPT = (
     "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "data_parallel_size",
     "pipeline_model_parallel_layout", "overlap_p2p_comm", "dist_ckpt_optim_fully_reshardable",
-    "global_batch_size",
+    "global_batch_size", "disable_parameter_transpose_cache",
 )  # fmt: skip
 
 # The printed command lines of BitPipe's README, paths aside, without the launcher's part.
@@ -68,7 +68,7 @@ def outcomes(cases: list[tuple[str, str, int]]) -> list[dict[str, Any] | str]:
         except UserError as error:
             found.append(str(error))
             continue
-        result = {name: getattr(args, name) for name in KEPT}
+        result = {name: getattr(args, name, None) for name in KEPT}
         pipeline = active.pipeline()
         if pipeline is not None:
             rows, timeout_s = pipeline.full.rows, pipeline.timeout_s
@@ -220,6 +220,12 @@ TOLD: dict[str, tuple[str, int, dict[str, Any]]] = {
         PP4 + "--pipeline-schedule zb-h1",
         4,
         {"virtual_pipeline_model_parallel_size": None, "pipeline_model_parallel_layout": None},
+    ),
+    "slices": (
+        PP4 + "--pipeline-schedule zb-h1 --pipeline-slices 4",
+        4,
+        # Else layers of Transformer Engine that fuse it would lose gradients.
+        {"disable_parameter_transpose_cache": True},
     ),
     "a checkpoint that is converted": (
         PP4 + "--pipeline-schedule zb-v --use-distributed-optimizer --ckpt-format torch "

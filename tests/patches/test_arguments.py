@@ -57,6 +57,23 @@ def test_a_contrary_flag_is_refused_with_the_reason() -> None:
         prepare(_parse("--transformer-impl", "transformer_engine"))
 
 
+@pytest.mark.parametrize("place", ["file", "command line", "environment"])
+def test_a_file_in_place_of_flags_leaves_ours_out(
+    place: str, monkeypatch: pytest.MonkeyPatch, a_training_loop: None
+) -> None:
+    from megatron.training import yaml_arguments
+
+    read = argparse.Namespace(yaml_cfg="run.yaml")
+    if place == "file":
+        read.pipeline_schedule = "zb-v"
+    elif place == "command line":
+        monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--pipeline-schedule=zb-v"])
+    else:
+        monkeypatch.setenv("MEGATRON_EXT_FLAGS", "--pipeline-schedule zb-v")
+    with pytest.raises(ArgumentsError, match="--pipeline-schedule has no effect with --yaml-cfg"):
+        yaml_arguments.validate_yaml(read)
+
+
 def test_all_mistakes_are_told_at_once() -> None:
     args = _parse("--transformer-impl", "transformer_engine", "--context-parallel-size", "2")
     with pytest.raises(ArgumentsError) as caught:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import PatchConflict
@@ -137,7 +137,6 @@ def test_the_chain_is_chosen_at_each_call(package: str, registry: Registry) -> N
     assert add(1) == 2
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(-2, 2), st.booleans()), min_size=1, max_size=6, unique_by=lambda t: t

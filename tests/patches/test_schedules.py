@@ -92,3 +92,33 @@ def holders() -> None:
 
 def test_sends_are_aliases() -> None:
     run_ranks(1, holders)
+
+
+def tokens_counted(schedule: str, settings: dict[str, object], calls: int) -> tuple[float, float]:
+    """Count two packed sequences as often as a rank's stages and slices read a micro-batch."""
+    import torch
+    from megatron.training import training
+
+    from megatron_ext import PipelineConfig, configure
+
+    sizes = {"pipeline_ranks": 2, "num_microbatches": 2, "num_layers": 4}
+    configure(PipelineConfig(schedule=schedule, **settings), **sizes)
+    for _ in range(calls):
+        bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+        training.update_seqlen_stats_from_cu_seqlens(bounds)
+    return training.consume_seqlen_stats_in_iteration()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "settings", "calls"),
+    [("zb-h1", {}, 1), ("zb-v", {}, 2), ("zb-h1", {"slices": 4}, 4)],
+)
+def test_packed_tokens_count_once(
+    schedule: str, settings: dict[str, object], calls: int, a_training_loop: None
+) -> None:
+    """The statistics of throughput and of a checkpoint's operations, from 0.18 on."""
+    from megatron.training import training
+
+    if not hasattr(training, "consume_seqlen_stats_in_iteration"):
+        pytest.skip("this Megatron counts no packed sequences")
+    assert run_ranks(1, tokens_counted, schedule, settings, calls) == [(8.0, 34.0)]

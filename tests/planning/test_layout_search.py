@@ -49,7 +49,7 @@ def every_plan(job: Question) -> list[Layout]:
     return found
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.sampled_from(
         [

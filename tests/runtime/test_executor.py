@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sized(), st.integers(1, 2))
 def test_every_action_gets_the_inputs_of_the_model(schedule: Schedule, num_parts: int) -> None:
     for row, compute, expected in by_rank(schedule, num_parts):
@@ -40,7 +40,7 @@ def compute_log(log: Sequence[str], row: Sequence[Action]) -> Iterator[str]:
         yield entry if entry == "release" or entry.startswith("free") else str(next(actions))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(sized())
 def test_gradients_are_summed_in_the_order_of_the_table(schedule: Schedule) -> None:
     for row, compute, expected in by_rank(schedule):
@@ -52,7 +52,7 @@ def test_gradients_are_summed_in_the_order_of_the_table(schedule: Schedule) -> N
                 assert value == sum(number for action in inputs for number in expected(action))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(sized())
 def test_gathers_precede_and_reductions_follow_all_of_a_stage(schedule: Schedule) -> None:
     for rank, row in enumerate(schedule.rows):

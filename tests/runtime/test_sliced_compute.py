@@ -231,7 +231,7 @@ def test_packed_documents_of_upstreams_script(tmp_path: Path) -> None:
 
 SEQUENCE = 24
 BOUNDS = (0, 11, 18, 24)
-DOCUMENTS = [0, 5, 6, 14, 14, 23, 24]
+DOCUMENTS = [0, 5, 6, 11, 14, 14, 23, 24]  # one ends with a slice
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "masked_softmax_fusion": False}
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
@@ -249,6 +249,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "grouped queries": {"num_query_groups": 2},
     "latent": {"mla": True},
     "fused latent": {"mla": True, "fused": True},
+    "recomputed latent": {
+        "mla": True,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mla_up_proj", "core_attn"],
+    },
     "recomputed": RECOMPUTED,
     "recomputed attention": {"recompute_granularity": "selective"},
     "tied": {"tied": True},
@@ -300,6 +305,7 @@ def fuse_positions() -> None:
 def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) -> float:
     """Return by how much a gradient of slices differs, over the largest entry of its weight's."""
     import torch
+    from megatron.core import utils
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_ext.runtime import sliced_compute
@@ -340,6 +346,8 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
 
     def loss_of(part: dict[str, torch.Tensor]) -> torch.Tensor:
         packed = None
+        if is_packed and hasattr(utils, "flatten_batch_for_packed_sequences"):
+            part = utils.flatten_batch_for_packed_sequences(dict(part))  # as Megatron's script does
         if (sums := part.get("cu_seqlens")) is not None:
             longest = int(sums[0].diff().max())
             packed = PackedSeqParams("thd", sums[0], sums[0], None, None, longest, longest)
@@ -442,9 +450,16 @@ def test_each_patch_is_needed(patch: str, model: str) -> None:
     assert worst > 1e-3
 
 
-def test_without_its_patch_a_mask_of_later_tokens_does_not_fit() -> None:
+@pytest.mark.parametrize(
+    ("patch", "model"), [("predicted_tokens", "later tokens"), ("packed_batch", "packed")]
+)
+def test_without_its_patch_tensors_do_not_fit(patch: str, model: str) -> None:
+    from megatron.core import utils
+
+    if patch == "packed_batch" and not hasattr(utils, "flatten_batch_for_packed_sequences"):
+        pytest.skip("this Megatron does not join packed sequences")
     with pytest.raises(RanksFailed, match="must match the size of tensor"):
-        run_ranks(1, worst_difference, MODELS["later tokens"], ("slices.predicted_tokens",))
+        run_ranks(1, worst_difference, MODELS[model], (f"slices.{patch}",))
 
 
 def saved_bytes(num_slices: int) -> float:

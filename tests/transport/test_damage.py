@@ -125,7 +125,7 @@ def _talk(rank: int, store: _Store, run_id: str) -> TransportError | None:
 
 
 @pytest.mark.usefixtures("native")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(answers=st.booleans(), flip=st.integers(0, 8 * _BYTES - 1))
 @example(answers=False, flip=8 * 4)  # the dtype
 @example(answers=False, flip=8 * 16)  # the tag

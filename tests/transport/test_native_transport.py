@@ -79,7 +79,7 @@ def _exchange_in_orders(wire: Wire, exchanges: list[Exchange]) -> None:
     transport.close()
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(
     exchanges=st.lists(
         st.lists(st.integers(0, 3 * SLOT_BYTES), max_size=12).flatmap(_with_orders),

@@ -228,7 +228,8 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
     if schedule.num_slices > 1:
         raise ScheduleError(
             "slices run backward in reverse, so the first weight gradients are not those of the "
-            f"first forward; {consequence} use --no-gradient-accumulation-fusion"
+            f"first forward; {consequence} use --no-gradient-accumulation-fusion, or build the "
+            "model with disable_parameter_transpose_cache"
         )
     first: dict[tuple[int, str], int] = {}
     for index, (stage, kind, microbatch, _) in enumerate(schedule.rows[rank]):

@@ -30,7 +30,7 @@ def shortest(
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(WORK, min_size=5, max_size=10), WORK, WORK, st.integers(2, 5), st.integers(0, 1))
 @example([0.5, 0.5, 0.5, 0.5, 1.0], 0.5, 1.0, 5, 1)  # no stage can have fewer layers
 def test_a_cut_for_one_stage_on_each_rank_is_the_best(
@@ -44,7 +44,7 @@ def test_a_cut_for_one_stage_on_each_rank_is_the_best(
     assert found == pytest.approx(shortest(layers, first, last, placement, least_last))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(8, 14), WORK, WORK, st.sampled_from(["loop", "v"]), st.integers(0, 3))
 def test_a_cut_for_several_stages_is_within_one_layer_of_the_best(
     count: int, first: float, last: float, name: str, dense: int

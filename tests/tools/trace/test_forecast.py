@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import DataError, ScheduleError
@@ -244,7 +244,6 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
     assert "add --trace-dir DIR" in done.stderr
 
 
-@settings(deadline=None)  # other work on the machine is no failure
 @given(st.lists(st.floats(0.1, 9), min_size=1, max_size=8), st.integers(1, 24))
 def test_cutting_a_model_anew_keeps_its_work(times: list[float], count: int) -> None:
     stages = forecast.cut([(time, time, time) for time in times], count)

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext import cli
@@ -29,7 +29,6 @@ def _points(cost: LengthCost, lengths: list[int], noise: list[float]) -> list[Po
     ]
 
 
-@settings(deadline=None)  # other work on the machine is no failure
 @given(
     st.floats(1e-9, 1e-3),
     st.floats(1e-12, 1e-6),

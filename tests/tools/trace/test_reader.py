@@ -49,7 +49,7 @@ def test_a_file_cut_at_any_place_gives_what_is_before(tmp_path: Path) -> None:
     assert counts[-1] == len(read(text, folder)[0][0].spans) * 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_noise_never_breaks_the_reader(tmp_path_factory, data) -> None:
     folder = tmp_path_factory.mktemp("noise")
