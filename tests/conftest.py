@@ -6,11 +6,11 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from megatron_ext.config.active import clear_configuration
 from tests import tiers
@@ -20,14 +20,17 @@ from tests.ranks import require_training
 # processes of the tests would be, some of which are interrupted.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Other work on the machine is no failure, however long an example takes.
-settings.register_profile(
-    "shared machine",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    print_blob=True,
-)
-settings.load_profile("shared machine")
+with suppress(ModuleNotFoundError):  # tests on a GPU and in hosts do without it
+    from hypothesis import HealthCheck, settings
+
+    # Other work on the machine is no failure, however long an example takes.
+    settings.register_profile(
+        "shared machine",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=True,
+    )
+    settings.load_profile("shared machine")
 
 
 _LEFT: Counter[str] = Counter()

@@ -77,6 +77,7 @@ _SCOPES = {
     "dropped": "none: dropped",
     "dropped_by_split": "none: dropped where backwards are split",
     "whole": "none: dropped where backwards are split; `--use-dpp` leaves them whole",
+    "unfused": "schedules that split backwards",
     "dropped_by_line": "none: dropped where each rank has one stage",
     "dropped_by_slices": "none: dropped by `--pipeline-slices`",
     "dropped_by_roles": "none: dropped by disaggregation",

@@ -126,6 +126,11 @@ def check(expected: bridge_runs.Trained, ours: list[bridge_runs.Trained]) -> Non
     assert expected.evaluated in [rank.evaluated for rank in ours]
 
 
+def test_iterations_are_skipped_on_ranks_with_several_chunks(own: Any) -> None:
+    changes = {"train.iterations_to_skip": [2]}
+    assert trained(changes, {"schedule": "zb-v"})[-1].losses == own(changes).losses
+
+
 def test_slices(own: Any) -> None:
     expected, ours = own({}), trained({}, {"schedule": "zb-h1", "slices": 2})[-1]
     assert ours.steps == 4
@@ -242,6 +247,8 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
         ),
         (DECENTRALIZED, {"schedule": "bitpipe"}, "", "schedule bitpipe finds its mirrored ranks"),
         (DECENTRALIZED, {"schedule": "zb-v"}, "", "schedule zb-v has a layout, and Megatron"),
+        (DECENTRALIZED, {"dynamic": DynamicOrder()}, "", "dynamic or microbatch_rng seeds random"),
+        (DECENTRALIZED, None, "--trace", "tracing places its ranks"),
         (
             {"model.dist_train": SimpleNamespace(use_dist_train=True, language_world_size=4)},
             {"schedule": "zb-h1"},
