@@ -165,6 +165,10 @@ class Recorder:
         self._begin_ns = self._clock.begin()
         self.active = True
 
+    def begins_again(self) -> bool:
+        """Return whether the iteration that begins next has the number of the last one."""
+        return self._number_of(self._index + 1) == self._number
+
     def stamp(self) -> _Stamp:
         """Return this moment, for `add`."""
         return self._clock.stamp()

@@ -81,6 +81,9 @@ class Header:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the run: schedule, transport, sizes of the model and so on."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    run: str = ""
+    """torchrun's run id and restart count, the same on all ranks of one attempt; empty without
+    torchrun."""
 
     @property
     def label(self) -> str:

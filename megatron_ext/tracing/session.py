@@ -78,13 +78,12 @@ def subscribe(found: Active) -> None:
     if timeout_s is not None:
         session.watchdog = Watchdog(lambda: session.state, timeout_s)
     if wanted is not None:
-        device, args = devices.current(), megatron_arguments()
+        device = devices.current()
         session.recorder = Recorder(
             lambda: _identity(found),
             HostClock() if device.is_host else DeviceClock(device),
             wanted,
-            # Megatron skips iterations, and may run one again; other loops have no such counter.
-            lambda before: getattr(args, "curr_iteration", before) + 1,
+            lambda before: _number(found, before),
         )
     found.observers.append(session)
     atexit.register(session.close)  # a run that ends without deconfigure closes its file too
@@ -121,6 +120,7 @@ class Session(Observer):
 
     def close(self) -> None:
         """End the file of the recorder and the threads of the watchdog."""
+        atexit.unregister(self.close)  # which keeps the configuration
         if self.recorder is not None:
             self.end_iteration()
             self.recorder.close()
@@ -131,6 +131,8 @@ class Session(Observer):
 
     def begin_iteration(self, num_microbatches: int) -> None:
         """Start to watch and to record."""
+        if (recorder := self._recording) and recorder.begins_again():
+            recorder.notes["failed"] = True  # Megatron's rerun state machine has discarded it
         self.end_iteration()  # nothing else does where the optimizer is none of Megatron's
         self._report("begins a step")  # before the watchdog, which counts from here
         if self.watchdog is not None:
@@ -341,6 +343,14 @@ class Session(Observer):
             span.end(about)
 
 
+def _number(found: Active, before: int) -> int:
+    """Return the number of a training step that begins, counted over all resumed runs."""
+    # Megatron skips iterations, and may run one again. Bridge's number, and that of a program which
+    # gives one, is in force; a program that gives none is counted from its start.
+    counted = getattr(megatron_arguments(), "curr_iteration", before)
+    return 1 + (counted if found.iteration is None else found.iteration)
+
+
 def _name(kind: Kind) -> str:
     return ACTION_NAMES["F" if kind == "R" else kind]
 
@@ -362,7 +372,8 @@ def _identity(found: Active) -> tuple[Path, Header]:
     import torch.distributed as dist
     from megatron.core import parallel_state as groups
 
-    args, job, pipeline = megatron_arguments(), found.job, found.pipeline
+    job, pipeline = found.job, found.pipeline
+    args = megatron_arguments() or getattr(found.host, "arguments", None)
     sizes = (
         groups.get_data_parallel_world_size(with_context_parallel=True),
         groups.get_pipeline_model_parallel_world_size(),
@@ -419,6 +430,7 @@ def _identity(found: Active) -> tuple[Path, Header]:
             "torch": installed("torch") or "unknown",
             "python": platform.python_version(),
         },
+        run="/".join(filter(None, found.environment.run)),
     )
     assert found.config.tracing is not None
     own = Path("benchmark") / directory_name(sizes, dynamic=found.config.dynamic is not None)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import time
+import weakref
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,10 +21,12 @@ from megatron_ext.errors import UserError
 from megatron_ext.patches import trace
 from megatron_ext.schedules.table.actions import Action
 from megatron_ext.tools.trace.reader import open_run
+from megatron_ext.tracing import session as session_module
 from megatron_ext.tracing.recorder import DeviceClock, Recorder
 from megatron_ext.tracing.records import Header
 from megatron_ext.tracing.session import Session
 from tests.pipelines import make_pipeline, use
+from tests.ranks import run_ranks
 from tests.tools.trace.runs import Clock, trace_of, write_run
 
 HEADER = Header(0, 0, 0, 0, (1, 1, 1), 1, "host", "boot", 1, 1)
@@ -199,6 +205,78 @@ def test_a_step_that_ends_in_an_action_has_failed(tmp_path: Path) -> None:
         session.end_iteration()
     session.close()
     assert [step.figures.get("failed", False) for step in iterations(tmp_path)] == [False, True]
+
+
+def test_a_step_that_begins_again_was_discarded(tmp_path: Path) -> None:
+    """Megatron's rerun state machine calls the schedule again without an optimizer step before."""
+    use(make_pipeline("1f1b", 2, 2))
+    session = Session(active.required())
+    numbers = iter([1, 2, 2, 2, 3, 3])
+    following: list[int] = []
+
+    def number(before: int) -> int:
+        while len(following) <= before:
+            following.append(next(numbers))
+        return following[before]
+
+    session.recorder = Recorder(lambda: (tmp_path, HEADER), number=number)
+    for _ in range(5):
+        session.begin_iteration(2)
+    session.close()
+    found = [(each.number, each.figures.get("failed", False)) for each in iterations(tmp_path)]
+    assert found == [(1, False), (2, True), (2, True), (2, False), (3, False)]
+
+
+@pytest.mark.parametrize(
+    ("given", "numbers"), [((7, 8), [8, 9]), ((0, 1), [1, 2]), ((None, None), [1, 2])]
+)
+def test_steps_have_the_number_that_a_host_gives(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: tuple[int | None, ...],
+    numbers: list[int],
+) -> None:
+    """Bridge gives that of a resumed run; other programs may give one, or none."""
+    use(make_pipeline("1f1b", 2, 2, tracing=Tracing()))
+    monkeypatch.setattr(session_module, "_identity", lambda found: (tmp_path, HEADER))
+    monkeypatch.setattr(session_module, "megatron_arguments", lambda: None)
+    session_module.subscribe(active.required())
+    [session] = active.required().observers
+    for number in given:
+        if number is not None:
+            active.begin_iteration(number)
+        session.begin_iteration(2)
+    session.close()
+    assert [each.number for each in iterations(tmp_path)] == numbers
+
+
+def identified(folder: Path) -> list[tuple[str, Any]]:
+    """Return runs and layers in headers of a rank whose host is Bridge."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    headers = []
+    for run in (("job", "1"), ("", "")):
+        pipeline = make_pipeline("1f1b", 1, 2, tracing=Tracing(directory=folder))
+        found = use(pipeline, environment=active.Environment(run=run))
+        found.host = SimpleNamespace(arguments=Namespace(num_layers=8))  # type: ignore[assignment]
+        headers.append(session_module._identity(found)[1])
+    return [(header.run, header.settings["num_layers"]) for header in headers]
+
+
+def test_a_trace_names_its_attempt_and_has_the_settings_of_bridge(tmp_path: Path) -> None:
+    assert run_ranks(1, identified, tmp_path) == [[("job/1", 8), ("", 8)]]
+
+
+def test_a_configuration_that_has_ended_is_let_go(tmp_path: Path) -> None:
+    use(make_pipeline("1f1b", 2, 2, tracing=Tracing(directory=tmp_path)))
+    session_module.subscribe(active.required())
+    ended = weakref.ref(active.required())
+    active.clear_configuration()
+    gc.collect()
+    assert ended() is None
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -66,11 +66,11 @@ class Run:
 
     @cached_property
     def steps(self) -> dict[int, list[Step]]:
-        """By number: the complete steps of all ranks."""
+        """By number: the complete steps of all ranks, the last of those that ran more than once."""
         found: dict[int, list[Step]] = defaultdict(list)
         for each in self.surveys:
-            for step in each.complete_steps:
-                found[step.number].append(step)
+            for number, step in {step.number: step for step in each.complete_steps}.items():
+                found[number].append(step)
         return found
 
 
@@ -99,6 +99,9 @@ def read_run(directory: Path | str) -> Run:
         raise DataError(f"{directory}: no iteration was recorded yet; {'; '.join(notes)}")
     if len(counts) > 1:
         notes.append(f"ranks recorded between {counts[0]} and {counts[-1]} iterations")
+    longest = max(surveys, key=lambda found: found.iterations)
+    if (count := len(longest.steps)) < longest.iterations:
+        notes.append(f"of {longest.iterations} iterations the first {count} count")
     first = surveys[0]
     others = Counter(s.microbatches for s in first.steps if not first.is_full(s.microbatches))
     if others:
@@ -142,13 +145,13 @@ def _use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
     for each in surveys:
         shift_ns = each.file.shift_ns = shifts[each.header.clock][0]
         each.steps = [step._replace(begin_ns=step.begin_ns + shift_ns) for step in each.steps]
-        for step in (step for step in each.steps if step.actions):
+        for step in (step for step in each.steps if step.actions and not step.failed):
             begins[each.header.data, step.number].append(step.begin_ns + step.first_ns)
             ends[each.header.data, step.number].append(step.begin_ns + step.pipeline_ns)
     for each in surveys:
         for index, step in enumerate(each.steps):
             key = each.header.data, step.number
-            if key in ends:
+            if key in ends and not step.failed:
                 each.steps[index] = step.within(min(begins[key]), max(ends[key]))
         for source, link in each.links.items():
             late = [took for took, was_late in under_way[source, each.header.rank] if was_late]
@@ -165,7 +168,8 @@ def align(
     """Find the shift of each clock's times so that all agree with the clock of the lowest rank.
 
     Messages relate two clocks, as in NTP; hosts that exchange none are related through others that
-    do, or else through the time since 1970 that each rank recorded at its start.
+    do. The time since 1970 that each rank recorded at its start places what is left: the clock of
+    the lowest rank there, and by messages those that it is related to.
 
     Args:
         headers: By rank.
@@ -174,7 +178,7 @@ def align(
 
     Returns:
         By clock: its shift and its uncertainty in nanoseconds, half of the distance between the two
-        bounds; None: by the time since 1970.
+        bounds; None: of its own or a related clock's time since 1970, which may be wrong.
     """
     # What was sent at s on one clock and arrived at r on the other proves the other ahead by r - s
     # at most; the smallest difference in each direction bounds the offset from both sides.
@@ -183,22 +187,25 @@ def align(
         pair = headers[source].clock, headers[target].clock
         bounds[pair] = min(bounds.get(pair, took), took)
     here = headers[min(headers)]
-    shifts: dict[str, tuple[int, int | None]] = {here.clock: (0, 0)}
-    # Breadth first from the reference, so that each clock is as few steps from it as can be.
-    waiting = [here.clock]
-    for known in waiting:
-        shift, error = shifts[known]
-        for (ahead, clock), bound in sorted(bounds.items()):
-            back = bounds.get((clock, ahead))
-            if ahead == known and clock not in shifts and back is not None:
-                # clock - known is at most `bound`, and at least `-back`; if the first is smaller,
-                # one of the clocks has drifted by the difference.
-                more = abs(bound + back) // 2
-                shifts[clock] = shift - (bound - back) // 2, (error or 0) + more
-                waiting.append(clock)
+    shifts: dict[str, tuple[int, int | None]] = {}
     for _, header in sorted(headers.items()):
+        if header.clock in shifts:
+            continue
         by_day = (header.wall_ns - header.clock_ns) - (here.wall_ns - here.clock_ns)
-        shifts.setdefault(header.clock, (by_day, None))
+        shifts[header.clock] = by_day, 0 if header is here else None
+        # Breadth first, so that each clock is as few steps from this one as can be.
+        waiting = [header.clock]
+        for known in waiting:
+            shift, error = shifts[known]
+            for (ahead, clock), bound in sorted(bounds.items()):
+                back = bounds.get((clock, ahead))
+                if ahead == known and clock not in shifts and back is not None:
+                    # clock - known is at most `bound`, and at least `-back`; if the first is
+                    # smaller, one of the clocks has drifted by the difference.
+                    more = abs(bound + back) // 2
+                    whole = None if error is None else error + more
+                    shifts[clock] = shift - (bound - back) // 2, whole
+                    waiting.append(clock)
     return shifts
 
 

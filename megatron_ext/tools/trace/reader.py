@@ -143,9 +143,15 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
     # A run overwrites the files of an earlier one in its folder, but for ranks that it has not.
     found.sort(key=lambda file: file.header.wall_ns)
     newest = found[-1].header
-    by_rank = {f.header.rank: f for f in found if f.header.sizes == newest.sizes}
+    by_rank = {
+        file.header.rank: file
+        for file in found
+        if file.header.sizes == newest.sizes
+        # Without torchrun, runs have no name to tell them by.
+        and (file.header.run == newest.run or not (file.header.run and newest.run))
+    }
     if others := len(found) - len(by_rank):
-        notes.append(f"{others} files are left out: copies, or of an earlier run with other sizes")
+        notes.append(f"{others} files are left out: copies, or of an earlier run or attempt")
     if (missing := newest.num_ranks - len(by_rank)) > 0:
         notes.append(f"{missing} of {newest.num_ranks} ranks left no trace")
     return [by_rank[rank] for rank in sorted(by_rank)], notes

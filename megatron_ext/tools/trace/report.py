@@ -79,6 +79,9 @@ def page(run: Run) -> str:
     except (DataError, ScheduleError) as error:
         notes.append(f"no forecast: {error}")
     total, slowest = figures(run.surveys), slow(run)[:_MAX_ROWS]
+    # Ranks that stopped early have fewer columns, which are as wide as those of the others.
+    longest = max((survey.steps for survey in run.surveys), key=len)
+    width = -(-len(longest) // _MAX_COLUMNS)
     content = {
         "title": f"{title} on {len(run.surveys)} ranks{per_step}",
         "folder": run.directory.resolve().name,
@@ -99,8 +102,8 @@ def page(run: Run) -> str:
             {"label": survey.header.label, **figures([survey])._asdict()}
             for survey in run.surveys[:_MAX_ROWS]
         ],
-        "heat": [_idle_shares(survey.steps) for survey in run.surveys[:_MAX_RANKS]],
-        "steps": [step.number for step in run.surveys[0].steps],
+        "heat": [_idle_shares(survey.steps, width) for survey in run.surveys[:_MAX_ROWS]],
+        "steps": [step.number for step in longest],
         "links": _links(run),
         "slow": [[what, f"{factor:.2f}"] for what, factor in slowest],
         "settings": _settings(run),
@@ -143,10 +146,9 @@ def _verdict(
     return lines
 
 
-def _idle_shares(steps: Sequence[Step]) -> list[float]:
-    """Return the idle shares of a rank's steps, averaged if there are more than page columns."""
+def _idle_shares(steps: Sequence[Step], width: int) -> list[float]:
+    """Return the idle shares of a rank's steps, averaged over so many for a column of the page."""
     idle = [step.bubble_ratio for step in steps]
-    width = -(-len(idle) // _MAX_COLUMNS) or 1
     groups = (idle[first : first + width] for first in range(0, len(idle), width))
     return [round(statistics.fmean(group), 3) for group in groups]
 
@@ -195,7 +197,9 @@ def _measured(run: Run) -> list[dict[str, Any]]:
     for title, number in chosen.items():
         found: list[tuple[str, Iteration]] = []
         for survey in run.surveys[:_MAX_RANKS]:
-            found += ((survey.header.label, each) for each in survey.file.iterations(only=number))
+            # The last one, of a step that Megatron's rerun state machine has run twice.
+            again = [(survey.header.label, each) for each in survey.file.iterations(only=number)]
+            found += again[-1:]
         labels, iterations = zip(*found, strict=True)
         begin_ns = min(each.begin_ns for each in iterations)
         length_ns = max(each.begin_ns + each.duration_ns for each in iterations) - begin_ns

@@ -52,6 +52,7 @@ def write_run(
     pairs: bool = False,
     slices: int = 1,
     optimizer_s: float = 0.0,
+    run: str = "",
     sampling: Tracing = Tracing(iterations=100),  # noqa: B008 - it is frozen
 ) -> Path:
     """Simulate some steps and record them; return the folder of the run.
@@ -66,13 +67,14 @@ def write_run(
     timelines = {count: simulate(tables[count], costs) for count in counts}
     world = (replicas, pp, 1)
     directory = parent / directory_name(world, dynamic=False)
+    usual = {"schedule": table.label, "transport": "torch", "num_layers": 16 * pp}
     for rank, data in product(range(pp), range(replicas)):
         clock = Clock()
         now_ns = 3_600_000 * MS + clock_offset_ns(rank)
         header = Header(
             replicas * rank + data, data, rank, 0, world, replicas * pp,
             "host", clock_of(rank), now_ns, 1,
-            settings or {"schedule": table.label, "transport": "torch"}, {"torch": "2"},
+            usual | (settings or {}), {"torch": "2"}, run,
         )  # fmt: skip
         recorder = Recorder(lambda header=header: (directory, header), clock, sampling)
         if wire_of is not None:

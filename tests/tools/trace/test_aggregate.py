@@ -6,6 +6,7 @@ import json
 import shutil
 import statistics
 from bisect import bisect
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -122,6 +123,19 @@ def test_clocks_that_exchange_nothing_are_aligned_by_the_time_of_day(tmp_path: P
     assert "clock boot 1: -90.000 ms, by the time of day" in found.notes
 
 
+def test_clocks_apart_from_the_first_are_aligned_by_their_own_messages() -> None:
+    """Two pipelines on hosts of their own; the time of day of the last host is 5 ms off."""
+    headers = {
+        rank: Header(rank, rank % 2, rank // 2, 0, (2, 2, 1), 4, clock=f"{rank}")
+        for rank in range(4)
+    }
+    headers[3] = replace(headers[3], wall_ns=5 * MS)
+    took = dict.fromkeys([(0, 2), (2, 0), (1, 3), (3, 1)], MS // 10)
+    assert align(headers, took) == {
+        "0": (0, 0), "1": (0, None), "2": (0, MS // 10), "3": (0, None),
+    }  # fmt: skip
+
+
 def test_missing_ranks_other_lengths_and_a_trailing_slash(tmp_path: Path) -> None:
     directory = write_run(tmp_path)
     trace_of(directory, 1).unlink()
@@ -145,6 +159,25 @@ def test_files_that_an_earlier_run_left_in_the_folder_do_not_count(tmp_path: Pat
     assert [survey.header.sizes for survey in run.surveys] == [[1, 2, 1]] * 2
     [note] = [note for note in run.notes if "rank" in note or "file" in note]
     assert note.startswith("2 files are left out: ")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "ranks"),
+    [("job/0", "job/1", [0, 1]), ("job", "job-r1", [0, 1]), ("", "job/0", [0, 1, 2])],
+)
+def test_files_of_an_earlier_attempt_do_not_count(
+    tmp_path: Path, earlier: str, later: str, ranks: list[int]
+) -> None:
+    """The sizes are equal, and a rank of the later one left no file."""
+    folder = write_run(tmp_path / "earlier", pp=3, run=earlier)
+    again = write_run(tmp_path / "later", pp=3, run=later)
+    for rank in range(2):
+        text = trace_of(again, rank).read_text().replace('"wall_ns":1', '"wall_ns":2')
+        trace_of(folder, rank).write_text(text)
+    run = read_run(folder)
+    assert [survey.header.rank for survey in run.surveys] == ranks
+    left_out = "1 files are left out: copies, or of an earlier run or attempt"
+    assert (left_out in run.notes) == (len(ranks) == 2)
 
 
 def test_only_lines_that_were_surveyed_and_are_whole_are_merged(tmp_path: Path) -> None:
@@ -201,6 +234,24 @@ def test_steps_that_failed_do_not_count(tmp_path: Path) -> None:
     assert "steps that failed do not count: 3" in run.notes
 
 
+def test_a_step_that_was_discarded_and_run_again_is_that_of_its_second_run(tmp_path: Path) -> None:
+    """Megatron's rerun state machine runs a step again under its number."""
+    straight = read_run(write_run(tmp_path / "straight", iterations=3))
+    folder = write_run(tmp_path / "again", iterations=4)
+    for rank in range(4):
+        lines = trace_of(folder, rank).read_text().split("\n")
+        lines[2] = lines[2].replace('"microbatches":8', '"failed":true,"microbatches":8')
+        lines[3] = lines[3].replace('"iteration":3,', '"iteration":2,')
+        trace_of(folder, rank).write_text("\n".join(lines))
+    run = read_run(folder)
+    assert {number: len(steps) for number, steps in run.steps.items()} == {2: 4, 4: 4}
+    assert figures(run.surveys) == figures(straight.surveys)
+    [pipeline_ns, other] = [
+        {step.pipeline_ns - step.first_ns for step in found.steps[2]} for found in (run, straight)
+    ]
+    assert pipeline_ns == other
+
+
 def test_slow_ranks_and_links_are_named(tmp_path: Path) -> None:
     directory = write_run(
         tmp_path, costs=Costs(stages=((0.01,) * 3, (0.01,) * 3, (0.015,) * 3, (0.01,) * 3))
@@ -240,6 +291,13 @@ def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
     done = run_package("report", "--trace-dir", str(run), "-o", str(tmp_path / "no" / "where.html"))
     assert done.returncode == 2
     assert "cannot be written" in done.stderr
+
+
+def test_steps_behind_the_bound_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path, pp=2, microbatches=2, iterations=6)
+    assert not any("count" in note for note in read_run(folder).notes)
+    monkeypatch.setattr("megatron_ext.tools.trace.survey._MAX_STEPS", 5)
+    assert "of 6 iterations the first 5 count" in read_run(folder).notes
 
 
 @pytest.mark.parametrize("interval", [1, 2])

@@ -16,7 +16,7 @@ from megatron_ext.tools.trace.survey import Step
 from megatron_ext.tracing.records import SCHEDULE_FILE
 from tests.commands import run_package
 from tests.tools.trace import browser
-from tests.tools.trace.runs import COSTS, write_run
+from tests.tools.trace.runs import COSTS, trace_of, write_run
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 LOOK = """
@@ -176,6 +176,38 @@ def test_the_page_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sum(len(row["spans"]) for row in rows) < 400
     steps = [step for each in read_run(run).surveys for step in each.file.iterations(2)]
     assert sum(len(step.spans) for step in steps) > 800
+
+
+def test_steps_stand_below_each_other_in_the_heat_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank has recorded nothing, and the second one has stopped in the middle."""
+    monkeypatch.setattr(report, "_MAX_COLUMNS", 4)
+    monkeypatch.setattr(report, "_MAX_ROWS", 3)
+    folder = write_run(tmp_path, microbatches=4, iterations=12)
+    for rank, kept in ((0, 1), (1, 5)):
+        lines = trace_of(folder, rank).read_text().split("\n")
+        trace_of(folder, rank).write_text("\n".join(lines[:kept]))
+    shown = content(report.page(read_run(folder)))
+    assert [len(row) for row in shown["heat"]] == [0, 2, 4], "columns of three steps"
+    assert len(shown["ranks"]) == len(shown["heat"])
+    assert shown["steps"] == [*range(1, 13)]
+
+
+def test_a_step_that_ran_twice_has_each_rank_once(tmp_path: Path) -> None:
+    titles = {}
+    for iterations in (3, 6):
+        folder = write_run(tmp_path / str(iterations), iterations=iterations)
+        for rank in range(4):
+            text = trace_of(folder, rank).read_text()
+            trace_of(folder, rank).write_text(text.replace('"iteration":3,', '"iteration":2,'))
+        *measured, _ = content(report.page(read_run(folder)))["timelines"]
+        assert [len(timeline["rows"]) for timeline in measured] == [4] * len(measured)
+        titles[iterations] = [timeline["title"] for timeline in measured]
+    assert titles == {
+        3: ["median step (2)"],
+        6: ["median step (4)", "slowest step (6)"],
+    }
 
 
 @pytest.mark.parametrize(
