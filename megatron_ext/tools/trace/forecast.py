@@ -64,6 +64,8 @@ class Prediction:
     bounds_memory: bool = True
     """True if ranks keep no more activations than the table; else up to all micro-batches, and
     how many depends on who is late."""
+    is_known_to_fit: bool = True
+    """False if it has more stages than the run, and the trace does not say of how many layers."""
     weight_copies: int = 1
     """Ranks that hold the weights of one stage."""
     all_to_all_hidden: float | None = None
@@ -89,14 +91,19 @@ class Forecast:
         return next((p for p in self.predictions if p.schedule == self.measured), None)
 
     @property
+    def candidates(self) -> list[Prediction]:
+        """The predictions that one may recommend."""
+        # Orders without a bound may need all micro-batches at once: no advice to give.
+        return [p for p in self.predictions if p.bounds_memory and p.is_known_to_fit]
+
+    @property
     def recommended(self) -> list[Prediction]:
-        """Of the fastest predictions that bound memory, the one that needs least.
+        """Of the fastest candidates, the one that needs least memory.
 
         If that holds the weights twice, the same among those with one copy follows.
         """
         found: list[Prediction] = []
-        # Orders without a bound may need all micro-batches at once: no advice to give.
-        left = [p for p in self.predictions if p.bounds_memory]
+        left = self.candidates
         while left and (not found or found[-1].weight_copies > 1):
             fast = [p for p in left if p.step_s <= (1 + _EQUAL) * left[0].step_s]
             found.append(min(fast, key=lambda p: (p.memory_bytes or 0, p.weight_copies, p.step_s)))
@@ -259,6 +266,11 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
         else:
             left_out.append(f"{prediction.schedule} needs {_gib(prediction)} GiB")
     notes += [f"left out: {reason}" for reason in dict.fromkeys(left_out)]
+    if not all(prediction.is_known_to_fit for prediction in found):
+        notes.append(
+            "the trace does not say how many layers the model has: schedules with more than its "
+            f"{schedule.num_stages} stages are predicted, and not recommended"
+        )
     if not found:
         raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(notes))
     # The fastest first; of equal ones, what needs less memory.
@@ -306,6 +318,9 @@ class _Measured:
         self.fixed_bytes = max(fixed, default=None)
         self.activation_bytes = max(activations)
         self.num_layers = run.settings.get("num_layers")
+        # None for the default, which flags need not name.
+        margin = run.settings.get("dpp_extra_activations")
+        self.extra_activations = None if margin == DynamicOrder().margin else margin
         self.stash_ratio = run.surveys[0].stash_ratio
         # Ranks of devices choose while an action runs, which is another order than afterwards.
         self.launch_s = _LAUNCH_S if run.settings.get("device", "cpu") != "cpu" else 0.0
@@ -340,7 +355,9 @@ class _Measured:
                     where = policy, number, generator.twins, paired, slices
                     if policy == DynamicOrder.policy or where not in seen:
                         seen.add(where)
-                        ordered = replace(config, dynamic=DynamicOrder(policy=policy))
+                        extra = self.extra_activations if policy == DynamicOrder.policy else None
+                        order = DynamicOrder(policy=policy, extra_activations=extra)
+                        ordered = replace(config, dynamic=order)
                         yield Pipeline(ordered, traced.pp, count)
 
     def predict(self, pipeline: Pipeline) -> Prediction:
@@ -388,6 +405,8 @@ class _Measured:
             ]
             label += f" dpp {dynamic.policy}"
             flags += f" --use-dpp --dpp-policy {dynamic.policy}"
+            if dynamic.extra_activations is not None:
+                flags += f" --dpp-extra-activations {dynamic.extra_activations}"
         # Gradients and optimizer state come with each copy of the weights.
         weights = static.weight_copies / self.schedule.weight_copies
         outside_s = self.outside_s + (weights - 1) * self.optimizer_s
@@ -403,6 +422,9 @@ class _Measured:
             bubble_ratio=statistics.fmean(step.bubble_ratio for step in steps),
             memory_bytes=memory,
             bounds_memory=dynamic is None or dynamic.policy == DynamicOrder.policy,
+            is_known_to_fit=(
+                isinstance(self.num_layers, int) or static.num_stages <= self.schedule.num_stages
+            ),
             weight_copies=static.weight_copies,
             all_to_all_hidden=statistics.fmean(hidden) if hidden else None,
         )
@@ -429,8 +451,7 @@ def table(found: Forecast, limit: int = 20) -> str:
     if not all(p.bounds_memory for p in shown):
         lines.append("* not bounded: ranks may keep all micro-batches if others are late")
     lines.append(f"\nrecommended: {found.advice}")
-    bounded = [p for p in found.predictions if p.bounds_memory]
-    first = list(dict.fromkeys([*found.recommended, *bounded[:_WITH_FLAGS]]))
+    first = list(dict.fromkeys([*found.recommended, *found.candidates[:_WITH_FLAGS]]))
     width = max(len(p.schedule) for p in first)
     lines.append("\nflags (--json has those of all):")
     lines += [f"  {p.schedule.ljust(width)}  {p.flags}" for p in first]

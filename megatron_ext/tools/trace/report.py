@@ -73,7 +73,7 @@ def page(run: Run) -> str:
         notes.append(f"no planned step: {error}")
     try:
         found = predict(run)
-        predictions = [p for p in found.predictions if p.bounds_memory][:8]
+        predictions = found.candidates[:8]
         if found.own is not None and found.own not in predictions:
             predictions.append(found.own)
     except (DataError, ScheduleError) as error:

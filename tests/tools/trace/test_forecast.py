@@ -179,6 +179,27 @@ def test_models_whose_layers_do_not_fill_the_stages_are_left_out(tmp_path: Path)
     assert any("which its 4 layers do not fill evenly" in note for note in found.notes)
 
 
+def test_models_of_unknown_layers_are_not_cut_into_more_stages(tmp_path: Path) -> None:
+    """As of programs that call `configure`, and of which the trace has no settings."""
+    found = forecast.forecast(write_run(tmp_path, settings={"num_layers": None}))
+    stages = {p.schedule: p.is_known_to_fit for p in found.predictions}
+    assert (stages["zb-h1"], stages["interleaved chunks=2"]) == (True, False)
+    assert found.recommended
+    assert all(p.is_known_to_fit for p in [*found.recommended, *found.candidates])
+    assert "interleaved" not in forecast.table(found).partition("flags (")[2]
+    assert any("more than its 4 stages are predicted, and not" in note for note in found.notes)
+
+
+def test_the_margin_of_a_dynamic_order_is_that_of_the_run(tmp_path: Path) -> None:
+    flags = {}
+    for margin in (1, 4):
+        traced = {"dpp_policy": "hint", "dpp_extra_activations": margin}
+        found = forecast.forecast(write_run(tmp_path / str(margin), settings=traced))
+        flags[margin] = found.own.flags
+    assert flags[1].endswith(" --use-dpp --dpp-policy hint")
+    assert flags[4] == f"{flags[1]} --dpp-extra-activations 4"
+
+
 @pytest.mark.parametrize(
     ("settings", "shared"),
     [
