@@ -96,6 +96,9 @@ def _check_built(
     from megatron_ext.config.incompatible import refuse_built
 
     call(*args, **kwargs)
+    # Scripts with Megatron's command line make one for each micro-batch, of checked flags.
+    if found.requested is None and found.runtimes is not None:
+        return
     pipeline = found.pipeline or found.transport_only
     assert pipeline is not None
     refuse_built(instance, found.config, pipeline)

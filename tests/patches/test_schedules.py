@@ -94,6 +94,34 @@ def test_sends_are_aliases() -> None:
     run_ranks(1, holders)
 
 
+def checked_configurations() -> list[int]:
+    """Build as many configurations before the first step as after it; return the checks so far."""
+    from types import SimpleNamespace
+
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_ext.config import active, incompatible
+    from tests.ranks import parse
+
+    sizes = "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-3 "
+    sizes += "--max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --mock-data "
+    sizes += "--tokenizer-type NullTokenizer --vocab-size 16 --pipeline-model-parallel-size 2 "
+    parse("gpt", (sizes + "--pipeline-schedule zb-h1").split(), {"WORLD_SIZE": "2"})
+    checks: list[int] = []
+    incompatible.refuse_built = lambda *_: checks.append(1)  # this process is a rank and ends
+    so_far = []
+    for runtimes in (None, SimpleNamespace(close=lambda: None)):
+        active.required().runtimes = runtimes
+        TransformerConfig(num_layers=4, hidden_size=16, num_attention_heads=2)
+        so_far.append(len(checks))
+    return so_far
+
+
+def test_configurations_of_micro_batches_are_not_checked(a_training_loop: None) -> None:
+    """Megatron's scripts make one for each, of flags that were checked; it took 0.3 ms."""
+    assert run_ranks(1, checked_configurations) == [[1, 1]]
+
+
 def tokens_counted(schedule: str, settings: dict[str, object], calls: int) -> tuple[float, float]:
     """Count two packed sequences as often as a rank's stages and slices read a micro-batch."""
     import torch

@@ -86,8 +86,10 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     A table with pairs is returned as it is. Costs count without their jitter.
 
     Raises:
-        ScheduleError: Forwards and backwards are on different ranks.
+        ScheduleError: Forwards and backwards are on different ranks, or of slices.
     """
+    if schedule.num_slices > 1:
+        raise ScheduleError(f"{schedule.label}: slices cannot run as pairs; leave pairs out")
     if schedule.pairs:
         return schedule
     if schedule.disaggregated:

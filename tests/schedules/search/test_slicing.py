@@ -160,6 +160,12 @@ def test_the_order_of_slices_is_checked(row: str, rule: str) -> None:
         validate(Schedule("mine", linear(1), 1, rows, slices=(0.5, 0.5)))
 
 
+def test_slices_of_a_file_are_not_paired(tmp_path) -> None:
+    (tmp_path / "mine.csv").write_text(table_files.csv_text(generate("zb-h1", 2, 4, slices=2)))
+    with pytest.raises(ScheduleError, match="slices cannot run as pairs; leave pairs out"):
+        generate(f"csv:{tmp_path}/mine.csv", pairs=True)
+
+
 def test_what_cannot_have_slices_is_refused() -> None:
     with pytest.raises(ScheduleError, match="on different ranks, which would both need the keys"):
         generate("fbd", 4, 4, slices=2)
