@@ -36,7 +36,8 @@ class Observer(TransportObserver):
     def end_iteration(self) -> None:
         """Called when a training step has failed, or has sent new weights to forward ranks.
 
-        Any other step ends with the optimizer, of which only Megatron's are reported.
+        Any other step ends with the optimizer, of which only Megatron's are reported; where it is
+        not, with the evaluation behind it.
         """
 
     def begin_collective(self, name: str) -> None:

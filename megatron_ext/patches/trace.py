@@ -59,7 +59,12 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         if found is None:
             return schedule(*args, **kwargs)
         subscribe(found)  # here, because the groups exist and the runtime does not yet
-        observers = [] if kwargs.get("forward_only") else found.observers
+        observers = found.observers
+        if kwargs.get("forward_only"):
+            # Only Megatron's optimizers report the end of a step; an evaluation is no part of one.
+            for observer in observers:
+                observer.end_iteration()
+            observers = []
         for observer in observers:
             observer.begin_iteration(kwargs["num_microbatches"])
         try:

@@ -193,6 +193,25 @@ def test_a_device_that_is_stuck_hides_no_error(
     assert iterations(tmp_path) == []
 
 
+def test_an_evaluation_is_no_part_of_a_step_that_nobody_ended(tmp_path: Path) -> None:
+    """Only Megatron's optimizers report that a step has ended."""
+    use(make_pipeline("1f1b", 2, 2))
+    session = Session(active.required())
+    session.recorder = Recorder(lambda: (tmp_path, HEADER))
+    active.required().observers.append(session)
+
+    def schedule(**_: object) -> None:
+        session.begin_action(Action(0, "F", 0))
+        session.end_action(0, Action(0, "F", 0))
+
+    run = trace._in_steps(lambda: schedule, None, (), {})
+    run(num_microbatches=2)
+    run(num_microbatches=2, forward_only=True)
+    session.close()
+    [events] = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    assert [event["name"] for event in events if event.get("cat") == "forward"] == ["forward 0"]
+
+
 def test_a_step_that_ends_in_an_action_has_failed(tmp_path: Path) -> None:
     use(make_pipeline("1f1b", 2, 2))
     session = Session(active.required())
