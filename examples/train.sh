@@ -376,6 +376,18 @@ choose_environment() {
     done
 }
 
+# Prints what starts the training again from its own checkpoints.
+again() {
+    local load save
+    load=$(flag_value --load "" "${FLAGS[@]}")
+    save=$(flag_value --save "" "${FLAGS[@]}")
+    if [[ $load == "$save" && " ${FLAGS[*]} " != *" --finetune "* ]]; then
+        printf 'run again\n'
+    else
+        printf 'run again with --load %s, without --finetune,\n' "$save"
+    fi
+}
+
 # Says where training starts and where it will stop. Returns 1 if there is nothing left to do.
 announce() {
     local latest=0 load save total every
@@ -399,7 +411,7 @@ announce() {
         return 1
     fi
     local stop=$(((latest / every + 1) * every))
-    say "trains to iteration $((stop < total ? stop : total)); run again to go on from there"
+    say "trains to iteration $((stop < total ? stop : total)); $(again) to go on from there"
 }
 
 # First and last loss of this run, from Megatron's own log lines.
@@ -411,7 +423,7 @@ summary() {
             if (NR) printf "loss %.3f at iteration %d, %.3f at iteration %d", a[2], a[1], b[2], b[1] }')
     say "${losses:-no loss was logged here (the last rank logs them; see --log-interval)}"
     save=$(flag_value --save "" "${FLAGS[@]}")
-    say "checkpoint in ${save#"$REPO"/}, log in ${OUT#"$REPO"/}/log.txt; run again to resume"
+    say "checkpoint in ${save#"$REPO"/}, log in ${OUT#"$REPO"/}/log.txt; $(again) to resume"
 }
 
 # torchrun ends with a report on every rank; the line before it names what the user can mend.
@@ -420,7 +432,7 @@ explain_failure() {
     if (($1 == 130)); then
         reached=$(grep -oE 'iteration +[0-9]+/' "$OUT/log.txt" | tail -n 1 | tr -dc 0-9 || true)
         latest=$(cat "$(flag_value --save "" "${FLAGS[@]}")/latest_checkpointed_iteration.txt" 2>/dev/null || echo none)
-        say "interrupted ${reached:+at iteration }${reached:-before the first logged iteration}; checkpoint $latest; run again to resume"
+        say "interrupted ${reached:+at iteration }${reached:-before the first logged iteration}; checkpoint $latest; $(again) to resume"
         exit 130
     fi
     reason=$(grep -m 1 -oE '(megatron[_-]ext|pretrain_[a-z]+\.py): error: .*' "$OUT/log.txt" || true)

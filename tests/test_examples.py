@@ -305,6 +305,8 @@ def test_termination_reaches_the_command(tmp_path: Path) -> None:
     [
         ("", "", "starts from random weights, checkpoints go to out"),
         ("6", "", "resumes from iteration 6 of {load}"),
+        ("4", "", "trains to iteration 8; run again with --load out, without --finetune, to go on"),
+        ("4", "--save {load}", "trains to iteration 8; run again to go on from there"),
         ("6", "--finetune", "starts from the weights in {load}, checkpoints go to out"),
         ("release", "--save there", "starts from the weights in {load}, checkpoints go to there"),
         ("8", "", "nothing to do: trained to --train-iters 8"),
@@ -314,7 +316,8 @@ def test_the_folder_that_is_loaded_is_named(
     tmp_path: Path, latest: str, more: str, told: str
 ) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(latest or "0")
-    given = f"--save out --load out --train-iters 8 --exit-interval 4 --load {tmp_path} {more}"
+    given = f"--save out --load out --train-iters 8 --exit-interval 4 --load {tmp_path} "
+    given += more.format(load=tmp_path)
     done = bash("-c", f"HERE=examples/llama3; source examples/train.sh; FLAGS=({given}); announce")
     assert told.format(load=tmp_path) in done.stdout
 

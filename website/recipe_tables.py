@@ -80,6 +80,7 @@ _SCOPES = {
     "unfused": "schedules that split backwards",
     "dropped_by_line": "none: dropped where each rank has one stage",
     "dropped_by_slices": "none: dropped by `--pipeline-slices`",
+    "unpaired": "none: `--overlap-moe-expert-parallel-comm` is dropped",
     "dropped_by_roles": "none: dropped by disaggregation",
     "folded": "V and W placements",
     "placed": "V and W placements, in programs that build their model",

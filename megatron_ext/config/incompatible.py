@@ -144,9 +144,10 @@ _TEXTS = {
         expert_tensor_parallel_num_weight_shards>expert_tensor_parallel_size,tensor_model_parallel_size
             weights are gathered in the order of Megatron's own schedules; leave them out, or use
             Megatron's own schedule
-        moe_flex_dispatcher_backend=ncclep & moe_token_dispatcher_type=flex & num_experts
-            it needs --moe-expert-rank-capacity-factor, and Megatron repeats a step that exceeds it
-            under its own schedules only; use --moe-flex-dispatcher-backend deepep""",
+        --moe-flex-dispatcher-backend ncclep before 0.20: moe_flex_dispatcher_backend=ncclep &
+        moe_token_dispatcher_type=flex & num_experts & !moe_dispatch_fwd_dtype
+            it needs --moe-expert-rank-capacity-factor there, and Megatron repeats a step that
+            exceeds it under its own schedules only; use --moe-flex-dispatcher-backend deepep""",
     # What a schedule of ours does itself, or does without: dropped where flags are read, refused
     # where a program has already built its configuration.
     "dropped": f"""
@@ -192,6 +193,18 @@ _TEXTS = {
             only whole micro-batches run as pairs
         ep_overlap_early_attn_memory_release
             there are no pairs""",
+    # Where pairs would train another model.
+    "unpaired": """
+        --overlap-moe-expert-parallel-comm beside --fp4-format: overlap_moe_expert_parallel_comm &
+        fp4
+            Megatron's plans of pairs run layers in FP8 or in 16 bits
+        --overlap-moe-expert-parallel-comm beside packed sequences (--sft,
+        --dataloader-inter-document-masking): overlap_moe_expert_parallel_comm & sft |
+        dataloader_inter_document_masking
+            Megatron's forward step gives plans of pairs no bounds, and tokens would attend across
+            sequences
+        ep_overlap_early_attn_memory_release & fp4 | sft | dataloader_inter_document_masking
+            there are no pairs""",
     # The same of forward and backward ranks. fp4_param is 0.16's name of --fp4-param-gather.
     "dropped_by_roles": """
         overlap_moe_expert_parallel_comm
@@ -236,12 +249,12 @@ _TEXTS = {
         recompute_granularity=full & fp8 | distribute_saved_activations
             those recompute layers in another way than a plan; use --recompute-granularity selective
             without --recompute-method and --recompute-num-layers
-        fp4
-            plans run layers in FP8 or in 16 bits; leave one of them out
-        recompute_modules=moe | moe_layer_recompute
+        recompute_modules=moe
             a plan cuts a layer behind the router, and would keep there, copied for each expert,
             what this drops; use --recompute-modules core_attn, layernorm, mla_up_proj, mlp or
             moe_act
+        moe_layer_recompute
+            it means --recompute-modules moe, behind whose router a plan cuts a layer; leave it out
         moe_shared_expert_overlap
             the shared expert hides the communication that a partner would hide; leave one of them
             out
@@ -252,10 +265,6 @@ _TEXTS = {
             they have no plans in every release; leave SUBJECT out
         variable_seq_lengths
             Megatron's forward step gives plans no lengths; leave one of them out
-        packed sequences (--sft, --dataloader-inter-document-masking): sft |
-        dataloader_inter_document_masking
-            Megatron's forward step gives plans no bounds of sequences, and tokens would attend
-            across them; leave one of them out
         mlp_chunks_for_training>1 & num_experts
             plans route all tokens of a micro-batch at once; leave it out
         perform_rl_step
@@ -321,7 +330,7 @@ _TEXTS = {
         --moe-expert-capacity-factor: moe_expert_capacity_factor!=none
             an expert drops the tokens of a slice that are too many for it, not of a micro-batch
         mlp_chunks_for_training>1 & num_experts
-            it balances the tokens of a part of a slice, not of a micro-batch; leave it out
+            its routers see a part of a slice, and losses are counted by micro-batch; leave it out
         --mtp-use-repeated-layer: mtp_num_layers & mtp_use_repeated_layer
             a layer that runs twice would keep keys and values of two kinds; leave it out
         --mtp-hsm: mtp_num_layers & mtp_hsm
@@ -496,8 +505,7 @@ def dropped(table: Schedule) -> tuple[Rule, ...]:
     rules = RULES["dropped"]
     if table.splits_backward:
         rules += RULES["dropped_by_split"] + RULES["whole"]
-    if table.num_slices > 1:
-        rules += RULES["dropped_by_slices"]
+    rules += RULES["dropped_by_slices" if table.num_slices > 1 else "unpaired"]
     one_chunk = placement.num_stages == placement.num_ranks
     return rules + RULES["dropped_by_line"] if one_chunk else rules
 

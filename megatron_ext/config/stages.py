@@ -167,7 +167,11 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
     if "num_experts" in args or not pairs:
         # Pairs hide the communication of experts, which one rank alone does not have.
         is_spread = given("num_experts") and (given("expert_model_parallel_size") or 1) > 1
-        wanted = config.slices == 1 and given("overlap_moe_expert_parallel_comm")
+        # Rules drop the flag there, with a line (`incompatible.dropped`).
+        unpaired = config.slices > 1 or any(
+            map(given, ("fp4", "sft", "dataloader_inter_document_masking"))
+        )
+        wanted = given("overlap_moe_expert_parallel_comm") and not unpaired
         pairs = bool(is_spread and (pairs or wanted))
     return with_stash(replace(config, chunks=chunks, pairs=pairs), args)
 

@@ -81,6 +81,7 @@ def join(backend: str) -> None:
     store, _, _ = next(iter(everyone))
     store.set_timeout(timeout)
     # torchrun keeps it when it starts the ranks again: values of the attempt before are not ours.
+    # Nodes of a c10d rendezvous that count restarts differently do not meet, until the time-out.
     store = PrefixStore("/".join(("megatron_ext/run", *active.required().environment.run)), store)
     active.required().roles = Roles(store)
     # With a prefix for each role: both number their groups and keys alike.

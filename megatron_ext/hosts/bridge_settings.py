@@ -32,6 +32,7 @@ _SECTIONS = (
 
 # Switches in several parts; Bridge enables the feature if any part sets it.
 _EITHER = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
+_PACKED = ("enable_offline_packing", "enable_in_batch_packing")
 
 
 class FieldPlace(NamedTuple):
@@ -72,6 +73,9 @@ class Settings:
         if layout is not None:  # the layout sets the stages per rank
             found["num_virtual_stages_per_pipeline_rank"] = None
         found["data_parallel_size"] = getattr(self.container, "data_parallel_size", None)
+        # Rules know packed sequences by Megatron's flag.
+        data = getattr(self.container, "dataset", None)
+        found["sft"] = any(getattr(data, name, False) is True for name in _PACKED)
         return Namespace(**{**found, "world_size": world_size, "rank": rank})
 
     def write(self, values: Mapping[str, Any]) -> None:

@@ -205,14 +205,15 @@ def _too_large(job: Question, found: Found) -> Found:
     if not found.plans:
         raise ArgumentsError(_what_would_fit(job))
     [plan] = found.plans
-    remedy = (
-        "shard the weights (--use-megatron-fsdp) or keep activations on the host (--cpu-offloading)"
-        if plan.sizes.pp == 1 or plan.schedule in MEGATRONS
-        else "fix less, or keep activations on the host (--fine-grained-activation-offloading)"
+    # Megatron shards weights under its own schedules, and offloads whole layers in one stage only.
+    shards = plan.sizes.pp == 1 or plan.schedule in MEGATRONS
+    remedy = "shard the weights (--use-megatron-fsdp)" if shards else "fix less"
+    offload = (
+        "cpu-offloading-num-layers" if plan.sizes.pp == 1 else "fine-grained-activation-offloading"
     )
     print(
         f"does not fit: {max(plan.memory_gib):.0f} GiB on the worst rank of "
-        f"{job.device.memory_gib:g}; {remedy}",
+        f"{job.device.memory_gib:g}; {remedy}, or keep activations on the host (--{offload})",
         file=sys.stderr,
     )
     return found

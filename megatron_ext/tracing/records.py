@@ -82,8 +82,8 @@ class Header:
     """Settings of the run: schedule, transport, sizes of the model and so on."""
     versions: Mapping[str, str] = field(default_factory=dict)
     run: str = ""
-    """torchrun's run id and restart count, the same on all ranks of one attempt; empty without
-    torchrun."""
+    """torchrun's run id and restart count, by which attempts differ; empty without torchrun. Agents
+    of a c10d rendezvous may count the restarts of one attempt differently."""
 
     @property
     def label(self) -> str:

@@ -126,6 +126,18 @@ def test_what_a_schedule_does_without_is_dropped(
             {"overlap_moe_expert_parallel_comm": False,
              "ep_overlap_early_attn_memory_release": False},
         ),
+        *(
+            (
+                {"overlap_moe_expert_parallel_comm": True, "num_experts": 8, "bf16": True,
+                 "expert_model_parallel_size": 2, "ep_overlap_early_attn_memory_release": True,
+                 **unpaired},
+                ZB_V,
+                {"overlap_moe_expert_parallel_comm": False,
+                 "ep_overlap_early_attn_memory_release": False},
+            )
+            for unpaired in ({"fp4": "e2m1"}, {"sft": True},
+                             {"dataloader_inter_document_masking": True})
+        ),
     ],
 )  # fmt: skip
 def test_what_depends_on_a_dropped_setting_goes_with_it(

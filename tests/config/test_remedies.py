@@ -64,13 +64,12 @@ CASES: dict[str, tuple[str, list[str]]] = {
         f"{ZB_V}{EXPERTS}--overlap-moe-expert-parallel-comm --expert-model-parallel-size 4 --bf16 ",
         [
             "--recompute-granularity full --recompute-num-layers 1 --fp8-format hybrid",
-            "--fp4-format e2m1",
             "--recompute-granularity selective --recompute-modules core_attn moe",
+            "--moe-layer-recompute",
             "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 64",
             "--mtp-num-layers 1 --mtp-detach-heads",
             f"--hybrid-layer-pattern {'M*M-' * 8} --pipeline-schedule zb-h1",
             "--variable-seq-lengths",
-            "--sft",
             "--mlp-chunks-for-training 2",
             "--pipeline-schedule 1f1b --perform-rl-step",
             OFFLOAD,
@@ -173,6 +172,7 @@ ON_OBJECTS = (
     "whole",
     "dropped_by_line",
     "dropped_by_slices",
+    "unpaired",
     "placed",
 )
 """Groups that refuse what a program has built; as flags they are dropped, or cut the model."""

@@ -243,6 +243,9 @@ class _Model:
     num_layers: int = 8
     pipeline_model_parallel_size: int = 4
     variable_seq_lengths: bool = False
+    disable_parameter_transpose_cache: bool = False
+    expert_model_parallel_size: int = 1
+    overlap_moe_expert_parallel_comm: bool = False
 
 
 def test_bridges_names_are_those_of_the_rules() -> None:
@@ -271,3 +274,18 @@ def test_bridge_gets_the_settings_that_a_configuration_needs(more: dict[str, Any
     found.raise_refusals()
     settings.write(found.arguments)
     assert model.variable_seq_lengths == ("variable_seq_lengths" in more)
+    assert model.disable_parameter_transpose_cache == ("slices" in more)
+
+
+@pytest.mark.parametrize("packing", ["enable_offline_packing", "enable_in_batch_packing"])
+def test_packed_sequences_of_bridge_have_no_pairs(packing: str) -> None:
+    """Its forward step gives plans of pairs no bounds, as Megatron's."""
+    model = _Model(num_layers_in_first_pipeline_stage=None, expert_model_parallel_size=2)
+    model.overlap_moe_expert_parallel_comm = True
+    data = SimpleNamespace(**{packing: True})
+    settings = Settings(SimpleNamespace(model=model, dataset=data))
+    args = settings.arguments(world_size=8, rank=0)
+    found = megatron_ext.preflight(args, PipelineConfig(schedule="zb-h1"))
+    found.raise_refusals()
+    assert found.arguments["overlap_moe_expert_parallel_comm"] is False
+    assert any("beside packed sequences" in line for line in found.changes)

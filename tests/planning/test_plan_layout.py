@@ -203,11 +203,14 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
     [plan] = json.loads(shown.out)["plans"]
     assert not plan["fits"]
     assert re.match(r"does not fit: \d+ GiB on the worst rank of 79.1; shard", shown.err)
-    fixed = ["--global-batch-size", "8", "--fix", "tp=1,pp=2,micro_batch=4,schedule=zb-v"]
-    words = ["plan", *LLAMA, "--devices", "2xh100", *fixed]
-    assert cli.main(words) == 0
-    shown = capsys.readouterr()
-    assert "of 79.1; fix less, or keep activations on the host" in shown.err
+    assert "(--use-megatron-fsdp), or keep activations on the host (--cpu-off" in shown.err
+    sharded = "shard the weights (--use-megatron-fsdp)"
+    for schedule, told in (("1f1b", sharded), ("zb-v", "fix less")):
+        fixed = ["--global-batch-size", "8", "--fix", "tp=1,pp=2,micro_batch=4"]
+        fixed[-1] += f",schedule={schedule}"
+        assert cli.main(["plan", *LLAMA, "--devices", "2xh100", *fixed]) == 0
+        shown = capsys.readouterr()
+        assert f"of 79.1; {told}, or keep activations on the host (--fine-grained" in shown.err
     [_, bars] = shown.out.split("memory by rank of the first, of 79.1 GiB:\n")
     assert max(map(len, bars.splitlines()[:2])) < 70
 

@@ -399,6 +399,23 @@ def test_gradients_are_those_of_the_whole_sequence(name: str) -> None:
     assert worst < 2e-6
 
 
+def joined_after_freeing() -> list[float]:
+    """Join two slices, the first of whose keys are freed in between, as by recomputation."""
+    import torch
+
+    from megatron_ext.runtime.sliced_compute import _Joined, _Kept
+
+    kept = _Kept()
+    first = torch.ones(2, 1, 1, 1)
+    _Joined.apply(first, kept, 0, True)
+    first.untyped_storage().resize_(0)
+    return _Joined.apply(torch.zeros(1, 1, 1, 1), kept, 1, True).flatten().tolist()
+
+
+def test_keys_outlive_the_memory_of_their_layer() -> None:
+    assert run_ranks(1, joined_after_freeing) == [[1.0, 1.0, 0.0]]
+
+
 WITH_TE = """
 import sys
 from tests.runtime import te_stand_in

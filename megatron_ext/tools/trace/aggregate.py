@@ -110,9 +110,17 @@ def read_run(directory: Path | str) -> Run:
             f"steps of other sizes than the table's {first.full} micro-batches do not count: "
             f"{sizes}"
         )
-    failed = sorted({step.number for each in surveys for step in each.steps if step.failed})
-    if failed:
-        notes.append(f"steps that failed do not count: {', '.join(map(str, failed[:8]))}")
+    failed, again = set[int](), set[int]()
+    for each in surveys:
+        discarded = {step.number for step in each.steps if step.failed}
+        again |= discarded & {step.number for step in each.complete_steps}
+        failed |= discarded - again
+    for what, numbers in (
+        ("steps that failed do not count", failed),
+        ("steps that ran again count once", again),
+    ):
+        if numbers:
+            notes.append(f"{what}: {', '.join(map(str, sorted(numbers)[:8]))}")
     notes += _use_one_clock(surveys)
     return run
 

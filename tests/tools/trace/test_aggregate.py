@@ -246,6 +246,7 @@ def test_a_step_that_was_discarded_and_run_again_is_that_of_its_second_run(tmp_p
     run = read_run(folder)
     assert {number: len(steps) for number, steps in run.steps.items()} == {2: 4, 4: 4}
     assert figures(run.surveys) == figures(straight.surveys)
+    assert "steps that ran again count once: 2" in run.notes
     [pipeline_ns, other] = [
         {step.pipeline_ns - step.first_ns for step in found.steps[2]} for found in (run, straight)
     ]
