@@ -147,7 +147,7 @@ install_environment() {
     fi
     MEGATRON_EXT_REQUIRE_NATIVE=${native:-${MEGATRON_EXT_REQUIRE_NATIVE:-}} \
         installing "this package, its native module and what Megatron needs (the last of 3 steps)" \
-        "$log" "$PYTHON" -m pip install --editable "$target" || installation_failed "$log"
+        "$log" pip_install --editable "$target" || installation_failed "$log"
     fingerprint >"$(stamp run)"
     if [[ $kind == test ]]; then
         fingerprint >"$(stamp test)"
@@ -167,7 +167,7 @@ install_core() {
         flags=(--ignore-requires-python --no-deps)
     fi
     installing "megatron-core $version (step 2 of 3)" "$log" \
-        "$PYTHON" -m pip install "${flags[@]}" "megatron-core==$version" || installation_failed "$log"
+        pip_install "${flags[@]}" "megatron-core==$version" || installation_failed "$log"
     [[ $on_311 == False ]] || printf '%s\n' \
         'import typing, typing_extensions; typing.override = typing_extensions.override' \
         >"$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/typing_override.pth"
@@ -183,26 +183,29 @@ check_compiler() {
         fail "the native module needs Python's headers, $header is missing (Debian: apt-get install python3-dev)"
 }
 
+# What is imported is compiled then; compiling all that torch brings takes a minute.
+pip_install() { "$PYTHON" -m pip install --no-compile "$@"; }
+
 # The wheel for machines without GPU is a tenth of the size. PyPI does not have it, PyTorch's own index
 # does, and mirrors may. Where neither can be reached, the wheel for GPUs runs on a CPU as well.
 install_torch() {
     local log=$1
     if has_nvidia_gpu; then
         installing "torch $TORCH_VERSION for the GPU of this machine (step 1 of 3, about 3 GB)" \
-            "$log" "$PYTHON" -m pip install "torch==$TORCH_VERSION" || installation_failed "$log"
+            "$log" pip_install "torch==$TORCH_VERSION" || installation_failed "$log"
     elif command -v mthreads-gmi >/dev/null; then
         fail "this machine has a Moore Threads GPU: activate its vendor's environment (torch, torch_musa), install this package into it with pip install -e $REPO, and start again"
     else
         installing "torch $TORCH_VERSION for the CPU (step 1 of 3, about 200 MB)" \
-            "$log" "$PYTHON" -m pip install "torch==$TORCH_VERSION+cpu" ||
-            logged "$log" "$PYTHON" -m pip install "torch==$TORCH_VERSION+cpu" --extra-index-url "$TORCH_CPU_INDEX" ||
+            "$log" pip_install "torch==$TORCH_VERSION+cpu" ||
+            logged "$log" pip_install "torch==$TORCH_VERSION+cpu" --extra-index-url "$TORCH_CPU_INDEX" ||
             install_gpu_torch "$log" || installation_failed "$log"
     fi
 }
 
 install_gpu_torch() {
     installing "torch $TORCH_VERSION for GPUs, because no CPU build is to be had (step 1 of 3, about 3 GB)" \
-        "$1" "$PYTHON" -m pip install "torch==$TORCH_VERSION"
+        "$1" pip_install "torch==$TORCH_VERSION"
 }
 
 has_nvidia_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }

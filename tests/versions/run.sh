@@ -66,7 +66,7 @@ share() {
         [[ -x $PYTHON ]] || "$base" -m venv "$home"
         : >"$log"
         "$PYTHON" -c 'import torch' 2>/dev/null || install_torch "$log"
-        MEGATRON_EXT_REQUIRE_NATIVE=1 logged "$log" "$PYTHON" -m pip install --editable "${REPO}[upstream]" \
+        MEGATRON_EXT_REQUIRE_NATIVE=1 logged "$log" pip_install --editable "${REPO}[upstream]" \
             "torch==$TORCH_VERSION" hypothesis pytest pytest-mock pytest-timeout || installation_failed "$log"
         # Each release brings its own. This one's modules would be found beside them.
         logged "$log" "$PYTHON" -m pip uninstall --yes megatron-core || installation_failed "$log"
@@ -86,12 +86,12 @@ next_version() {
 install_core() {
     local version=$1 tree=$2 copied
     if [[ -z $tree ]]; then
-        "$PYTHON" -m pip install --quiet "megatron-core==$version"
+        pip_install --quiet "megatron-core==$version"
         return
     fi
     copied=$(mktemp -d) # a build leaves files in its tree
     cp -r "$tree/." "$copied"
-    "$PYTHON" -m pip install --quiet "$copied"
+    pip_install --quiet "$copied"
     rm -rf "$copied"
 }
 
