@@ -178,8 +178,8 @@ _TEXTS = {
         --offload-modules fused_group_mlp, --moe-single-grouped-weight or
         --moe-ncclep-static-shape: use_transformer_engine_op_fuser & num_experts &
         offload_modules=fused_group_mlp | moe_single_grouped_weight | moe_ncclep_static_shape
-            Megatron takes it with --use-transformer-engine-op-fuser only, and W would not reach the
-            weight gradients of fused experts; use --pipeline-schedule 1f1b or interleaved""",
+            it may need --use-transformer-engine-op-fuser, which is dropped, because W would not
+            reach weight gradients of fused experts; use --pipeline-schedule 1f1b or interleaved""",
     # The same of schedules with one stage on each rank.
     "dropped_by_line": """
         overlap_param_gather_with_optimizer_step
@@ -193,7 +193,7 @@ _TEXTS = {
             only whole micro-batches run as pairs
         ep_overlap_early_attn_memory_release
             there are no pairs""",
-    # Where pairs would train another model.
+    # Where pairs would train another model; `stages.completed` has none there.
     "unpaired": """
         --overlap-moe-expert-parallel-comm beside --fp4-format: overlap_moe_expert_parallel_comm &
         fp4
