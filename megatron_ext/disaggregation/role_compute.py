@@ -22,7 +22,6 @@ from megatron_ext.runtime.program import Form
 
 if TYPE_CHECKING:
     from megatron_ext.config.roles import Job
-    from megatron_ext.message import Message, MessageKind
     from megatron_ext.runtime.compute import Tensors
     from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.communication import Transfer
@@ -39,39 +38,31 @@ class RoleEnds:
     num_layers: int | None
     """Transformer layers of this stage if their outputs are shipped, else None."""
 
-    leads: bool = True
-
     def ranks(self, transfer: Transfer) -> Sequence[int]:
         """Return global ranks; a merged forward rank has all tensor-parallel ranks as peers."""
         return self.job.peers(transfer.peer)
 
-    def forms(self, kind: MessageKind) -> Sequence[Form]:
-        """Return the forms of incoming messages: activations or gradients `[s, b, h]`.
+    def forms(self, transfer: Transfer) -> Sequence[Form]:
+        """Return the forms of what a transfer moves: an activation or gradient `[s, b, h]`.
 
         Shipped activations are `[layers, s, b, h]`, followed by generator states if there are any.
         """
+        place, num_stages = self.job.place, self.job.ranks.pp
+        kind, to_backward = transfer.message.kind, transfer.peer >= num_stages
         if kind == "C":
             return [Form(None, torch.uint8)]
-        if self.num_layers is None or kind == "B" or self.job.role == "forward":
+        if transfer.verb == "RECV":
+            to_backward = self.job.role == "backward"
+        if self.num_layers is None or kind == "B" or not to_backward:
             return [Form(self.shape, self.dtype)]
-        place, num_stages = self.job.place, self.job.ranks.pp
         # What the last layer makes is the next stage's input; only the loss needs it on its own
         # stage.
         made = max(0, self.num_layers - (place.pp < num_stages - 1))
         shape = None if self.shape is None else ((place.pp > 0) + made, *self.shape)
         shipped = Form(shape, self.dtype)
-        return [shipped, Form(None, torch.uint8, 1)] if self._ships_generators() else [shipped]
-
-    def tensors(self, transfer: Transfer) -> Sequence[Message]:
-        """Return the tensor's name, and one for states of random generators that accompany it."""
-        ships = self.num_layers is not None and transfer.message.kind == "F"
-        to_backward = transfer.peer >= self.job.ranks.pp
-        number = 2 if ships and to_backward and self._ships_generators() else 1
-        return [transfer.message._replace(part=part) for part in range(number)]
-
-    def _ships_generators(self) -> bool:
-        """Return whether generator states are shipped; a stage may have no layers."""
-        return active.draws_by_microbatch() and bool(self.num_layers)
+        if active.draws_by_microbatch() and self.num_layers:  # a stage may have none
+            return [shipped, Form(None, torch.uint8, 1)]
+        return [shipped]
 
 
 @dataclass(kw_only=True)

@@ -25,7 +25,7 @@ from megatron_ext.disaggregation.worlds import RoleRuntime, beat, hand_over, rol
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute
 from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.ordering import TableOrder
+from megatron_ext.runtime.ordering import Order
 from megatron_ext.runtime.program import Table, make_program, shape_between_stages
 from megatron_ext.runtime.sync import Sync, TrainingSync
 from megatron_ext.runtime.trees import agree_trees
@@ -118,7 +118,7 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
         Executor(
             table=table,
             program=make_program(table, RoleEnds(job, shape, config.pipeline_dtype, num_layers)),
-            order=TableOrder(table),
+            order=Order(table),
             compute=compute,
             sync=sync,
             transport=runtime.wire,

@@ -75,14 +75,7 @@ def open_transport(
 
     def over_torch(pairs: Set[Pair]) -> TorchTransport:
         """Open torch.distributed. Collective over all ranks of the job."""
-        assert dist.group.WORLD is not None
-        return TorchTransport(
-            dist.group.WORLD,
-            device,
-            pairs,
-            timeout_s=timeout_s,
-            shapes_travel=None in known,
-        )
+        return TorchTransport(device, pairs, timeout_s=timeout_s, shapes_travel=None in known)
 
     def native(peers: Set[int], slot_bytes: int | None, wire: TransportName) -> NativeTransport:
         """Open the native transport to some peers, with slots for whole tensors by default."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -100,30 +99,22 @@ Choice = int | tuple[int, int]
 as a pair."""
 
 
-class Order(ABC):
-    """The order in which one rank runs its actions in one step."""
+@dataclass
+class Order:
+    """The order in which one rank runs its actions in one step: the table's own."""
+
+    table: Table
 
     def expected(self) -> list[Expected]:
         """Return the messages that the order itself receives, beyond those of the actions."""
         return []
 
-    @abstractmethod
     def __iter__(self) -> Iterator[Choice]:
         """Yield choices; the caller runs each before it takes the next."""
-
-    def handed(self, message: Message) -> None:  # noqa: B027 - a table is an order already
-        """Record that a tensor is available for another stage of this rank."""
-
-
-@dataclass
-class TableOrder(Order):
-    """Runs the table's own order, whatever has arrived."""
-
-    table: Table
-
-    def __iter__(self) -> Iterator[Choice]:
-        """Yield the positions in ascending order."""
         return iter(range(len(self.table.exchanges)))
+
+    def handed(self, message: Message) -> None:
+        """Record that a tensor is available for another stage of this rank."""
 
 
 @dataclass
@@ -131,7 +122,6 @@ class PolicyOrder(Order):
     """Runs what a policy chooses among actions whose inputs have arrived; sleeps if none has."""
 
     policy: Policy
-    table: Table
     transport: Transport
     num_parts: Mapping[str, int]
     """Tensors per message, by kind of message."""
@@ -301,7 +291,6 @@ class PolicyOrder(Order):
 class LedOrder(Order):
     """Follows the leader's decisions, one message per action; a pair takes two."""
 
-    table: Table
     transport: Transport
     leader: int
     """Global rank of the leader."""

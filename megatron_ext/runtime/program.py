@@ -28,7 +28,7 @@ from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
-    from megatron_ext.message import Message, MessageKind
+    from megatron_ext.message import Message
     from megatron_ext.schedules.table.actions import Action, Route, Schedule
 
 
@@ -198,6 +198,10 @@ class Peers:
         """Return the global rank at the other end of a transfer."""
         return (self.mirrored if transfer.to_twin else self.pipeline)[transfer.peer]
 
+    def leads(self, rank: int) -> bool:
+        """Return whether a pipeline rank sends to its twin first; the lower global rank does."""
+        return not self.mirrored or self.pipeline[rank] < self.mirrored[rank]
+
 
 class Form(NamedTuple):
     """Shape and dtype of a tensor to receive."""
@@ -218,18 +222,11 @@ class Form(NamedTuple):
 class Ends(Protocol):
     """Resolves a table's transfers to peers and tensors."""
 
-    @property
-    def leads(self) -> bool:
-        """Whether this rank sends to its twin before it receives; True without a twin."""
-
     def ranks(self, transfer: Transfer) -> Sequence[int]:
         """Return the global ranks at the other end."""
 
-    def forms(self, kind: MessageKind) -> Sequence[Form]:
-        """Return the tensors that one message of a kind brings, in order of arrival."""
-
-    def tensors(self, transfer: Transfer) -> Sequence[Message]:
-        """Return the names of the tensors that a SEND or LOCAL moves to each rank there."""
+    def forms(self, transfer: Transfer) -> Sequence[Form]:
+        """Return the tensors that one moves from or to each rank there, in their order."""
 
 
 @dataclass(frozen=True)
@@ -237,39 +234,28 @@ class PipelineEnds:
     """The ends of a pipeline with one peer per transfer (`Ends`)."""
 
     peers: Peers
-    rank: int
-    """Pipeline rank of this process."""
     received: Mapping[str, Sequence[Form]]
     """By kind of message."""
     sent: Mapping[str, Sequence[Form]]
 
     @classmethod
-    def of_shapes(cls, peers: Peers, rank: int, shapes: Shapes, dtype: torch.dtype) -> PipelineEnds:
+    def of_shapes(cls, peers: Peers, shapes: Shapes, dtype: torch.dtype) -> PipelineEnds:
         """Return the ends of an ordinary pipeline, with one dtype for all tensors."""
         forms = {
             kind: [Form(shape, dtype, part) for part, shape in enumerate(of_kind)]
             for kind, of_kind in shapes.items()
         }
         # A sent F has as many tensors as the B that comes back.
-        return cls(peers, rank, forms, {"F": forms["B"], "B": forms["F"]})
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank sends to its twin before it receives; the lower global rank does."""
-        pipeline, mirrored = self.peers.pipeline, self.peers.mirrored
-        return not mirrored or pipeline[self.rank] < mirrored[self.rank]
+        return cls(peers, forms, {"F": forms["B"], "B": forms["F"]})
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
         """Return the one global rank at the other end."""
         return (self.peers.of(transfer),)
 
-    def forms(self, kind: MessageKind) -> Sequence[Form]:
-        """Return the tensors that one message of a kind brings, in order of arrival."""
-        return self.received[kind]
-
-    def tensors(self, transfer: Transfer) -> Sequence[Message]:
-        """Return the names of the tensors that one moves."""
-        return [form.named(transfer.message) for form in self.sent[transfer.message.kind]]
+    def forms(self, transfer: Transfer) -> Sequence[Form]:
+        """Return the tensors that one moves, in their order."""
+        by_kind = self.received if transfer.verb == "RECV" else self.sent
+        return by_kind[transfer.message.kind]
 
 
 @dataclass(frozen=True)
@@ -284,8 +270,11 @@ class Program:
     """In the message order that all ranks share."""
 
 
-def make_program(table: Table, ends: Ends) -> Program:
-    """Resolve the source or destination of every tensor in a step."""
+def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:
+    """Resolve the source or destination of every tensor in a step.
+
+    Of two twins one `leads`: it sends before it receives.
+    """
     # Between two actions the device waits for the host, so nothing may be looked up there. Peers
     # and names depend only on the table and the shapes, so steps share one program.
     resolved = tuple(_resolved(exchange, ends) for exchange in table.exchanges)
@@ -300,12 +289,12 @@ def make_program(table: Table, ends: Ends) -> Program:
         calls = list(accumulate(map(add, received, sent), initial=0))
         turns = (
             (post.transfer, calls[post.before] + (received[post.before] if post.taken else 0))
-            for post in table.order.posts(table.rank, leads=ends.leads)
+            for post in table.order.posts(table.rank, leads=leads)
         )
     expected = (
         Expected(rank, form.named(transfer.message), form.shape, form.dtype, after)
         for transfer, after in turns
-        for form in ends.forms(transfer.message.kind)
+        for form in ends.forms(transfer)
         for rank in ends.ranks(transfer)
     )
     return Program(resolved, tuple(expected))
@@ -314,12 +303,8 @@ def make_program(table: Table, ends: Ends) -> Program:
 def _resolved(exchange: Exchange, ends: Ends) -> Exchange:
     def each(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
         for transfer in transfers:
-            message = transfer.message
-            if transfer.verb == "RECV":
-                names: Sequence[Message] = [f.named(message) for f in ends.forms(message.kind)]
-            else:
-                names = ends.tensors(transfer)
-            for name in names:
+            for form in ends.forms(transfer):
+                name = form.named(transfer.message)
                 if transfer.verb == "LOCAL":
                     yield transfer._replace(message=name)
                     continue

@@ -32,7 +32,6 @@ from megatron_ext.runtime.ordering import (
     Order,
     PolicyOrder,
     RunAhead,
-    TableOrder,
     agree,
 )
 from megatron_ext.runtime.plans import PlannedCompute
@@ -274,19 +273,19 @@ class Runtime:
             self.pipeline.config.pairs and self.agreement is not None
         )
         compute: StageCompute
-        ends = PipelineEnds.of_shapes(self.peers, self.rank, shapes, call.config.pipeline_dtype)
+        ends = PipelineEnds.of_shapes(self.peers, shapes, call.config.pipeline_dtype)
         given = call, table, len(shapes["F"]), shapes["B"], self.splits
         if self.trees is not None:
             forms = self.trees.forms(call, shapes)
             compute = TreeCompute(call, table, splits=self.splits, forms=forms, trees=self.trees)
-            ends = PipelineEnds(self.peers, self.rank, forms.of_messages, forms.of_messages)
+            ends = PipelineEnds(self.peers, forms.of_messages, forms.of_messages)
         elif table.schedule.num_slices > 1:
             compute = SlicedCompute(*given, kept=self.kept)
         else:
             compute = PlannedCompute(*given) if pairs and trains else StageCompute(*given)
         _, known, program = self._programs.get(id(table), (table, None, None))
         if program is None or known != ends:
-            program = make_program(table, ends)
+            program = make_program(table, ends, leads=self.peers.leads(self.rank))
             # It keeps the table, whose id could otherwise become another object's.
             self._programs[id(table)] = table, ends, program
         sync = Sync()
@@ -354,12 +353,12 @@ class Runtime:
         """Return what decides about the order; evaluation keeps the table's, which is shortest."""
         agreement, timeout_s = self.agreement, self.pipeline.timeout_s
         if agreement is None or call.forward_only:
-            return TableOrder(table)
+            return Order(table)
         if agreement.leader != dist.get_rank():
             return LedOrder(table, self.transport, agreement.leader, timeout_s)
         return PolicyOrder(
-            self.pipeline.policy(call.num_microbatches, self.rank),
             table,
+            self.pipeline.policy(call.num_microbatches, self.rank),
             self.transport,
             num_parts,
             agreement.followers,

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_ext.message import Message
-    from megatron_ext.transport.base import Expected, Stats, Transport
+    from megatron_ext.transport.base import Expected, Transport
 
 WaitsFor = Literal["input", "slot"]
 """input: the arrival of any message. slot: the completion of all sends."""
@@ -72,6 +72,9 @@ class ObservedTransport:
     def __init__(self, transport: Transport, observer: TransportObserver) -> None:
         self._transport = transport
         self._observer = observer
+        # Nothing of these is reported.
+        self.wake, self.abort = transport.wake, transport.abort
+        self.close, self.stats = transport.close, transport.stats
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step."""
@@ -89,9 +92,9 @@ class ObservedTransport:
         """Receive and report a tensor."""
         self._observer.begin_receive(message, source)
         # Only the transport knows for which part of the call it waits.
-        before_s = self._transport.stats().waited_s
+        before_s = self.stats().waited_s
         tensor = self._transport.recv(source, message, timeout_s)
-        waited_s = self._transport.stats().waited_s - before_s
+        waited_s = self.stats().waited_s - before_s
         self._observer.end_receive(message, source, tensor.nbytes, waited_s)
         return tensor
 
@@ -106,27 +109,11 @@ class ObservedTransport:
         self._observer.end_wait("input", _tensors(arrived))
         return arrived
 
-    def wake(self) -> None:
-        """End a `poll`."""
-        self._transport.wake()
-
     def flush(self, timeout_s: float) -> None:
         """Wait until all sends have completed."""
         self._observer.begin_wait("slot")
         self._transport.flush(timeout_s)
         self._observer.end_wait("slot", ())
-
-    def abort(self, reason: str) -> None:
-        """Abort the step."""
-        self._transport.abort(reason)
-
-    def close(self) -> None:
-        """Release all resources."""
-        self._transport.close()
-
-    def stats(self) -> Stats:
-        """Return the totals of the transport."""
-        return self._transport.stats()
 
 
 # Observers see tensors, not the notices of their launches.

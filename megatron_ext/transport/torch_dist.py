@@ -58,7 +58,6 @@ class TorchTransport:
     The constructor is collective over all ranks of the job.
 
     Args:
-        group: Group of all ranks that exchange messages.
         device: Device of received tensors.
         pairs: All pairs with this rank as source or target.
         timeout_s: Time-out of an operation. With gloo each `recv` has its own.
@@ -68,7 +67,6 @@ class TorchTransport:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
         device: torch.device,
         pairs: Iterable[Pair],
         *,
@@ -78,18 +76,19 @@ class TorchTransport:
         self._device = device
         self._shapes_travel = shapes_travel
         self._timeout_s = timeout_s
-        self._matches_tags = dist.get_backend(group) == dist.Backend.GLOO
+        self._matches_tags = dist.get_backend() == dist.Backend.GLOO
         # Whether the next receive from a source needs the previous header's shape, which blocks the
         # host. Each call then starts the due receives at its beginning, not the call before it: by
         # then the computation in between has been launched.
         self._one_by_one = shapes_travel and not self._matches_tags
         self._me = dist.get_rank()
         pairs = set(pairs)
-        self._groups = dict.fromkeys(pairs, group)
+        # None: the group of all ranks.
+        self._groups: dict[Pair, dist.ProcessGroup | None] = dict.fromkeys(pairs)
         # gloo matches messages by tag. NCCL and MCCL ignore tags and run the operations of a
         # communicator one after the other, so each direction of each pair has one of its own.
         if not self._matches_tags:
-            self._groups = groups_of_ranks(pairs, timeout_s)
+            self._groups.update(groups_of_ranks(pairs, timeout_s))
             for (source, target), made in sorted(self._groups.items(), key=itemgetter(0)):
                 # The first use of a group creates its communicator and waits for the peer.
                 probe = torch.zeros(1, device=device)
@@ -111,7 +110,7 @@ class TorchTransport:
         self._calls = 0
         # An earlier transport of this job may have set it.
         _store().delete_key(f"{_ABORTED}/{self._me}")
-        wire = f"torch.distributed, {dist.get_backend(group)}"
+        wire = f"torch.distributed, {dist.get_backend()}"
         peers = {rank for pair in self._groups for rank in pair} - {self._me}
         self._stats = Stats(wires=dict.fromkeys(peers, wire))
 

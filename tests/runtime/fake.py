@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.errors import TransportTimeout
 from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.ordering import Order, TableOrder
+from megatron_ext.runtime.ordering import Order
 from megatron_ext.runtime.program import Peers, PipelineEnds, Program, Table, make_program
 from megatron_ext.transport.base import Expected, Stats
 
@@ -188,7 +188,8 @@ def program_of(table: Table, peers: Peers | None = None, num_parts: int = 1) -> 
         num_ranks = len(table.schedule.rows)
         peers = Peers(range(num_ranks), range(num_ranks, 2 * num_ranks))
     shapes = {kind: [(1,)] * num_parts for kind in ("F", "B")}
-    return make_program(table, PipelineEnds.of_shapes(peers, table.rank, shapes, DTYPE))
+    ends = PipelineEnds.of_shapes(peers, shapes, DTYPE)
+    return make_program(table, ends, leads=peers.leads(table.rank))
 
 
 def executor(
@@ -205,7 +206,7 @@ def executor(
     return Executor(
         table=table,
         program=program_of(table, peers, num_parts),
-        order=TableOrder(table) if order is None else order,
+        order=Order(table) if order is None else order,
         compute=compute,
         sync=Sync([]) if sync is None else sync,
         transport=wire,

@@ -88,7 +88,7 @@ def run_step(
     """Run one step of a chain of stages."""
     shapes = {kind: [SHAPE] for kind in "FB"}
     peers = Peers(range(len(table.schedule.rows)))
-    ends = PipelineEnds.of_shapes(peers, table.rank, shapes, torch.float32)
+    ends = PipelineEnds.of_shapes(peers, shapes, torch.float32)
     Executor(
         table=table,
         program=make_program(table, ends),

@@ -88,7 +88,7 @@ def _a_step(is_patient: bool) -> tuple[list[_Choice], dict[int, bool], float, fl
         table.schedule, me, cap=_PP + 1, weights_fill=False, events=ahead.events,
         patience=patience if is_patient else None,
     )  # fmt: skip
-    order = PolicyOrder(policy, table, transport, {"F": 1, "B": 1}, (), LONG_S, ahead)
+    order = PolicyOrder(table, policy, transport, {"F": 1, "B": 1}, (), LONG_S, ahead)
     run_step(table, order, transport, ahead, device)
     ahead.close()
     transport.close()

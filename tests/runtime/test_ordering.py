@@ -41,7 +41,7 @@ def _third_action(wire: Any, patience: Patience | None) -> str:
     schedule = generate("1f1b", 2, 4)
     table = Table(schedule, 0, slots=2)
     policy = Hint(schedule, 0, cap=3, weights_fill=False, patience=patience)
-    order = iter(PolicyOrder(policy, table, wire, {"F": 1, "B": 1}, (), TIMEOUT_S))
+    order = iter(PolicyOrder(table, policy, wire, {"F": 1, "B": 1}, (), TIMEOUT_S))
     for _ in range(2):
         next(order)
         time.sleep(0.005)
@@ -154,7 +154,7 @@ def test_what_the_host_receives_is_not_launched_before() -> None:
     table = Table(schedule, 1, slots=2)
     policy = Hint(schedule, 1, cap=3, weights_fill=False)
     wire: Any = _Telling(Message("F", 1, 0).notice, Message("F", 1, 0, header=True))
-    order = iter(PolicyOrder(policy, table, wire, {"F": 2, "B": 2}, (), TIMEOUT_S))
+    order = iter(PolicyOrder(table, policy, wire, {"F": 2, "B": 2}, (), TIMEOUT_S))
     assert str(schedule.rows[1][next(order)]) == "1F0"
 
 
@@ -166,7 +166,7 @@ def _chosen(told: Sequence[Message], num_parts: int, cap: int = 2) -> str:
     wire: Any = _Telling(*told)
     parts = {"F": num_parts, "B": num_parts}
     with patch.object(dist, "get_rank", lambda: 0):
-        order = iter(PolicyOrder(policy, table, wire, parts, (), TIMEOUT_S))
+        order = iter(PolicyOrder(table, policy, wire, parts, (), TIMEOUT_S))
         return [str(schedule.rows[0][next(order)]) for _ in range(3)][-1]
 
 
@@ -250,7 +250,7 @@ def test_what_is_launched_while_the_last_action_queues_may_come_before_its_end()
     device: Any = _Device(FIRST_GRADIENT.notice, None, FIRST_GRADIENT)
     policy = Hint(schedule, 0, cap=3, weights_fill=False)
     parts = {"F": 1, "B": 1}
-    order = PolicyOrder(policy, Table(schedule, 0, slots=2), device, parts, (), TIMEOUT_S, device)
+    order = PolicyOrder(Table(schedule, 0, slots=2), policy, device, parts, (), TIMEOUT_S, device)
     assert [str(schedule.rows[0][index]) for index in islice(order, 3)] == ["0F0", "0F1", "0B0"]
 
 
@@ -277,7 +277,7 @@ def test_followers_run_the_pairs_of_their_leader() -> None:
     wire: Any = _Decisions(*(Message("B", 0, microbatch) for microbatch in range(4)))
     policy = Hint(schedule, 0, cap=4, weights_fill=False)
     table = Table(replace(schedule, pairs=()), 0, slots=2)
-    chosen = list(PolicyOrder(policy, table, wire, {"F": 1, "B": 1}, (1,), TIMEOUT_S))
+    chosen = list(PolicyOrder(table, policy, wire, {"F": 1, "B": 1}, (1,), TIMEOUT_S))
     pairs = [choice for choice in chosen if isinstance(choice, tuple)]
     assert pairs
     for forward, backward in pairs:

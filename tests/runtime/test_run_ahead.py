@@ -12,7 +12,7 @@ import torch
 from megatron_ext.devices.cpu import CpuDevice
 from megatron_ext.errors import MegatronExtError, TransportTimeout
 from megatron_ext.runtime import executor as executor_module
-from megatron_ext.runtime.ordering import RunAhead, TableOrder
+from megatron_ext.runtime.ordering import Order, RunAhead
 from megatron_ext.schedules import Action, generate
 from megatron_ext.schedules.table.costs import AHEAD
 from megatron_ext.transport.direct import DirectTransport
@@ -35,7 +35,7 @@ def _reserved_bytes(ahead: int) -> int:
     table = fake.table_of(generate("1f1b", _PP, _MICROBATCHES), me)
     bound = RunAhead(backend, device, timeout_s=LONG_S)
     before = torch.cuda.memory_reserved()
-    run_step(table, TableOrder(table), transport, bound, device)
+    run_step(table, Order(table), transport, bound, device)
     torch.cuda.synchronize()
     bound.close()
     transport.close()

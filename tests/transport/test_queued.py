@@ -48,9 +48,8 @@ def _open(way: str, me: int) -> Transport:
     here = device.torch_device(me)
     if way == "torch":
         dist.init_process_group("nccl")
-        assert dist.group.WORLD is not None
         pair = [(0, 1), (1, 0)]
-        return TorchTransport(dist.group.WORLD, here, pair, timeout_s=_LONG_S)
+        return TorchTransport(here, pair, timeout_s=_LONG_S)
     host = NativeTransport(
         store(), me, [1 - me], run_id="queued", slots=4,
         wire="tcp" if way == "tcp" else "shm",

@@ -24,14 +24,7 @@ _SHAPE = (2, 3)
 def _open(*, shapes_travel: bool = False) -> TorchTransport:
     dist.init_process_group("gloo")
     pairs = [(0, 1), (1, 0)]
-    assert dist.group.WORLD is not None
-    return TorchTransport(
-        dist.group.WORLD,
-        torch.device("cpu"),
-        pairs,
-        timeout_s=30,
-        shapes_travel=shapes_travel,
-    )
+    return TorchTransport(torch.device("cpu"), pairs, timeout_s=30, shapes_travel=shapes_travel)
 
 
 def _value(key: Message) -> torch.Tensor:
@@ -172,12 +165,9 @@ def _misuse() -> None:
     with pytest.raises(TransportError, match="at most 512 stages"):
         transport.isend(_value(key), peer, Message("F", 2000, 0))
     with pytest.raises(TransportError, match="sends no shapes"):
-        TorchTransport(
-            dist.group.WORLD,  # type: ignore[arg-type]
-            torch.device("cpu"),
-            [(peer, me)],
-            timeout_s=30,
-        ).begin([Expected(peer, Message("F", 0, 0), None, torch.float32)], slots=1)
+        TorchTransport(torch.device("cpu"), [(peer, me)], timeout_s=30).begin(
+            [Expected(peer, Message("F", 0, 0), None, torch.float32)], slots=1
+        )
     transport.isend(_value(key), peer, key)
     assert torch.equal(transport.recv(peer, key, 30), _value(key))
     transport.flush(30)
