@@ -8,8 +8,9 @@ and sends its outputs to both roles; a backward rank runs the R and B of its row
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
@@ -17,13 +18,13 @@ from megatron.core.utils import get_model_config
 
 from megatron_ext.config import active
 from megatron_ext.devices import device_of
-from megatron_ext.disaggregation.link import explaining_failures, open_wire
 from megatron_ext.disaggregation.role_compute import BackwardCompute, ForwardCompute, RoleEnds
 from megatron_ext.disaggregation.ship import layers_of
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
 from megatron_ext.disaggregation.worlds import RoleRuntime, beat, hand_over, roles_in_force
-from megatron_ext.errors import ScheduleError
+from megatron_ext.errors import ScheduleError, TransportError
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute
+from megatron_ext.runtime.connect import open_native, through_host
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.ordering import Order
 from megatron_ext.runtime.program import Table, make_program, shape_between_stages
@@ -31,7 +32,16 @@ from megatron_ext.runtime.sync import Sync, TrainingSync
 from megatron_ext.runtime.trees import agree_trees
 from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.validation import validate
+from megatron_ext.transport.base import find_lost_peer
+from megatron_ext.transport.observed import observed
 from megatron_ext.upstream.signatures import default_groups
+
+if TYPE_CHECKING:
+    from megatron_ext.config.roles import Job
+    from megatron_ext.transport.base import Transport
+
+# Time within which the death of a neighbour is detected.
+_NOTICED_S = 2.0
 
 
 def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
@@ -54,7 +64,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     runtime, config = _ready(chunks), get_model_config(chunks[0])
     if call.get("forward_only"):
         beat()  # backward ranks wait for all of an evaluation, however long it takes
-        with explaining_failures(runtime.wire):
+        with _explaining_failures(runtime.wire):
             groups = default_groups()
             shape = _shape(config, groups, call)
             if shape is not None and shape[-1] != config.hidden_size and groups.pp.size() > 1:
@@ -152,7 +162,7 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
                 "the model declares routes or boundaries, but forward and backward ranks exchange "
                 "one tensor [s, b, h]; leave --forward-backward-disaggregating out"
             )
-        wire = open_wire(job, device_of(chunks))
+        wire = _open_wire(job, device_of(chunks))
         layers = layers_of(chunks[0]) if job.activations == "ship" else None
         side = WeightReceiver if job.role == "forward" else WeightSender
         roles.runtime = runtime = RoleRuntime(job, wire, side(job, wire, chunks), layers)
@@ -170,6 +180,60 @@ def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...] | 
         return None
     length = call.get("decoder_seq_length") or call["seq_length"]
     return shape_between_stages(config, groups, length, call["micro_batch_size"])
+
+
+# -- the connection with the neighbours of both roles ----------------------------------------------
+
+
+def _open_wire(job: Job, device: torch.device) -> Transport:
+    """Connect a process with its neighbours, by global ranks, for steps and for what is between.
+
+    Raises:
+        TransportError: A neighbour does not connect, or the wire cannot reach it.
+    """
+    config = active.required().config
+    assert config.wire != "torch", "the configuration refuses it"
+    # The same stage of the other role (of all replicas, if each has a shard of the weights), and
+    # the adjacent stages of both roles. The relation is symmetric.
+    place, ranks = job.place, job.ranks
+    neighbours = {ranks.rank(twin) for twin in job.weight_partners}
+    for stage in {place.pp - 1, place.pp + 1} & set(range(ranks.pp)):
+        there = place._replace(pp=stage)
+        neighbours |= {ranks.rank(each) for each in (there, *ranks.twins(there))}
+    host = open_native(
+        active.name_transport("roles"),
+        roles_in_force().store,
+        job.rank,
+        ranks.num_ranks,
+        sorted(neighbours),
+        wire=config.wire,
+        slots=job.window + 2,  # a message may stay in its slot while computation uses it
+        slot_bytes=job.message_bytes,
+        timeout_s=job.timeout_s,
+        device=device,
+    )
+    # Through host memory: the configuration refuses `device_path` ipc here.
+    return observed(through_host(host, device, job.timeout_s), active.required().observers)
+
+
+@contextmanager
+def _explaining_failures(wire: Transport) -> Iterator[None]:
+    """Name the dead neighbour if torch.distributed, which names no rank, fails in the block.
+
+    Raises:
+        TransportError: A neighbour has died; the message names it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # It fails on a rank whose neighbour is gone, and this transport knows which.
+        try:
+            find_lost_peer(wire, _NOTICED_S)
+        except TransportError as found:
+            wire.abort(str(found))
+            raise found from error
+        wire.abort(str(error))
+        raise
 
 
 # -- exchanges besides tensors, which every rank of a job calls ------------------------------------

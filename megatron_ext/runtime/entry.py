@@ -21,11 +21,7 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call
 from megatron_ext.runtime.program import shape_between_stages
 from megatron_ext.runtime.runtime import Runtime, in_force
-from megatron_ext.upstream.signatures import (
-    default_groups,
-    is_multi_module,
-    needed_of_models,
-)
+from megatron_ext.upstream.signatures import default_groups, is_multi_module, needed_of_models
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Route, Schedule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table:
     """One rank's view of a validated schedule."""
 

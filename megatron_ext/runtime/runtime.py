@@ -26,14 +26,7 @@ from megatron_ext.runtime.executor import Executor, num_out_of_order
 from megatron_ext.runtime.lengths import BalancedStep, ReplicaExchange, cost_of_model
 from megatron_ext.runtime.megatron_messages import StockPipelines
 from megatron_ext.runtime.offloading import Offloading
-from megatron_ext.runtime.ordering import (
-    Agreement,
-    LedOrder,
-    Order,
-    PolicyOrder,
-    RunAhead,
-    agree,
-)
+from megatron_ext.runtime.ordering import Agreement, LedOrder, Order, PolicyOrder, RunAhead, agree
 from megatron_ext.runtime.plans import PlannedCompute
 from megatron_ext.runtime.program import (
     Peers,
@@ -206,10 +199,10 @@ class Runtime:
             self.run_ahead = RunAhead(backend, device, timeout_s=pipeline.timeout_s)
         self.measured = Measured()
         self._tables: dict[tuple[int, bool], Table] = {}
-        # By id of the table: the table, and the latest program with the ends it was made for.
-        self._programs: dict[int, tuple[Table, PipelineEnds, Program]] = {}
-        # Ids of the tables that layers can run which overwrite their first gradients.
-        self._checked: set[int] = set()
+        # By table: the latest program with the ends it was made for.
+        self._programs: dict[Table, tuple[PipelineEnds, Program]] = {}
+        # The tables that layers can run which overwrite their first gradients.
+        self._checked: set[Table] = set()
         # Whether a training step of this rank has split a backward.
         self._has_split = False
 
@@ -283,11 +276,10 @@ class Runtime:
             compute = SlicedCompute(*given, kept=self.kept)
         else:
             compute = PlannedCompute(*given) if pairs and trains else StageCompute(*given)
-        _, known, program = self._programs.get(id(table), (table, None, None))
+        known, program = self._programs.get(table, (None, None))
         if program is None or known != ends:
             program = make_program(table, ends, leads=self.peers.leads(self.rank))
-            # It keeps the table, whose id could otherwise become another object's.
-            self._programs[id(table)] = table, ends, program
+            self._programs[table] = ends, program
         sync = Sync()
         if trains:
             sync = TrainingSync(
@@ -318,9 +310,9 @@ class Runtime:
             observers=observers,
         )
         try:
-            if trains and self.splits.overwrites_first and id(table) not in self._checked:
+            if trains and self.splits.overwrites_first and table not in self._checked:
                 check_first_gradients(table.schedule, self.rank)
-                self._checked.add(id(table))
+                self._checked.add(table)
             with sync:
                 executor.run()
         except BaseException as error:

@@ -64,16 +64,9 @@ class Address:
 
 
 def choose_wire(rank: int, mine: Address, peer: int, theirs: Address) -> tuple[str, str]:
-    """Choose the wire between this process and a peer. Both sides reach the same decision.
+    """Choose the wire between this process, `rank`, and a peer: shm, tcp or rdma, and the reason.
 
-    Args:
-        rank: Global rank of this process.
-        mine: Address of this process.
-        peer: Global rank of the peer.
-        theirs: Address of the peer.
-
-    Returns:
-        The wire (shm, tcp or rdma) and the reason.
+    Both sides reach the same decision.
 
     Raises:
         TransportError: The configured wire is unavailable, or the two processes differ in their

@@ -118,11 +118,11 @@ class DirectTransport:
         self._expected: dict[tuple[int, Message], Expected] = {}
         # Received messages whose tensors may not be there; the empty messages have yet to come.
         self._coming: list[tuple[int, Message]] = []
-        self._num_messages = self._num_bytes = 0
         self._given_up = self._closed = False
         self._peers = {
             peer: _Peer() for peer in host.stats().wires if peers is None or peer in peers
         }
+        self._stats = Stats(wires=dict.fromkeys(self._peers, "ipc"))
         for peer in self._peers:
             if rank < peer:
                 _log.info("rank %d and rank %d: ipc (from device to device)", rank, peer)
@@ -171,14 +171,10 @@ class DirectTransport:
         if message.for_host:
             self._host.isend(tensor, target, message)
             return
-        peer, code = self._peers.get(target), CODE_OF.get(tensor.dtype)
-        if peer is None or code is None:
-            raise TransportError(
-                f"{message} cannot be sent to rank {target}, which is not a peer"
-                if peer is None
-                else f"{message}: tensors of {tensor.dtype} cannot be sent"
-            )
-        shape = tuple(tensor.shape)
+        code = CODE_OF.get(tensor.dtype)
+        if code is None:
+            raise TransportError(f"{message}: tensors of {tensor.dtype} cannot be sent")
+        peer, shape = self._peers[target], tuple(tensor.shape)
         try:
             self._take_back(target)
             number, handle = self._lend(peer, tensor.nbytes)
@@ -193,8 +189,8 @@ class DirectTransport:
             self._host.isend(text, target, message.notice)
             there = partial(self._host.isend, torch.empty(0, dtype=text.dtype), target, message)
             self._copies.after(self._sharing.pushed(peer.lent[number]), there, None)
-        self._num_messages += 1
-        self._num_bytes += tensor.nbytes
+        self._stats.messages += 1
+        self._stats.bytes += tensor.nbytes
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Return a message's tensor, on the device, whose later work waits for the copy.
@@ -322,14 +318,11 @@ class DirectTransport:
 
     def stats(self) -> Stats:
         """Return the totals since the transport was opened."""
-        wires = dict.fromkeys(self._peers, "ipc")
-        found = replace(
-            self._host.stats(), messages=self._num_messages, bytes=self._num_bytes, wires=wires
-        )
+        found = replace(self._stats, waited_s=self._host.stats().waited_s)
         if self._rest is None:
             return found
         rest = self._rest.stats()
-        wires = {**rest.wires, **wires}
+        wires = {**rest.wires, **found.wires}
         if not self._owns_host:  # the rest has counted the notes and waits of both
             return replace(rest, bytes=found.bytes + rest.bytes, wires=wires)
         return Stats(

@@ -34,13 +34,9 @@ class TransportObserver:
         """The rank asks for a message of global rank `source`."""
 
     def end_receive(self, message: Message, source: int, num_bytes: int, waited_s: float) -> None:
-        """The rank has received the message.
+        """The rank has received the message, a tensor of `num_bytes`.
 
-        Args:
-            message: Name of the message.
-            source: Global rank of the sender.
-            num_bytes: Size of the tensor.
-            waited_s: Part of the time since `begin_receive` that the transport waited.
+        Of the time since `begin_receive` the transport waited `waited_s`.
         """
 
     def begin_wait(self, what: WaitsFor) -> None:
@@ -62,12 +58,7 @@ def observed(transport: Transport, observers: Sequence[TransportObserver]) -> Tr
 
 
 class ObservedTransport:
-    """Delegates to another transport and reports to an observer.
-
-    Args:
-        transport: Carries the messages; closed with this one.
-        observer: Receives the callbacks, in the thread that calls the transport.
-    """
+    """Delegates to another transport and reports to an observer, in the thread that calls it."""
 
     def __init__(self, transport: Transport, observer: TransportObserver) -> None:
         self._transport = transport

@@ -373,15 +373,8 @@ def connect_peers(
 ) -> dict[int, Connection]:
     """Connect this process to the peers of its job; return a socket for each.
 
-    Args:
-        store: Holds the addresses. Its own time-out detects a rank that never publishes one.
-        rank: Global rank of this process.
-        peers: Global ranks to connect to; each of them must name this one.
-        run_id: Distinguishes the jobs of one store. The same on all ranks.
-        timeout_s: How long peers may take once they have published their addresses.
-        wire: Wire of all pairs; `auto`: the best that each pair has. The same on all ranks.
-        ip: IP address of this host to listen on and to connect from. None: one that only this host
-            reaches.
+    The arguments are those of `NativeTransport`. `timeout_s` is how long peers may take once they
+    have published their addresses; the store's own detects a rank that never publishes one.
 
     Raises:
         TransportError: A peer does not appear, or the wire is unavailable; names peer and reason.

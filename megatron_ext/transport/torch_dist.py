@@ -245,12 +245,7 @@ class TorchTransport:
         return self._start_recv(header.expected, tuple(shape[:ndim]), dtype)
 
     def _start_recv(
-        self,
-        item: Expected,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        *,
-        is_header: bool = False,
+        self, item: Expected, shape: tuple[int, ...], dtype: torch.dtype, *, is_header: bool = False
     ) -> _Posted:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         group = self._groups[item.source, self._me]
