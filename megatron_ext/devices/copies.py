@@ -99,25 +99,22 @@ class Copies:
         If not, this logs a warning, and copies from there block.
         """
         if self._pinning is None:
-            _log.warning(
-                "the runtime of %s cannot register host memory: messages are copied to the "
-                "device while their rank waits",
-                self._device.type,
-            )
-            return False
-        register, _ = self._pinning
-        code = int(register(address, num_bytes, 0))
-        if code != 0:
+            problem = f"the runtime of {self._device.type} cannot register host memory"
+        else:
+            register, _ = self._pinning
+            code = int(register(address, num_bytes, 0))
+            if code == 0:
+                return True
             try:
                 torch.zeros(1, device=self._device)  # a kernel reports the driver's last error
             except RuntimeError as error:
                 _log.debug("cleared an error of the driver: %s", error)
-            _log.warning(
-                "%d bytes of host memory cannot be registered with %s (error %d of its driver): "
-                "messages are copied to the device while their rank waits",
-                num_bytes, self._device, code,
-            )  # fmt: skip
-        return code == 0
+            problem = (
+                f"{num_bytes} bytes of host memory cannot be registered with {self._device} "
+                f"(error {code} of its driver)"
+            )
+        _log.warning("%s: messages are copied to the device while their rank waits", problem)
+        return False
 
     def unpin(self, address: int) -> None:
         """Undo `pin`, before the memory is freed."""

@@ -113,17 +113,14 @@ class TrainingSync(Sync):
     def around_last(self, action: Action) -> AbstractContextManager[None]:
         """Enable DDP's hooks during a chunk's last whole backward, or reduce during its last W."""
         stage = action.stage
+        if not self._overlaps:
+            return _UNCHANGED
         if action.kind == "B" and self._hooks_reduce(stage):
             return self._reducing(action)
         # No other rank waits for a W, so reductions may slow it down: each starts as soon as the
         # weights of its buckets are done. DDP's hooks would fire at I, before there are gradients.
         is_its_turn = self._order[self._started] == stage
-        if (
-            action.kind == "W"
-            and is_its_turn
-            and self._overlaps
-            and self._uses_ddp_reduction(stage)
-        ):
+        if action.kind == "W" and is_its_turn and self._uses_ddp_reduction(stage):
             return self._splits.reporting(partial(self._reduce, self._placement.chunk_of(stage)))
         return _UNCHANGED
 

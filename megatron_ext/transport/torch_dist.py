@@ -299,15 +299,10 @@ class TorchTransport:
 def groups_of_ranks(
     sets: Iterable[_Members], timeout_s: float, backend: str | None = None
 ) -> dict[_Members, dist.ProcessGroup]:
-    """Return a process group for each set of ranks. Collective over all ranks of the job.
+    """Return a process group for each set of global ranks, by set. Collective over the whole job.
 
-    Args:
-        sets: Global ranks, this one among them; the others name the same sets.
-        timeout_s: Time-out of the groups' operations.
-        backend: A backend of torch.distributed; None: that of the job.
-
-    Returns:
-        The groups of `sets`, by set.
+    Each set has this rank, and its other ranks name it too. `backend` is one of torch.distributed;
+    None: that of the job.
     """
     # All ranks create all groups. Otherwise torch names a group by the number of groups that the
     # calling rank is in. Ranks of one pipeline differ in that (embedding groups, for example), so
