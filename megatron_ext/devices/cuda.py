@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatron_ext.devices.backend import Device
@@ -13,27 +14,24 @@ if TYPE_CHECKING:
     from megatron_ext.devices.sharing import Sharing
 
 
-_KERNELS = {
-    "Transformer Engine": (
-        "transformer_engine",
-        (
-            "add --transformer-impl local --no-persist-layer-norm --no-rope-fusion "
-            "--no-masked-softmax-fusion, or pip install 'transformer-engine[pytorch]'"
-        ),
-    ),
-    "Apex": (
-        "fused_weight_gradient_mlp_cuda",
-        "add --no-gradient-accumulation-fusion, or build NVIDIA's Apex with its extensions",
-    ),
-}
-
-
 class CudaDevice(Device):
     """The `cuda` backend with NCCL collectives."""
 
     name = "cuda"
     distributed_backend = "nccl"
-    kernels = _KERNELS
+    kernels: Mapping[str, tuple[str, str]] = {
+        "Transformer Engine": (
+            "transformer_engine",
+            (
+                "add --transformer-impl local --no-persist-layer-norm --no-rope-fusion "
+                "--no-masked-softmax-fusion, or pip install 'transformer-engine[pytorch]'"
+            ),
+        ),
+        "Apex": (
+            "fused_weight_gradient_mlp_cuda",
+            "add --no-gradient-accumulation-fusion, or build NVIDIA's Apex with its extensions",
+        ),
+    }
 
     def missing(self) -> str | None:
         """Check for a CUDA build of torch and at least one visible GPU."""

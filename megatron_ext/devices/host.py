@@ -21,6 +21,15 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
+def _is_done(*_args: Any) -> bool:
+    """Return whether the work of an event or a stream is done: on the host always."""
+    return True
+
+
+def _nothing(*_args: Any) -> None:
+    """Wait for an event or a stream: on the host there is nothing to wait for."""
+
+
 # On the host every operation is finished when its call returns. So all streams are one, waits are
 # no-ops, and an event is a point in time: its `elapsed_time` is a real measurement.
 class Event:
@@ -45,15 +54,7 @@ class Event:
             )
         return (end.recorded_s - self.recorded_s) * 1e3
 
-    def query(self) -> bool:
-        """Return whether the recorded work is done: on the host always."""
-        return True
-
-    def synchronize(self) -> None:
-        """Wait for the recorded work: nothing to wait for."""
-
-    def wait(self, _stream: Any = None) -> None:
-        """Make a stream wait for this event: nothing to wait for."""
+    query, synchronize, wait = _is_done, _nothing, _nothing
 
 
 class Stream:
@@ -83,18 +84,7 @@ class Stream:
         event.record()
         return event
 
-    def query(self) -> bool:
-        """Return whether all work is done: on the host always."""
-        return True
-
-    def synchronize(self) -> None:
-        """Wait for the stream: nothing to wait for."""
-
-    def wait_event(self, _event: Any) -> None:
-        """Wait for an event: nothing to wait for."""
-
-    def wait_stream(self, _stream: Any) -> None:
-        """Wait for another stream: nothing to wait for."""
+    query, synchronize, wait_event, wait_stream = _is_done, _nothing, _nothing, _nothing
 
 
 STREAM: Stream = object.__new__(Stream)

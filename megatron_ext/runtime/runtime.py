@@ -72,11 +72,7 @@ class Measured(Observer):
     peak_live: float = 0
     """Peak number of live stage activations."""
     shares: Sequence[float] = (1.0,)
-    """Of each slice of a micro-batch, in the running step."""
-
-    def begin_step(self, compute: StageCompute) -> None:
-        """Note how micro-batches are cut."""
-        self.shares = compute.table.schedule.slices
+    """Of each slice of a micro-batch."""
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
         """Add a finished step."""
@@ -197,7 +193,7 @@ class Runtime:
         self.run_ahead: RunAhead | None = None
         if not backend.is_host:
             self.run_ahead = RunAhead(backend, device, timeout_s=pipeline.timeout_s)
-        self.measured = Measured()
+        self.measured = Measured(shares=pipeline.full.slices)
         self._tables: dict[tuple[int, bool], Table] = {}
         # By table: the latest program with the ends it was made for.
         self._programs: dict[Table, tuple[PipelineEnds, Program]] = {}

@@ -363,13 +363,14 @@ class TreeCompute(StageCompute):
         sent, gradients = self._ends.pop((stage, microbatch))
         of_root: Tensors = [None]
         if stage < self._last_stage:
-            gradients[:0] = self._gradients(inputs, sent, self._what(stage, microbatch))
+            what = f"the gradient of {self._what(stage, microbatch)}"
+            gradients[:0] = self._unpacked(inputs, sent, what)
             of_root = [torch.zeros((), device=self._device)]
         for hop in self._plan.hops_in(action):
             routed = self._with_gradient(batch, hop.names)
             looks = [Leaf(*known.look) for known in routed if known.look is not None]
-            what = f"routes {', '.join(hop.names)} from stage {hop.stage}"
-            for known, gradient in zip(routed, self._gradients(inputs, looks, what), strict=True):
+            what = f"the gradient of routes {', '.join(hop.names)} from stage {hop.stage}"
+            for known, gradient in zip(routed, self._unpacked(inputs, looks, what), strict=True):
                 known.takers.add(gradient)
         with self._store.running(stage, batch):
             found = self.backward(stage, microbatch, of_root, split=kind == "I")
@@ -393,20 +394,18 @@ class TreeCompute(StageCompute):
     ) -> tuple[Tree, list[torch.Tensor]]:
         form, (kind, stage, taker) = self.forms.read(key, inputs), key
         what = f"what stage {taker} gets" if kind == "F" else f"what stage {stage} published"
-        packed = next(inputs)
-        assert packed is not None
-        tensors = unpack(packed, form.leaves, f"{what} for micro-batch {microbatch}")
+        tensors = self._unpacked(inputs, form.leaves, f"{what} for micro-batch {microbatch}")
         for tensor, leaf in zip(tensors, form.leaves, strict=True):
             tensor.requires_grad_(leaf.requires_grad)
         return form.tree(tensors), tensors
 
     @staticmethod
-    def _gradients(
+    def _unpacked(
         inputs: Iterator[torch.Tensor | None], leaves: Sequence[Leaf], what: str
     ) -> list[torch.Tensor]:
         packed = next(inputs)
         assert packed is not None
-        return unpack(packed, leaves, f"the gradient of {what}")
+        return unpack(packed, leaves, what)
 
     def _bytes_of(
         self, tree: object, key: tuple[str, int, int], microbatch: int
