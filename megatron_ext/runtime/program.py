@@ -22,6 +22,7 @@ from megatron_ext.schedules.table.communication import (
     exchanges,
     reduction_order,
 )
+from megatron_ext.schedules.table.memory import most_alive
 from megatron_ext.schedules.table.route_plan import most_hops
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.transport.base import Expected
@@ -99,12 +100,8 @@ class Table:
 
     @cached_property
     def max_live(self) -> int:
-        """Peak number of this rank's forwards whose backward has not run."""
-        live = peak = 0
-        for action in self.schedule.rows[self.rank]:
-            live += {"F": 1, "R": 1, "W": 0}.get(action.kind, -1)
-            peak = max(peak, live)
-        return peak
+        """Peak number of this rank's forwards whose backward has not run; 1 without backwards."""
+        return int(most_alive(self.schedule.rows[self.rank], stash_ratio=0.0))
 
 
 def make_table(
