@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action
 
 
+@dataclass(eq=False)
 class MicrobatchData:
     """The items of one chunk's data iterator for one step; micro-batch i always gets item i.
 
@@ -46,15 +47,11 @@ class MicrobatchData:
     stages that run the twin's micro-batches.
     """
 
-    def __init__(
-        self,
-        iterator: Iterator[Any] | None,
-        exchange: Callable[[Any], Any] | None = None,
-        observers: Sequence[Observer] = (),
-    ) -> None:
-        self.iterator, self.exchange, self.observers = iterator, exchange, observers
-        self._fetched = 0
-        self._kept: dict[int, Any] = {}
+    iterator: Iterator[Any] | None
+    exchange: Callable[[Any], Any] | None = None
+    observers: Sequence[Observer] = ()
+    _fetched: int = field(default=0, init=False)
+    _kept: dict[int, Any] = field(default_factory=dict, init=False)
 
     def view(self, microbatch: int) -> Iterator[Any] | None:
         """Return an iterator over the single item of a micro-batch; None without data.
