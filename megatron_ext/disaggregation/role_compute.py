@@ -7,7 +7,7 @@ R, which builds the graph of one micro-batch, and then B, so it keeps the graph 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,9 +78,7 @@ class ForwardCompute(StageCompute):
         stage, _, microbatch, _ = action
         schedule, draws = self.table.schedule, active.draws_by_microbatch()
         is_last = stage == schedule.num_stages - 1
-        keeping: AbstractContextManager[Saved] = nullcontext(Saved([], []))
-        if self.layers is not None:
-            keeping = saving(self.layers, with_generators=draws)
+        keeping = saving(self.layers or (), with_generators=draws)
         # Without a graph, which R builds on the backward rank: so the forward itself does not draw
         # the numbers of its micro-batch.
         drawing = microbatch_rng(active.iteration(), stage, microbatch) if draws else nullcontext()

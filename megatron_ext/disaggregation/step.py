@@ -111,14 +111,13 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
         first_val_step=call.get("first_val_step"),
     )
     shape = _shape(config, default_groups(), call)
+    num_layers = None if layers is None else len(layers)
     compute: ForwardCompute | BackwardCompute
+    sync = Sync()
     if is_forward:
         compute = ForwardCompute(step, table, handed_on=[shape], job=job, layers=layers)
     else:
         compute = BackwardCompute(step, table, handed_on=[shape], layers=layers)
-    num_layers = None if layers is None else len(layers)
-    sync = Sync()
-    if not is_forward:
         force = bool(call.get("force_all_reduce"))
         sync = TrainingSync(config, chunks, table, compute.splits, force_all_reduce=force)
     observers = active.required().observers
