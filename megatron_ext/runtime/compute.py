@@ -372,12 +372,8 @@ class StageCompute:
         """
         # Gone from here before the backward runs, so that it frees what it has used.
         inputs, outputs = self._live.pop((stage, microbatch))
-        backward_step = self._stage(stage).backward_step
-        if split:
-            with self.splits.defer(stage, microbatch):
-                found = backward_step(inputs, outputs, gradients)
-        else:
-            found = backward_step(inputs, outputs, gradients)
+        with self.splits.defer(stage, microbatch) if split else _UNCHANGED:
+            found = self._stage(stage).backward_step(inputs, outputs, gradients)
         return self._sent_back(inputs, found)
 
     @staticmethod

@@ -35,21 +35,12 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Transport
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """The leader and the followers of this rank, as global ranks."""
-
-    leader: int
-    followers: tuple[int, ...] = ()
-    """Ranks that follow this one; empty unless it leads."""
-
-
 # Why following a leader cannot deadlock: ranks with one leader run one order, so they count as one
 # rank. The leader only runs an action whose inputs have arrived, so the leader of the previous
 # stage has run the action that produced them. Its followers run that action too, and their peers in
 # this stage get their inputs.
-def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> Agreement:
-    """Find the leader of this rank. Collective over all ranks of the job.
+def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> tuple[int, list[int]]:
+    """Return the leader and the followers of this rank, if it leads. Collective over the job.
 
     An action may contain a collective over tensor-, context- or expert-parallel ranks, or over two
     twins that read data for each other. Ranks that share such groups, directly or through other
@@ -71,8 +62,7 @@ def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> Agreement:
     dist.all_gather_object(everybody, peers)
     leader_of = leaders(everybody)
     me = dist.get_rank()
-    mine = (rank for rank, leader in enumerate(leader_of) if leader == me != rank)
-    return Agreement(leader_of[me], tuple(mine))
+    return leader_of[me], [rank for rank, leader in enumerate(leader_of) if leader == me != rank]
 
 
 def leaders(peers: Sequence[Iterable[int]]) -> list[int]:

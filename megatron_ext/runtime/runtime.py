@@ -26,7 +26,7 @@ from megatron_ext.runtime.executor import Executor, num_out_of_order
 from megatron_ext.runtime.lengths import BalancedStep, ReplicaExchange, cost_of_model
 from megatron_ext.runtime.megatron_messages import StockPipelines
 from megatron_ext.runtime.offloading import Offloading
-from megatron_ext.runtime.ordering import Agreement, LedOrder, Order, PolicyOrder, RunAhead, agree
+from megatron_ext.runtime.ordering import LedOrder, Order, PolicyOrder, RunAhead, agree
 from megatron_ext.runtime.plans import PlannedCompute
 from megatron_ext.runtime.program import (
     Peers,
@@ -154,14 +154,14 @@ class Runtime:
         pairs = pairs_of(Table(replace(pipeline.full, routes=routes), rank, slots=0), peers)
         crossed = [placement.is_crossed(stage) for stage in placement.stages_of[rank]]
         # Leader and followers of a dynamic order; None: every rank runs the table's order.
-        self.agreement: Agreement | None = None
+        self.agreement: tuple[int, list[int]] | None = None
         if pipeline.dynamic is not None:
             # Twins that read data on crossed stages swap it, so they follow one leader too.
             reads = (iterator is not None for iterator in iterators)
             swaps = any(map(all, zip(crossed, reads, strict=True)))
             others = mirrored[rank : rank + 1] if swaps else []
-            self.agreement = agree(groups.tp, groups.cp, others=others)
-            leader, followers = self.agreement.leader, self.agreement.followers
+            leader, followers = agree(groups.tp, groups.cp, others=others)
+            self.agreement = leader, followers
             pairs |= {(me, follower) for follower in followers}
             if leader != me:
                 pairs.add((leader, me))
@@ -339,17 +339,18 @@ class Runtime:
 
     def _order(self, table: Table, call: Call, num_parts: dict[str, int]) -> Order:
         """Return what decides about the order; evaluation keeps the table's, which is shortest."""
-        agreement, timeout_s = self.agreement, self.pipeline.timeout_s
-        if agreement is None or call.forward_only:
+        timeout_s = self.pipeline.timeout_s
+        if self.agreement is None or call.forward_only:
             return Order(table)
-        if agreement.leader != dist.get_rank():
-            return LedOrder(table, self.transport, agreement.leader, timeout_s)
+        leader, followers = self.agreement
+        if leader != dist.get_rank():
+            return LedOrder(table, self.transport, leader, timeout_s)
         return PolicyOrder(
             table,
             self.pipeline.policy(call.num_microbatches, self.rank),
             self.transport,
             num_parts,
-            agreement.followers,
+            followers,
             timeout_s,
             self.run_ahead,
         )

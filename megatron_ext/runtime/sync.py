@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +73,9 @@ class TrainingSync(Sync):
         self._uses = [self._placement.chunk_of(stage) for stage in sorted(table.actions_by_stage)]
         self._gathered = 0
         self._gathers = _by_chunk(config.param_sync_func, len(chunks))
-        # By chunk: the bucket groups still to reduce, the next one last.
-        self._buckets: dict[int, list[_BucketGroup]] = {}
+        # By chunk: DDP's bucket groups still to reduce, with the ids of their weights, the next one
+        # last.
+        self._buckets: dict[int, list[tuple[frozenset[int], Any]]] = {}
         self._force_all_reduce = force_all_reduce
         self._functions = _by_chunk(config.grad_sync_func, len(chunks))
         silences = _by_chunk(config.no_sync_func, 1)
@@ -177,27 +178,19 @@ class TrainingSync(Sync):
             chunk: Any = self._chunks[number]
             place = {id(parameter): index for index, parameter in enumerate(chunk.parameters())}
             groups = [
-                _BucketGroup(group, frozenset(map(id, group.params)))
+                (frozenset(map(id, group.params)), group)
                 for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
             ]
-            groups.sort(key=lambda found: min(place[weight] for weight in found.weights))
+            groups.sort(key=lambda found: min(place[weight] for weight in found[0]))
             self._buckets[number] = groups
         waiting = self._buckets[number]
-        while waiting and waiting[-1].weights.isdisjoint(remaining):
-            group = waiting.pop().group
+        while waiting and waiting[-1][0].isdisjoint(remaining):
+            _, group = waiting.pop()
             group.start_grad_sync(force_all_reduce=self._force_all_reduce)
             # Megatron ends the step with a reduction of what no hook has counted yet, unless there
             # is a handle of one; several optimizer instances keep none.
             if group.grad_reduce_handle is None:
                 group.is_first_batch = False
-
-
-class _BucketGroup(NamedTuple):
-    """A DDP bucket group, which one call reduces."""
-
-    group: Any
-    weights: frozenset[int]
-    """Ids of its parameters."""
 
 
 def _overlaps(chunk: torch.nn.Module) -> bool:

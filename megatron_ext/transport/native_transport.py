@@ -228,7 +228,6 @@ class NativeTransport:
                 self._rank, self._slots, 2 * slots,
             )  # fmt: skip
         self._step = (self._step + 1) % NUM_STEPS
-        self._expected = {}
         self.expect(expected)
 
     def expect(self, expected: Iterable[Expected]) -> None:
