@@ -345,14 +345,9 @@ class Runtime:
         leader, followers = self.agreement
         if leader != dist.get_rank():
             return LedOrder(table, self.transport, leader, timeout_s)
+        policy = self.pipeline.policy(call.num_microbatches, self.rank)
         return PolicyOrder(
-            table,
-            self.pipeline.policy(call.num_microbatches, self.rank),
-            self.transport,
-            num_parts,
-            followers,
-            timeout_s,
-            self.run_ahead,
+            table, policy, self.transport, num_parts, followers, timeout_s, self.run_ahead
         )
 
 

@@ -390,13 +390,7 @@ class KeptState:
 
     @contextmanager
     def of(
-        self,
-        stage: int,
-        microbatch: int,
-        number: int,
-        bounds: Sequence[int],
-        *,
-        backward: bool = False,
+        self, stage: int, microbatch: int, number: int, bounds: Sequence[int], *, backward: bool
     ) -> Iterator[None]:
         """Let layers in the block compute slice `number`; slices begin and end at `bounds`."""
         begin, end = bounds[number : number + 2]

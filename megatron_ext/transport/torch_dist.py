@@ -66,12 +66,7 @@ class TorchTransport:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        pairs: Iterable[Pair],
-        *,
-        timeout_s: float,
-        shapes_travel: bool = False,
+        self, device: torch.device, pairs: Iterable[Pair], *, timeout_s: float, shapes_travel: bool
     ) -> None:
         self._device = device
         self._shapes_travel = shapes_travel

@@ -377,7 +377,7 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
     with without(*taken_out):
         losses = []
         for number, part in enumerate(parts):
-            with kept.of(0, 0, number, BOUNDS):
+            with kept.of(0, 0, number, BOUNDS, backward=False):
                 losses.append(loss_of(part))
         for number in reversed(range(len(parts))):
             with kept.of(0, 0, number, BOUNDS, backward=True):
@@ -506,7 +506,7 @@ def saved_bytes(num_slices: int) -> float:
     outputs = []
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         for number, (begin, end) in enumerate(pairwise(bounds)):
-            with kept.of(0, 0, number, bounds):
+            with kept.of(0, 0, number, bounds, backward=False):
                 part = tokens[:, begin:end]
                 outputs.append(model(part, torch.arange(begin, end)[None], None, labels=part))
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
@@ -712,7 +712,8 @@ def wrong_layers() -> list[str]:
         found.append(str(raised.value))
     use(None)
     tokens = torch.arange(11)[None]
-    with in_force().kept.of(0, 0, 0, BOUNDS), pytest.raises(ScheduleError) as raised:
+    running = in_force().kept.of(0, 0, 0, BOUNDS, backward=False)
+    with running, pytest.raises(ScheduleError) as raised:
         model(tokens, tokens, None, labels=tokens, padding_mask=tokens > 7)
     return [*found, str(raised.value)]
 
