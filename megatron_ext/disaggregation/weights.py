@@ -222,14 +222,12 @@ class WeightReceiver(_Side):
 
     def _begin(self, expected: Mapping[Message, torch.dtype]) -> None:
         """Expect messages from each partner."""
-        self._wire.begin(
-            [
-                Expected(source, message, None, dtype)
-                for message, dtype in expected.items()
-                for source in self._partners
-            ],
-            len(expected),
-        )
+        of_all = [
+            Expected(source, message, None, dtype)
+            for message, dtype in expected.items()
+            for source in self._partners
+        ]
+        self._wire.begin(of_all, len(expected))
 
     def _recv(self, source: int, message: Message) -> torch.Tensor:
         try:

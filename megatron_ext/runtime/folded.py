@@ -153,14 +153,12 @@ def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
     if not is_folded():
         return
     tracker = MTPLossLoggingHelper.tracker
-    shared = share_losses(
-        {
-            name: values
-            for name, values in tracker.items()
-            if name.endswith("values") and not name.startswith("cumulative")
-        },
-        groups,
-    )
+    mine = {
+        name: values
+        for name, values in tracker.items()
+        if name.endswith("values") and not name.startswith("cumulative")
+    }
+    shared = share_losses(mine, groups)
     if shared:
         # Upstream averages over the replicas of the rank that computed the values. Now the replicas
         # of every rank hold them, so the average is right on the rank that logs.
