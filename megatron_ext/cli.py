@@ -140,9 +140,8 @@ def _add_patches(subparsers: _Subparsers) -> None:
     show = actions.add_parser("list", help="show every patch, its state and its reason")
     show.add_argument("--all", action="store_true", help="also show each name redirected in torch")
     show.add_argument("--json", action="store_true", help="print JSON")
-    show.set_defaults(run=_run_patches_list)
-    check = actions.add_parser("check", help="compare every target with the installed release's")
-    check.set_defaults(run=_run_patches_check)
+    actions.add_parser("check", help="compare every target with the installed release's")
+    parser.set_defaults(run=_run_patches)
 
 
 def _add_upstream(subparsers: _Subparsers) -> None:
@@ -160,29 +159,22 @@ def _add_upstream(subparsers: _Subparsers) -> None:
     parser.set_defaults(run=_run_upstream)
 
 
-def _run_patches_list(args: argparse.Namespace) -> int:
+def _run_patches(args: argparse.Namespace) -> int:
     from megatron_ext.patches import listing
     from megatron_ext.patches.registry import REGISTRY
 
     absent = listing.import_targets()
     rows = REGISTRY.rows()
-    if args.json:
+    if args.action == "list" and args.json:
         names = "id target kind feature order state intact active drift reason releases required"
         listed = [{name: getattr(row, name) for name in names.split()} for row in rows]
         print(json.dumps(listed, indent=1))
-    else:
+        return 0
+    if args.action == "list":
         print(listing.text_table(rows, redirects=args.all))
         if absent:
             print(f"missing, so pending: {', '.join(absent)}")
-    return 0
-
-
-def _run_patches_check(_args: argparse.Namespace) -> int:
-    from megatron_ext.patches import listing
-    from megatron_ext.patches.registry import REGISTRY
-
-    absent = listing.import_targets()
-    rows = REGISTRY.rows()
+        return 0
     problems = listing.problems(rows)
     for line in problems:
         print(line)

@@ -14,8 +14,7 @@ from pathlib import Path
 def is_replaceable(path: Path) -> bool:
     """Return whether a new file can replace this one.
 
-    Devices and pipes cannot be replaced, nor files in a folder that accepts no new ones; they are
-    written in place.
+    Devices and pipes, and files in a folder that accepts no new ones, are written in place.
 
     Raises:
         OSError: Links form a cycle, or pass through a folder that may not be searched.

@@ -149,8 +149,7 @@ class Pipeline:
             table = split_backwards(table)
         if config.weights_at_once:
             table = weights_at_once(table)
-        # Registered generators too: a wrong table of a plug-in would otherwise hang the job in a
-        # step.
+        # Registered generators too: a wrong table of a plug-in would hang the job in a step.
         validate(table)
         if self.transport == "torch":
             # It may match messages by their order, so the proof covers that order too.
@@ -219,8 +218,7 @@ class Active:
     transport_only: Pipeline | None = None
     """Megatron's own schedule if it runs over our transport, else None."""
     job: Job | None = None
-    """The disaggregated job that this process is part of; None: forwards and backwards share their
-    ranks."""
+    """The disaggregated job of this process; None: forwards and backwards share ranks."""
     seed: int | None = None
     """Base seed of random numbers drawn by micro-batch; None: Megatron's generators run on."""
     requested: PipelineConfig | None = None
@@ -236,8 +234,7 @@ class Active:
     runtimes: Closing | None = None
     """What the runtime keeps; None before its first step (`runtime.in_force`)."""
     roles: Closing | None = None
-    """What a process of a disaggregated job keeps, once it has joined the others
-    (`worlds.roles_in_force`)."""
+    """What a process of a disaggregated job keeps, once it has joined (`worlds.roles_in_force`)."""
     host: Closing | None = None
     """What a training loop of others (`megatron_ext/hosts/`) keeps, once it gave its sizes."""
     checked_steps: int = 0

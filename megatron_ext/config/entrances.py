@@ -102,11 +102,7 @@ def check(args: Namespace) -> None:
     if found.config.variable_seq_lengths:
         args.variable_seq_lengths = True  # no flag of Megatron's; its validation clears it
     if found.pipeline is not None:
-        try:
-            _check_pipeline(args, found.pipeline)
-        except ArgumentsError:
-            clear_configuration()
-            raise
+        _check_pipeline(args, found.pipeline)
     if getattr(args, "rank", 0) == 0:
         log(*_what_runs(args, found))
 
@@ -129,6 +125,7 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
     # A later flag, a checkpoint's arguments or another program's patch may have changed them since.
     for what, (megatrons, ours) in found.items():
         if megatrons != ours:
+            clear_configuration()
             raise ArgumentsError(
                 f"--pipeline-schedule {pipeline.name} was prepared for {ours} {what}, but Megatron "
                 f"made {megatrons} of the flags; leave out the flag that changes it"
@@ -242,9 +239,8 @@ def count_recomputation(built: Any) -> None:
     is a `TransformerConfig` or `DistributedDataParallelConfig` of Megatron.
     """
     found = required()
-    if found.requested is None or found.pipeline is None:
-        return
-    if not hasattr(built, "recompute_granularity"):
+    is_model = hasattr(built, "recompute_granularity")
+    if found.requested is None or found.pipeline is None or not is_model:
         return
     counted = with_stash(found.pipeline.config, built)
     if counted == found.pipeline.config:

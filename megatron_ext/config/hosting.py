@@ -259,8 +259,7 @@ def _pipeline(
     sizes = ("global_batch_size", "step_batch_size_schedule")
     has_batch = any(getattr(args, size, None) for size in sizes)
     if here or (has_batch and getattr(args, "micro_batch_size", None)):
-        # Collected here, so that the table of a wrong batch is checked nevertheless, for some other
-        # number.
+        # Collected here: the table of a wrong batch is checked nevertheless, for another number.
         with found.collecting("global_batch_size"):
             batches = stages.batches_of(args, pp, config.twins)
     else:
@@ -271,8 +270,7 @@ def _pipeline(
     pipeline = Pipeline(
         config,
         pp,
-        # Placement, splits and pairs do not depend on it: any number that fills the pipeline will
-        # do.
+        # Placement, splits and pairs do not depend on it: any that fills the pipeline will do.
         2 * pp if batches is None else batches.num_microbatches,
         # A dynamic order splits only to gain time, so what excludes W leaves its backwards whole.
         splits=not any(rule.refuses(args) for rule in RULES["whole"]),

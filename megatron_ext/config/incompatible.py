@@ -123,8 +123,7 @@ _HYBRID = (
     "is_hybrid_model | hybrid_override_pattern | hybrid_layer_pattern"
 )
 _TEXTS = {
-    # For every schedule. Weights have more shards than tensor-parallel ranks where 0.19 and later
-    # rematerialise them.
+    # For every schedule. More shards of weights than tensor-parallel ranks: 0.19 rematerialises.
     "schedule": f"""
         --cpu-offloading-num-layers: cpu_offloading | cpu_offloading_num_layers
             Megatron takes it without a pipeline only; use --recompute-granularity selective instead
@@ -366,8 +365,7 @@ _TEXTS = {
             batches of Megatron's RL are tuples, which have no names to cut them by; leave one of
             them out""",
     # For forward and backward ranks.
-    # Steps of --freeze-all-layers are forward only from 0.20 on; both roles take them for an
-    # evaluation.
+    # Both roles take a step of --freeze-all-layers, forward only from 0.20 on, for an evaluation.
     "roles": """
         fine_grained_activation_offloading
             activations return from the host by the backwards of the same rank; use

@@ -169,8 +169,7 @@ class PipelineConfig:
     """Whether W runs right after I, so that a rank holds the operands of one W at a time. From
     flags, where every layer is recomputed."""
     transport: TransportName | None = None
-    """Transport of activations and gradients; None: torch, or auto with `dynamic` or
-    `disaggregation`."""
+    """Transport of tensors; None: torch, or auto with `dynamic` or `disaggregation`."""
     device_path: DevicePath = "auto"
     """Way of device tensors to other ranks if the transport is not torch. auto: under the transport
     auto from device to device for each pair of ranks that can, otherwise staged."""
@@ -189,8 +188,7 @@ class PipelineConfig:
     variable_seq_lengths: bool = False
     """Whether micro-batches may have sequences of different lengths: shapes travel with tensors."""
     microbatch_rng: bool = False
-    """Whether iteration, stage and micro-batch determine the dropout masks. Implied by
-    `dynamic`."""
+    """Whether iteration, stage and micro-batch determine dropout masks, as `dynamic` implies."""
     device: str = "auto"
     """Device backend, one of `megatron_ext.devices.CHOICES`; takes effect only if set before
     megatron.core is imported."""
@@ -202,8 +200,7 @@ class PipelineConfig:
         if isinstance(node_ips, list):
             object.__setattr__(self, "node_ips", tuple(node_ips))
         check_types(self)
-        # A copy: tables are kept for this configuration, whatever the caller does to its
-        # dictionary.
+        # A copy: tables are kept for these options, whatever the caller does to the dictionary.
         object.__setattr__(self, "options", dict(self.options))
         has_roles = self.disaggregation is not None
         # Roles bring schedule and transport along, so the checks of those have no subject.

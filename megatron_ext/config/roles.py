@@ -69,8 +69,7 @@ class RankMap:
     def place(self, rank: int) -> Place:
         """Return role and position of a global rank."""
         # The two roles of one part of the model are neighbours, which exchange the most; the last
-        # process is a backward rank of the last stage, which logs; either role has Megatron's own
-        # order.
+        # process is a backward rank of the last stage, which logs; each role has Megatron's order.
         block, offset = divmod(rank, self.role_tp("forward") + self.tp)
         pp, dp = divmod(block, self.dp)
         if offset < self.role_tp("forward"):

@@ -11,16 +11,18 @@ name, from `MEGATRON_EXT_FLAGS`.
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext import devices
 from megatron_ext.config import active, entrances
-from megatron_ext.config.flags import FLAGS, parse_words, requested_flags
+from megatron_ext.config.flags import FIELD_OF, FLAGS, parse_words, requested_flags
+from megatron_ext.config.incompatible import MEGATRON_FIELDS
+from megatron_ext.config.stages import layout_text
 from megatron_ext.errors import ArgumentsError, DataError, ScheduleError
-from megatron_ext.hosts.bridge_settings import Settings
 from megatron_ext.patches import effects, folded_pipelines, schedules
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.registry import REGISTRY
@@ -30,7 +32,109 @@ if TYPE_CHECKING:
 
 _TRAINING = "megatron.bridge.training"
 
+# Parts of a `ConfigContainer`. If two parts have a field of the same name, the later part wins.
+_SECTIONS = (
+    "rng",
+    "optimizer",
+    "ddp",
+    "dist",
+    "checkpoint",
+    "validation",
+    "train",
+    "model",
+    "model.transformer",
+)
+
+# Switches in several parts; Bridge enables the feature if any part sets it.
+_EITHER = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
+_PACKED = ("enable_offline_packing", "enable_in_batch_packing")
+
 PATCHES = PatchTable(feature="Megatron-Bridge")
+
+
+class FieldPlace(NamedTuple):
+    """The dataclass field that holds a setting."""
+
+    name: str
+    """Dotted, as users write it."""
+    owner: Any
+    field: str
+
+
+class Settings:
+    """Bridge's `ConfigContainer` under upstream's argument names; `write` changes it.
+
+    The checks whether a schedule fits a job, and the settings that host it, use those names
+    (`megatron_ext/config/entrances.py`). Bridge has them as fields of several dataclasses, mostly
+    under the same names.
+    """
+
+    def __init__(self, container: Any) -> None:
+        self.container = container
+        self._places: dict[str, FieldPlace] = {}
+        for section in _SECTIONS:
+            owner = container
+            for name in section.split("."):
+                owner = getattr(owner, name, None)
+            for field in fields(owner) if is_dataclass(owner) else ():
+                place = FieldPlace(f"{section}.{field.name}", owner, field.name)
+                self._places[field.name] = place
+        for dest, known in MEGATRON_FIELDS.items():
+            if known in self._places:
+                self._places[dest] = self._places[known]
+        self._kept: dict[tuple[int, str], tuple[FieldPlace, Any]] = {}
+
+    def arguments(self, *, world_size: int, rank: int) -> Namespace:
+        """Return the settings under upstream's argument names."""
+        found = {dest: getattr(place.owner, place.field) for dest, place in self._places.items()}
+        for name in _EITHER:
+            parts = [getattr(self.container, part, None) for part in ("ddp", "optimizer", "dist")]
+            found[name] = any(getattr(part, name, False) for part in parts)
+        layout = layout_text(found.get("pipeline_model_parallel_layout"))
+        found["pipeline_model_parallel_layout"] = layout
+        if layout is not None:  # the layout sets the stages per rank
+            found["num_virtual_stages_per_pipeline_rank"] = None
+        found["data_parallel_size"] = getattr(self.container, "data_parallel_size", None)
+        # Rules know packed sequences by Megatron's flag.
+        data = getattr(self.container, "dataset", None)
+        found["sft"] = any(getattr(data, name, False) is True for name in _PACKED)
+        return Namespace(**{**found, "world_size": world_size, "rank": rank})
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Set values by upstream's argument names; `restore` undoes it."""
+        self.keep(values)
+        for dest, value in values.items():
+            place = self._places[dest]
+            setattr(place.owner, place.field, value)
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Save settings for `restore`, including those that Bridge itself fills in."""
+        for place in (self._places[dest] for dest in names if dest in self._places):
+            value = getattr(place.owner, place.field)
+            self._kept.setdefault((id(place.owner), place.field), (place, value))
+
+    def restore(self) -> None:
+        """Restore all saved values."""
+        for place, value in self._kept.values():
+            setattr(place.owner, place.field, value)
+        self._kept.clear()
+
+    def in_fields(self, message: str, *, from_python: bool) -> str:
+        """Replace Megatron's flags in a message with Bridge's configuration fields.
+
+        And our flags with fields of `PipelineConfig`, if the configuration is `from_python`.
+        """
+
+        def named(match: re.Match[str]) -> str:
+            flag = match[0]
+            dest = flag[2:].replace("-", "_")
+            if dest in self._places:
+                return self._places[dest].name
+            if dest.removeprefix("no_") in self._places:
+                return f"{self._places[dest.removeprefix('no_')].name} False"
+            return FIELD_OF.get(flag, flag) if from_python else flag
+
+        return re.sub(r"--[a-z0-9][a-z0-9-]*", named, message)
 
 
 @dataclass
@@ -55,12 +159,13 @@ def _hosted() -> _Hosted | None:
 @PATCHES.row("bridge.validate", f"{_TRAINING}.config:ConfigContainer.validate")
 def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Bridge has no command line: the pipeline is checked against, and put into, its settings."""
-    requested, words = _requested()
+    found, given_words = active.active(), requested_flags()
+    requested = None if found is None else found.requested
+    words = parse_words(given_words, FLAGS) if given_words else None
     if requested is None and words is None:
         _suit_device(Settings(instance))
         return call(*args, **kwargs)
     REGISTRY.raise_mismatches()
-    found = active.active()
     # Sizes that this module derived for an earlier run do not count.
     given = _sizes(found) if found is not None and found.is_sized and found.host is None else None
     active.clear_configuration()
@@ -92,12 +197,6 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return result
 
 
-def _requested() -> tuple[PipelineConfig | None, Namespace | None]:
-    """Return the `PipelineConfig` of `configure`, or the parsed flags of the environment."""
-    found, words = active.active(), requested_flags()
-    return None if found is None else found.requested, parse_words(words, FLAGS) if words else None
-
-
 def _sizes(found: active.Active) -> tuple[int, int] | None:
     chosen = found.pipeline or found.transport_only
     return None if chosen is None else (chosen.pp, chosen.num_microbatches * chosen.config.twins)
@@ -126,7 +225,14 @@ def _prepare(
     written = entrances.prepare(arguments, requested)
     _refuse_decentralized(settings.container)
     active.required().host = _Hosted(settings, arguments)
-    settings.keep(_COMPLETED)
+    # What Bridge or this module derives from other settings.
+    settings.keep(
+        (
+            "pipeline_model_parallel_layout",
+            "virtual_pipeline_model_parallel_size",
+            "delay_wgrad_compute",
+        )
+    )
     if (chosen := active.pipeline()) is not None:
         # What Megatron's parser derives from them.
         chunks = chosen.placement.num_stages // chosen.placement.num_ranks
@@ -139,14 +245,6 @@ def _prepare(
     _remove_hook(settings.container.model)
     _hooks(settings.container.model).append(_tie)
     return arguments
-
-
-# Settings that Bridge or this module derives from others.
-_COMPLETED = (
-    "pipeline_model_parallel_layout",
-    "virtual_pipeline_model_parallel_size",
-    "delay_wgrad_compute",
-)
 
 
 def _arguments(settings: Settings) -> Namespace:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from importlib.util import find_spec
 
 from megatron_ext.errors import UserError
 from megatron_ext.upstream import releases
+from megatron_ext.version import installed
 
 SUPPORTED = ">=0.6,<0.8"
 """Versions of megatron-bridge that the patches in `megatron_ext/hosts/bridge.py` support."""
@@ -29,17 +29,9 @@ _IMPORTS = {
 }
 
 
-def bridge_version() -> str | None:
-    """Return the installed version; None if Bridge is missing or a plain source tree."""
-    try:
-        return metadata.version("megatron-bridge")
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def problems() -> Iterator[str]:
     """Yield each problem that keeps Bridge from running: found, required, what to install."""
-    version = bridge_version()
+    version = installed("megatron-bridge")  # None of a plain source tree
     release = min(_CORES) if version is None else releases.parse_release(version)
     if release not in _CORES:
         yield (

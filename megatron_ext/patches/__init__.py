@@ -11,7 +11,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from megatron_ext.config import active
 from megatron_ext.patches import device, hooks
 from megatron_ext.patches.registry import REGISTRY
 
@@ -58,8 +57,5 @@ def arm() -> None:
 
 def disarm() -> None:
     """Restore every original, the environment and the import hooks. Idempotent."""
-    found = active.active()
-    if found is not None:
-        found.end_observation()  # or --hang-timeout would wait for steps that nobody reports
     REGISTRY.deactivate()
     hooks.remove()

@@ -30,8 +30,7 @@ def arm() -> Device:
             REGISTRY.undo.callback(_unset, variable, value)
     if all(patch.feature != device.name for patch in REGISTRY):
         REGISTRY.register(
-            # As `set`: redirected factories are on the hot path, where a proxy costs more than the
-            # redirect.
+            # As `set`: on the hot path of factories a proxy costs more than the redirect.
             Patch(
                 f"{device.name}.{target.replace(':', '.')}",
                 target,
@@ -57,8 +56,7 @@ def _unset(variable: str, value: str) -> None:
 class _LacksOnce:
     """Shows warnings about what the device cannot have on one rank, and each of them once."""
 
-    # Not by a filter: torch and others change the filters again and again, and each time Python
-    # forgets what it has shown once.
+    # Not by a filter: whenever torch or others change one, Python forgets what it has shown once.
     def __init__(self, beginnings: tuple[str, ...]) -> None:
         self._known, self._before = re.compile("|".join(beginnings) or "(?!)"), warnings.showwarning
         self._is_first, self._seen = os.environ.get("RANK", "0") == "0", set[str]()

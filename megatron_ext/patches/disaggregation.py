@@ -55,8 +55,7 @@ def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 )
 def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron keeps gradients of every weight; forward ranks have none."""
-    # In the provider: what wraps the model afterwards makes room for a gradient of each trained
-    # one.
+    # In the provider: what wraps the model makes room for a gradient of each trained one.
     given = by_name(call, args, kwargs)
     [provider] = [name for name in _PROVIDERS if name in given]
     provide = given[provider]

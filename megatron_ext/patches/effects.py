@@ -22,8 +22,8 @@ _STEPS = 2
 PATCHES = PatchTable(feature="effects", order=-20)
 
 
-def _checked() -> active.Active | None:
-    """Return what is in force if it is to be checked: a schedule, a transport or roles."""
+def in_use() -> active.Active | None:
+    """Return what is in force if it has a schedule, a transport or roles; else None."""
     found = active.active()
     if found is None or not (found.job or found.pipeline or found.transport_only):
         return None
@@ -31,13 +31,13 @@ def _checked() -> active.Active | None:
 
 
 def _is_due() -> bool:
-    found = _checked()
+    found = in_use()
     return found is not None and found.checked_steps < _STEPS
 
 
 def not_logged() -> active.Active | None:
     """Return what is in force while the first line of the log is still to be checked."""
-    found = _checked()
+    found = in_use()
     return None if found is None or found.is_log_checked else found
 
 

@@ -103,20 +103,6 @@ class Registry:
         if self.active:
             self._arm(modules)
 
-    def remove(self, ids: Iterable[str]) -> None:
-        """Undo and remove patches (another device, the end of a test)."""
-        doomed = set(ids)
-        sites = [s for s in self._sites.values() if any(p.id in doomed for p in s.patches)]
-        self._uninstall(sites)
-        for site in sites:
-            site.patches = [p for p in site.patches if p.id not in doomed]
-            if not site.patches:
-                del self._sites[site.target]
-        for patch_id in doomed:
-            self._ids.pop(patch_id, None)
-        if self.active:
-            self._arm({site.first.module for site in sites if site.patches})
-
     def activate(self) -> None:
         """Arm every registered patch; modules already imported are patched now. Idempotent."""
         if not self.active:
@@ -192,8 +178,7 @@ class Registry:
         site.own = vars(site.parent).get(site.attribute, MISSING)
         site.mismatch = drift.compare(site.target, site.original)
         if patch.kind == "set":
-            # Once and for all: a value has no proxy that could check at each call whether its
-            # feature is on.
+            # Once: a value has no proxy that could check at each call whether its feature is on.
             if patch.acting() is None or drift.refuses(site.mismatch):
                 return False
             site.put(patch.fn(None if site.original is MISSING else site.original))
@@ -251,8 +236,7 @@ class Registry:
             self.acted.add(patch.id)
         call = wrapped
         for _, fn in active[:0:-1]:
-            # All but the outermost, inner ones first: the wraps around them read the parameters of
-            # the target.
+            # All but the outermost, inner ones first: wraps read the parameters of the target.
             call = update_wrapper(partial(_step, fn, call, instance), wrapped)
         return active[0][1](call, instance, args, kwargs)
 
@@ -315,10 +299,6 @@ class Registry:
         if not self._has_logged:
             self._has_logged = True
             drift.log(mismatches, self.release)
-
-    def sites(self) -> list[Site]:
-        """Return the targets that are patched now."""
-        return [site for site in self._sites.values() if site.is_installed]
 
     def modules(self) -> list[str]:
         """Return the names of all patched modules, sorted."""

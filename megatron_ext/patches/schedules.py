@@ -169,8 +169,7 @@ def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     try:
         trained = call(*args, **kwargs)
     except SystemExit:
-        # Megatron (`--exit-interval`) or other code may end a single rank here: on this path no
-        # rank may wait for another.
+        # Megatron (`--exit-interval`) or others may end a single rank here: nobody may wait.
         log_statistics(of_all=False)
         raise
     log_statistics()
@@ -316,10 +315,7 @@ def _over_ours(_call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> Any:
 @PATCHES.row(
     "pipeline.streams",
     _CONFIG,
-    when=lambda: (
-        (found := active.active()) is not None
-        and any((found.pipeline, found.transport_only, found.job))
-    ),
+    when=lambda: effects.in_use() is not None,
     since=(0, 20),
     feature="transport",
 )

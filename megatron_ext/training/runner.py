@@ -92,8 +92,7 @@ def execute(script: Path | None) -> None:
 
         wheel.main()
         return
-    # What Python itself does for `python SCRIPT`; the tree's megatron.core is kept out by our
-    # finder.
+    # As Python does for `python SCRIPT`; our finder keeps the tree's megatron.core out.
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
 

@@ -206,8 +206,7 @@ def watching_other_hosts() -> Iterator[None]:
         yield
         return
     left = threading.Event()
-    # Joined below: a thread inside of the store would be ended by the interpreter's exit, which
-    # aborts the process.
+    # Joined below: the interpreter's exit would abort the process for a thread inside the store.
     watch = threading.Thread(target=_watch, args=(left,), name="watch-hosts", daemon=True)
     watch.start()
     try:

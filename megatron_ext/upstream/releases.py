@@ -89,8 +89,7 @@ def core_version() -> str | None:
     Without what a wheel adds when it is imported: the commit of a repository that its files lie in,
     as those of an environment within a checkout do, whatever that repository is.
     """
-    # Looked up and not imported: an import of megatron.core binds names of torch.cuda, before our
-    # patches can be there.
+    # Not imported: megatron.core would bind names of torch.cuda before our patches are there.
     info = sys.modules.get("megatron.core.package_info")
     if info is not None:
         return str(info.__version__).partition("+")[0]
@@ -140,8 +139,7 @@ def check_core() -> None:
         UserError: It is not installed, or another package has its name.
         UpstreamMismatch: It is older than the range.
     """
-    # NVIDIA's `megatron` is a namespace, without such a file; the package index has another project
-    # of the name.
+    # NVIDIA's `megatron` is a namespace, without such a file; the package index has a namesake.
     files = (Path(entry or ".") / "megatron" / "__init__.py" for entry in sys.path)
     # Not Path.is_file(), which raises for what lies below a folder that may not be entered.
     package = next((file.resolve() for file in files if os.access(file, os.R_OK)), None)

@@ -175,8 +175,7 @@ def _git(tree: Path, *arguments: str) -> str | None:
         return None
     try:
         done = subprocess.run(
-            # git refuses trees that belong to another user, as those of a shared file system or a
-            # container's image do.
+            # git refuses trees of another user, as on a shared file system or in an image.
             ["git", "-c", f"safe.directory={tree}", "-C", str(tree), *arguments],
             capture_output=True,
             text=True,

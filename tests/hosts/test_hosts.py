@@ -20,7 +20,7 @@ from megatron_ext.config.flags import parse_words, requested_flags
 from megatron_ext.config.incompatible import RULES, refusals
 from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.hosts import bridge_requirements
-from megatron_ext.hosts.bridge_settings import Settings
+from megatron_ext.hosts.bridge import Settings
 from megatron_ext.tools.doctor import checks
 from megatron_ext.upstream import releases
 from tests.commands import run_python
@@ -191,7 +191,7 @@ def test_the_doctor_says_what_bridge_lacks(monkeypatch: pytest.MonkeyPatch) -> N
     _installed(monkeypatch, "0.5.0", "0.19.2")
     [line] = checks.check_bridge()
     assert str(line) == f"WARN megatron-bridge: {OLD_BRIDGE}"
-    monkeypatch.setattr(bridge_requirements, "bridge_version", lambda: None)
+    monkeypatch.setattr(checks, "installed", lambda _name: None)
     assert list(checks.check_bridge()) == []
 
 

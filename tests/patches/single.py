@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_ext.patches.registry import Registry
+
+
+def remove(registry: Registry, ids: Iterable[str]) -> None:
+    """Undo patches and take their rows out of a registry."""
+    doomed = set(ids)
+    sites = [s for s in registry._sites.values() if any(p.id in doomed for p in s.patches)]
+    registry._uninstall(sites)
+    for site in sites:
+        site.patches = [p for p in site.patches if p.id not in doomed]
+        if not site.patches:
+            del registry._sites[site.target]
+    for patch_id in doomed:
+        registry._ids.pop(patch_id, None)
+    if registry.active:
+        registry._arm({site.first.module for site in sites if site.patches})
 
 
 @contextmanager
@@ -13,7 +32,7 @@ def without(*ids: str) -> Iterator[None]:
 
     taken = [patch for patch in rows() if patch.id in ids]
     assert {patch.id for patch in taken} == set(ids), ids
-    REGISTRY.remove(ids)
+    remove(REGISTRY, ids)
     try:
         yield
     finally:

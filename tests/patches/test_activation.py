@@ -68,7 +68,8 @@ def _deactivate_everything() -> tuple[int, list[str], list[str], list[str]]:
 
     listing.import_targets()
     armed = _foreign_objects_of_ours()
-    originals = {site.target: site.original for site in REGISTRY.sites()}
+    sites = [site for site in REGISTRY._sites.values() if site.is_installed]
+    originals = {site.target: site.original for site in sites}
     megatron_ext.deactivate()
     changed = []
     for target, original in originals.items():
@@ -105,7 +106,8 @@ from megatron_ext.patches.registry import REGISTRY
 import sys
 listing.import_targets()
 points = {r.target for r in REGISTRY.rows() if r.kind != "set"}
-originals = {id(s.original): s.target for s in REGISTRY.sites() if s.target in points}
+sites = [s for s in REGISTRY._sites.values() if s.is_installed]
+originals = {id(s.original): s.target for s in sites if s.target in points}
 print([f"{m}.{k}" for m, mod in list(sys.modules.items()) if m.startswith("megatron.") and mod
        for k, v in list(vars(mod).items()) if id(v) in originals])
 """
@@ -120,7 +122,8 @@ import megatron.core.transformer.moe.token_dispatcher as user
 import megatron_ext
 from megatron_ext.patches.registry import REGISTRY
 points = {r.target for r in REGISTRY.rows() if r.kind != "set"}
-originals = {id(s.original): s.target for s in REGISTRY.sites() if s.target in points}
+sites = [s for s in REGISTRY._sites.values() if s.is_installed]
+originals = {id(s.original): s.target for s in sites if s.target in points}
 import sys
 print([f"{m}.{k}" for m, mod in list(sys.modules.items()) if m.startswith("megatron.") and mod
        for k, v in list(vars(mod).items()) if id(v) in originals])

@@ -20,6 +20,7 @@ from megatron_ext.patches.registry import Patch, Registry
 from tests.commands import run_python
 
 from .made_up import load, patch
+from .single import remove
 
 
 def test_a_patch_waits_for_its_module_and_reaches_every_copy(
@@ -203,9 +204,9 @@ def test_a_removed_patch_is_undone(package: str, registry: Registry) -> None:
     core = load("core")
     registry.register([patch("add", label="a"), patch("add", label="b")])
     registry.activate()
-    registry.remove(["a"])
+    remove(registry, ["a"])
     assert core.add(1) == ("b", 2)
-    registry.remove(["b"])
+    remove(registry, ["b"])
     assert core.add(1) == 2
     assert registry.rows() == []
 

@@ -25,9 +25,10 @@ SHORT = GPT + "--train-iters 2 "
 
 def _run_without(ids: tuple[str, ...], flags: str) -> None:
     from megatron_ext.patches import REGISTRY
+    from tests.patches.single import remove
     from tests.ranks import _run_script
 
-    REGISTRY.remove(ids)
+    remove(REGISTRY, ids)
     _run_script("pretrain_gpt.py", flags.split())
 
 

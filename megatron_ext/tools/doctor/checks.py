@@ -107,7 +107,8 @@ def check_bridge() -> Iterator[Diagnosis]:
     """Check whether Megatron-Bridge can be used, if it is here."""
     from megatron_ext.hosts import bridge_requirements
 
-    version, name = bridge_requirements.bridge_version(), "megatron-bridge"
+    name = "megatron-bridge"
+    version = installed(name)
     problems = list(bridge_requirements.problems()) if version else []
     for problem in problems:
         yield Diagnosis.of("WARN", name, problem)
