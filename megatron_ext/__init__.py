@@ -96,10 +96,10 @@ def deactivate() -> None:
 
     This also ends the active configuration.
     """
-    from megatron_ext import patches
+    from megatron_ext.patches.registry import REGISTRY
 
     deconfigure()
-    patches.disarm()
+    REGISTRY.deactivate()
 
 
 def deconfigure() -> None:

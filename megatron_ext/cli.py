@@ -198,12 +198,11 @@ def _run_upstream(args: argparse.Namespace) -> int:
     core = releases.core_version() or "(none)"
     print(f"megatron-core {core} is installed, {releases.SUPPORTED} is supported")
     tree = upstream.find_tree() or upstream.require_tree()  # the latter says how to get one
-    status = upstream.tree_status(tree)
-    commit = status.commit[:12] if status.commit else "not a git checkout"
-    print(f"{tree}: version {status.version}, commit {commit}")
-    for problem in status.problems:
+    version, commit, problems = upstream.tree_status(tree)
+    print(f"{tree}: version {version}, commit {commit[:12] if commit else 'not a git checkout'}")
+    for problem in problems:
         print(f"{tree}: {problem}")
-    return int(bool(status.problems))
+    return int(bool(problems))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

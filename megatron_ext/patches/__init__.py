@@ -17,7 +17,7 @@ from megatron_ext.patches.registry import REGISTRY
 if TYPE_CHECKING:
     from megatron_ext.patches.point import Patch
 
-__all__ = ["REGISTRY", "TABLES", "arm", "disarm", "register", "rows"]
+__all__ = ["REGISTRY", "TABLES", "arm", "rows"]
 
 TABLES = (
     "arguments",
@@ -41,21 +41,10 @@ def rows() -> list[Patch]:
     return [patch for table in tables for patch in table]
 
 
-def register() -> None:
-    """Register all rows, and arm none of them. Idempotent."""
-    REGISTRY.register(rows())
-
-
 def arm() -> None:
     """Register all tables, hook Megatron's import and activate the registry. Idempotent."""
-    register()
+    REGISTRY.register(rows())
     # Before the registry is active: where Megatron is imported already, this registers the
     # redirects of the device, and one sweep mends the copies of all names.
     hooks.install(before_core=device.arm)
     REGISTRY.activate()
-
-
-def disarm() -> None:
-    """Restore every original, the environment and the import hooks. Idempotent."""
-    REGISTRY.deactivate()
-    hooks.remove()

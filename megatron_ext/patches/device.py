@@ -42,8 +42,8 @@ def arm() -> Device:
             for target, make, reason in device.redirects()
         )
     if not isinstance(warnings.showwarning, _LacksOnce):
-        before, warnings.showwarning = warnings.showwarning, _LacksOnce(device.known_lacks)
-        REGISTRY.undo.callback(_show_again, warnings.showwarning, before)
+        warnings.showwarning = shows = _LacksOnce(device.known_lacks)
+        REGISTRY.undo.callback(shows.end)
     return device
 
 
@@ -69,8 +69,7 @@ class _LacksOnce:
             self._seen.add(text)
         self._before(message, *args, **kwargs)
 
-
-def _show_again(ours: _LacksOnce, before: Any) -> None:
-    """Restore what shows warnings, unless other code has replaced it since."""
-    if warnings.showwarning is ours:
-        warnings.showwarning = before
+    def end(self) -> None:
+        """Restore what showed warnings before, unless other code has replaced it since."""
+        if warnings.showwarning is self:
+            warnings.showwarning = self._before

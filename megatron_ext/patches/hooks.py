@@ -15,22 +15,19 @@ from pathlib import Path
 from types import ModuleType
 
 from megatron_ext import devices
+from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
 
-_TREE_PACKAGES = frozenset(
-    f"megatron.{name}" for name in ("legacy", "post_training", "rl", "training")
-)
-_TREE_SCRIPTS = frozenset(
-    {
-        "gpt_builders",
-        "hybrid_builders",
-        "mamba_builders",
-        "model_provider",
-        "pretrain_bert",
-        "pretrain_gpt",
-    }
-)
+_TREE_PACKAGES = {f"megatron.{name}" for name in ("legacy", "post_training", "rl", "training")}
+_TREE_SCRIPTS = {
+    "gpt_builders",
+    "hybrid_builders",
+    "mamba_builders",
+    "model_provider",
+    "pretrain_bert",
+    "pretrain_gpt",
+}
 _TRITON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
 
@@ -90,7 +87,9 @@ def install(before_core: Callable[[], object]) -> None:
     # Not wrapt's hooks, which fire after a module has executed: `megatron.core` copies names of
     # `torch.cuda` at import, so the redirects of the device must be in place before. And at the
     # front, or an installed Megatron would be found first.
-    sys.meta_path.insert(0, _Finder({"megatron.core": before_core}))
+    finder = _Finder({"megatron.core": before_core})
+    sys.meta_path.insert(0, finder)
+    REGISTRY.undo.callback(sys.meta_path.remove, finder)
     if "megatron.core" in sys.modules:
         before_core()
 
@@ -102,9 +101,3 @@ def before(package: str, callback: Callable[[], None]) -> None:
     """
     for finder in _installed():
         finder.before[package] = callback
-
-
-def remove() -> None:
-    """Remove the finder; modules already imported are unaffected."""
-    for finder in _installed():
-        sys.meta_path.remove(finder)

@@ -55,7 +55,7 @@ class Registry:
         self.acted: set[str] = set()
         """Ids of the wraps and replacements that have run in this process (`effects`)."""
         self.undo = ExitStack()
-        """What `deactivate` takes back besides the patches (`patches/device.py`)."""
+        """What `deactivate` takes back besides the patches: import hooks, the environment."""
         self._given = release
         self._sites: dict[str, Site] = {}
         self._ids: dict[str, list[Patch]] = {}  # all rows, those for other releases too
@@ -199,7 +199,7 @@ class Registry:
             # Unless other code has rebound the name since.
             if id(new) in undone and names.get(name) is new:
                 names[name] = old
-        self._copies = [copy for copy in self._copies if id(copy.new) not in undone]
+        self._copies = [copy for copy in self._copies if id(copy[-1]) not in undone]
         # Copies that other code has made since too, except of what replaces several originals. Only
         # our own modules, which own the replacements, stay unchanged: torch's may have been
         # imported in between, and its compiler keeps functions of `torch.cuda` in classes.

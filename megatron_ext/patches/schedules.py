@@ -113,21 +113,19 @@ def _check_built(
 )
 def _check_without_overlap(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Megatron checks its own overlap, of its interleaved schedule; pairs have other limits."""
-    # Off while Megatron checks: its rules of the overlap are those of its interleaved schedule.
-    given = {name: getattr(instance, name) for name in _CHECKED_WITH_OVERLAP}
+    # The overlap, and what Megatron accepts only with it. Off while Megatron checks: its rules are
+    # those of its interleaved schedule.
+    names = (
+        "overlap_moe_expert_parallel_comm",
+        "delay_wgrad_compute",
+        "ep_overlap_early_attn_memory_release",
+    )
+    given = {name: getattr(instance, name) for name in names}
     vars(instance).update(dict.fromkeys(given, False))
     try:
         call(*args, **kwargs)
     finally:
         vars(instance).update(given)
-
-
-# The overlap, and what Megatron accepts only with it.
-_CHECKED_WITH_OVERLAP = (
-    "overlap_moe_expert_parallel_comm",
-    "delay_wgrad_compute",
-    "ep_overlap_early_attn_memory_release",
-)
 
 
 def stage_of_chunk(chunk: int) -> int:

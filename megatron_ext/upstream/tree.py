@@ -15,7 +15,6 @@ import sys
 import tempfile
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_ext.errors import UpstreamMismatch, UserError
 from megatron_ext.upstream import releases
@@ -32,16 +31,6 @@ def how_to_get() -> str:
         "`megatron-ext upstream fetch`, or set MEGATRON_LM_PATH to a checkout of Megatron-LM at "
         f"{releases.reference().tag}"
     )
-
-
-class TreeStatus(NamedTuple):
-    """The state of a Megatron-LM tree."""
-
-    version: str
-    commit: str | None
-    """None where it is no git checkout."""
-    problems: list[str]
-    """One sentence for each difference from the reference of the installed megatron-core."""
 
 
 def cache_dir() -> Path:
@@ -153,8 +142,12 @@ def tree_version(tree: Path) -> str:
     return releases.written_version(tree / "megatron" / "core") or "unknown"
 
 
-def tree_status(tree: Path) -> TreeStatus:
-    """Compare version, commit and Python files of a tree with the reference."""
+def tree_status(tree: Path) -> tuple[str, str | None, list[str]]:
+    """Compare version, commit and Python files of a tree with the reference.
+
+    Returns:
+        The version; the commit, None where it is no git checkout; a sentence for each difference.
+    """
     _, tag, expected = releases.reference()
     version, commit, problems = tree_version(tree), _git(tree, "rev-parse", "HEAD"), []
     # The files of core_v0.19.0 have 0.19.1 as their version.
@@ -166,7 +159,7 @@ def tree_status(tree: Path) -> TreeStatus:
             problems.append(f"commit is {commit[:12]}, expected {expected[:12]} ({tag})")
         changes = _git(tree, "status", "--porcelain", "--untracked-files=no", "--", "*.py") or ""
         problems += [f"{line[2:].strip()} is modified" for line in changes.splitlines()]
-    return TreeStatus(version, commit, problems)
+    return version, commit, problems
 
 
 def _git(tree: Path, *arguments: str) -> str | None:
@@ -202,7 +195,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
     if target.exists():
         problems = ["it is not a Megatron-LM tree"]
         if is_tree(target):
-            problems = tree_status(target).problems
+            _, _, problems = tree_status(target)
         if problems:
             raise UserError(
                 f"{target} exists but is not Megatron-LM {tag}: "

@@ -22,7 +22,7 @@ def disarm_and_arm_late() -> None:
     assert all(row.state == "installed" and row.intact for row in redirected)
 
     armed = torch.empty, torch.Tensor.to, torch.distributed.new_group, copied._lazy_call
-    patches.disarm()
+    patches.REGISTRY.deactivate()
     assert not torch.cuda.is_available()
     assert "to" not in vars(torch.Tensor)
     assert torch.distributed.new_group.__module__ == "torch.distributed.distributed_c10d"
@@ -40,7 +40,7 @@ def disarm_and_arm_late() -> None:
 def environment() -> None:
     from megatron_ext import patches
 
-    patches.disarm()
+    patches.REGISTRY.deactivate()
     shown = warnings.showwarning
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "7"
     os.environ.pop("TORCHDYNAMO_DISABLE", None)
@@ -49,13 +49,13 @@ def environment() -> None:
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "7"  # the user's choice stays
         assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
         assert warnings.showwarning is not shown
-        patches.disarm()
+        patches.REGISTRY.deactivate()
         assert warnings.showwarning is shown
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "7"
         assert "TORCHDYNAMO_DISABLE" not in os.environ
     patches.arm()
     os.environ["TORCHDYNAMO_DISABLE"] = "0"  # changed since: no longer ours
-    patches.disarm()
+    patches.REGISTRY.deactivate()
     assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
 
 

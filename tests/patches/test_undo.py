@@ -24,7 +24,7 @@ from tests.patches.attributes import described, different, held
 MEGATRONS_OWN = ["torch.storage:_load_from_bytes"]  # megatron.core replaces it from 0.19 on
 
 def import_everything():
-    patches.register()
+    patches.REGISTRY.register(patches.rows())
     listing.import_targets()
 
 import torch
@@ -64,7 +64,7 @@ import megatron_ext
 from megatron_ext import patches
 from megatron_ext.patches import listing
 from tests.patches.attributes import described
-patches.register()
+patches.REGISTRY.register(patches.rows())
 listing.import_targets()
 import torch._dynamo, torch.distributed.tensor
 megatron_ext.deactivate()

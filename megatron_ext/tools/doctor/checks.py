@@ -133,12 +133,12 @@ def check_tree() -> Iterator[Diagnosis]:
         remedy = "for upstream's own scripts run `megatron-ext upstream fetch`"
         yield Diagnosis("WARN", name, found, remedy)
         return
-    status = upstream.tree_status(tree)
-    if status.problems:
+    version, _, problems = upstream.tree_status(tree)
+    if problems:
         remedy = f"check out {releases.reference().tag}, or fetch it: `megatron-ext upstream fetch`"
-        yield Diagnosis("WARN", name, f"{tree}: {', '.join(status.problems[:3])}", remedy)
+        yield Diagnosis("WARN", name, f"{tree}: {', '.join(problems[:3])}", remedy)
     else:
-        yield Diagnosis("OK", name, f"{tree}, version {status.version}")
+        yield Diagnosis("OK", name, f"{tree}, version {version}")
 
 
 def check_device() -> Iterator[Diagnosis]:
