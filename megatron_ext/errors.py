@@ -172,14 +172,7 @@ class UpstreamMismatch(MegatronExtError):
     """
 
     def __init__(
-        self,
-        target: str,
-        *,
-        expected: str,
-        found: str,
-        installed: str,
-        supported: str,
-        remedy: str,
+        self, target: str, *, expected: str, found: str, installed: str, supported: str, remedy: str
     ) -> None:
         self.target = target
         self.found = found

@@ -242,15 +242,11 @@ class Active:
     is_log_checked: bool = False
     """Whether the first line of the log was checked there."""
 
-    def end_observation(self) -> None:
-        """Close the observers and drop them."""
+    def close(self) -> None:
+        """Close the observers, and what the runtime, the roles and a host keep."""
         for observer in self.observers:
             observer.close()
         self.observers.clear()
-
-    def close(self) -> None:
-        """Close the observers, and what the runtime, the roles and a host keep."""
-        self.end_observation()
         # In this order: each may use what comes after it.
         for kept in (self.runtimes, self.roles, self.host):
             if kept is not None:
@@ -337,10 +333,9 @@ def is_folded() -> bool:
 
 
 # Megatron's generators run on from one forward to the next, so another order draws other dropout
-# masks. With `--microbatch-rng` every generator is reseeded for each forward, from the run's seed,
-# the iteration, the stage and the micro-batch. Then all schedules with the same stages draw the
-# same masks, static or dynamic, Megatron's own among them, and so does a resumed run. This is the
-# part that needs no torch; `runtime/compute.py` sets the generators.
+# masks. With `--microbatch-rng` each forward reseeds every generator from the run's seed, the
+# iteration, the stage and the micro-batch: all schedules with the same stages draw the same masks,
+# and so does a resumed run. `runtime/compute.py` sets the generators.
 
 
 def draws_by_microbatch() -> bool:

@@ -227,12 +227,7 @@ def _torch_is_best(config: PipelineConfig, world_size: int, *, here: bool) -> bo
 
 
 def _pipeline(
-    found: Preflight,
-    config: PipelineConfig,
-    args: Namespace,
-    *,
-    over_torch: bool,
-    here: bool,
+    found: Preflight, config: PipelineConfig, args: Namespace, *, over_torch: bool, here: bool
 ) -> Pipeline:
     """Return the pipeline that runs, or Megatron's own if our transport carries its messages.
 

@@ -649,10 +649,6 @@ def _global_batches(args: Namespace, step: int) -> tuple[list[int], str]:
 
 def world_size(args: Namespace) -> int:
     """Return the number of ranks, or where it is unknown that of one replica."""
-    return int(getattr(args, "world_size", None) or replica_size(args))
-
-
-def replica_size(args: Namespace) -> int:
-    """Return the number of ranks that hold one copy of the model, or two in mirrored pipelines."""
-    sizes = ("tensor_model", "pipeline_model", "context")
-    return math.prod(getattr(args, f"{kind}_parallel_size", None) or 1 for kind in sizes)
+    kinds = ("tensor_model", "pipeline_model", "context")
+    sizes = (getattr(args, f"{kind}_parallel_size", None) or 1 for kind in kinds)
+    return int(getattr(args, "world_size", None) or math.prod(sizes))

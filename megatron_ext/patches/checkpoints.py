@@ -36,14 +36,9 @@ def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwar
     with parts of their neighbours.
     """
     # Only within this call: the other formats store sizes without the padding.
-    sized = [
-        *((buffer, buffer.numel) for buffer in instance.buffers),
-        *(
-            (bucket, bucket.grad_data.numel())
-            for buffer in instance.buffers
-            for bucket in buffer.buckets
-        ),
-    ]
+    buckets = [bucket for buffer in instance.buffers for bucket in buffer.buckets]
+    sized = [(buffer, buffer.numel) for buffer in instance.buffers]
+    sized += [(bucket, bucket.grad_data.numel()) for bucket in buckets]
     before = [owner.numel_unpadded for owner, _ in sized]
     for owner, padded in sized:
         owner.numel_unpadded = padded

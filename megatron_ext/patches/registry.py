@@ -16,9 +16,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import cached_property, partial, update_wrapper
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +29,10 @@ from megatron_ext.errors import PatchConflict
 from megatron_ext.patches import drift
 from megatron_ext.patches.point import (
     MISSING,
+    Args,
+    Call,
     Copy,
+    Kwargs,
     Patch,
     PatchPoint,
     Row,
@@ -70,9 +74,8 @@ class Registry:
         return self._given or releases.installed_release()
 
     def __iter__(self) -> Iterator[Patch]:
-        """Yield all rows, those for other releases too."""
-        for patches in self._ids.values():
-            yield from patches
+        """Iterate over all rows, those for other releases too."""
+        return chain.from_iterable(self._ids.values())
 
     # -- registering and switching ---------------------------------------------------------------
 
@@ -210,12 +213,7 @@ class Registry:
     # -- calling ---------------------------------------------------------------------------------
 
     def _dispatch(
-        self,
-        site: Site,
-        wrapped: Callable[..., Any],
-        instance: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, site: Site, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs
     ) -> Any:
         """Run one call of a patch point through the patches that are active now."""
         active = [(patch, fn) for patch in site.patches if (fn := patch.acting()) is not None]
@@ -313,9 +311,7 @@ def _is_loaded(name: str) -> bool:
     return module is not None and not getattr(spec, "_initializing", False)
 
 
-def _step(
-    fn: Callable[..., Any], call: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _step(fn: Call, call: Call, instance: Any, *args: Any, **kwargs: Any) -> Any:
     return fn(call, instance, args, kwargs)
 
 

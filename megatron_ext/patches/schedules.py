@@ -259,14 +259,10 @@ def _send_own_storage(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     return call(*args, **{**kwargs, **sent})
 
 
-def _has_messages_of_ours() -> bool:
-    return active.transport_only() is not None
-
-
 @PATCHES.row(
     "pipeline.steps_of_messages",
     f"{_SCHEDULES}:get_forward_backward_func",
-    when=_has_messages_of_ours,
+    when=lambda: active.transport_only() is not None,
     feature="transport",
 )
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -276,7 +272,7 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     schedule = call(*args, **kwargs)
 
     def step(**keywords: Any) -> Any:
-        if not _has_messages_of_ours():  # a program may keep it beyond deconfigure
+        if active.transport_only() is None:  # a program may keep it beyond deconfigure
             return schedule(**keywords)
         return in_force().stock.step(schedule, keywords)
 

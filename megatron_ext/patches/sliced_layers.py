@@ -82,9 +82,7 @@ def _look_ahead(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kw
 
 
 @PATCHES.row(
-    "slices.packed_batch",
-    "megatron.core.utils:flatten_batch_for_packed_sequences",
-    since=(0, 19),
+    "slices.packed_batch", "megatron.core.utils:flatten_batch_for_packed_sequences", since=(0, 19)
 )
 def _keep_bounds(
     _running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs

@@ -116,7 +116,8 @@ for _optimizer in ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer
 def _forward(found: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not record the forwards of its own schedules for --trace."""
     key = kwargs.get("vp_stage") or 0, kwargs.get("current_microbatch") or 0
-    action, result = _reported(found, call, "F", key, args, kwargs)
+    action = _action("F", *key)
+    result = _reported(found, call, action, args, kwargs)
     outputs = result[0] if isinstance(result[0], list) else [result[0]]
     if outputs[0] is not None:
         setattr(outputs[0], _ACTION, key)
@@ -131,26 +132,21 @@ def _backward(found: active.Active, call: Call, _instance: Any, args: Args, kwar
     # Megatron gives it nothing but the output that it starts from; `_forward` has marked that.
     output = args[1] if len(args) > 1 else kwargs["output_tensor"]
     first = output[0] if isinstance(output, list) else output
-    return _reported(found, call, "B", getattr(first, _ACTION, (0, 0)), args, kwargs)[1]
+    return _reported(found, call, _action("B", *getattr(first, _ACTION, (0, 0))), args, kwargs)
 
 
-def _reported(
-    found: active.Active,
-    call: Call,
-    kind: Kind,
-    key: tuple[int, int],
-    args: Args,
-    kwargs: Kwargs,
-) -> tuple[Action, Any]:
-    """Run an action of a (chunk, micro-batch) before observers; return it and its result."""
-    chunk, microbatch = key
-    action = Action(stage_of_chunk(chunk), kind, microbatch)
+def _action(kind: Kind, chunk: int, microbatch: int) -> Action:
+    return Action(stage_of_chunk(chunk), kind, microbatch)
+
+
+def _reported(found: active.Active, call: Call, action: Action, args: Args, kwargs: Kwargs) -> Any:
+    """Run an action before observers."""
     for observer in found.observers:
         observer.begin_action(action)
     result = call(*args, **kwargs)
     for observer in found.observers:
         observer.end_action(-1, action)  # no position in a table
-    return action, result
+    return result
 
 
 @PATCHES.row("trace.scalars", "megatron.training.training:training_log", when=is_chosen)

@@ -87,13 +87,10 @@ def mtp_on_this_rank(config: Any, *, vp_stage: int | None) -> bool:
     """Return whether a chunk of this rank (None: its only one) predicts several tokens."""
     module = "megatron.core.transformer.multi_token_prediction"
     decide = import_module(module).mtp_on_this_rank
-    if "config" in parameters(f"{module}:mtp_on_this_rank"):
-        return bool(decide(config, ignore_virtual=False, vp_stage=vp_stage))
-    return bool(
-        decide(
-            layout=config.pipeline_model_parallel_layout,
-            mtp_num_layers=config.mtp_num_layers,
-            ignore_virtual=False,
-            vp_stage=vp_stage,
-        )
-    )
+    given = {"config": config}
+    if "config" not in parameters(f"{module}:mtp_on_this_rank"):
+        given = {
+            "layout": config.pipeline_model_parallel_layout,
+            "mtp_num_layers": config.mtp_num_layers,
+        }
+    return bool(decide(**given, ignore_virtual=False, vp_stage=vp_stage))
