@@ -100,6 +100,7 @@ _MODEL = (
 
 def count_calls(flags: list[str]) -> list[tuple[int, float]]:
     """Train as one rank; return the calls through patch points and the seconds of each step."""
+    import megatron_ext
     from megatron_ext import devices
     from megatron_ext.patches.registry import REGISTRY
 
@@ -119,9 +120,9 @@ def count_calls(flags: list[str]) -> list[tuple[int, float]]:
         steps.append((count - before, time.perf_counter() - begin_s))
         return result
 
-    REGISTRY.deactivate()
+    megatron_ext.deactivate()
     vars(REGISTRY)["_dispatch"] = counting
-    REGISTRY.activate()
+    megatron_ext.activate()
     training.train_step = timed
     train_here("gpt", flags)
     return steps

@@ -32,35 +32,28 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# Megatron's defaults of what the checks read.
+# Megatron's defaults of what the checks read, where a missing argument does not mean the same.
 _USUAL = {
     "add_bias_linear": True,
-    "add_qkv_bias": False,
     "attention_dropout": 0.1,
     "ckpt_format": "torch_dist",
     "context_parallel_size": 1,
-    "dist_ckpt_optim_fully_reshardable": False,
     "fp8_recipe": "delayed",
     "gradient_accumulation_fusion": True,
     "hidden_dropout": 0.1,
-    "load": None,
     "masked_softmax_fusion": True,
     "moe_token_dispatcher_type": "allgather",
-    "multi_latent_attention": False,
     "pipeline_model_parallel_size": 1,
-    "rank": 0,
-    "save": None,
-    "sequence_parallel": False,
     "tensor_model_parallel_size": 1,
-    "tp_comm_overlap": False,
     "transformer_impl": "transformer_engine",
 }
 
 # Arguments of `megatron.training` that checks read: megatron-core alone does not know them.
 _OF_TRAINING = {
-    "decrease_batch_size_if_needed", "distributed_timeout_minutes", "encoder_num_layers",
-    "global_batch_size", "micro_batch_size", "num_layers_per_virtual_pipeline_stage",
-    "rampup_batch_size", "seq_length", "step_batch_size_schedule", "world_size",
+    "decrease_batch_size_if_needed", "dist_ckpt_optim_fully_reshardable",
+    "distributed_timeout_minutes", "encoder_num_layers", "global_batch_size", "load",
+    "micro_batch_size", "num_layers_per_virtual_pipeline_stage", "rampup_batch_size", "rank",
+    "save", "seq_length", "step_batch_size_schedule", "world_size",
 }  # fmt: skip
 
 

@@ -552,7 +552,8 @@ def imply(found: Preflight, config: PipelineConfig, args: Namespace) -> None:
         and given("non_persistent_ckpt_type") != "local"
     ):
         arguments["dist_ckpt_optim_fully_reshardable"] = True
-        if not args.dist_ckpt_optim_fully_reshardable and (args.save or args.load):
+        is_kept = given("save") or given("load")
+        if is_kept and not given("dist_ckpt_optim_fully_reshardable"):
             found.changes.append(
                 "--dist-ckpt-optim-fully-reshardable is set: in any other form, optimizer state "
                 "cannot be loaded under another schedule"
@@ -684,11 +685,11 @@ def te_leaves_whole(config: Any, *, here: bool = True) -> Iterator[str]:
     given = vars(config).get
     # Layers that add their bias themselves; others leave it to Megatron.
     biased = {
-        "the projections to queries, keys and values": not config.multi_latent_attention,
+        "the projections to queries, keys and values": not given("multi_latent_attention"),
         "the first layer of grouped experts": config.add_bias_linear and given("moe_grouped_gemm"),
         "the projections of latent experts": config.add_bias_linear and given("moe_latent_size"),
     }
-    if (config.add_bias_linear or config.add_qkv_bias) and any(biased.values()):
+    if (config.add_bias_linear or given("add_qkv_bias")) and any(biased.values()):
         yield (
             f"weight gradients of {' and of '.join(name for name in biased if biased[name])} are "
             "computed in I, because Transformer Engine computes them together with those of the "

@@ -559,11 +559,8 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
         ArgumentsError: A size is missing, or the sizes do not divide.
     """
     given = vars(args).get
-    tp, cp, processes = (
-        args.tensor_model_parallel_size,
-        given("context_parallel_size", 1),
-        world_size(args),
-    )
+    tp, cp = args.tensor_model_parallel_size, given("context_parallel_size", 1)
+    processes = world_size(args)
     if processes % (ranks := tp * pp * cp):
         raise ArgumentsError(
             f"world size {processes} is not a multiple of tensor {tp} x pipeline {pp} x "

@@ -11,7 +11,6 @@ from typing import Any
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
-_COMMON = "megatron.core.dist_checkpointing.strategies.common"
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 PATCHES = PatchTable()
@@ -151,16 +150,9 @@ def _enums_are_written_as_getattr() -> bool:
 
 @PATCHES.row(
     "dist_checkpointing.enums_by_value",
-    f"{_COMMON}:TorchCommonSaveStrategy.save_common",
+    "megatron.core.dist_checkpointing.strategies.common:TorchCommonSaveStrategy.save_common",
     when=_enums_are_written_as_getattr,
-    until=(0, 17),
-    required=False,
-)
-@PATCHES.row(
-    "dist_checkpointing.enums_by_value",
-    f"{_COMMON}:save_common",
-    when=_enums_are_written_as_getattr,
-    since=(0, 17),
+    until=(0, 17),  # from there on wheels need Python 3.12
     required=False,
 )
 def _with_enums_by_value(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:

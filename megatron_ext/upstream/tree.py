@@ -121,7 +121,6 @@ def check_tree(tree: Path) -> None:
     fits = release is not None and release >= min(releases.REFERENCES)
     if fits and installed in (None, release):
         return
-    core = releases.core_version()
     remedy = f"Get it with {how_to_get()}"
     if release is not None and fits:
         found = f"{release[0]}.{release[1]}"
@@ -131,7 +130,7 @@ def check_tree(tree: Path) -> None:
         f"Megatron-LM tree {tree}",
         expected=f"version {major}.{minor}, as of the installed megatron-core",
         found=f"version {version}",
-        installed=core or "(none)",
+        installed=releases.core_version() or "(none)",
         supported=SUPPORTED,
         remedy=remedy,
     )
