@@ -22,6 +22,7 @@ _GRADS = "megatron.core.distributed.finalize_model_grads"
 _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout"
 _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
+_PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 
 PATCHES = PatchTable(feature="schedules", when=active.is_folded)
 
@@ -177,8 +178,7 @@ def check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs
 
 @PATCHES.row(
     "placement.tied_checkpoint",
-    "megatron.core.dist_checkpointing.strategies.fully_parallel:"
-    "distribute_main_replicas_with_precomputed_distribution",
+    f"{_PARALLEL}:distribute_main_replicas_with_precomputed_distribution",
 )
 def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Megatron assigns tensors to replicas by name: it would save both copies of an embedding."""
@@ -188,11 +188,7 @@ def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     keep_one_main_copy(args[0] if args else kwargs["sharded_state_dict"])
 
 
-@PATCHES.row(
-    "placement.tied_loading",
-    "megatron.core.dist_checkpointing.strategies.fully_parallel:"
-    "FullyParallelLoadStrategyWrapper.load",
-)
+@PATCHES.row("placement.tied_loading", f"{_PARALLEL}:FullyParallelLoadStrategyWrapper.load")
 def _load_apart(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron gives both copies of an embedding one tensor; as a moment, two weights update it."""
     from megatron_ext.runtime.folded import with_own_tensors

@@ -16,6 +16,7 @@ _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _CONFIG = "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__"
 _OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _PACKING = "megatron.core.datasets.data_schedule"
+_TRAINING = "megatron.training.training"
 
 
 def is_chosen() -> bool:
@@ -150,16 +151,14 @@ def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
         return call(*args, **kwargs)
 
 
-@PATCHES.row(
-    "schedules.iteration", "megatron.training.training:train_step", when=active.draws_by_microbatch
-)
+@PATCHES.row("schedules.iteration", f"{_TRAINING}:train_step", when=active.draws_by_microbatch)
 def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not pass the number of a step to schedules, which seed micro-batches by it."""
     active.begin_iteration(kwargs["iteration"])
     return call(*args, **kwargs)
 
 
-@PATCHES.row("schedules.measured", "megatron.training.training:train")
+@PATCHES.row("schedules.measured", f"{_TRAINING}:train")
 def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not log after training how much was idle or out of the table's order."""
     from megatron_ext.runtime.runtime import log_statistics
@@ -176,7 +175,7 @@ def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
 
 @PATCHES.row(
     "schedules.skipped_iterations",
-    "megatron.training.training:dummy_train_step",
+    f"{_TRAINING}:dummy_train_step",
     kind="replace",
     when=always,
     feature="core",
@@ -185,7 +184,7 @@ def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
     """Megatron reads batches from one iterator, but ranks with several chunks have a list of
     them, and middle ranks none: --iterations-to-skip would end the training.
     """
-    training = sys.modules["megatron.training.training"]
+    training = sys.modules[_TRAINING]
     given = args[0] if args else kwargs["data_iterator"]
     skip_batches(training.get_rerun_state_machine(), given, training.get_num_microbatches())
 
@@ -204,7 +203,7 @@ def skip_batches(machine: Any, given: Any, count: int) -> None:
 
 @PATCHES.row(
     "schedules.packed_statistics",
-    "megatron.training.training:consume_seqlen_stats_in_iteration",
+    f"{_TRAINING}:consume_seqlen_stats_in_iteration",
     of=active.pipeline,
     since=(0, 18),
 )

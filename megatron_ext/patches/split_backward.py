@@ -14,6 +14,8 @@ from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 
+_LAYERS = "megatron.core.tensor_parallel.layers"
+
 PATCHES = PatchTable(feature="schedules")
 
 
@@ -26,7 +28,7 @@ def _record() -> Any:
 
 @PATCHES.row(
     "split_backward.linear",
-    "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
+    f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce",
     of=_record,
 )
 def _linear(record: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -36,11 +38,7 @@ def _linear(record: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     return split.linear(call, record, *args, **kwargs)
 
 
-@PATCHES.row(
-    "split_backward.embedding",
-    "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
-    of=_record,
-)
+@PATCHES.row("split_backward.embedding", f"{_LAYERS}:VocabParallelEmbedding.forward", of=_record)
 def _embedding(_found: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """A weight that embedding and output layer share has one sum of gradients: no split."""
     from megatron_ext.runtime.split import mark_embedding

@@ -17,6 +17,7 @@ from megatron_ext.devices.translate import to
 from megatron_ext.errors import UserError
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, always, by_name
 
+_ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 _BERT_SPECS = "megatron.core.models.bert.bert_layer_specs"
 
 
@@ -28,10 +29,7 @@ def _without_te() -> bool:
 PATCHES = PatchTable(when=_without_te)
 
 
-@PATCHES.row(
-    "attention.packed",
-    "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-)
+@PATCHES.row("attention.packed", f"{_ATTENTION}.forward")
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron leaves packed sequences (--sft) to Transformer Engine: AssertionError."""
     # Query, key and value are `[t, heads, width]`, the result `[t, heads * width]`; zeros for
@@ -102,11 +100,7 @@ def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int
     yield from ((begin, end) for begin, end in spans if end > begin)
 
 
-@PATCHES.row(
-    "attention.head_widths",
-    "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-    when=always,
-)
+@PATCHES.row("attention.head_widths", f"{_ATTENTION}.__init__", when=always)
 def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Multi-latent attention passes k_channels and v_channels, which TE alone takes: TypeError."""
     kwargs = dict(kwargs)
