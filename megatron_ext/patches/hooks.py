@@ -87,11 +87,15 @@ def install(before_core: Callable[[], object]) -> None:
     # Not wrapt's hooks, which fire after a module has executed: `megatron.core` copies names of
     # `torch.cuda` at import, so the redirects of the device must be in place before. And at the
     # front, or an installed Megatron would be found first.
-    finder = _Finder({"megatron.core": before_core})
-    sys.meta_path.insert(0, finder)
-    REGISTRY.undo.callback(sys.meta_path.remove, finder)
+    sys.meta_path.insert(0, _Finder({"megatron.core": before_core}))
+    REGISTRY.undo.callback(_remove)
     if "megatron.core" in sys.modules:
         before_core()
+
+
+def _remove() -> None:
+    for finder in _installed():
+        sys.meta_path.remove(finder)
 
 
 def before(package: str, callback: Callable[[], None]) -> None:
