@@ -142,16 +142,12 @@ _MAY_BE_ZERO = (
 _PEAKS = ("flops", "flops_8bit", "flops_4bit")
 _GEMM = ("gemm", "gemm_8bit", "gemm_block", "gemm_4bit")
 _COMMON = dict.fromkeys(("kernel_s", "message_s", "hop_s", "collective", "gemm_weight"), _SIMUMAX)
-_COMMON |= dict.fromkeys(
-    (
-        *("memory", "all_to_all", "gemm_grouped", "gemm_fused", "scan_bytes"),
-        "activation",
-        *("exposed", "split_launches", "biases", "biases_fused", "overlap", "pair_overlap"),
-        "network",
-        *("attention_forward", "attention_backward"),
-    ),
-    _HALF,
+_FITTED = (
+    *("memory", "all_to_all", "gemm_grouped", "gemm_fused", "scan_bytes", "activation", "network"),
+    *("exposed", "split_launches", "biases", "biases_fused", "overlap", "pair_overlap"),
+    *("attention_forward", "attention_backward"),
 )
+_COMMON |= dict.fromkeys(_FITTED, _HALF)
 _COMMON |= {
     "launch_s": _HALF + "; for Grace, too, which is slower than a Xeon, not faster "
     "(NVIDIA/TransformerEngine#2053)",
@@ -214,67 +210,30 @@ _BLACKWELL: dict[str, Any] = {
 _RACK: dict[str, Any] = {"node_size": 64}
 # Exponentials take half as long as on B200.
 _ULTRA: dict[str, Any] = {"attention_forward": 0.70, "attention_backward": 0.537}
+# GiB, PFLOP/s in 16, 8 and 4 bits, GB/s to other nodes, and the shares that products reach.
+_BLACKWELLS: tuple[tuple[Any, ...], ...] = (
+    ("b200", 178.3, (2.25, 4.5, 9.0), 50, (0.523, 0.499, 0.458, 0.608), {}),
+    ("gb200", 184.0, (2.5, 5.0, 10.0), 50, (0.587, 0.560, 0.513, 0.683), _RACK),
+    ("b300", 268.0, (2.25, 4.5, 13.5), 100, (0.546, 0.521, 0.477, 0.423), _ULTRA),
+    ("gb300", 276.0, (2.5, 5.0, 15.0), 100, (0.718, 0.686, 0.628, 0.557), _RACK | _ULTRA),
+)
 
 DEVICES = {
     device.name: device
     for device in (
         DeviceKind(name="h100", memory_gib=79.1, memory_bytes=3350 * _GB, **_HOPPER),
         DeviceKind(name="h200", memory_gib=139.8, memory_bytes=4800 * _GB, **_HOPPER),
-        DeviceKind(
-            name="b200",
-            memory_gib=178.3,
-            flops=2250e12,
-            flops_8bit=4500e12,
-            flops_4bit=9000e12,
-            network_bytes=50 * _GB,
-            gemm=0.523,
-            gemm_8bit=0.499,
-            gemm_block=0.458,
-            gemm_4bit=0.608,
-            **_BLACKWELL,
-        ),
-        DeviceKind(
-            name="gb200",
-            memory_gib=184.0,
-            flops=2500e12,
-            flops_8bit=5000e12,
-            flops_4bit=10000e12,
-            network_bytes=50 * _GB,
-            gemm=0.587,
-            gemm_8bit=0.560,
-            gemm_block=0.513,
-            gemm_4bit=0.683,
-            **_BLACKWELL,
-            **_RACK,
-        ),
-        DeviceKind(
-            name="b300",
-            memory_gib=268.0,
-            flops=2250e12,
-            flops_8bit=4500e12,
-            flops_4bit=13500e12,
-            network_bytes=100 * _GB,
-            gemm=0.546,
-            gemm_8bit=0.521,
-            gemm_block=0.477,
-            gemm_4bit=0.423,
-            **_BLACKWELL,
-            **_ULTRA,
-        ),
-        DeviceKind(
-            name="gb300",
-            memory_gib=276.0,
-            flops=2500e12,
-            flops_8bit=5000e12,
-            flops_4bit=15000e12,
-            network_bytes=100 * _GB,
-            gemm=0.718,
-            gemm_8bit=0.686,
-            gemm_block=0.628,
-            gemm_4bit=0.557,
-            **_BLACKWELL,
-            **_RACK,
-            **_ULTRA,
+        *(
+            DeviceKind(
+                name=name,
+                memory_gib=memory_gib,
+                **{peak: 1e15 * value for peak, value in zip(_PEAKS, peaks, strict=True)},
+                network_bytes=network * _GB,
+                **dict(zip(_GEMM, shares, strict=True)),
+                **_BLACKWELL,
+                **own,
+            )
+            for name, memory_gib, peaks, network, shares, own in _BLACKWELLS
         ),
         DeviceKind(
             name="mi300x",

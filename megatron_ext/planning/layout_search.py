@@ -129,7 +129,7 @@ class Layout:
         """For each device, as Megatron counts."""
         sizes = self.sizes
         tokens = sizes.micro_batch * self.job.sequence / sizes.tp / sizes.cp
-        forward = _model(_division(self.job, sizes)).whole.operations / tokens
+        forward = _model(self.job, sizes).whole.operations / tokens
         return 3 * forward * self.tokens_per_s / 1e12
 
     @property
@@ -156,18 +156,22 @@ class Layout:
     @property
     def limit(self) -> str:
         """Largest part of the time beyond useful work."""
-        sizes = self.sizes
+        sizes, job = self.sizes, self.job
         others = {
             "bubble and uneven stages": self.idle * self.pipeline_s,
             "step": self.step_s - self.pipeline_s,
         }
-        others |= _exposed(self.job, sizes)
+        if sizes.mode:
+            name = "recomputation" + (" of whole layers" if sizes.mode == FULL else "")
+            plain = _model(job, replace(sizes, mode=frozenset())).whole.work
+            again = _model(job, sizes).whole.work - plain
+            others[name] = again * sizes.num_microbatches / sizes.pp
         return max(others, key=others.__getitem__)
 
     @property
     def idle(self) -> float:
         """Share of the pipeline's time in which a device waits, the mean of all."""
-        whole = _model(_division(self.job, self.sizes)).whole
+        whole = _model(self.job, self.sizes).whole
         work = (whole.work - self.hidden * whole.exchange) / self.sizes.pp
         return 1 - self.sizes.num_microbatches * work / self.pipeline_s
 
@@ -360,13 +364,11 @@ def _space(job: Question) -> Iterator[ParallelSizes]:
     """Yield all sizes that Megatron accepts, whether or not they fit into memory."""
     model, total, fixed = job.model, job.num_devices, job.fixed
 
-    def choices(name: str, usual: list[int]) -> list[int]:
+    def choices(name: str, usual: list[Any]) -> list[Any]:
         return [fixed[name]] if name in fixed else usual
 
     most_stages = model.num_layers + 2
-    modes = recompute_modes(model)
-    if "recompute" in fixed:
-        modes = [fixed["recompute"]]
+    modes = choices("recompute", recompute_modes(model))
     for tp in choices("tp", _powers(min(job.device.node_size, model.query_groups * 2, 8))):
         if total % tp or model.heads % tp or model.query_groups % tp or model.ffn % tp:
             continue
@@ -473,21 +475,13 @@ def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]
                 yield name, chunks
 
 
-@lru_cache(maxsize=_MOST_DIVISIONS)
-def _parts(
-    model: ModelSizes,
-    device: DeviceKind,
-    by: Sharding,
-    mode: frozenset[str],
-    holds_embedding: bool,
-) -> tuple[list[Part], Part, Part]:
-    """Return all layers, what the first stage has besides, and what the last has."""
-    return parts_of(model, by, device, mode, holds_embedding=holds_embedding)
-
-
 class _Model(NamedTuple):
     """A whole model with one way of dividing the work on a micro-batch."""
 
+    layers: list[Part]
+    first: Part
+    """What the first stage has besides layers."""
+    last: Part
     whole: Part
     beside: Part
     """As far as pairs can hide its exchange of tokens, but for the embedding's part."""
@@ -495,11 +489,35 @@ class _Model(NamedTuple):
     """Of each kind of layer one, the same with its exchange hidden, and how many there are."""
 
 
+def _model(job: Question, sizes: ParallelSizes, overlap: float = 0.0) -> _Model:
+    by = Sharding(
+        tensor=sizes.tp,
+        context=sizes.cp,
+        expert=sizes.ep,
+        micro_batch=sizes.micro_batch,
+        sequence=job.sequence,
+        techniques=job.techniques,
+        fused_loss=job.fused_loss,
+    )
+    return _divided(job.model, by, job.device, sizes.mode, sizes.pp == 1, overlap)
+
+
 @lru_cache(maxsize=_MOST_DIVISIONS)
-def _model(division: tuple[Any, ...], overlap: float = 0.0) -> _Model:
-    layers, first, last = _parts(*division)
+def _divided(
+    model: ModelSizes,
+    by: Sharding,
+    device: DeviceKind,
+    mode: frozenset[str],
+    holds_embedding: bool,
+    overlap: float,
+) -> _Model:
+    """Return what depends on so little that many sizes share it."""
+    layers, first, last = parts_of(model, by, device, mode, holds_embedding=holds_embedding)
     hidden = {part: beside(part, overlap) for part in {*layers, last}}
     return _Model(
+        layers,
+        first,
+        last,
         total([*layers, first, last]),
         total([*(hidden[part] for part in layers), first, hidden[last]]),
         [(part, hidden[part], count) for part, count in Counter(layers).items()],
@@ -507,7 +525,7 @@ def _model(division: tuple[Any, ...], overlap: float = 0.0) -> _Model:
 
 
 def _of_stages(job: Question, sizes: ParallelSizes, counts: Sequence[int]) -> list[list[Part]]:
-    layers, first, last = _parts(*_division(job, sizes))
+    layers, first, last, *_ = _model(job, sizes)
     found, start = [], 0
     for stage, count in enumerate(counts):
         own = layers[start : start + count]
@@ -520,20 +538,6 @@ def _of_stages(job: Question, sizes: ParallelSizes, counts: Sequence[int]) -> li
 def stage_parts(plan: Layout) -> list[Part]:
     """Return what each stage of a layout costs."""
     return [total(own) for own in _of_stages(plan.job, plan.sizes, plan.counts)]
-
-
-def _division(job: Question, sizes: ParallelSizes) -> tuple[Any, ...]:
-    """Return all that the costs of a micro-batch depend on, the same for many sizes."""
-    by = Sharding(
-        tensor=sizes.tp,
-        context=sizes.cp,
-        expert=sizes.ep,
-        micro_batch=sizes.micro_batch,
-        sequence=job.sequence,
-        techniques=job.techniques,
-        fused_loss=job.fused_loss,
-    )
-    return job.model, job.device, by, sizes.mode, sizes.pp == 1
 
 
 def _least_step(job: Question, sizes: ParallelSizes, *twins: int) -> float:
@@ -554,9 +558,8 @@ def _is_tight(job: Question, sizes: ParallelSizes) -> bool:
 
 def _mean_memory(job: Question, sizes: ParallelSizes, alive: float) -> float:
     """Return the bytes of the mean rank while so many micro-batches are alive on its stages."""
-    whole, d = _model(_division(job, sizes)).whole, sizes.replicas * sizes.cp
-    static = _static(job, whole, 2 * d, 2 * _expert_replicas(job, sizes))
-    return (static + alive * whole.saved) / sizes.pp
+    whole = _model(job, sizes).whole
+    return (_static(job, sizes, whole, 2) + alive * whole.saved) / sizes.pp
 
 
 def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
@@ -568,7 +571,7 @@ def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
     """
     # No more of the exchange is hidden than the device can.
     overlap = job.device.pair_overlap if _has_pairs(job, sizes) else 0.0
-    model = _model(_division(job, sizes), overlap)
+    model = _model(job, sizes, overlap)
     whole, pp, m = model.beside, sizes.pp, sizes.num_microbatches
     # Some rank has as many layers of one kind as if these were dealt out evenly, rounded up. Twins
     # deal them out to half of the ranks, which run half of the micro-batches.
@@ -581,27 +584,27 @@ def _bound(job: Question, sizes: ParallelSizes, twins: int) -> float:
         lost = min(1.0, overlap * layer.exchange / layer.forward) * model.whole.forward
         whole_layers = max(whole_layers, of_rank + lost / m)
     busiest = max(whole.work / pp, whole_layers)
-    mean = _mean_rank(job, sizes, twins)
-    d, experts = sizes.replicas * sizes.cp, _expert_replicas(job, sizes)
-    around = _around_step(job, sizes, mean, d * twins, experts * twins)
-    return max(m * busiest, whole.forward + whole.input) + around
+    return max(m * busiest, whole.forward + whole.input) + _least_around(job, sizes, twins)
 
 
-def _mean_rank(job: Question, sizes: ParallelSizes, twins: int) -> Part:
-    return Part._make(each * twins / sizes.pp for each in _model(_division(job, sizes)).whole)
+def _least_around(job: Question, sizes: ParallelSizes, twins: int) -> float:
+    mean = Part._make(each * twins / sizes.pp for each in _model(job, sizes).whole)
+    return _around_step(job, sizes, mean, twins)
 
 
-def _expert_replicas(job: Question, sizes: ParallelSizes) -> int:
-    return job.num_devices // (sizes.pp * sizes.ep)
+def _replicas(job: Question, sizes: ParallelSizes, twins: int) -> tuple[int, int]:
+    """Return how many devices hold the same weights, and the same experts."""
+    return sizes.replicas * sizes.cp * twins, job.num_devices // (sizes.pp * sizes.ep) * twins
 
 
-def _static(job: Question, part: Part, replicas: int, experts: int) -> float:
-    """Return the bytes of weights, gradients and optimizer, with so many replicas of each."""
-    sizes = part.copies
-    for params, count in ((part.params, replicas), (part.expert_params, experts)):
-        states = _STATE_BYTES / (count if job.shards_optimizer else 1)
-        sizes += params * (_WEIGHT_BYTES + job.techniques.gradient_bytes + states)
-    return sizes
+def _static(job: Question, sizes: ParallelSizes, part: Part, twins: int) -> float:
+    """Return the bytes of weights, gradients and optimizer on one device."""
+    found = part.copies
+    both = zip((part.params, part.expert_params), _replicas(job, sizes, twins), strict=True)
+    for params, replicas in both:
+        states = _STATE_BYTES / (replicas if job.shards_optimizer else 1)
+        found += params * (_WEIGHT_BYTES + job.techniques.gradient_bytes + states)
+    return found
 
 
 def _limit(job: Question) -> float:
@@ -613,12 +616,13 @@ def _message(job: Question, sizes: ParallelSizes) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _table(name: str, pp: int, num_microbatches: int, chunks: int | None, pairs: bool) -> Any:
-    return generate(name, pp, num_microbatches, chunks, pairs=pairs)
+def _table(name: str, pp: int, num_microbatches: int, chunks: int, pairs: bool) -> Any:
+    own = chunks if get(name).free_chunks else None
+    return generate(name, pp, num_microbatches, own, pairs=pairs)
 
 
 @lru_cache(maxsize=4096)
-def _uses(name: str, pp: int, num_microbatches: int, chunks: int | None, pairs: bool) -> Any:
+def _uses(name: str, pp: int, num_microbatches: int, chunks: int, pairs: bool) -> Any:
     return uses_of(_table(name, pp, num_microbatches, chunks, pairs))
 
 
@@ -628,8 +632,8 @@ def _table_bound(job: Question, sizes: ParallelSizes, schedule: str, chunks: int
     if pp == 1:
         plan = forecast(job, sizes, schedule, chunks)
         return plan.step_s if plan is not None else math.inf
-    generator = get(schedule)
-    twins, stages = generator.twins, pp * chunks // generator.twins
+    twins = get(schedule).twins
+    stages = pp * chunks // twins
     least = [0] * stages
     if "layout" not in job.fixed:
         ends = _least(job.model, stages)
@@ -637,12 +641,11 @@ def _table_bound(job: Question, sizes: ParallelSizes, schedule: str, chunks: int
     if sum(least) > job.model.num_layers:
         return math.inf
     try:
-        key = schedule, pp, simulated, chunks if generator.free_chunks else None, pairs
+        key = schedule, pp, simulated, chunks, pairs
         table = _table(*key)
     except ScheduleError:
         return math.inf
-    layers, first, last = _parts(*_division(job, sizes))
-    d, experts = sizes.replicas * sizes.cp * twins, _expert_replicas(job, sizes) * twins
+    layers, first, last, *_ = _model(job, sizes)
     span = CutBound(
         table=table,
         uses=_uses(*key),
@@ -653,10 +656,9 @@ def _table_bound(job: Question, sizes: ParallelSizes, schedule: str, chunks: int
         overlap=job.device.pair_overlap if pairs else 0.0,
         later=(sizes.num_microbatches - simulated) / twins,
         limit=_limit(job) - 2 * _message(job, sizes),
-        static=lambda part: _static(job, part, d, experts),
+        static=lambda part: _static(job, sizes, part, twins),
     ).span_s()
-    around = _around_step(job, sizes, _mean_rank(job, sizes, twins), d, experts)
-    return max(_bound(job, sizes, twins), span + around)
+    return max(_bound(job, sizes, twins), span + _least_around(job, sizes, twins))
 
 
 def forecast(
@@ -677,9 +679,9 @@ def forecast(
         counts: Layers of each stage; None: the faster of the cuts into even ranks and even stages.
         worst_s: Step time that a plan has to beat; of one that does not, the time may be too short.
     """
-    layers, first, last = _parts(*_division(job, sizes))
+    layers, first, last, whole, *_ = _model(job, sizes)
     device, pp, m = job.device, sizes.pp, sizes.num_microbatches
-    whole, pairs, hidden = _model(_division(job, sizes)).whole, _has_pairs(job, sizes), 0.0
+    pairs, hidden = _has_pairs(job, sizes), 0.0
     if pp == 1:
         table, twins, parts = None, 1, [[*layers, first, last]]
         counts, rank_of = [len(layers)], (0,)
@@ -692,10 +694,8 @@ def forecast(
             span -= hidden * m * whole.exchange
     else:
         simulated = _simulated(sizes, schedule)
-        generator = get(schedule)
         try:
-            own = chunks if generator.free_chunks else None
-            table = _table(schedule, pp, simulated, own, pairs)
+            table = _table(schedule, pp, simulated, chunks, pairs)
             placement = table.placement
             if counts is None:
                 overlap = device.pair_overlap if pairs else 0.0
@@ -726,9 +726,8 @@ def forecast(
         total([part for s, own in enumerate(parts) if rank_of[s] == rank for part in own])
         for rank in range(num_ranks)
     ]
-    d, experts = sizes.replicas * sizes.cp * twins, _expert_replicas(job, sizes) * twins
     message = _message(job, sizes) if pp > 1 else 0.0
-    static = [_static(job, rank, d, experts) for rank in by_rank]
+    static = [_static(job, sizes, rank, twins) for rank in by_rank]
     # Logits are gone when the backwards of layers begin.
     memory = [
         held + max(kept, bare_kept + rank.transient) + rank.dummies + 2 * message
@@ -738,7 +737,7 @@ def forecast(
     ]
     if max(memory) > _limit(job):
         return None
-    around = max(_around_step(job, sizes, rank, d, experts) for rank in by_rank)
+    around = max(_around_step(job, sizes, rank, twins) for rank in by_rank)
     if table is not None:
         costs = _costs(job, sizes, stages, twins)
         timeline = simulate(table, costs)
@@ -749,7 +748,7 @@ def forecast(
         span = timeline.makespan + (m - simulated) / twins * each
         if m > simulated and span + around < worst_s:
             # A round more shows what ranks wait for in each.
-            longer = simulate(_table(schedule, pp, simulated + 2 * pp, own, pairs), costs)
+            longer = simulate(_table(schedule, pp, simulated + 2 * pp, chunks, pairs), costs)
             by_batch = (longer.makespan - timeline.makespan) / (2 * pp)
             span = max(span, timeline.makespan + (m - simulated) * by_batch)
         hidden = timeline.hidden
@@ -808,9 +807,8 @@ def timeline_of(plan: Layout) -> Timeline:
 
     Where it has many micro-batches, as many as it takes until the table repeats itself.
     """
-    sizes, generator = plan.sizes, get(plan.schedule)
-    chunks = plan.chunks if generator.free_chunks else None
-    table = _table(plan.schedule, sizes.pp, _simulated(sizes, plan.schedule), chunks, plan.pairs)
+    sizes, name = plan.sizes, plan.schedule
+    table = _table(name, sizes.pp, _simulated(sizes, name), plan.chunks, plan.pairs)
     costs = _costs(plan.job, sizes, stage_parts(plan), table.placement.twins)
     return simulate(table, costs)
 
@@ -830,9 +828,9 @@ def _kept_at_most(row: Row, stages: Sequence[Part]) -> float:
     return most
 
 
-def _around_step(job: Question, sizes: ParallelSizes, rank: Part, d: int, experts: int) -> float:
+def _around_step(job: Question, sizes: ParallelSizes, rank: Part, twins: int) -> float:
     """Return the seconds of a step that the pipeline does not hide: reductions and optimizer."""
-    device = job.device
+    device, (d, experts) = job.device, _replicas(job, sizes, twins)
     spans = [(rank.params, d, sizes.tp), (rank.expert_params, experts, sizes.ep)]
     reduced, gathered, updated = 0.0, 0.0, 0.0
     for params, replicas, stride in spans:
@@ -844,13 +842,3 @@ def _around_step(job: Question, sizes: ParallelSizes, rank: Part, d: int, expert
         return updated + reduced + gathered
     shown = max(0.0, reduced - rank.input - rank.weight) + max(0.0, gathered - rank.forward)
     return updated + shown
-
-
-def _exposed(job: Question, sizes: ParallelSizes) -> dict[str, float]:
-    """Return the seconds of a step that recomputation takes."""
-    if not sizes.mode:
-        return {}
-    plain = replace(sizes, mode=frozenset())
-    each = _model(_division(job, sizes)).whole.work - _model(_division(job, plain)).whole.work
-    name = "recomputation" + (" of whole layers" if sizes.mode == FULL else "")
-    return {name: each * sizes.num_microbatches / sizes.pp}
