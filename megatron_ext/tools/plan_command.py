@@ -40,9 +40,8 @@ from megatron_ext.schedules.table.cuts import parse_layout
 
 _FLAGS = (
     *("model", "size", "devices", "global_batch_size", "seq_length", "fix", "precision"),
-    "picture",
+    *("picture", "cross_entropy_loss_fusion", "no_overlap", "explain"),
 )
-_SWITCHES = ("cross_entropy_loss_fusion", "no_overlap", "explain")
 _ALWAYS = (
     *("run", "run_planned", "run_compared", "run_simulated", "parser", "command"),
     "model_flags",  # without a model they are unknown arguments
@@ -123,15 +122,12 @@ def add_to_plan(subparsers: Any) -> None:
 
 def _run_plan(args: argparse.Namespace) -> int:
     if args.devices is None:
-        given = [
-            f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(args, name) is not None
-        ]
-        given += [f"--{name.replace('_', '-')}" for name in _SWITCHES if getattr(args, name)]
+        given = [name for name in _FLAGS if getattr(args, name) not in (None, False)]
         if given:
-            example = "--devices 64xh100"
+            flag, example = given[0].replace("_", "-"), "--devices 64xh100"
             if args.global_batch_size is None:
                 example += " --global-batch-size 1024"
-            raise ArgumentsError(f"{given[0]} needs --devices; add, say, {example}")
+            raise ArgumentsError(f"--{flag} needs --devices; add, say, {example}")
         if args.model_flags:
             raise ArgumentsError(
                 f"unknown argument {args.model_flags[0]}; see megatron-ext plan --help"
@@ -139,7 +135,7 @@ def _run_plan(args: argparse.Namespace) -> int:
         return int(args.run_compared(args))
     refuse_others(
         args,
-        (*_FLAGS, *_SWITCHES, "memory_gib", "json", "measured"),
+        (*_FLAGS, "memory_gib", "json", "measured"),
         "{} compares schedules for sizes, --devices finds the sizes; leave one of them out "
         "(--fix pp=8,schedule=zb-v keeps values)",
     )

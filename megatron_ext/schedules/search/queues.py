@@ -57,21 +57,25 @@ class MessageOrder:
     def __init__(self, schedule: Schedule) -> None:
         # Unit costs: a user's may differ so widely that times coincide.
         timeline = simulate(schedule)
-        begins = [schedule.begins(rank) for rank in range(len(schedule.rows))]
-        self._starts = [[timeline.starts[r][i] for i in each] for r, each in enumerate(begins)]
-        self._ends = [[timeline.ends[r][i] for i in each] for r, each in enumerate(begins)]
-        self.exchanges: list[tuple[Exchange, ...]] = []
+        self.exchanges = [exchanges(schedule, rank) for rank in range(len(schedule.rows))]
         """By rank; here a pair counts as one action."""
+        self._starts: list[list[float]] = []
+        # By rank: when each action ends and its result leaves.
+        self._left: list[list[_Moment]] = [[] for _ in schedule.rows]
         self._arrivals: list[list[tuple[_Moment, Transfer]]] = [[] for _ in schedule.rows]
-        for rank, ends in enumerate(self._ends):
-            self.exchanges.append(exchanges(schedule, rank))
-            for end, exchange in zip(ends, self.exchanges[rank], strict=True):
+        for rank, own in enumerate(self.exchanges):
+            begins = schedule.begins(rank)
+            self._starts.append([timeline.starts[rank][index] for index in begins])
+            for index, exchange in zip(begins, own, strict=True):
                 leaving = _sent(exchange)
+                # What sends nothing sorts before all messages of its moment.
+                first = leaving[0].message if leaving else Message("B", -1, -1)
                 crosses = any(sent.to_twin for sent in leaving)
+                moment = _Moment(timeline.ends[rank][index], first, crosses)
+                self._left[rank].append(moment)
                 for number, sent in enumerate(leaving):
-                    moment = _Moment(end, leaving[0].message, crosses, number)
                     transfer = Transfer("RECV", sent.message, rank, sent.to_twin)
-                    self._arrivals[sent.peer].append((moment, transfer))
+                    self._arrivals[sent.peer].append((moment._replace(number=number), transfer))
 
     def posts(self, rank: int, *, leads: bool = True) -> list[Post]:
         """Return the receives of a rank in their order.
@@ -79,10 +83,7 @@ class MessageOrder:
         Of two twins one `leads`: it sends before it receives.
         """
         starts = self._starts[rank]
-        left = [
-            self._left(exchange, end, leads=leads)
-            for exchange, end in zip(self.exchanges[rank], self._ends[rank], strict=True)
-        ]
+        left = [each._replace(answers=each.answers and not leads) for each in self._left[rank]]
         arrivals = sorted(
             (moment._replace(answers=moment.answers and leads == transfer.to_twin), transfer)
             for moment, transfer in self._arrivals[rank]
@@ -95,16 +96,6 @@ class MessageOrder:
             taken = index < len(starts) and starts[index] < moment.time
             posts.append(Post(transfer, index, taken))
         return posts
-
-    @staticmethod
-    def _left(exchange: Exchange, end: float, *, leads: bool) -> _Moment:
-        """Return the moment when an action ends and its result leaves."""
-        leaving = _sent(exchange)
-        if not leaving:
-            # What sends nothing sorts before all messages of its moment.
-            return _Moment(end, Message("B", -1, -1), False)
-        crosses = any(sent.to_twin for sent in leaving)
-        return _Moment(end, leaving[0].message, crosses and not leads)
 
 
 def _sent(exchange: Exchange) -> list[Transfer]:

@@ -70,28 +70,27 @@ def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple
     In a disaggregated table a forward rank may run `window` micro-batches ahead of the backward
     rank, which grants one more credit with each that it begins. None: no limit, no credits.
     """
-    plan, rank_for = plan_routes(schedule.routes, schedule.placement), schedule.placement.rank_for
+    plan, placement = plan_routes(schedule.routes, schedule.placement), schedule.placement
+    rank_for = placement.rank_for
+
+    def transfers(action: Action, *, sends: bool) -> tuple[Transfer, ...]:
+        verb: Literal["RECV", "SEND"] = "SEND" if sends else "RECV"
+        found = []
+        for other in schedule.feeds(action) if sends else schedule.needs(action):
+            source, target = (action, other) if sends else (other, action)
+            if schedule.travels(source, target):
+                # Between both roles of one stage there is no hop: they are on two ranks.
+                stays = source.stage == target.stage
+                hop = "rank" if stays else placement.hops[min(source.stage, target.stage)]
+                how, peer = "LOCAL" if hop == "local" else verb, rank_for(other.stage, other.kind)
+                found.append(Transfer(how, tensor_of(target), peer, hop == "twin"))
+        for sent in plan.hops_out(action) if sends else plan.hops_in(action):
+            peer = rank_for(sent.taker if sends else sent.stage, _ENDS[sent.kind])
+            found.append(Transfer(verb, sent.message(action), peer, sent.to_twin))
+        return tuple(found)
 
     def exchange(action: Action) -> Exchange:
         stage, kind, microbatch, _ = action
-        inputs = [
-            _tensor(schedule, needed, action, sends=False)
-            for needed in schedule.needs(action)
-            if schedule.travels(needed, action)
-        ]
-        inputs += (
-            Transfer("RECV", hop.message(action), rank_for(hop.stage, _ENDS[hop.kind]), hop.to_twin)
-            for hop in plan.hops_in(action)
-        )
-        outputs = [
-            _tensor(schedule, action, fed, sends=True)
-            for fed in schedule.feeds(action)
-            if schedule.travels(action, fed)
-        ]
-        outputs += (
-            Transfer("SEND", hop.message(action), rank_for(hop.taker, _ENDS[hop.kind]), hop.to_twin)
-            for hop in plan.hops_out(action)
-        )
         awaits: tuple[Transfer, ...] = ()
         grants: tuple[Transfer, ...] = ()
         # The first forwards need no credit: that is how far ahead the forward rank may be. And
@@ -102,7 +101,8 @@ def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple
             granted = microbatch + window
             if granted < schedule.num_microbatches:
                 grants = (Transfer("SEND", Message("C", stage, granted), rank_for(stage, "F")),)
-        return Exchange(action, awaits, tuple(inputs), grants, tuple(outputs))
+        inputs, outputs = transfers(action, sends=False), transfers(action, sends=True)
+        return Exchange(action, awaits, inputs, grants, outputs)
 
     row, pairs = schedule.rows[rank], schedule.pairs_of(rank)
     return tuple(
@@ -121,17 +121,6 @@ def tensor_of(action: Action) -> Message:
     """Return the name of the activation or gradient that an action takes."""
     kind: MessageKind = "F" if action.kind in ("F", "R") else "B"
     return Message(kind, action.stage, action.microbatch, action.slice)
-
-
-def _tensor(schedule: Schedule, source: Action, target: Action, *, sends: bool) -> Transfer:
-    """Return how the result of an action reaches one that needs it, seen from one of the two."""
-    other = target if sends else source
-    peer = schedule.placement.rank_for(other.stage, other.kind)
-    # Between both roles of one stage there is no hop: they are on two ranks.
-    hops, stages = schedule.placement.hops, (source.stage, target.stage)
-    hop = "rank" if source.stage == target.stage else hops[min(stages)]
-    verb: Literal["RECV", "SEND"] = "SEND" if sends else "RECV"
-    return Transfer("LOCAL" if hop == "local" else verb, tensor_of(target), peer, hop == "twin")
 
 
 def reduction_order(row: Row) -> tuple[int, ...]:
