@@ -165,7 +165,15 @@ def _run_plan(args: argparse.Namespace) -> int:
     if not found.plans:
         found = _too_large(job, found)
     if args.json:
-        print(json.dumps(_as_json(found), indent=1))
+        content = {
+            "bound_s": found.bound_s,
+            "gap": found.gap,
+            "is_complete": found.is_complete,
+            "sizes": found.num_sizes,
+            "evaluated": found.num_evaluated,
+            "plans": [as_dict(plan) for plan in found.plans],
+        }
+        print(json.dumps(content, indent=1))
     else:
         _print(found, time.monotonic() - begun, job.device, explain=args.explain)
     if args.picture is not None:
@@ -466,15 +474,4 @@ def as_dict(plan: Layout) -> dict[str, Any]:
         "tflops_per_gpu": plan.tflops,
         # What `_without_limit` gives a device, for a forecast of what does not fit.
         "fits": plan.job.device.memory_gib < 1e9,
-    }
-
-
-def _as_json(found: Found) -> dict[str, Any]:
-    return {
-        "bound_s": found.bound_s,
-        "gap": found.gap,
-        "is_complete": found.is_complete,
-        "sizes": found.num_sizes,
-        "evaluated": found.num_evaluated,
-        "plans": [as_dict(plan) for plan in found.plans],
     }

@@ -47,8 +47,8 @@ MUTANTS = (
     Mutant(
         "a message names the stage that made it",
         f"{_TABLES}.communication",
-        "verb, tensor_of(target), peer",
-        "verb, tensor_of(source), peer",
+        "how, tensor_of(target), peer",
+        "how, tensor_of(source), peer",
         (_COMMUNICATION_TESTS,),
     ),
     Mutant(

@@ -52,9 +52,17 @@ def draw(
     for timeline in timelines:
         check_drawable(timeline)
     longest = max(timeline.makespan for timeline in timelines)
-    shortest = min(duration for t in timelines for _, duration in _durations(t))
+    # Of all actions that take time.
+    numbers = [
+        (len(_label(timeline.schedule, action)), end - start)
+        for timeline in timelines
+        for row in timeline.bars
+        for action, start, end in row
+        if end > start
+    ]
+    legible = max((_DIGIT * length + 4) / duration for length, duration in numbers)
     # Short tables are not stretched to the width: 30 pixels for the shortest action are enough.
-    scale = max(min(_WIDTH / longest, 30 / shortest), *map(_legible, timelines))
+    scale = max(min(_WIDTH / longest, 30 / min(duration for _, duration in numbers)), legible)
     heights = [_TOP + _ROW * timeline.schedule.pp + _AXIS for timeline in timelines]
     of_memory = _TOP + _ROW * len(memory_gib) + 12 if memory_gib else 0
     legend, legend_width = _legend(timelines, sum(heights) + of_memory + 12)
@@ -99,19 +107,6 @@ def draw(
 def _label(schedule: Schedule, action: Action) -> str:
     part = f".{action.slice}" if schedule.num_slices > 1 else ""
     return f"{action.microbatch}{part}"
-
-
-def _durations(timeline: Timeline) -> Iterator[tuple[str, float]]:
-    """Yield (label, duration) of every action that takes time."""
-    for row in timeline.bars:
-        for action, start, end in row:
-            if end > start:
-                yield _label(timeline.schedule, action), end - start
-
-
-def _legible(timeline: Timeline) -> float:
-    """Return the pixels per unit of time at which every number fits into its action."""
-    return max((_DIGIT * len(label) + 4) / duration for label, duration in _durations(timeline))
 
 
 def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ completes with them, because no route leads to an earlier stage.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -116,7 +116,7 @@ _Place = tuple[int, bool]
 @cache
 def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
     """Derive the messages of routes under a placement. Takers on the same rank need none."""
-    places = [_place(placement, stage) for stage in range(placement.num_stages)]
+    places = [(rank, placement.is_crossed(stage)) for stage, rank in enumerate(placement.rank_of)]
     ends: dict[tuple[Literal["P", "G"], int, _Place], dict[str, list[int]]] = defaultdict(dict)
     for route in routes:
         source = route.source
@@ -136,9 +136,15 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
         sent[kind, stage].append(hop)
         received[kind, first].append(hop)
     dropped = defaultdict[tuple[str, int], list[str]](list)
-    for route, users in _users(routes, placement):
-        dropped["F", max(users)].append(route.name)
-        dropped["B", min(users)].append(route.name)
+    for route in routes:
+        # By place: the stages for which it keeps the route's tensor.
+        users: dict[_Place, list[int]] = defaultdict(list)
+        for stage in (route.source, *route.takers):
+            users[places[stage]].append(stage)
+        for stages in users.values():
+            if stages != [route.source]:
+                dropped["F", max(stages)].append(route.name)
+                dropped["B", min(stages)].append(route.name)
     return RoutePlan(sent, received, dropped)
 
 
@@ -148,20 +154,3 @@ def most_hops(routes: tuple[Route, ...], placement: Placement) -> int:
     hops = (hop for sent in plan_routes(routes, placement).sent.values() for hop in sent)
     edges = Counter((rank_of[hop.stage], rank_of[hop.taker]) for hop in hops if hop.kind == "P")
     return max(edges.values(), default=0)
-
-
-def _users(
-    routes: Sequence[Route], placement: Placement
-) -> Iterator[tuple[Route, tuple[int, ...]]]:
-    """Yield (route, stages) for each place that keeps the route's tensor for its own takers."""
-    for route in routes:
-        at: dict[_Place, list[int]] = defaultdict(list)
-        for stage in (route.source, *route.takers):
-            at[_place(placement, stage)].append(stage)
-        for stages in at.values():
-            if stages != [route.source]:
-                yield route, tuple(stages)
-
-
-def _place(placement: Placement, stage: int) -> _Place:
-    return placement.rank_of[stage], placement.is_crossed(stage)
