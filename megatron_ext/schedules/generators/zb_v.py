@@ -39,12 +39,7 @@ def _is_short(pp: int, num_microbatches: int) -> bool:
     return num_microbatches <= max(2 * pp - 3, pp)
 
 
-@register(
-    "zb-v",
-    num_chunks=2,
-    needs_costs=True,
-    searches=_is_short,
-)
+@register("zb-v", num_chunks=2, needs_costs=True, searches=_is_short)
 def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     """Return the table of ZB-V."""
     if not _is_short(pp, num_microbatches):
