@@ -101,7 +101,7 @@ def lacking(error: ModuleNotFoundError) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the `megatron-ext` command with all subcommands."""
     from megatron_ext.schedules import commands as schedules
-    from megatron_ext.tools import calibrate, plan_command
+    from megatron_ext.tools import plan_command
     from megatron_ext.tools.doctor import doctor_command as doctor
     from megatron_ext.tools.launch import launch_commands as launch
     from megatron_ext.tools.trace import trace_commands as trace
@@ -116,7 +116,6 @@ def build_parser() -> argparse.ArgumentParser:
     trace.add_subcommands(subparsers)
     trace.add_to_plan(subparsers)
     plan_command.add_to_plan(subparsers)
-    calibrate.add_to_plan(subparsers)
     _add_upstream(subparsers)
     helps = {one.dest: one.help for one in subparsers._choices_actions}
     overview = _overview(helps)

@@ -11,16 +11,17 @@ import argparse
 import gc
 import json
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_ext.errors import ScheduleError
+from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.files import cannot_write, write_text
 from megatron_ext.schedules.drawing import render, svg
 from megatron_ext.schedules.generators.catalog import (
@@ -50,6 +51,10 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Option, Schedule
 
 _Subparsers = argparse._SubParsersAction
+_ALWAYS = (
+    *("run", "run_compared", "run_simulated", "parser", "command"),
+    "model_flags",  # without a model they are unknown arguments
+)
 
 
 def add_subcommand(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
@@ -247,6 +252,17 @@ def _check_sizes(args: argparse.Namespace) -> None:
             )
     if args.pp == 1:
         raise ScheduleError("--pp 1 is not a pipeline, there is nothing to schedule; use 2 or more")
+
+
+def refuse_others(args: argparse.Namespace, taken: Collection[str], reason: str) -> None:
+    """Refuse what one use of `plan` does not take, for a reason with the flag in place of `{}`.
+
+    Raises:
+        ArgumentsError: The reason.
+    """
+    for name, value in vars(args).items():
+        if name not in (*taken, *_ALWAYS) and value != args.parser.get_default(name):
+            raise ArgumentsError(reason.format("--" + re.sub("[_ ]", "-", name)))
 
 
 @contextmanager

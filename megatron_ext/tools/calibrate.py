@@ -24,9 +24,8 @@ from megatron_ext.planning.calibration import Passes, computation, factors
 from megatron_ext.planning.hardware import DEVICES, kind_of, parse_devices
 from megatron_ext.planning.layer_costs import Sharding
 from megatron_ext.planning.model_sizes import read_model
-from megatron_ext.schedules.commands import aligned
+from megatron_ext.schedules.commands import aligned, refuse_others
 from megatron_ext.schedules.table.cuts import parse_layout
-from megatron_ext.tools.plan_command import refuse_others
 
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
@@ -38,32 +37,8 @@ _LEAST_REPEATS, _ENOUGH_S = 5, 3.0
 _GIVES = ("calibrate", "model", "size", "devices", "seq_length", "fix")
 
 
-def add_to_plan(subparsers: Any) -> None:
-    """Add `--calibrate`, and `--trace-dir` for layouts, to the existing subcommand `plan`."""
-    parser = subparsers.choices["plan"]
-    parser.add_argument(
-        "--calibrate",
-        metavar="FILE",
-        help=".json: measure single layers of the model on this machine's device and write them as "
-        "a device for --devices 64xFILE; --devices 1xKIND says what it is (default: by its name), "
-        "--fix micro_batch=2 how many sequences",
-    )
-    parser.set_defaults(run=_run_plan, run_planned=parser.get_default("run"))
-
-
-def _run_plan(args: argparse.Namespace) -> int:
-    run: Callable[[argparse.Namespace], int] = args.run_planned
-    if args.calibrate is not None:
-        return _calibrate(args)
-    if args.devices is not None and args.trace_dir is not None:
-        model = read_model(args.model, args.size, args.model_flags)
-        _, device = parse_devices(args.devices)
-        args.measured = of_trace(args.trace_dir, model, device)
-        args.trace_dir = None
-    return run(args)
-
-
-def _calibrate(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Measure the layers of a model and write them as a device."""
     refuse_others(args, _GIVES, "--calibrate measures layers, {} is for a plan; leave it out")
     path = Path(args.calibrate)
     if path.suffix != ".json":

@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Collection
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -33,18 +32,15 @@ from megatron_ext.planning.layout_search import (
 )
 from megatron_ext.planning.model_sizes import ModelSizes, read_model
 from megatron_ext.planning.techniques import PRECISIONS, techniques_of_flags
-from megatron_ext.schedules.commands import aligned
+from megatron_ext.schedules.commands import aligned, refuse_others
 from megatron_ext.schedules.drawing import svg
 from megatron_ext.schedules.generators.catalog import get
 from megatron_ext.schedules.table.cuts import parse_layout
+from megatron_ext.tools import calibrate
 
 _FLAGS = (
     *("model", "size", "devices", "global_batch_size", "seq_length", "fix", "precision"),
     *("picture", "cross_entropy_loss_fusion", "no_overlap", "explain"),
-)
-_ALWAYS = (
-    *("run", "run_planned", "run_compared", "run_simulated", "parser", "command"),
-    "model_flags",  # without a model they are unknown arguments
 )
 _CHOSEN = {
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
@@ -115,12 +111,21 @@ def add_to_plan(subparsers: Any) -> None:
     parser.add_argument(
         "model_flags", nargs="*", metavar="-- FLAGS", help="Megatron's flags of the model"
     )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help=".json: measure single layers of the model on this machine's device and write them as "
+        "a device for --devices 64xFILE; --devices 1xKIND says what it is (default: by its name), "
+        "--fix micro_batch=2 how many sequences",
+    )
     # The command belongs to the schedules, which know no models: without --devices it runs as
     # before.
     parser.set_defaults(run=_run_plan, run_compared=parser.get_default("run"))
 
 
 def _run_plan(args: argparse.Namespace) -> int:
+    if args.calibrate is not None:
+        return calibrate.run(args)
     if args.devices is None:
         given = [name for name in _FLAGS if getattr(args, name) not in (None, False)]
         if given:
@@ -135,7 +140,7 @@ def _run_plan(args: argparse.Namespace) -> int:
         return int(args.run_compared(args))
     refuse_others(
         args,
-        (*_FLAGS, "memory_gib", "json", "measured"),
+        (*_FLAGS, "memory_gib", "json", "trace_dir"),
         "{} compares schedules for sizes, --devices finds the sizes; leave one of them out "
         "(--fix pp=8,schedule=zb-v keeps values)",
     )
@@ -179,17 +184,6 @@ def _run_plan(args: argparse.Namespace) -> int:
     if args.picture is not None:
         _draw(found.plans[0], args.picture, job.device.memory_gib)
     return 0
-
-
-def refuse_others(args: argparse.Namespace, taken: Collection[str], reason: str) -> None:
-    """Refuse what one use of `plan` does not take, for a reason with the flag in place of `{}`.
-
-    Raises:
-        ArgumentsError: The reason.
-    """
-    for name, value in vars(args).items():
-        if name not in (*taken, *_ALWAYS) and value != args.parser.get_default(name):
-            raise ArgumentsError(reason.format("--" + re.sub("[_ ]", "-", name)))
 
 
 def _too_large(job: Question, found: Found) -> Found:
@@ -243,9 +237,10 @@ def _job(args: argparse.Namespace) -> Question:
     count, device = parse_devices(args.devices)
     if args.memory_gib is not None:
         device = replace(device, memory_gib=args.memory_gib, reserve_gib=0.0)
-    if measured := getattr(args, "measured", ()):
-        source = {"measured": "the trace"}
-        device = replace(device, measured=measured, sources={**device.sources, **source})
+    if args.trace_dir is not None:
+        measured = calibrate.of_trace(args.trace_dir, model, device)
+        sources = {**device.sources, "measured": "the trace"}
+        device = replace(device, measured=measured, sources=sources)
     sequence = model.sequence if args.seq_length is None else args.seq_length
     if sequence is None or not 0 < sequence <= _MOST:
         raise ArgumentsError(

@@ -42,7 +42,7 @@ twins in the other order; losses then agree to 1e-6 (`routing=local`: bit for bi
 from __future__ import annotations
 
 import math
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.generators.catalog import register
@@ -119,14 +119,9 @@ def _weave(
     """Warm-up, then for each unit: pairs, drain, pairs with the next unit, refill."""
     warm_up = 2 * pp - pairs
     f, b = iter(forwards), iter(backwards)
+    both = chain.from_iterable(zip(f, b, strict=False))
     row = list(islice(f, warm_up))
-    for unit in range(num_units):
-        for _ in range(pairs):
-            row += (next(f), next(b))
-        if unit == num_units - 1:
-            return row + list(b)
-        row += islice(b, warm_up - pairs + 1)
-        for _ in range(pairs - 1):
-            row += (next(f), next(b))
-        row += islice(f, warm_up - pairs + 1)
-    return row
+    for _ in range(num_units - 1):
+        row += [*islice(both, 2 * pairs), *islice(b, warm_up - pairs + 1)]
+        row += [*islice(both, 2 * pairs - 2), *islice(f, warm_up - pairs + 1)]
+    return [*row, *islice(both, 2 * pairs), *b]
