@@ -415,7 +415,7 @@ def part_of(
         _scan(books, model, rows, wide)
         books.wait("mamba", 2 * exchange, 2 * exchange)
     if kind in ("dense", "mlp"):
-        _norm(books, model, "layernorm", wide)
+        _norm(books, model, wide)
         up = model.ffn * (2 if model.gated else 1) / t
         books.linear("mlp", rows, hidden, up, gathers=True)
         act = _activation(books, model, "mlp", rows * model.ffn / t)
@@ -423,7 +423,7 @@ def part_of(
         books.wait("mlp", 2 * exchange, 2 * exchange)
         books.params += (up + hidden) * model.biases
     if kind in ("moe", "experts"):
-        _norm(books, model, "layernorm", wide)
+        _norm(books, model, wide)
         act = _experts(books, model, rows, exchange)
     return books.part(mode, kept_whole=2 * wide, transient=act + 6 * wide)
 
@@ -442,12 +442,12 @@ def _kept_by_norm(model: ModelSizes, elements: float, width: float) -> float:
     return (8 if model.norm_weights == 1 else 2) * elements + 4 * elements / width
 
 
-def _norm(books: _Ledger, model: ModelSizes, module: str, wide: float) -> None:
+def _norm(books: _Ledger, model: ModelSizes, wide: float) -> None:
     """Add a norm and the sum with the residual."""
     books.params += model.hidden * model.norm_weights
     books.keep("base", 2 * wide, _kept_by_norm(model, wide, model.hidden))
-    books.keep(module, books.bytes * wide, 2 * wide)
-    books.pass_over(module, 4 * wide, 6 * wide)
+    books.keep("layernorm", books.bytes * wide, 2 * wide)
+    books.pass_over("layernorm", 4 * wide, 6 * wide)
     books.pass_over("base", 6 * wide, 6 * wide)
 
 
@@ -500,7 +500,7 @@ def _experts(books: _Ledger, model: ModelSizes, rows: float, exchange: float) ->
 def _scan(books: _Ledger, model: ModelSizes, rows: float, wide: float) -> None:
     """Add a Mamba-2 layer with its norm."""
     t, hidden = books.by.tensor, float(model.hidden)
-    _norm(books, model, "layernorm", wide)
+    _norm(books, model, wide)
     inner = model.scan_heads * model.scan_head_size / t
     states = 2 * model.scan_groups * model.scan_state / t
     heads = model.scan_heads / t
@@ -521,7 +521,7 @@ def _attention(books: _Ledger, model: ModelSizes, rows: float, wide: float) -> N
     t = by.tensor
     heads = model.heads / t
     queries, values = heads * model.head_size, heads * model.value_size
-    _norm(books, model, "layernorm", wide)
+    _norm(books, model, wide)
     if model.is_latent:
         plain, latent = model.head_size - model.rotary_size, model.key_value_rank
         keys = heads * (plain + model.value_size)

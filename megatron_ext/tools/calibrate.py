@@ -52,10 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentsError(
             f"--fix {args.fix}: --calibrate takes the sequences alone; use --fix micro_batch=2"
         )
-    if model.mtp_layers or model.num_experts > _MOST_EXPERTS:
-        top_k = min(model.top_k, _MOST_EXPERTS)
-        experts = min(model.num_experts, _MOST_EXPERTS)
-        model = replace(model, mtp_layers=0, num_experts=experts, top_k=top_k)
+    experts, top_k = min(model.num_experts, _MOST_EXPERTS), min(model.top_k, _MOST_EXPERTS)
+    model = replace(model, mtp_layers=0, num_experts=experts, top_k=top_k)
     by = Sharding(micro_batch=int(number), sequence=sequence)
     name, memory_gib = device_here()
     base = kind_of(name) if args.devices is None else parse_devices(args.devices)[1]
