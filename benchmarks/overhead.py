@@ -242,7 +242,7 @@ def event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, 
     """Return the seconds of the processor and the bytes of the file that an event takes."""
     header = Header(0, 0, 0, 0, (1, 1, 1), 1, "host", "boot", 1, 1)
     recorder = Recorder(
-        lambda: (directory, header), sampling=Tracing(interval=rounds, iterations=rounds)
+        lambda: (directory, header, None), sampling=Tracing(interval=rounds, iterations=rounds)
     )
     best_s = float("inf")
     for _ in range(rounds):
@@ -260,7 +260,8 @@ def event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, 
 
 def tracing(quick: bool) -> Answer:
     """Trace every second step of each schedule."""
-    from megatron_ext.tools.trace.forecast import forecast
+    from megatron_ext.tools.trace.aggregate import read_run
+    from megatron_ext.tools.trace.forecast import predict
 
     pp, count, forward_ms, pairs = (2, 4, 5, 1) if quick else (4, 8, 40, 5)
     sizes = Sizes(pp, count, forward_ms / 1e3, 1, pairs)
@@ -279,7 +280,7 @@ def tracing(quick: bool) -> Answer:
                 "added": statistics.median(traced / plain - 1 for plain, traced in steps),
             }
         run = Path(scratch) / "megatron_ext, gloo: 1f1b"
-        predicted = {p.schedule: p.step_s for p in forecast(run).predictions}
+        predicted = {p.schedule: p.step_s for p in predict(read_run(run)).predictions}
         event_s, event_bytes = event(Path(scratch) / "events")
     rows = []
     for system in systems:

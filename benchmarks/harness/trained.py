@@ -21,7 +21,8 @@ from megatron_ext.planning.layout_search import Question, search
 from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import techniques_of_flags
 from megatron_ext.tools.calibrate import of_trace
-from megatron_ext.tools.trace.forecast import forecast
+from megatron_ext.tools.trace.aggregate import read_run
+from megatron_ext.tools.trace.forecast import predict
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks, train_here
 
@@ -87,7 +88,7 @@ def _trained(steps: int, scratch: Path) -> Iterator[Trained]:
         name = plan.schedule if plan.chunks == 1 else f"{plan.schedule} x{plan.chunks}"
         _, pipeline_s = _train(plan.flags.replace("'", ""), steps)
         yield Trained("plan --devices --trace-dir", name, plan.pipeline_s, pipeline_s)
-    for found in forecast(scratch).predictions:
+    for found in predict(read_run(scratch)).predictions:
         if "--use-dpp" in found.flags and found.bounds_memory:
             step_s, _ = _train(found.flags, steps)
             yield Trained("plan --trace-dir", found.schedule, found.step_s, step_s)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from megatron_ext.message import Message
 
 _LOG = logging.getLogger(__name__)
-_PREFIX = "megatron_ext/hang"
 _ANSWER_S = 5.0
 """Time for ranks to publish their state, and time for an error to end a process."""
 _SIGNAL = signal.SIGRTMIN + 7
@@ -44,8 +43,8 @@ class RankState(NamedTuple):
     """After `rank 3 `: `runs 5F3`, `waits`, `is in the optimizer step`."""
     waits_for: Sequence[tuple[int, str]] = ()
     """(global rank, what of it) that would end its wait, any of them."""
-    collective: str = ""
-    """The collective that it is in: it waits for all that have not reached it."""
+    in_collective: bool = False
+    """True: it waits for all that have not reached that."""
     since_s: float = 0.0
     """How long it has been doing that; within the process, since when."""
     where: str = ""
@@ -103,7 +102,7 @@ def explain(states: Mapping[int, RankState], num_ranks: int, start: int) -> Verd
             parts.append("says nothing: its process is gone, is stopped, or reaches nobody")
             break
         steps = state.waits_for
-        if state.collective:
+        if state.in_collective:
             passed = [other for other in states if states[other].entered >= state.entered]
             steps = [(other, "") for other in range(num_ranks) if other not in passed]
         # Silent ranks come first, then those that wait too.
@@ -113,8 +112,8 @@ def explain(states: Mapping[int, RankState], num_ranks: int, start: int) -> Verd
             break
         fresh = [step for step in steps if step[0] not in path]
         rank, what = (fresh or steps)[0]
-        if state.collective:
-            parts.append(f"is in {state.collective} and waits there for rank {rank}")
+        if state.in_collective:
+            parts.append(f"{state.what} and waits there for rank {rank}")
         else:
             parts.append(f"waits for {what} of rank {rank}")
         if not fresh:
@@ -138,7 +137,8 @@ def _connected_again(store: Any) -> Any:
     else:
         again = FileStore(base.path)
     # torchrun keeps the store when it starts the ranks again, with the verdict on those before.
-    return PrefixStore("/".join((_PREFIX, *active.Environment.read().run)), again)
+    prefix = "/".join(("megatron_ext/hang", *active.Environment.read().run))
+    return PrefixStore(prefix, again)
 
 
 class Watchdog:
@@ -200,59 +200,58 @@ class Watchdog:
         # With time for the states of the others, and for the verdict of one of them.
         limit_s = self.timeout_s + 2 * self._period_s + 4 * _ANSWER_S
         while not self._stop.wait(self._period_s):
-            now = self._now()
-            lasting = now.what != OUTSIDE and time.monotonic() - now.since_s >= limit_s
-            if lasting and self._verdict is None:
-                state = self._state(rank)
-                self._verdict = Verdict(f"{state}; the job's store does not answer", (rank,))
-                self._end(rank)
+            if self._verdict is None and self._lasts(limit_s):
+                reason = "the job's store does not answer"
+                self._end(rank, Verdict(f"{self._state(rank)}; {reason}", (rank,)))
                 return
 
     def _watch(self, store: Any, rank: int, num_ranks: int) -> None:
         """Check the training thread periodically, and the alarm of the others."""
         while not self._stop.wait(self._period_s):
-            now = self._now()
-            stuck = now.what != OUTSIDE and time.monotonic() - now.since_s >= self.timeout_s
+            stuck = self._lasts(self.timeout_s)
             try:
                 if stuck:
-                    store.set(f"{_PREFIX}/alarm", str(rank))
-                elif not store.check([f"{_PREFIX}/alarm"]):
+                    store.set("alarm", str(rank))
+                elif not store.check(["alarm"]):
                     continue
-                self._verdict = self._ask(store, rank, num_ranks)
+                verdict = self._ask(store, rank, num_ranks)
             except RuntimeError as error:  # from the store, whose process may have died
                 if not stuck:
                     continue
-                state = self._state(rank)
-                reason = str(error).partition("\n")[0]
-                self._verdict = Verdict(f"{state}; the others cannot be reached: {reason}", (rank,))
+                reason = "the others cannot be reached: " + str(error).partition("\n")[0]
+                verdict = Verdict(f"{self._state(rank)}; {reason}", (rank,))
             if not self._stop.is_set():
-                self._end(rank)
+                self._end(rank, verdict)
             return
+
+    def _lasts(self, limit_s: float) -> bool:
+        """Return whether a training step has been in its present state for so long."""
+        now = self._now()
+        return now.what != OUTSIDE and time.monotonic() - now.since_s >= limit_s
 
     def _ask(self, store: Any, rank: int, num_ranks: int) -> Verdict:
         """Publish the state of this rank, collect the others', and agree on the cause."""
         mine = self._state(rank)
         _LOG.error("%s", mine)
-        store.set(f"{_PREFIX}/state/{rank}", json.dumps(mine._asdict()))
+        store.set(f"state/{rank}", json.dumps(mine._asdict()))
         # One rank explains for all, so that the log has one explanation.
-        if store.add(f"{_PREFIX}/first", 1) > 1:
-            key = f"{_PREFIX}/verdict"
-            store.wait([key], timedelta(seconds=3 * _ANSWER_S))
-            return Verdict(*json.loads(store.get(key)))
+        if store.add("first", 1) > 1:
+            store.wait(["verdict"], timedelta(seconds=3 * _ANSWER_S))
+            return Verdict(*json.loads(store.get("verdict")))
         states = {rank: mine}
         # The others look for an alarm once in a period, and wait no longer than this for a verdict.
         deadline = time.monotonic() + self._period_s + _ANSWER_S
         while len(states) < num_ranks and time.monotonic() < deadline:
             for other in set(range(num_ranks)) - states.keys():
-                if store.check([f"{_PREFIX}/state/{other}"]):
-                    text = store.get(f"{_PREFIX}/state/{other}").decode()
+                if store.check([f"state/{other}"]):
+                    text = store.get(f"state/{other}").decode()
                     states[other] = RankState(**json.loads(text))
             self._stop.wait(0.1)
-        waiting = [other for other, state in states.items() if state.waits_for or state.collective]
-        start = min(waiting, default=int(store.get(f"{_PREFIX}/alarm")))
+        waiting = [rank for rank, it in states.items() if it.waits_for or it.in_collective]
+        start = min(waiting, default=int(store.get("alarm")))
         verdict = explain(states, num_ranks, start)
         _LOG.error("nothing goes on: %s", verdict.chain)
-        store.set(f"{_PREFIX}/verdict", json.dumps(verdict))
+        store.set("verdict", json.dumps(verdict))
         return verdict
 
     def _state(self, rank: int) -> RankState:
@@ -271,14 +270,14 @@ class Watchdog:
         if self._verdict is not None:
             raise HangError(self._verdict.message)
 
-    def _end(self, rank: int) -> None:
+    def _end(self, rank: int, verdict: Verdict) -> None:
         """Raise the verdict in the training thread; if that does not end it, end the process."""
+        self._verdict = verdict
         if self._is_main:
             # The signal also ends a system call, in which no Python error would reach the thread.
             signal.pthread_kill(self._training, _SIGNAL)
             if self._stop.wait(_ANSWER_S):
                 return
-        assert self._verdict is not None
-        sys.stderr.write(f"[rank {rank}] megatron_ext: error: {self._verdict.message}\n")
+        sys.stderr.write(f"[rank {rank}] megatron_ext: error: {verdict.message}\n")
         sys.stderr.flush()
         os._exit(1)  # no handlers: what hangs would hang in them too

@@ -11,16 +11,16 @@ import errno
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.errors import UserError
-from megatron_ext.files import cannot_write
-from megatron_ext.tracing.records import ACTION_NAMES, FILE_NAME, FORMAT, Header
+from megatron_ext.files import cannot_write, write_text
+from megatron_ext.tracing.records import ACTION_NAMES, FILE_NAME, FORMAT, SCHEDULE_FILE, Header
 
 if TYPE_CHECKING:
     from megatron_ext.devices.backend import Device
@@ -35,32 +35,18 @@ _WAIT_NS = 20_000
 _Stamp = Any
 """A moment: nanoseconds on the host, an event on a device."""
 
-_NAMED = {*ACTION_NAMES.values(), "exchange"}
-"""Spans whose title has their micro-batch."""
+_NUMBERED = {
+    **dict.fromkeys([*ACTION_NAMES.values(), "exchange"], "microbatch"),
+    "iteration": "iteration",
+}
+"""By name of a span whose title has a number: the attribute with that."""
+_PARTS = ("stage", "microbatch", "slice", "part", "header")
+"""Attributes that tell the messages of two ranks apart, beside their kind."""
 _EXCHANGES = 1000
 """Distance of a rank's second row, that of the stream in which experts exchange tokens."""
 
 # One call of the encoder for an iteration: one for each span would take the time of the training.
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
-
-
-@contextmanager
-def check_writable(path: Path) -> Iterator[None]:
-    """Translate errors in creating a file.
-
-    Raises:
-        UserError: The file can never be written.
-        OSError: The disk is full at present; `filename` is the path.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _NO_ROOM:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise UserError(
-            f"--trace cannot write {path}: {error.strerror}; give another folder with --trace-dir, "
-            f"or leave --trace out"
-        ) from error
 
 
 class HostClock:
@@ -74,12 +60,8 @@ class HostClock:
         """Return this moment."""
         return time.monotonic_ns()
 
-    def has_passed(self, _stamp: int, _timeout_s: float) -> bool:
-        """Return True: no moment is to come."""
-        return True
-
-    def resolve(self, stamps: list[int]) -> list[int]:
-        """Return the nanoseconds of moments."""
+    def resolve(self, stamps: list[int], _timeout_s: float | None) -> list[int]:
+        """Return the nanoseconds of moments, of which none is to come."""
         return stamps
 
 
@@ -101,17 +83,17 @@ class DeviceClock:
         event.record()
         return event
 
-    def has_passed(self, stamp: Any, timeout_s: float) -> bool:
-        """Return whether the device reaches a mark within a time."""
-        until = time.monotonic() + timeout_s
-        while not stamp.query():
-            if time.monotonic() >= until:
-                return False
-            time.sleep(0.01)
-        return True
+    def resolve(self, stamps: list[Any], timeout_s: float | None) -> list[int] | None:
+        """Wait for all marks; return their nanoseconds on the clock of the host.
 
-    def resolve(self, stamps: list[Any]) -> list[int]:
-        """Wait for all marks; return their nanoseconds on the clock of the host."""
+        None: the device has not reached the last one within the time-out.
+        """
+        if timeout_s is not None:
+            until = time.monotonic() + timeout_s
+            while not stamps[-1].query():
+                if time.monotonic() >= until:
+                    return None
+                time.sleep(0.01)
         self._device.synchronize()
         # A mark may be from before the iteration, of an action that had begun.
         took_ns = (max(0, round(self._base.elapsed_time(event) * 1e6)) for event in stamps)
@@ -125,7 +107,8 @@ class Recorder:
     full, the trace ends with a warning and training continues.
 
     Args:
-        identity: Gives the folder of the run, and who this rank is.
+        identity: Gives the folder of the run, who this rank is, and of the first rank the text of
+            the run's table, if there is one.
         clock: The host's, or that of a device.
         sampling: The iterations to record: the first few of each interval.
         number: Gives the number of an iteration that begins, by how many began before.
@@ -133,7 +116,7 @@ class Recorder:
 
     def __init__(
         self,
-        identity: Callable[[], tuple[Path, Header]],
+        identity: Callable[[], tuple[Path, Header, str | None]],
         clock: HostClock | DeviceClock | None = None,
         sampling: Tracing | None = None,
         number: Callable[[int], int] = lambda before: before + 1,
@@ -191,35 +174,35 @@ class Recorder:
         self.active = False  # also if the device has failed, which would fail again at exit
         end = self._clock.stamp()  # before our own work below
         kept, self._kept = self._kept, []
-        if timeout_s is not None and not self._clock.has_passed(end, timeout_s):
-            self.notes.clear()
+        notes, self.notes = self.notes, {}
+        stamps = [stamp for _, begin, until, _ in kept for stamp in (begin, until)]
+        resolved = self._clock.resolve([*stamps, end], timeout_s)
+        if resolved is None:
             return
-        begins = self._clock.resolve([begin for _, begin, _, _ in kept])
-        *ends, end_ns = self._clock.resolve([*(until for _, _, until, _ in kept), end])
+        *moments, end_ns = resolved
         events = [
             self._event(name, begin_ns, until_ns, about)
-            for (name, _, _, about), begin_ns, until_ns in zip(kept, begins, ends, strict=True)
+            for (name, _, _, about), begin_ns, until_ns in zip(
+                kept, moments[::2], moments[1::2], strict=True
+            )
             if name != "wait" or until_ns - begin_ns >= _WAIT_NS
         ]
         if isinstance(self._clock, DeviceClock):  # its host may have been busy for longer
             end_ns = time.monotonic_ns()
-        figures = {"iteration": self._number, "wires": self.wires, **self.notes}
+        figures = {"iteration": self._number, "wires": self.wires, **notes}
         # Last, as the end of a line that is whole.
         events.append(self._event("iteration", self._begin_ns, end_ns, figures))
         self._put(f",{_encode(events)[1:-1]}\n")
-        self.notes.clear()
 
     def _event(
         self, name: str, begin_ns: int, end_ns: int, about: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the Chrome-trace event of a span."""
         title = name
-        if name in _NAMED:
-            title = f"{name} {about.get('microbatch', '')}"
+        if name in _NUMBERED:
+            title = f"{name} {about.get(_NUMBERED[name], '')}"
         elif name == "wait":
             title = f"wait for rank {about['on']}" if "on" in about else f"wait: {about['cause']}"
-        elif name == "iteration":
-            title = f"iteration {self._number}"
         event: dict[str, Any] = {
             "name": title, "cat": name, "ph": "X", **self._row,
             "ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3,
@@ -231,12 +214,9 @@ class Recorder:
             # Viewers draw an arrow between two events with one number, which both ends find by
             # themselves: Python's hash of whole numbers, not that of others, is the same in every
             # process. JavaScript has 53 bits of it.
-            given, rank = about.get, self._rank
-            message = (
-                self._number, given("from", rank), given("to", rank), ord(about["for"]),
-                about["stage"], about["microbatch"], given("slice", 0), given("part", 0),
-                given("header", 0),
-            )  # fmt: skip
+            ends = about.get("from", self._rank), about.get("to", self._rank)
+            parts = (about.get(key, 0) for key in _PARTS)
+            message = self._number, *ends, ord(about["for"]), *parts
             event["bind_id"] = hash(message) & (1 << 53) - 1
             event["flow_out" if name == "send" else "flow_in"] = True
         return event
@@ -251,17 +231,30 @@ class Recorder:
             self._file = None
 
     def _open(self) -> bool:
-        """Create the file and write its first line; return False if the disk is full."""
+        """Create the file and write its first line; return False if the disk is full.
+
+        Raises:
+            UserError: The file can never be written.
+        """
+        directory, header, table = self._identity()
+        self._path = directory / FILE_NAME.format(header.data, header.pipeline, header.tensor)
         try:
-            directory, header = self._identity()
-            path = directory / FILE_NAME.format(header.data, header.pipeline, header.tensor)
-            with check_writable(path):
-                directory.mkdir(parents=True, exist_ok=True)
-                path.unlink(missing_ok=True)  # not truncated: somebody may be reading the old one
-                self._file = path.open("x", encoding="utf-8")
+            directory.mkdir(parents=True, exist_ok=True)
+            if header.rank == 0:  # the table is that of all ranks
+                path = directory / SCHEDULE_FILE
+                path.unlink(missing_ok=True)  # that of the run before would explain it wrongly
+                if table is not None:
+                    write_text(path, table)
+            self._path.unlink(missing_ok=True)  # not truncated: somebody may be reading the old one
+            self._file = self._path.open("x", encoding="utf-8")
         except OSError as error:
-            self._give_up(Path(error.filename), error)
-            return False
+            if error.errno in _NO_ROOM:
+                self._give_up(error)
+                return False
+            raise UserError(
+                f"--trace cannot write {self._path}: {error.strerror}; give another folder with "
+                f"--trace-dir, or leave --trace out"
+            ) from error
         pid, tid = header.data * header.sizes[1] + header.pipeline, header.tensor
         self._rank, self._row = header.rank, {"pid": pid, "tid": tid}
         place = f"data {header.data} pipeline {header.pipeline}"
@@ -285,12 +278,12 @@ class Recorder:
             self._file.write(line)
             self._file.flush()  # what a rank that is killed has recorded is there
         except OSError as error:
-            self._give_up(Path(self._file.name), error)
+            self._give_up(error)
 
-    def _give_up(self, path: Path, error: OSError) -> None:
+    def _give_up(self, error: OSError) -> None:
         """End the trace; a full disk must not end the training."""
         remedy = "this rank traces nothing more, and training goes on"
-        _LOG.warning("--trace: %s", cannot_write(path, error, remedy))
+        _LOG.warning("--trace: %s", cannot_write(self._path, error, remedy))
         self._ended, self.active = True, False
         self._kept.clear()  # nobody would take it, and training may go on for weeks
         file, self._file = self._file, None

@@ -50,6 +50,7 @@ SCHEDULE_FILE = "schedule.json"
 """The table of a full batch, beside the files of the ranks."""
 
 ACTION_NAMES: dict[Kind, str] = {
+    "R": "forward",  # in front of the kind that a reader takes it for
     "F": "forward",
     "B": "backward",
     "I": "input_gradient",
@@ -79,8 +80,7 @@ class Header:
     wall_ns: int = 0
     """The clock, and the time since 1970, at one moment."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the run: schedule, transport, sizes of the model and so on."""
-    versions: Mapping[str, str] = field(default_factory=dict)
+    """Settings of the run: schedule, transport, sizes of the model, versions and so on."""
     run: str = ""
     """torchrun's run id and restart count, by which attempts differ; empty without torchrun. Agents
     of a c10d rendezvous may count the restarts of one attempt differently."""

@@ -8,11 +8,13 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext import devices, files
+import torch
+
+from megatron_ext import devices
 from megatron_ext.config.stages import batches_of, layout_text
 from megatron_ext.errors import ScheduleError
 from megatron_ext.observer import Executed, Observer
@@ -21,18 +23,14 @@ from megatron_ext.runtime.lengths import item_size
 from megatron_ext.schedules.generators.catalog import base_table, generate
 from megatron_ext.schedules.table import table_files
 from megatron_ext.tracing import telemetry
-from megatron_ext.tracing.activations import kept_bytes
 from megatron_ext.tracing.hang import OUTSIDE, RankState, Watchdog, made_by
-from megatron_ext.tracing.recorder import DeviceClock, HostClock, Recorder, check_writable
-from megatron_ext.tracing.records import ACTION_NAMES, SCHEDULE_FILE, Header, directory_name
-from megatron_ext.tracing.telemetry import OpenSpan
+from megatron_ext.tracing.recorder import DeviceClock, HostClock, Recorder
+from megatron_ext.tracing.records import ACTION_NAMES, Header, directory_name
 from megatron_ext.upstream.releases import core_version
 from megatron_ext.upstream.signatures import megatron_arguments
 from megatron_ext.version import __version__, installed
 
 if TYPE_CHECKING:
-    import torch
-
     from megatron_ext.config.active import Active
     from megatron_ext.message import Message
     from megatron_ext.runtime.compute import StageCompute
@@ -41,16 +39,14 @@ if TYPE_CHECKING:
     from megatron_ext.transport.observed import WaitsFor
 
 _SETTINGS = (
-    "enable_bitpipe_schedule", "use_dpp", "dpp_policy", "dpp_extra_activations",
-    "pipeline_transport", "pipeline_costs", "world_size", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
+    "pipeline_costs", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "micro_batch_size", "global_batch_size", "num_layers",
     "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "num_experts",
     "params_dtype", "recompute_granularity", "overlap_grad_reduce", "overlap_param_gather",
     "use_distributed_optimizer", "sequence_parallel",
 )  # fmt: skip
-"""Arguments of Megatron that may explain a duration."""
+"""Arguments of Megatron that may explain a duration; those of ours are in the configuration."""
 
 _OFFLOADING = "cpu_offloading", "fine_grained_activation_offloading"
 """Settings of a model whose activations leave the device."""
@@ -90,11 +86,7 @@ def subscribe(found: Active) -> None:
 
 
 class Session(Observer):
-    """Observes the training steps of this process, their actions and their messages.
-
-    Args:
-        configuration: The configuration in force.
-    """
+    """Observes the training steps of this process, their actions and their messages."""
 
     def __init__(self, configuration: Active) -> None:
         self.recorder: Recorder | None = None
@@ -107,14 +99,14 @@ class Session(Observer):
         """Collectives that the rank has entered; a forward rank takes part in none."""
         self.state = RankState(-1, entered=self._entered)
         """What the rank does now; the watchdog reads it."""
-        self._activation_bytes: dict[int, dict[int, int]] = {}
+        self._activation_bytes: dict[tuple[int, int], int] = {}
         """By stage and slice: what a forward keeps for its backward, once it was measured."""
         self._compute: StageCompute | None = None
         self._outstanding: dict[Message, int] = {}
         """By outstanding message: its sender."""
-        self._began: list[tuple[Any, OpenSpan | None]] = []
-        """When what is under way began, one inside the other, None if it is not recorded; and its
-        span of Megatron's telemetry."""
+        self._began: list[tuple[Any, Callable[[Mapping[str, Any]], None] | None]] = []
+        """When what is under way began, one inside the other, None if it is not recorded; and what
+        ends its span of Megatron's telemetry."""
         self._collectives = 0
         """Collectives under way, one inside the other."""
 
@@ -151,16 +143,16 @@ class Session(Observer):
         self._compute, self._collectives = None, 0
         failed = bool(self._began)  # with an error, what is under way never ends
         while self._began:
-            if (span := self._began.pop()[1]) is not None:
-                span.end({})
+            if (end := self._began.pop()[1]) is not None:
+                end({})
         try:
             if recorder := self._recording:
                 if failed:
                     recorder.notes["failed"] = True
                 recorder.notes["memory_bytes"] = devices.current().peak_memory_bytes()
-                if self._activation_bytes:
-                    stages = [sum(slices.values()) for slices in self._activation_bytes.values()]
-                    recorder.notes["activation_bytes"] = sum(stages) // len(stages)
+                if kept := self._activation_bytes:
+                    stages = {stage for stage, _ in kept}
+                    recorder.notes["activation_bytes"] = sum(kept.values()) // len(stages)
                 self._now("waits until its device has finished the step")
                 # The error may be that the device never ends: waiting for it would hide that.
                 recorder.end_iteration(_STUCK_S if failed else None)
@@ -172,10 +164,9 @@ class Session(Observer):
         self._collectives += 1  # an optimizer calls those that it chains
         if self._collectives == 1:
             self._entered += 1
-            what = _COLLECTIVES[name]
             # The optimizer ends the step, so it is watched behind the schedule, too.
             report = self._report if name == "optimizer" else self._now
-            report(f"is in {what}", collective=what)
+            report(f"is in {_COLLECTIVES[name]}", in_collective=True)
             self._begin()
 
     def end_collective(self, name: str) -> None:
@@ -201,17 +192,17 @@ class Session(Observer):
     def begin_action(self, action: Action) -> None:
         """Report the action that begins."""
         self._now(f"runs {action}")
-        self._begin(_name(action.kind))
+        self._begin(ACTION_NAMES[action.kind])
 
     def end_action(self, position: int, action: Action) -> None:
         """Record an action, and the activations of a stage's first forward."""
         stage, kind, microbatch, part = action
         about = {"microbatch": microbatch, "stage": stage} | ({"slice": part} if part else {})
-        self._end(_name(kind), about)
+        self._end(ACTION_NAMES[kind], about)
         compute = self._compute
         if compute is None:  # Megatron's own schedule, whose transport may report nothing
             self._now(f"has run {action} and exchanges tensors")
-        elif kind in ("F", "R") and part not in self._activation_bytes.get(stage, ()):
+        elif kind in ("F", "R") and (stage, part) not in self._activation_bytes:
             saved = compute.saved_tensors(action)
             if saved is not None:
                 chunk = compute.table.schedule.placement.chunk_of(stage)
@@ -231,10 +222,9 @@ class Session(Observer):
         """Measure what a stage's first recorded forward, or one of a slice, keeps."""
         # To read what Megatron has moved to the host would bring it back, and its backward fails.
         config = getattr(model, "config", None)
-        if self._recording and not any(getattr(config, name, False) for name in _OFFLOADING):
-            measured = self._activation_bytes.setdefault(stage, {})
-            if part not in measured:
-                measured[part] = kept_bytes(outputs, model)
+        offloads = any(getattr(config, name, False) for name in _OFFLOADING)
+        if self._recording and not offloads and (stage, part) not in self._activation_bytes:
+            self._activation_bytes[stage, part] = kept_bytes(outputs, model)
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
         """Note how far the step left the table's order."""
@@ -270,9 +260,11 @@ class Session(Observer):
 
     def end_receive(self, message: Message, source: int, num_bytes: int, waited_s: float) -> None:
         """Record a receive, and what of it was waiting."""
-        (began, span), about = self._began.pop(), _about(message)
-        if span is not None:
-            span.end({"from": source, **about, "bytes": num_bytes, "waited_s": waited_s})
+        began, end_span = self._began.pop()
+        about = _about(message)
+        received = {"from": source, **about, "bytes": num_bytes}
+        if end_span is not None:
+            end_span({**received, "waited_s": waited_s})
         if (recorder := self._recording) and began is not None:
             end = recorder.stamp()
             if about:
@@ -282,9 +274,8 @@ class Session(Observer):
                 arrived = began + round(1e9 * waited_s) if isinstance(began, int) else end
                 recorder.add("wait", began, on, arrived)
                 began = arrived
-            name = "receive" if about else "weights"
-            recorder.add(name, began, {"from": source, **about, "bytes": num_bytes}, end)
-        self._outstanding.pop(message, None)
+            recorder.add("receive" if about else "weights", began, received, end)
+        self.arrived([message])
         self._now("goes on")
 
     def begin_wait(self, what: WaitsFor) -> None:
@@ -311,18 +302,18 @@ class Session(Observer):
             self._outstanding.pop(message, None)
 
     def _now(
-        self, what: str, waits_for: Sequence[tuple[int, str]] = (), collective: str = ""
+        self, what: str, waits_for: Sequence[tuple[int, str]] = (), in_collective: bool = False
     ) -> None:
         # Evaluations and saves take their time: only training steps are watched.
         if self.state.what != OUTSIDE:
-            self._report(what, waits_for, collective)
+            self._report(what, waits_for, in_collective)
 
     def _report(
-        self, what: str, waits_for: Sequence[tuple[int, str]] = (), collective: str = ""
+        self, what: str, waits_for: Sequence[tuple[int, str]] = (), in_collective: bool = False
     ) -> None:
         # One assignment, without a lock: the watchdog never sees half of a change.
         self.state = RankState(
-            -1, what, tuple(waits_for), collective, time.monotonic(), entered=self._entered
+            -1, what, waits_for, in_collective, time.monotonic(), entered=self._entered
         )
 
     @property
@@ -332,15 +323,43 @@ class Session(Observer):
 
     def _begin(self, span: str = "") -> None:
         recorder = self._recording
-        opened = OpenSpan(span) if span and self.has_spans else None
+        opened = telemetry.begin(span) if span and self.has_spans else None
         self._began.append((None if recorder is None else recorder.stamp(), opened))
 
     def _end(self, name: str, about: Mapping[str, Any]) -> None:
-        began, span = self._began.pop()
+        began, end_span = self._began.pop()
         if self.recorder is not None and began is not None:
             self.recorder.add(name, began, about)
-        if span is not None:
-            span.end(about)
+        if end_span is not None:
+            end_span(about)
+
+
+def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -> int:
+    """Return the bytes of all storages that the graph of the outputs keeps, without weights.
+
+    Hooks for saved tensors would be simpler, but with them a backward sees copies of the
+    parameters, without the attributes that Megatron sets on them.
+    """
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    found: dict[int, int] = {}
+    roots = (output.grad_fn for output in outputs if output is not None)
+    waiting: list[Any] = [root for root in roots if root is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        # Torch's nodes have an attribute for each tensor that they keep, custom ones a tuple.
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        for name in names or ["saved_tensors"]:
+            value = getattr(node, name, None)
+            for tensor in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    if storage.data_ptr() not in weights:
+                        found[storage.data_ptr()] = storage.nbytes()
+        following = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= following
+        waiting.extend(following)
+    return sum(found.values())
 
 
 def _number(found: Active, before: int) -> int:
@@ -349,10 +368,6 @@ def _number(found: Active, before: int) -> int:
     # gives one, is in force; a program that gives none is counted from its start.
     counted = getattr(megatron_arguments(), "curr_iteration", before)
     return 1 + (counted if found.iteration is None else found.iteration)
-
-
-def _name(kind: Kind) -> str:
-    return ACTION_NAMES["F" if kind == "R" else kind]
 
 
 def _about(message: Message) -> dict[str, Any]:
@@ -367,8 +382,8 @@ def _about(message: Message) -> dict[str, Any]:
     return about | {"part": message.part} if message.part else about
 
 
-def _identity(found: Active) -> tuple[Path, Header]:
-    """Return the folder of the run and the identity of this rank; needs Megatron's groups."""
+def _identity(found: Active) -> tuple[Path, Header, str | None]:
+    """Return what `Recorder` asks for; needs Megatron's groups."""
     import torch.distributed as dist
     from megatron.core import parallel_state as groups
 
@@ -407,7 +422,13 @@ def _identity(found: Active) -> tuple[Path, Header]:
         if pipeline.dynamic is not None:
             settings["dpp_policy"] = pipeline.dynamic.policy
             settings["dpp_extra_activations"] = pipeline.dynamic.margin
-    settings["device"] = devices.current().name
+    settings |= {
+        "device": devices.current().name,
+        "megatron_ext": __version__,
+        "megatron-core": core_version() or "unknown",  # a tree on PYTHONPATH goes first
+        "torch": installed("torch") or "unknown",
+        "python": platform.python_version(),
+    }
     # Ranks that share CPUs wait for each other: forecasts have to know.
     settings["cpus"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     try:  # ranks of one boot of a host share its clock
@@ -424,25 +445,16 @@ def _identity(found: Active) -> tuple[Path, Header]:
         clock_ns=time.monotonic_ns(),
         wall_ns=time.time_ns(),
         settings=settings,
-        versions={
-            "megatron_ext": __version__,
-            "megatron-core": core_version() or "unknown",  # a tree on PYTHONPATH goes first
-            "torch": installed("torch") or "unknown",
-            "python": platform.python_version(),
-        },
         run="/".join(filter(None, found.environment.run)),
     )
     assert found.config.tracing is not None
     own = Path("benchmark") / directory_name(sizes, dynamic=found.config.dynamic is not None)
-    directory = Path(found.config.tracing.directory or own)
-    if rank == 0:  # the table is that of all ranks
-        path, table = directory / SCHEDULE_FILE, _table(found, args)
-        with check_writable(path):
-            directory.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # that of the run before would explain this one wrongly
-            if table is not None:
-                files.write_text(path, table_files.json_text(table))
-    return directory, header
+    table = _table(found, args) if rank == 0 else None
+    return (
+        Path(found.config.tracing.directory or own),
+        header,
+        None if table is None else table_files.json_text(table),
+    )
 
 
 def _table(found: Active, args: Any) -> Schedule | None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from megatron_ext.tracing.records import ACTION_NAMES
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 _ACTIONS, _MESSAGES = "microbatch", "communication"
 """Megatron's names for groups of spans; `--otel-span-groups` enables them."""
@@ -21,18 +18,20 @@ def is_on() -> bool:
     return state is not None and any(map(state.is_span_group_enabled, (_ACTIONS, _MESSAGES)))
 
 
-class OpenSpan:
-    """A span below that of the step, from its construction to `end`; the last one ends first."""
+def begin(name: str) -> Callable[[Mapping[str, Any]], None]:
+    """Begin a span below that of the step; return what ends it, the last one first.
 
-    def __init__(self, name: str) -> None:
-        from nemo.lens.helpers import managed_span
+    That takes the attributes that the span has in a trace, too.
+    """
+    from nemo.lens.helpers import managed_span
 
-        group = _ACTIONS if name in ACTION_NAMES.values() else _MESSAGES
-        self._context: AbstractContextManager[Any] = managed_span(group, f"megatron_ext.{name}")
-        self._span = self._context.__enter__()
+    group = _ACTIONS if name in ACTION_NAMES.values() else _MESSAGES
+    context = managed_span(group, f"megatron_ext.{name}")
+    span = context.__enter__()
 
-    def end(self, about: Mapping[str, Any]) -> None:
-        """End it with the attributes that it has in a trace, too."""
-        if self._span is not None:  # its group is enabled
-            self._span.set_attributes(dict(about))
-        self._context.__exit__(None, None, None)
+    def end(about: Mapping[str, Any]) -> None:
+        if span is not None:  # its group is enabled
+            span.set_attributes(dict(about))
+        context.__exit__(None, None, None)
+
+    return end

@@ -20,7 +20,7 @@ from megatron_ext.planning.techniques import techniques_of_flags
 from megatron_ext.runtime.runtime import in_force
 from megatron_ext.schedules.generators.catalog import generate, get, registered
 from megatron_ext.schedules.table.memory import measure as memory_of
-from megatron_ext.tracing.activations import kept_bytes
+from megatron_ext.tracing.session import kept_bytes
 from tests.ranks import run_ranks, train_here
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ class _Held(Observer):
         self.order: list[str] = []
 
     def end_action(self, position: int, action: Any) -> None:
-        from megatron_ext.tracing.activations import kept_bytes
+        from megatron_ext.tracing.session import kept_bytes
 
         stage, kind, microbatch, _ = action
         place = stage, microbatch

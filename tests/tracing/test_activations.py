@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.tracing.activations import kept_bytes
 from megatron_ext.tracing.recorder import Recorder
-from megatron_ext.tracing.session import Session
+from megatron_ext.tracing.session import Session, kept_bytes
 from tests.tracing.test_recorder import HEADER
 
 
@@ -52,7 +51,7 @@ def test_what_is_offloaded_stays_where_it_is(tmp_path: Path) -> None:
     model = torch.nn.Linear(8, 8)
     model.config = Namespace(cpu_offloading=True)  # type: ignore[assignment]
     session = Session(Namespace(job=None))  # type: ignore[arg-type]
-    session.recorder = Recorder(lambda: (tmp_path, HEADER))
+    session.recorder = Recorder(lambda: (tmp_path, HEADER, None))
     session.begin_iteration(1)
     with torch.autograd.graph.saved_tensors_hooks(pack, kept.pop):
         output = model(torch.randn(4, 8, requires_grad=True))

@@ -96,7 +96,7 @@ def test_training_goes_on_when_a_trace_exceeds_what_a_file_may_have(tmp_path: Pa
 def test_a_trace_that_ended_keeps_nothing_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Recorder(lambda: (tmp_path, HEADER), Clock())
+    recorder = Recorder(lambda: (tmp_path, HEADER, None), Clock())
     recorder.begin_iteration()
     assert recorder._file is not None
     full = os.open("/dev/full", os.O_WRONLY)

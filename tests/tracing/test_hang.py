@@ -60,7 +60,7 @@ def test_circles_name_everybody_in_them() -> None:
 
 
 def test_ranks_in_a_collective_wait_for_those_that_are_not() -> None:
-    inside = {"what": "is in the optimizer step", "collective": "the optimizer step", "entered": 2}
+    inside = {"what": "is in the optimizer step", "in_collective": True, "entered": 2}
     states = {rank: RankState(rank, **inside) for rank in (0, 1, 3)}
     states[2] = RankState(2, "runs 2F7", since_s=5)
     verdict = explain(states, 4, 0)
@@ -74,15 +74,15 @@ def test_ranks_in_a_collective_wait_for_those_that_are_not() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        RankState(0, "is in the optimizer step", collective="the optimizer step", entered=4),
+        RankState(0, "is in the optimizer step", in_collective=True, entered=4),
         RankState(0, entered=4),
         RankState(0, "waits", ((1, "weights 0"),), entered=math.inf),
     ],
 )
 def test_ranks_that_have_passed_a_collective_hold_nobody_up_in_it(other: RankState) -> None:
     """Nor do forward ranks of a disaggregated job, which wait for weights meanwhile."""
-    stuck = RankState(1, "is in the reduction", (), "the reduction", 9, "d.py:7 in f", entered=3)
-    verdict = explain({0: other, 1: stuck}, 2, 0 if other.waits_for or other.collective else 1)
+    stuck = RankState(1, "is in the reduction", (), True, 9, "d.py:7 in f", entered=3)
+    verdict = explain({0: other, 1: stuck}, 2, 0 if other.waits_for or other.in_collective else 1)
     assert verdict.culprits == (1,), verdict.chain
     assert verdict.chain.endswith("is in the reduction for 9.0 s, at d.py:7 in f")
 
@@ -93,7 +93,7 @@ def test_ranks_agree_on_a_verdict_however_long_the_time_out_is(
     """The first to answer gives up on a rank that says nothing before the others give up on it."""
     monkeypatch.setattr(hang, "_ANSWER_S", 1.0)
     store = HashStore()
-    store.set("megatron_ext/hang/alarm", "0")
+    store.set("alarm", "0")
     dogs = [hang.Watchdog(lambda: RankState(-1, "waits", ((2, "1B0"),)), 300.0) for _ in "01"]
     for dog in dogs:
         dog._training = threading.get_ident()
@@ -171,7 +171,7 @@ def test_a_store_that_does_not_answer_does_not_hold_the_watchdog_up() -> None:
 
 def test_steps_end_for_the_watchdog_when_their_trace_has_been_read_from_the_device() -> None:
     session, seen = Session(Namespace(job=None)), []  # type: ignore[arg-type]
-    session.recorder = Recorder(lambda: (Path(), None))  # type: ignore[arg-type, return-value]
+    session.recorder = Recorder(lambda: (Path(), None, None))  # type: ignore[arg-type, return-value]
     session._report("runs 0F0")
     session.recorder.active = True
     session.recorder.end_iteration = lambda _: seen.append(session.state.what)  # type: ignore[method-assign]
@@ -181,7 +181,7 @@ def test_steps_end_for_the_watchdog_when_their_trace_has_been_read_from_the_devi
 
 
 def test_states_travel_as_text() -> None:
-    state = RankState(3, "waits", ((1, "2B0"), (2, "4F1")), "", 1.5, "a.py:3 in f")
+    state = RankState(3, "waits", ((1, "2B0"), (2, "4F1")), False, 1.5, "a.py:3 in f")
     assert str(RankState(**json.loads(json.dumps(state._asdict())))) == str(state)
     assert str(state) == "rank 3 waits for 2B0 of rank 1 or 4F1 of rank 2 for 1.5 s, at a.py:3 in f"
     crowd = RankState(0, "waits", tuple((rank, "0F0") for rank in range(9)))

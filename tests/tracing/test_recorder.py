@@ -59,7 +59,7 @@ def test_each_file_is_a_chrome_trace_of_its_own(tmp_path: Path) -> None:
 def test_an_event_takes_at_most_200_bytes(tmp_path: Path) -> None:
     clock = Clock()
     clock.now_ns = 10**18
-    recorder = Recorder(lambda: (tmp_path, HEADER), clock)
+    recorder = Recorder(lambda: (tmp_path, HEADER, None), clock)
     recorder.begin_iteration()
     empty = (tmp_path / "benchmark-data-0-pipeline-0-tensor-0.json").stat().st_size
     clock.now_ns += 3_600 * 10**9  # after an hour in one iteration
@@ -76,7 +76,7 @@ def test_an_event_takes_at_most_200_bytes(tmp_path: Path) -> None:
 def test_some_iterations_of_each_interval_are_traced(tmp_path: Path) -> None:
     clock = Clock()
     recorder = Recorder(
-        lambda: (tmp_path, HEADER),
+        lambda: (tmp_path, HEADER, None),
         clock,
         Tracing(interval=5, iterations=2),
         number=lambda before: 41 + before,
@@ -95,7 +95,7 @@ def test_some_iterations_of_each_interval_are_traced(tmp_path: Path) -> None:
 def test_a_run_can_be_read_while_it_goes_on_and_after_it_was_killed(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
-        recorder = Recorder(lambda: (tmp_path, HEADER))
+        recorder = Recorder(lambda: (tmp_path, HEADER, None))
         for _ in range(1000):
             recorder.begin_iteration()
             begin = recorder.stamp()
@@ -134,7 +134,7 @@ def test_device_marks_give_the_time_of_the_device(tmp_path: Path) -> None:
         def synchronize(self) -> None:
             pass
 
-    recorder = Recorder(lambda: (tmp_path, HEADER), DeviceClock(Device()))
+    recorder = Recorder(lambda: (tmp_path, HEADER, None), DeviceClock(Device()))
     recorder.begin_iteration()
     Device.now_ms += 3
     begin = recorder.stamp()
@@ -154,7 +154,7 @@ def test_device_marks_give_the_time_of_the_device(tmp_path: Path) -> None:
 
 def test_a_device_that_failed_hides_no_error(tmp_path: Path) -> None:
     class Failed(Clock):
-        def resolve(self, stamps: list[int]) -> list[int]:
+        def resolve(self, stamps: list[int], timeout_s: float | None) -> list[int]:
             raise RuntimeError("the device is gone")
 
     def schedule(**_: object) -> None:
@@ -162,7 +162,7 @@ def test_a_device_that_failed_hides_no_error(tmp_path: Path) -> None:
 
     use(make_pipeline("1f1b", 2, 2))
     session = Session(active.required())
-    session.recorder = Recorder(lambda: (tmp_path, HEADER), Failed())
+    session.recorder = Recorder(lambda: (tmp_path, HEADER, None), Failed())
     active.required().observers.append(session)
     with pytest.raises(ZeroDivisionError):
         trace._in_steps(lambda: schedule, None, (), {})(num_microbatches=2)
@@ -180,7 +180,7 @@ def test_a_device_that_is_stuck_hides_no_error(
     use(make_pipeline("1f1b", 2, 2))
     monkeypatch.setattr("megatron_ext.tracing.session._STUCK_S", 0.1)
     session = Session(active.required())
-    session.recorder = Recorder(lambda: (tmp_path, HEADER), DeviceClock(device))  # type: ignore[arg-type]
+    session.recorder = Recorder(lambda: (tmp_path, HEADER, None), DeviceClock(device))  # type: ignore[arg-type]
     active.required().observers.append(session)
 
     def schedule(**_: object) -> None:
@@ -197,7 +197,7 @@ def test_an_evaluation_is_no_part_of_a_step_that_nobody_ended(tmp_path: Path) ->
     """Only Megatron's optimizers report that a step has ended."""
     use(make_pipeline("1f1b", 2, 2))
     session = Session(active.required())
-    session.recorder = Recorder(lambda: (tmp_path, HEADER))
+    session.recorder = Recorder(lambda: (tmp_path, HEADER, None))
     active.required().observers.append(session)
 
     def schedule(**_: object) -> None:
@@ -215,7 +215,7 @@ def test_an_evaluation_is_no_part_of_a_step_that_nobody_ended(tmp_path: Path) ->
 def test_a_step_that_ends_in_an_action_has_failed(tmp_path: Path) -> None:
     use(make_pipeline("1f1b", 2, 2))
     session = Session(active.required())
-    session.recorder = Recorder(lambda: (tmp_path, HEADER))
+    session.recorder = Recorder(lambda: (tmp_path, HEADER, None))
     for fails in (False, True):
         session.begin_iteration(2)
         session.begin_action(Action(0, "F", 0))
@@ -238,7 +238,7 @@ def test_a_step_that_begins_again_was_discarded(tmp_path: Path) -> None:
             following.append(next(numbers))
         return following[before]
 
-    session.recorder = Recorder(lambda: (tmp_path, HEADER), number=number)
+    session.recorder = Recorder(lambda: (tmp_path, HEADER, None), number=number)
     for _ in range(5):
         session.begin_iteration(2)
     session.close()
@@ -257,7 +257,7 @@ def test_steps_have_the_number_that_a_host_gives(
 ) -> None:
     """Bridge gives that of a resumed run; other programs may give one, or none."""
     use(make_pipeline("1f1b", 2, 2, tracing=Tracing()))
-    monkeypatch.setattr(session_module, "_identity", lambda found: (tmp_path, HEADER))
+    monkeypatch.setattr(session_module, "_identity", lambda found: (tmp_path, HEADER, None))
     monkeypatch.setattr(session_module, "megatron_arguments", lambda: None)
     session_module.subscribe(active.required())
     [session] = active.required().observers
@@ -300,6 +300,6 @@ def test_a_configuration_that_has_ended_is_let_go(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    recorder = Recorder(lambda: (tmp_path / "file" / "run", HEADER), Clock())
+    recorder = Recorder(lambda: (tmp_path / "file" / "run", HEADER, None), Clock())
     with pytest.raises(UserError, match="--trace-dir"):
         recorder.begin_iteration()

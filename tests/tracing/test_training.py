@@ -101,7 +101,7 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     )
     settings = run.surveys[0].header.settings
     # Of what ranks import: a tree may stand before an installed package of another version.
-    assert run.surveys[0].header.versions["megatron-core"] == core_version()
+    assert run.surveys[0].header.settings["megatron-core"] == core_version()
     assert settings["pipeline_schedule"] == "interleaved"
     assert settings["dpp_policy"] == "hint"
     assert settings["transport"] == "shm"
@@ -123,7 +123,7 @@ def test_exchanges_of_experts_have_a_row_beside_the_actions(tmp_path: Path) -> N
     events = json.loads(output.read_text())
     rows = {(event["cat"] == "exchange", event["tid"]) for event in events if event["ph"] == "X"}
     assert rows == {(False, 0), (True, 1000)}
-    predictions = forecast.forecast(tmp_path / "run").predictions
+    predictions = forecast.predict(run).predictions
     assert any(prediction.all_to_all_hidden for prediction in predictions)
 
 
@@ -152,7 +152,7 @@ def test_a_run_in_slices_is_recorded_put_together_and_planned(tmp_path: Path) ->
     starts = [e["bind_id"] for e in events if e.get("flow_out")]
     assert len(starts) == len({*starts}) > 0, "an arrow for each slice's message"
     assert "planned: " in report.page(run)
-    labels = [prediction.schedule for prediction in forecast.forecast(tmp_path).predictions]
+    labels = [prediction.schedule for prediction in forecast.predict(run).predictions]
     assert {"1f1b", "zb-h1", "zb-h1 slices=4", "zb-v chunks=2 slices=4"} <= {*labels}
 
 
@@ -196,7 +196,7 @@ def test_megatrons_own_schedules_are_recorded(
             ]
             kinds = {"F": "forward", "B": "backward"}
             assert actions == [(a.stage, kinds[a.kind], a.microbatch) for a in table.rows[rank]]
-    assert forecast.forecast(tmp_path).measured == table.label
+    assert forecast.predict(run).measured == table.label
 
 
 def test_iterations_have_megatrons_numbers(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_batch_that_grows_is_planned_from_its_full_steps(
         assert [step.number for step in survey.complete_steps] == [4, 5]
         assert survey.counted == 2
     assert any("do not count: 2 of 2, 1 of 4" in note for note in run.notes)
-    found = forecast.forecast(tmp_path)
+    found = forecast.predict(run)
     steps = [max(s.steps[index].duration_ns for s in run.surveys) for index in (3, 4)]
     assert found.measured_s == pytest.approx(sum(steps) / 2e9)
 

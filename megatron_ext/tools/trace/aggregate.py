@@ -20,10 +20,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.errors import DataError
-from megatron_ext.files import cannot_write, replacing
-from megatron_ext.tools.trace.reader import DAMAGED, TraceFile, load_schedule, open_run
+from megatron_ext.errors import DataError, ScheduleError
+from megatron_ext.files import cannot_write, read_text, replacing
+from megatron_ext.schedules import commands
+from megatron_ext.schedules.table import table_files
+from megatron_ext.schedules.table.costs import Costs
+from megatron_ext.tools.trace.reader import DAMAGED, TraceFile, open_run
 from megatron_ext.tools.trace.survey import Link, RankSurvey, Step, survey
+from megatron_ext.tracing.records import SCHEDULE_FILE
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 
 SLOW_RANK, SLOW_LINK = 1.2, 2.0
 """Times the median from which a rank, or a link, is slow."""
+_MAX_TABLE_BYTES = 64 << 20
+_MAX_STAGES = 10_000
 _TIME = re.compile(r'"ts":([0-9.]+)')
 
 
@@ -51,7 +57,21 @@ class Run:
         Raises:
             DataError: Its file is damaged or of impossible size.
         """
-        return load_schedule(self.directory)
+        path = self.directory / SCHEDULE_FILE
+        try:
+            schedule = table_files.from_json(read_text(path, _MAX_TABLE_BYTES))
+            ranks, stages = schedule.pp, schedule.num_stages
+            if not (0 < ranks <= _MAX_STAGES and stages <= _MAX_STAGES):
+                raise ScheduleError(f"it has {stages} stages")
+            commands.evaluate(schedule, Costs())  # a table whose order is impossible fails here
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        except (ScheduleError, *DAMAGED) as error:
+            remedy = "delete it, or trace the run again"
+            raise DataError(f"{path} is damaged: {error}; {remedy}") from error
+        return schedule
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -110,17 +130,9 @@ def read_run(directory: Path | str) -> Run:
             f"steps of other sizes than the table's {first.full} micro-batches do not count: "
             f"{sizes}"
         )
-    failed, again = set[int](), set[int]()
-    for each in surveys:
-        discarded = {step.number for step in each.steps if step.failed}
-        again |= discarded & {step.number for step in each.complete_steps}
-        failed |= discarded - again
-    for what, numbers in (
-        ("steps that failed do not count", failed),
-        ("steps that ran again count once", again),
-    ):
-        if numbers:
-            notes.append(f"{what}: {', '.join(map(str, sorted(numbers)[:8]))}")
+    if failed := {step.number for each in surveys for step in each.steps if step.failed}:
+        numbers = ", ".join(map(str, sorted(failed)[:8]))
+        notes.append(f"steps that failed or were discarded do not count: {numbers}")
     notes += _use_one_clock(surveys)
     return run
 

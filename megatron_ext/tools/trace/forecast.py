@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.active import Pipeline
@@ -30,13 +29,12 @@ from megatron_ext.schedules.search.policies import POLICIES
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.schedules.table.slices import attention_of
-from megatron_ext.tools.trace.aggregate import Run, read_run
 from megatron_ext.tools.trace.survey import figures
-from megatron_ext.tracing.records import ACTION_NAMES
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.tools.trace.aggregate import Run
 
 _SEEDS = 5
 """Number of simulated steps with different jitter; their mean is the prediction."""
@@ -47,8 +45,8 @@ _QUIET = 0.01
 """Jitter below this is negligible."""
 _EQUAL = 0.005
 """Steps that differ by less than this part count as equally fast."""
-_WITH_FLAGS = 3
-"""Predictions whose flags `plan` prints, beside those of the recommended one."""
+_MAX_ROWS, _WITH_FLAGS = 20, 3
+"""Predictions that `plan` prints, and those with their flags, beside the recommended one."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
                 statistics.median(times.get((name, stage, part), [0.0])) / 1e9
                 for part in range(schedule.num_slices)
             )
-            for name in ACTION_NAMES.values()
+            for name in ("forward", "backward", "input_gradient", "weight_gradient")
         )
         if not (input_gradient and weight):
             # Matrix products of one size; the trace cannot tell them apart.
@@ -217,11 +215,6 @@ def planned(run: Run, schedule: Schedule) -> Timeline:
     attention = attention_of(schedule.slices)
     costs = replace(measured_costs(run, schedule), jitter=0.0, attention=attention)
     return commands.evaluate(schedule, costs)
-
-
-def forecast(directory: Path, memory_gib: float | None = None) -> Forecast:
-    """Predict every schedule and policy from the folder of a traced run; see `predict`."""
-    return predict(read_run(directory), memory_gib)
 
 
 def predict(run: Run, memory_gib: float | None = None) -> Forecast:
@@ -430,9 +423,9 @@ class _Measured:
         )
 
 
-def table(found: Forecast, limit: int = 20) -> str:
+def table(found: Forecast) -> str:
     """Return the predictions as text, with the flags to paste."""
-    shown = found.predictions[:limit]
+    shown = found.predictions[:_MAX_ROWS]
     hides = any(p.all_to_all_hidden is not None for p in shown)
     rows = [("schedule", "step ms", "bubble %", "memory GiB", *["hidden %"] * hides)]
     for p in shown:
@@ -446,8 +439,8 @@ def table(found: Forecast, limit: int = 20) -> str:
     if found.shared_cpus is not None:
         traced += f" for ranks with a CPU or a device each ({found.shared_cpus})"
     lines = [f"{traced}; predicted:", aligned(rows)]
-    if len(found.predictions) > limit:
-        lines.append(f"and {len(found.predictions) - limit} more (--json shows all)")
+    if more := len(found.predictions) - len(shown):
+        lines.append(f"and {more} more (--json shows all)")
     if not all(p.bounds_memory for p in shown):
         lines.append("* not bounded: ranks may keep all micro-batches if others are late")
     lines.append(f"\nrecommended: {found.advice}")

@@ -34,17 +34,10 @@ class Point(NamedTuple):
     took_s: float
 
 
-class MeasuredCost(NamedTuple):
-    """Cost of a length over all stages, in seconds."""
+def measured_length_cost(directory: Path) -> tuple[LengthCost, list[float]]:
+    """Return what a length costs all stages, in seconds, from the folder of a traced run.
 
-    cost: LengthCost
-    error: float
-    """Median of the relative errors, of a micro-batch on a stage."""
-    num_points: int
-
-
-def measured_length_cost(directory: Path) -> MeasuredCost:
-    """Return what a length costs, from the folder of a traced run.
+    With it come the relative errors, of each micro-batch on each stage.
 
     Raises:
         DataError: There is no trace, it has no lengths, or all are the same.
@@ -88,7 +81,7 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
         if took_s
     ]
     together = LengthCost(sum(cost.linear for cost in costs), sum(cost.quadratic for cost in costs))
-    return MeasuredCost(together, statistics.median(errors), len(errors))
+    return together, errors
 
 
 def fit(points: Sequence[Point]) -> LengthCost | None:

@@ -1,4 +1,4 @@
-"""Finds the traces of a run and its table, and reads the file of a rank, one iteration at a time.
+"""Finds the traces of a run, and reads the file of a rank, one iteration at a time.
 
 A file may still grow, or end where its rank died: what cannot be read is skipped and counted.
 """
@@ -10,21 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from megatron_ext.errors import DataError, ScheduleError
-from megatron_ext.files import read_text
-from megatron_ext.schedules import commands
-from megatron_ext.schedules.table import table_files
-from megatron_ext.schedules.table.costs import Costs
-from megatron_ext.tracing.records import FILE_NAME, FORMAT, SCHEDULE_FILE, Header
-
-if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Schedule
+from megatron_ext.errors import DataError
+from megatron_ext.tracing.records import FILE_NAME, FORMAT, Header
 
 _MAX_HEADER_BYTES = 1 << 20
-_MAX_TABLE_BYTES = 64 << 20
-_MAX_STAGES = 10_000
 DAMAGED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 """Errors of reading what no rank of ours wrote."""
 
@@ -84,11 +75,7 @@ class TraceFile:
             raise DataError(f"{self.path.name} cannot be read: {error.strerror}") from error
 
     def iterations(self, only: int | None = None) -> Iterator[Iteration]:
-        """Yield all iterations in the order of the file, or only that of a number.
-
-        Raises:
-            DataError: The file can no longer be read.
-        """
+        """Yield all iterations in the order of the file, or only that of a number; see `lines`."""
         for number, text in self.lines():
             self.num_lines = max(self.num_lines, number + 1)
             # Looked for as text: lines of other iterations need no decoding.
@@ -155,28 +142,6 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
     if (missing := newest.num_ranks - len(by_rank)) > 0:
         notes.append(f"{missing} of {newest.num_ranks} ranks left no trace")
     return [by_rank[rank] for rank in sorted(by_rank)], notes
-
-
-def load_schedule(directory: Path) -> Schedule | None:
-    """Return the table of a run, or None if the run wrote none.
-
-    Raises:
-        DataError: The file is damaged or of impossible size.
-    """
-    path = directory / SCHEDULE_FILE
-    try:
-        schedule = table_files.from_json(read_text(path, _MAX_TABLE_BYTES))
-        placement = schedule.placement
-        if not (0 < placement.num_ranks <= _MAX_STAGES and placement.num_stages <= _MAX_STAGES):
-            raise ScheduleError(f"it has {placement.num_stages} stages")
-        commands.evaluate(schedule, Costs())  # a table whose order is impossible fails here
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except (ScheduleError, *DAMAGED) as error:
-        raise DataError(f"{path} is damaged: {error}; delete it, or trace the run again") from error
-    return schedule
 
 
 def _open(path: Path) -> TraceFile:

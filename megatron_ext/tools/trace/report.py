@@ -104,7 +104,7 @@ def page(run: Run) -> str:
         ],
         "heat": [_idle_shares(survey.steps, width) for survey in run.surveys[:_MAX_ROWS]],
         "steps": [step.number for step in longest],
-        "links": _links(run),
+        "links": [asdict(link) for link in run.links[:_MAX_ROWS]],
         "slow": [[what, f"{factor:.2f}"] for what, factor in slowest],
         "settings": _settings(run),
     }
@@ -153,23 +153,11 @@ def _idle_shares(steps: Sequence[Step], width: int) -> list[float]:
     return [round(statistics.fmean(group), 3) for group in groups]
 
 
-def _links(run: Run) -> list[dict[str, Any]]:
-    """Return the links with their wire, and the number of steps that they are about."""
-    by_rank = {survey.header.rank: survey for survey in run.surveys}
-    rows = []
-    for link in run.links[:_MAX_ROWS]:
-        target = by_rank[link.target]
-        # Messages of Megatron's own transport have no wire that we know.
-        wire = target.wires.get(link.source, target.header.settings.get("transport", ""))
-        rows.append({**asdict(link), "wire": str(wire), "steps": target.counted})
-    return rows
-
-
 def _settings(run: Run) -> list[list[str]]:
     """Return settings that all ranks share, and those of single ranks with their ranks."""
     values: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for header in (survey.header for survey in run.surveys):
-        for name, value in {**header.settings, **header.versions, "host": header.host}.items():
+        for name, value in {**header.settings, "host": header.host}.items():
             values[name][str(value)].append(header.rank)
     rows = []
     for name, found in values.items():

@@ -93,6 +93,10 @@ class Link:
     messages: int = 0
     bytes: int = 0
     waited_ns: int = 0
+    steps: int = 0
+    """Iterations that these are of."""
+    wire: str = ""
+    """What carries the messages."""
     delay_ns: int | None = None
     """Median from the begin of a send to the end of its receive, of messages that were waited for;
     None: both ends of no such message are known. It takes the surveys of both ranks."""
@@ -188,6 +192,10 @@ def survey(file: TraceFile, full: int = 0, slices: Sequence[float] = (1.0,)) -> 
         _count(found, iteration)
     if not measures:  # messages align clocks in any case
         found.actions.clear()
+    for source, link in found.links.items():
+        link.steps = found.counted
+        # Messages of Megatron's own transport have no wire that we know.
+        link.wire = found.wires.get(source, found.header.settings.get("transport", ""))
     return found
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -89,12 +90,12 @@ def _run_plan(args: argparse.Namespace) -> int:
                 raise ArgumentsError(
                     f"--trace-dir gives --lengths the cost of a length; leave {flag} out"
                 )
-        measured = measured_length_cost(args.trace_dir)
-        args.length_costs = f"{measured.cost.linear:.6g},{measured.cost.quadratic:.6g}"
+        cost, errors = measured_length_cost(args.trace_dir)
+        args.length_costs = f"{cost.linear:.6g},{cost.quadratic:.6g}"
         print(
             f"--length-costs {args.length_costs}: seconds of all stages for a token, and for a "
-            f"pair of tokens of one sample; {measured.num_points} measurements, median error "
-            f"{100 * measured.error:.1f} %",
+            f"pair of tokens of one sample; {len(errors)} measurements, median error "
+            f"{100 * statistics.median(errors):.1f} %",
             file=sys.stderr,
         )
         return simulated(args)
@@ -105,9 +106,9 @@ def _run_plan(args: argparse.Namespace) -> int:
         "without; leave it out",
     )
     # Only here: the forecast imports every schedule, and `--help` shall not wait for that.
-    from megatron_ext.tools.trace import forecast
+    from megatron_ext.tools.trace import aggregate, forecast
 
-    found = forecast.forecast(args.trace_dir, args.memory_gib)
+    found = forecast.predict(aggregate.read_run(args.trace_dir), args.memory_gib)
     if args.json:
         print(json.dumps([asdict(prediction) for prediction in found.predictions], indent=1))
     else:

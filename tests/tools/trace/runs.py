@@ -74,9 +74,9 @@ def write_run(
         header = Header(
             replicas * rank + data, data, rank, 0, world, replicas * pp,
             "host", clock_of(rank), now_ns, 1,
-            usual | (settings or {}), {"torch": "2"}, run,
+            {"torch": "2"} | usual | (settings or {}), run,
         )  # fmt: skip
-        recorder = Recorder(lambda header=header: (directory, header), clock, sampling)
+        recorder = Recorder(lambda header=header: (directory, header, None), clock, sampling)
         if wire_of is not None:
             recorder.wires |= {peer: wire_of(rank, peer) for peer in range(pp) if peer != rank}
         origin = 5_000 * MS + clock_offset_ns(rank)

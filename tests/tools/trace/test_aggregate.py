@@ -231,7 +231,7 @@ def test_steps_that_failed_do_not_count(tmp_path: Path) -> None:
     run = read_run(folder)
     assert [[s.number for s in each.complete_steps] for each in run.surveys[:2]] == [[2, 3], [2]]
     assert [each.counted for each in run.surveys[:2]] == [2, 1]
-    assert "steps that failed do not count: 3" in run.notes
+    assert "steps that failed or were discarded do not count: 3" in run.notes
 
 
 def test_a_step_that_was_discarded_and_run_again_is_that_of_its_second_run(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_step_that_was_discarded_and_run_again_is_that_of_its_second_run(tmp_p
     run = read_run(folder)
     assert {number: len(steps) for number, steps in run.steps.items()} == {2: 4, 4: 4}
     assert figures(run.surveys) == figures(straight.surveys)
-    assert "steps that ran again count once: 2" in run.notes
+    assert "steps that failed or were discarded do not count: 2" in run.notes
     [pipeline_ns, other] = [
         {step.pipeline_ns - step.first_ns for step in found.steps[2]} for found in (run, straight)
     ]

@@ -26,7 +26,7 @@ EVEN = Costs(COSTS.forward, 0.010, 0.010, latency=COSTS.latency)
 
 
 def predicted(directory: Path, memory_gib: float | None = None) -> dict[str, forecast.Prediction]:
-    return {p.schedule: p for p in forecast.forecast(directory, memory_gib).predictions}
+    return {p.schedule: p for p in forecast.predict(read_run(directory), memory_gib).predictions}
 
 
 @pytest.mark.parametrize(("traced", "costs"), [("1f1b", EVEN), ("zb-h1", COSTS)])
@@ -106,7 +106,7 @@ def test_dynamic_orders_are_those_of_the_device(
 
 def test_exchanges_of_experts_tell_what_pairs_hide(tmp_path: Path) -> None:
     costs = replace(EVEN, all_to_all=0.4)
-    with_pairs = forecast.forecast(write_run(tmp_path, costs=costs, pairs=True))
+    with_pairs = forecast.predict(read_run(write_run(tmp_path, costs=costs, pairs=True)))
     found = {p.schedule: p for p in with_pairs.predictions}
     for name, label in (("1f1b", "1f1b"), ("zb-v", "zb-v chunks=2")):
         paired, plain = found[f"{label} pairs=True"], found[label]
@@ -163,25 +163,26 @@ def test_a_large_weight_stash_is_predicted(tmp_path: Path) -> None:
 def test_only_steps_of_the_size_of_the_table_count(tmp_path: Path) -> None:
     """A run with --rampup-batch-size has steps of 2, 4 and 8 micro-batches; the table has 8."""
     ramped = write_run(tmp_path / "ramped", ramp=(2, 2, 4, 4, 4), iterations=8)
-    found, plain = forecast.forecast(ramped), forecast.forecast(write_run(tmp_path / "plain"))
+    plain = forecast.predict(read_run(write_run(tmp_path / "plain")))
+    found = forecast.predict(read_run(ramped))
     assert found.measured_s == plain.measured_s
     assert found.predictions == plain.predictions, "costs, too"
     [note] = [note for note in found.notes if "other sizes" in note]
     assert note.endswith("than the table's 8 micro-batches do not count: 2 of 2, 3 of 4")
     early = write_run(tmp_path / "early", ramp=(2, 2, 4), iterations=3)
     with pytest.raises(DataError, match="no traced step had the 8 micro-batches of the table"):
-        forecast.forecast(early)
+        forecast.predict(read_run(early))
 
 
 def test_models_whose_layers_do_not_fill_the_stages_are_left_out(tmp_path: Path) -> None:
-    found = forecast.forecast(write_run(tmp_path, settings={"num_layers": 4}))
+    found = forecast.predict(read_run(write_run(tmp_path, settings={"num_layers": 4})))
     assert not any(p.schedule.startswith("interleaved") for p in found.predictions)
     assert any("which its 4 layers do not fill evenly" in note for note in found.notes)
 
 
 def test_models_of_unknown_layers_are_not_cut_into_more_stages(tmp_path: Path) -> None:
     """As of programs that call `configure`, and of which the trace has no settings."""
-    found = forecast.forecast(write_run(tmp_path, settings={"num_layers": None}))
+    found = forecast.predict(read_run(write_run(tmp_path, settings={"num_layers": None})))
     stages = {p.schedule: p.is_known_to_fit for p in found.predictions}
     assert (stages["zb-h1"], stages["interleaved chunks=2"]) == (True, False)
     assert found.recommended
@@ -194,7 +195,7 @@ def test_the_margin_of_a_dynamic_order_is_that_of_the_run(tmp_path: Path) -> Non
     flags = {}
     for margin in (1, 4):
         traced = {"dpp_policy": "hint", "dpp_extra_activations": margin}
-        found = forecast.forecast(write_run(tmp_path / str(margin), settings=traced))
+        found = forecast.predict(read_run(write_run(tmp_path / str(margin), settings=traced)))
         flags[margin] = found.own.flags
     assert flags[1].endswith(" --use-dpp --dpp-policy hint")
     assert flags[4] == f"{flags[1]} --dpp-extra-activations 4"
@@ -211,7 +212,7 @@ def test_the_margin_of_a_dynamic_order_is_that_of_the_run(tmp_path: Path) -> Non
 def test_ranks_that_shared_cpus_are_told_beside_the_number(
     tmp_path: Path, settings: dict[str, object], shared: str | None
 ) -> None:
-    found = forecast.forecast(write_run(tmp_path, settings=settings))
+    found = forecast.predict(read_run(write_run(tmp_path, settings=settings)))
     assert found.shared_cpus == shared
     first = forecast.table(found).splitlines()[0]
     told = f" ms for ranks with a CPU or a device each ({shared}); predicted:"
@@ -220,7 +221,7 @@ def test_ranks_that_shared_cpus_are_told_beside_the_number(
 
 
 def test_orders_that_bound_no_memory_are_marked(tmp_path: Path) -> None:
-    found = forecast.forecast(write_run(tmp_path))
+    found = forecast.predict(read_run(write_run(tmp_path)))
     bounded = {p.schedule: p.bounds_memory for p in found.predictions}
     assert bounded["1f1b"]
     assert bounded["1f1b dpp hint"]
@@ -253,13 +254,13 @@ def test_the_command_prints_flags_to_paste(tmp_path: Path) -> None:
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
     directory = write_run(tmp_path)
     with pytest.raises(DataError, match="which --memory-gib needs"):
-        forecast.forecast(directory, 16)
+        forecast.predict(read_run(directory), 16)
     trace_of(directory, 2).unlink()
     with pytest.raises(DataError, match="no forward and backward of stage 2"):
-        forecast.forecast(directory)
+        forecast.predict(read_run(directory))
     (directory / SCHEDULE_FILE).unlink()
     with pytest.raises(DataError, match=r"has no schedule\.json"):
-        forecast.forecast(directory)
+        forecast.predict(read_run(directory))
     done = run_package("plan", "--memory-gb", "3", "--pp", "4", "--microbatches", "8")
     assert done.returncode == 2
     assert "add --trace-dir DIR" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from pathlib import Path
 
 import pytest
@@ -77,12 +78,12 @@ def _run(tmp_path: Path, lengths: tuple[int, ...] = LENGTHS, **options: object) 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
 def test_a_run_tells_what_a_length_costs_its_stages_together(tmp_path: Path, schedule: str) -> None:
-    measured = measured_length_cost(_run(tmp_path, schedule=schedule))
-    assert measured.cost.linear == pytest.approx(TRUE.linear, rel=1e-2)
-    assert measured.cost.quadratic == pytest.approx(TRUE.quadratic, rel=1e-2)
-    assert measured.error < 0.02
+    cost, errors = measured_length_cost(_run(tmp_path, schedule=schedule))
+    assert cost.linear == pytest.approx(TRUE.linear, rel=1e-2)
+    assert cost.quadratic == pytest.approx(TRUE.quadratic, rel=1e-2)
+    assert statistics.median(errors) < 0.02
     stages = 8 if schedule == "interleaved" else 4
-    assert measured.num_points == 2 * stages * len(LENGTHS), "all but the first iteration"
+    assert len(errors) == 2 * stages * len(LENGTHS), "all but the first iteration"
 
 
 def test_slices_of_one_length_tell_it_too(tmp_path: Path) -> None:
@@ -91,9 +92,9 @@ def test_slices_of_one_length_tell_it_too(tmp_path: Path) -> None:
     scale = (TRUE.of_length(length),) * 8
     costs = Costs(1 / 12, 1 / 12, 1 / 12, attention=share, microbatch_scale=scale)
     folder = write_run(tmp_path, costs=costs, slices=4, sizes=[(length, length**2)] * 8)
-    measured = measured_length_cost(folder)
-    assert measured.cost.linear == pytest.approx(TRUE.linear, rel=1e-2)
-    assert measured.cost.quadratic == pytest.approx(TRUE.quadratic, rel=1e-2)
+    cost, _ = measured_length_cost(folder)
+    assert cost.linear == pytest.approx(TRUE.linear, rel=1e-2)
+    assert cost.quadratic == pytest.approx(TRUE.quadratic, rel=1e-2)
 
 
 def test_tensor_parallel_ranks_count_once(tmp_path: Path) -> None:

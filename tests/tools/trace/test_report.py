@@ -148,7 +148,7 @@ def test_followers_wait_for_other_ranks_too() -> None:
 
 
 def test_the_best_schedule_is_kept(tmp_path: Path) -> None:
-    found = forecast.forecast(write_run(tmp_path, schedule="zb-h1", pp=2, microbatches=2))
+    found = forecast.predict(read_run(write_run(tmp_path, schedule="zb-h1", pp=2, microbatches=2)))
     rest = [p for p in found.predictions if p.schedule == found.measured]
     kept = replace(found, predictions=rest)
     assert kept.advice == "zb-h1 as traced, for none is predicted to be faster."
