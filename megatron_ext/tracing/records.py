@@ -8,7 +8,7 @@ A file is a JSON list of Chrome-trace events, which Perfetto opens as it is. The
 the rank and the run. Each further one holds the spans of an iteration, on the clock of the rank,
 and at its end the iteration itself with the figures of all of it (here broken in two):
 
-    [{"name":"run","ph":"M","args":{"format":4,"rank":3,...}},...
+    [{"name":"run","ph":"M","args":{"format":5,"rank":3,...}},...
     ,{"name":"forward 0","cat":"forward","ph":"X","pid":3,"tid":0,"ts":81.2,"dur":7.9,"args":{...}}
     ,{"name":"iteration 7","cat":"iteration",...,"args":{"iteration":7,"wires":{"2":"shm"},...}}
 
@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Kind
 
-FORMAT = 4
+FORMAT = 5
 """Raised when a reader of today could misunderstand a file."""
 
 FILE_NAME = "benchmark-data-{}-pipeline-{}-tensor-{}.json"

@@ -22,7 +22,6 @@ from megatron_ext.config.active import Pipeline
 from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules import commands
-from megatron_ext.schedules.commands import aligned
 from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.policies import POLICIES
@@ -133,12 +132,9 @@ def cut(
 ) -> tuple[tuple[float, float, float], ...]:
     """Return what each stage takes if the same model is cut into equal stages.
 
-    The time of each stage is spread evenly over its part of the model. What the ends take beyond
-    the stages beside them, embedding and loss, stays in the ends.
-
-    Args:
-        stages: Seconds of forward, input and weight gradient of each stage.
-        count: Number of stages to cut into.
+    The time of each stage, seconds of forward, input and weight gradient, is spread evenly over its
+    part of the model. What the ends take beyond the stages beside them, embedding and loss, stays
+    in the ends.
     """
     found = []
     for times in zip(*stages, strict=True):
@@ -146,12 +142,9 @@ def cut(
         if (old := len(times)) > 2:
             first, last = max(0.0, times[0] - times[1]), max(0.0, times[-1] - times[-2])
         layers = [times[0] - first, *times[1:-1], times[-1] - last] if old > 1 else [*times]
-        spread = []
-        for stage in range(count):
-            begin, end = stage * old / count, (stage + 1) * old / count
-            parts = range(int(begin), min(old, int(end) + 1))
-            shares = (layers[i] * max(0.0, min(end, i + 1) - max(begin, i)) for i in parts)
-            spread.append(sum(shares))
+        # In parts that fill both an old stage and a new one.
+        parts = [time / count for time in layers for _ in range(count)]
+        spread = [sum(parts[stage * old : (stage + 1) * old]) for stage in range(count)]
         spread[0] += first
         spread[-1] += last
         found.append(spread)
@@ -350,8 +343,7 @@ class _Measured:
                         seen.add(where)
                         extra = self.extra_activations if policy == DynamicOrder.policy else None
                         order = DynamicOrder(policy=policy, extra_activations=extra)
-                        ordered = replace(config, dynamic=order)
-                        yield Pipeline(ordered, traced.pp, count)
+                        yield Pipeline(replace(config, dynamic=order), traced.pp, count)
 
     def predict(self, pipeline: Pipeline) -> Prediction:
         """Simulate a pipeline with the costs of the trace, with several draws of jitter.
@@ -438,7 +430,7 @@ def table(found: Forecast) -> str:
         traced += f", itself predicted as {1e3 * found.own.step_s:.1f} ms"
     if found.shared_cpus is not None:
         traced += f" for ranks with a CPU or a device each ({found.shared_cpus})"
-    lines = [f"{traced}; predicted:", aligned(rows)]
+    lines = [f"{traced}; predicted:", commands.aligned(rows)]
     if more := len(found.predictions) - len(shown):
         lines.append(f"and {more} more (--json shows all)")
     if not all(p.bounds_memory for p in shown):

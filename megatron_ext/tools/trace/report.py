@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, SPANS, ink, variables
-from megatron_ext.tools.trace.aggregate import slow
+from megatron_ext.tools.trace.aggregate import Run, slow
 from megatron_ext.tools.trace.forecast import Forecast, Prediction, planned, predict
 from megatron_ext.tools.trace.survey import Step, figures
 from megatron_ext.tracing.records import ACTION_NAMES
 
 if TYPE_CHECKING:
-    from megatron_ext.tools.trace.aggregate import Run
-    from megatron_ext.tools.trace.reader import Iteration, Span
+    from megatron_ext.tools.trace.reader import Span
 
 # A page of a run of any size has to open in a browser.
 _MAX_SPANS = 150_000
@@ -183,19 +182,20 @@ def _measured(run: Run) -> list[dict[str, Any]]:
         chosen["slowest step"] = ranked[-1]
     timelines = []
     for title, number in chosen.items():
-        found: list[tuple[str, Iteration]] = []
-        for survey in run.surveys[:_MAX_RANKS]:
-            # The last one, of a step that Megatron's rerun state machine has run twice.
-            again = [(survey.header.label, each) for each in survey.file.iterations(only=number)]
-            found += again[-1:]
-        labels, iterations = zip(*found, strict=True)
+        # The last one, of a step that Megatron's rerun state machine has run twice.
+        by_label = {
+            survey.header.label: each
+            for survey in run.surveys[:_MAX_RANKS]
+            for each in survey.file.iterations(only=number)
+        }
+        iterations = by_label.values()
         begin_ns = min(each.begin_ns for each in iterations)
         length_ns = max(each.begin_ns + each.duration_ns for each in iterations) - begin_ns
         total = sum(len(each.spans) for each in iterations)
         # What is thinner than its share of the picture could not be seen anyway.
-        finest_ns = 0 if total <= _MAX_SPANS else length_ns * len(found) // _MAX_SPANS
+        finest_ns = 0 if total <= _MAX_SPANS else length_ns * len(iterations) // _MAX_SPANS
         rows = [_bars(each.spans, each.begin_ns - begin_ns, finest_ns) for each in iterations]
-        timelines.append(_timeline(f"{title} ({number})", labels, rows, length_ns / 1e9))
+        timelines.append(_timeline(f"{title} ({number})", by_label, rows, length_ns / 1e9))
     return timelines
 
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_ext.schedules.table.actions import Action
+from megatron_ext.schedules.table.actions import Action, Kind
 from megatron_ext.schedules.table.memory import most_alive
 from megatron_ext.tracing.records import ACTION_NAMES, Header
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Kind
     from megatron_ext.tools.trace.reader import Iteration, TraceFile
 
 # Bounds on a survey: those of all ranks are in memory together, and travel between processes.

@@ -8,8 +8,8 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -130,7 +130,8 @@ def _run_aggregate(args: argparse.Namespace) -> int:
 
     run = aggregate.read_run(args.trace_dir)
     output = args.output or aggregate.aggregated_name(args.trace_dir)
-    size = aggregate.write_chrome_trace(run, output)
+    with _writing(output):
+        size = aggregate.write_chrome_trace(run, output)
     _print_notes(run.notes)
     print(survey.text(run.surveys))
     print(f"wrote {output} ({size / 2**20:.1f} MiB); open it at https://ui.perfetto.dev")
@@ -152,13 +153,20 @@ def _run_report(args: argparse.Namespace) -> int:
     run = aggregate.read_run(args.trace_dir)
     _print_notes(run.notes)
     output = args.output or args.trace_dir / "report.html"
-    try:
+    with _writing(output):
         files.write_text(output, page(run))
+    print(f"wrote {output}")
+    return 0
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    """Translate errors in writing a file."""
+    try:
+        yield
     except OSError as error:
         remedy = "make room, or give another file with -o"
         raise DataError(files.cannot_write(output, error, remedy)) from error
-    print(f"wrote {output}")
-    return 0
 
 
 def _print_notes(notes: Sequence[str]) -> None:
