@@ -245,8 +245,8 @@ def event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, 
         lambda: (directory, header, None), sampling=Tracing(interval=rounds, iterations=rounds)
     )
     best_s = float("inf")
-    for _ in range(rounds):
-        recorder.begin_iteration()
+    for iteration in range(rounds):
+        recorder.begin_iteration(iteration)
         begin_s = time.process_time()
         for number in range(count):
             about = {"from": 2, "for": "F", "stage": 3, "microbatch": number, "bytes": 8 << 20}

@@ -32,9 +32,6 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _WAIT_NS = 20_000
 """Shortest wait that is written: any receive of a device may have waited."""
 
-_Stamp = Any
-"""A moment: nanoseconds on the host, an event on a device."""
-
 _NUMBERED = {
     **dict.fromkeys([*ACTION_NAMES.values(), "exchange"], "microbatch"),
     "iteration": "iteration",
@@ -110,16 +107,14 @@ class Recorder:
         identity: Gives the folder of the run, who this rank is, and of the first rank the text of
             the run's table, if there is one.
         clock: The host's, or that of a device.
-        sampling: The iterations to record: the first few of each interval.
-        number: Gives the number of an iteration that begins, by how many began before.
+        sampling: The iterations to record: the first few of each interval; None: none.
     """
 
     def __init__(
         self,
         identity: Callable[[], tuple[Path, Header, str | None]],
         clock: HostClock | DeviceClock | None = None,
-        sampling: Tracing | None = None,
-        number: Callable[[int], int] = lambda before: before + 1,
+        sampling: Tracing | None = Tracing(),  # noqa: B008 - it is frozen
     ) -> None:
         self.active = False
         """True while an iteration is being traced."""
@@ -127,38 +122,32 @@ class Recorder:
         """Figures of the iteration, given while it runs."""
         self.wires: dict[int, str] = {}
         """By global rank of a peer: what carries messages between the two."""
-        self._identity, self._number_of = identity, number
-        self._clock, self._sampling = clock or HostClock(), sampling or Tracing()
+        self._identity = identity
+        self._clock, self._sampling = clock or HostClock(), sampling
         self._file: IO[str] | None = None
-        self._ended = False
         self._index, self._number, self._begin_ns = -1, 0, 0
-        self._kept: list[tuple[str, _Stamp, _Stamp, Mapping[str, Any]]] = []
+        self._kept: list[tuple[str, Any, Any, Mapping[str, Any]]] = []
 
-    def begin_iteration(self) -> None:
-        """Start the next iteration; end the previous one if it is still open."""
+    def begin_iteration(self, number: int) -> None:
+        """Start the iteration of a number; end the previous one if it is still open."""
         self.end_iteration()
         self._index += 1
-        self._number = self._number_of(self._index)
-        wanted = self._index % self._sampling.interval < self._sampling.num_iterations
-        if self._ended or not wanted:
+        self._number, self.notes = number, {}
+        sampling = self._sampling
+        if sampling is None or self._index % sampling.interval >= sampling.num_iterations:
             return
         # At the first traced iteration: the groups, which name the file, do not exist before.
-        if self._file is None and not self._open():
-            return
-        self._begin_ns = self._clock.begin()
-        self.active = True
+        if self._file is None:
+            self._open()
+        if self._file is not None:
+            self._begin_ns = self._clock.begin()
+            self.active = True
 
-    def begins_again(self) -> bool:
-        """Return whether the iteration that begins next has the number of the last one."""
-        return self._number_of(self._index + 1) == self._number
-
-    def stamp(self) -> _Stamp:
-        """Return this moment, for `add`."""
+    def stamp(self) -> Any:
+        """Return this moment, for `add`: nanoseconds on the host, an event on a device."""
         return self._clock.stamp()
 
-    def add(
-        self, name: str, begin: _Stamp, attributes: Mapping[str, Any], end: _Stamp = None
-    ) -> None:
+    def add(self, name: str, begin: Any, attributes: Mapping[str, Any], end: Any = None) -> None:
         """Record a span that began at a moment and ends now, or at another moment."""
         if not self.active:  # any more, since the action began
             return
@@ -174,7 +163,6 @@ class Recorder:
         self.active = False  # also if the device has failed, which would fail again at exit
         end = self._clock.stamp()  # before our own work below
         kept, self._kept = self._kept, []
-        notes, self.notes = self.notes, {}
         stamps = [stamp for _, begin, until, _ in kept for stamp in (begin, until)]
         resolved = self._clock.resolve([*stamps, end], timeout_s)
         if resolved is None:
@@ -189,7 +177,7 @@ class Recorder:
         ]
         if isinstance(self._clock, DeviceClock):  # its host may have been busy for longer
             end_ns = time.monotonic_ns()
-        figures = {"iteration": self._number, "wires": self.wires, **notes}
+        figures = {"iteration": self._number, "wires": self.wires, **self.notes}
         # Last, as the end of a line that is whole.
         events.append(self._event("iteration", self._begin_ns, end_ns, figures))
         self._put(f",{_encode(events)[1:-1]}\n")
@@ -230,8 +218,8 @@ class Recorder:
             self._file.close()
             self._file = None
 
-    def _open(self) -> bool:
-        """Create the file and write its first line; return False if the disk is full.
+    def _open(self) -> None:
+        """Create the file and write its first line, if there is room.
 
         Raises:
             UserError: The file can never be written.
@@ -250,7 +238,7 @@ class Recorder:
         except OSError as error:
             if error.errno in _NO_ROOM:
                 self._give_up(error)
-                return False
+                return
             raise UserError(
                 f"--trace cannot write {self._path}: {error.strerror}; give another folder with "
                 f"--trace-dir, or leave --trace out"
@@ -269,7 +257,6 @@ class Recorder:
             second = {"tid": tid + _EXCHANGES, "args": {"name": f"{name}, exchanges of experts"}}
             events.append(events[-1] | second)
         self._put(f"{_encode(events)[:-1]}\n")
-        return not self._ended
 
     def _put(self, line: str) -> None:
         """Append a line to the file; end the trace on failure."""
@@ -284,7 +271,7 @@ class Recorder:
         """End the trace; a full disk must not end the training."""
         remedy = "this rank traces nothing more, and training goes on"
         _LOG.warning("--trace: %s", cannot_write(self._path, error, remedy))
-        self._ended, self.active = True, False
+        self._sampling, self.active = None, False
         self._kept.clear()  # nobody would take it, and training may go on for weeks
         file, self._file = self._file, None
         if file is not None:

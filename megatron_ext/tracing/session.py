@@ -73,14 +73,9 @@ def subscribe(found: Active) -> None:
     session.has_spans = has_spans
     if timeout_s is not None:
         session.watchdog = Watchdog(lambda: session.state, timeout_s)
-    if wanted is not None:
-        device = devices.current()
-        session.recorder = Recorder(
-            lambda: _identity(found),
-            HostClock() if device.is_host else DeviceClock(device),
-            wanted,
-            lambda before: _number(found, before),
-        )
+    device = devices.current()
+    clock = HostClock() if device.is_host else DeviceClock(device)
+    session.recorder = Recorder(lambda: _identity(found), clock, wanted)
     found.observers.append(session)
     atexit.register(session.close)  # a run that ends without deconfigure closes its file too
 
@@ -89,7 +84,7 @@ class Session(Observer):
     """Observes the training steps of this process, their actions and their messages."""
 
     def __init__(self, configuration: Active) -> None:
-        self.recorder: Recorder | None = None
+        self.recorder = Recorder(lambda: _identity(configuration), sampling=None)
         self.watchdog: Watchdog | None = None
         self.has_spans = False
         """Whether Megatron's telemetry has spans of actions and messages."""
@@ -109,13 +104,14 @@ class Session(Observer):
         ends its span of Megatron's telemetry."""
         self._collectives = 0
         """Collectives under way, one inside the other."""
+        self._number = 0
+        """Of the training step, counted over all resumed runs."""
 
     def close(self) -> None:
         """End the file of the recorder and the threads of the watchdog."""
         atexit.unregister(self.close)  # which keeps the configuration
-        if self.recorder is not None:
-            self.end_iteration()
-            self.recorder.close()
+        self.end_iteration()
+        self.recorder.close()
         if self.watchdog is not None:
             self.watchdog.stop()
 
@@ -123,15 +119,15 @@ class Session(Observer):
 
     def begin_iteration(self, num_microbatches: int) -> None:
         """Start to watch and to record."""
-        if (recorder := self._recording) and recorder.begins_again():
-            recorder.notes["failed"] = True  # Megatron's rerun state machine has discarded it
+        last, self._number = self._number, self._next_number()
+        if last == self._number:
+            self.recorder.notes["failed"] = True  # Megatron's rerun state machine has discarded it
         self.end_iteration()  # nothing else does where the optimizer is none of Megatron's
         self._report("begins a step")  # before the watchdog, which counts from here
         if self.watchdog is not None:
             self.watchdog.start()
-        if self.recorder is not None:
-            self.recorder.begin_iteration()
-            self.recorder.notes["microbatches"] = num_microbatches  # --rampup-batch-size changes it
+        self.recorder.begin_iteration(self._number)
+        self.recorder.notes["microbatches"] = num_microbatches  # --rampup-batch-size changes it
 
     def end_schedule(self) -> None:
         """Stop to watch: an optimizer of Megatron's goes on with it, and others report nothing."""
@@ -146,16 +142,17 @@ class Session(Observer):
             if (end := self._began.pop()[1]) is not None:
                 end({})
         try:
-            if recorder := self._recording:
+            if self.recorder.active:
+                notes = self.recorder.notes
                 if failed:
-                    recorder.notes["failed"] = True
-                recorder.notes["memory_bytes"] = devices.current().peak_memory_bytes()
+                    notes["failed"] = True
+                notes["memory_bytes"] = devices.current().peak_memory_bytes()
                 if kept := self._activation_bytes:
                     stages = {stage for stage, _ in kept}
-                    recorder.notes["activation_bytes"] = sum(kept.values()) // len(stages)
+                    notes["activation_bytes"] = sum(kept.values()) // len(stages)
                 self._now("waits until its device has finished the step")
                 # The error may be that the device never ends: waiting for it would hide that.
-                recorder.end_iteration(_STUCK_S if failed else None)
+                self.recorder.end_iteration(_STUCK_S if failed else None)
         finally:
             self._report(OUTSIDE)  # not watched, but published if another rank raises an alarm
 
@@ -182,8 +179,8 @@ class Session(Observer):
 
     def read(self, microbatch: int, item: Any) -> None:
         """Note the length of a micro-batch in the trace."""
-        if (recorder := self._recording) and (size := item_size(item)) is not None:
-            recorder.notes.setdefault("lengths", {})[microbatch] = size
+        if self.recorder.active and (size := item_size(item)) is not None:
+            self.recorder.notes.setdefault("lengths", {})[microbatch] = size
 
     def begin_step(self, compute: StageCompute) -> None:
         """Keep what holds the activations of a step."""
@@ -223,21 +220,20 @@ class Session(Observer):
         # To read what Megatron has moved to the host would bring it back, and its backward fails.
         config = getattr(model, "config", None)
         offloads = any(getattr(config, name, False) for name in _OFFLOADING)
-        if self._recording and not offloads and (stage, part) not in self._activation_bytes:
+        if self.recorder.active and not offloads and (stage, part) not in self._activation_bytes:
             self._activation_bytes[stage, part] = kept_bytes(outputs, model)
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
         """Note how far the step left the table's order."""
         self._compute = None
-        if recorder := self._recording:
-            recorder.notes["out_of_order"] = num_out_of_order(executed)
+        if self.recorder.active:
+            self.recorder.notes["out_of_order"] = num_out_of_order(executed)
 
     # Messages, in and between steps.
 
     def connected(self, wires: Mapping[int, str]) -> None:
         """Note which wire reaches which peer."""
-        if self.recorder is not None:
-            self.recorder.wires |= wires
+        self.recorder.wires |= wires
 
     def begin_messages(self, expected: Sequence[Expected]) -> None:
         """Register the expected messages."""
@@ -265,7 +261,8 @@ class Session(Observer):
         received = {"from": source, **about, "bytes": num_bytes}
         if end_span is not None:
             end_span({**received, "waited_s": waited_s})
-        if (recorder := self._recording) and began is not None:
+        recorder = self.recorder
+        if recorder.active and began is not None:
             end = recorder.stamp()
             if about:
                 on = {"cause": _CAUSES.get(message.kind, "input"), "on": source, **about}
@@ -316,19 +313,19 @@ class Session(Observer):
             -1, what, waits_for, in_collective, time.monotonic(), entered=self._entered
         )
 
-    @property
-    def _recording(self) -> Recorder | None:
-        recorder = self.recorder
-        return recorder if recorder is not None and recorder.active else None
+    def _next_number(self) -> int:
+        # Megatron skips iterations, and may run one again. Bridge's number, and that of a program
+        # which gives one, is in force; a program that gives none is counted from its start.
+        counted, given = megatron_arguments(), self._configuration.iteration
+        return 1 + (getattr(counted, "curr_iteration", self._number) if given is None else given)
 
     def _begin(self, span: str = "") -> None:
-        recorder = self._recording
         opened = telemetry.begin(span) if span and self.has_spans else None
-        self._began.append((None if recorder is None else recorder.stamp(), opened))
+        self._began.append((self.recorder.stamp() if self.recorder.active else None, opened))
 
     def _end(self, name: str, about: Mapping[str, Any]) -> None:
         began, end_span = self._began.pop()
-        if self.recorder is not None and began is not None:
+        if began is not None:
             self.recorder.add(name, began, about)
         if end_span is not None:
             end_span(about)
@@ -360,14 +357,6 @@ def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -
         seen |= following
         waiting.extend(following)
     return sum(found.values())
-
-
-def _number(found: Active, before: int) -> int:
-    """Return the number of a training step that begins, counted over all resumed runs."""
-    # Megatron skips iterations, and may run one again. Bridge's number, and that of a program which
-    # gives one, is in force; a program that gives none is counted from its start.
-    counted = getattr(megatron_arguments(), "curr_iteration", before)
-    return 1 + (counted if found.iteration is None else found.iteration)
 
 
 def _about(message: Message) -> dict[str, Any]:

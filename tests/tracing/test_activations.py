@@ -50,7 +50,7 @@ def test_what_is_offloaded_stays_where_it_is(tmp_path: Path) -> None:
 
     model = torch.nn.Linear(8, 8)
     model.config = Namespace(cpu_offloading=True)  # type: ignore[assignment]
-    session = Session(Namespace(job=None))  # type: ignore[arg-type]
+    session = Session(Namespace(job=None, iteration=None))  # type: ignore[arg-type]
     session.recorder = Recorder(lambda: (tmp_path, HEADER, None))
     session.begin_iteration(1)
     with torch.autograd.graph.saved_tensors_hooks(pack, kept.pop):

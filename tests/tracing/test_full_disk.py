@@ -97,7 +97,7 @@ def test_a_trace_that_ended_keeps_nothing_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = Recorder(lambda: (tmp_path, HEADER, None), Clock())
-    recorder.begin_iteration()
+    recorder.begin_iteration(1)
     assert recorder._file is not None
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, recorder._file.fileno())
@@ -105,7 +105,7 @@ def test_a_trace_that_ended_keeps_nothing_and_says_so_once(
     for _ in range(2):
         recorder.add("forward", recorder.stamp(), {"stage": 0})
         recorder.end_iteration()
-        recorder.begin_iteration()
+        recorder.begin_iteration(1)
     recorder.add("optimizer", recorder.stamp(), {})
     assert not recorder.active
     assert not recorder._kept

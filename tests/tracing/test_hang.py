@@ -170,7 +170,7 @@ def test_a_store_that_does_not_answer_does_not_hold_the_watchdog_up() -> None:
 
 
 def test_steps_end_for_the_watchdog_when_their_trace_has_been_read_from_the_device() -> None:
-    session, seen = Session(Namespace(job=None)), []  # type: ignore[arg-type]
+    session, seen = Session(Namespace(job=None, iteration=None)), []  # type: ignore[arg-type]
     session.recorder = Recorder(lambda: (Path(), None, None))  # type: ignore[arg-type, return-value]
     session._report("runs 0F0")
     session.recorder.active = True
@@ -195,7 +195,7 @@ def test_messages_are_named_by_the_action_that_makes_them() -> None:
 
 
 def test_activity_outside_of_steps_is_not_watched() -> None:
-    session = Session(Namespace(job=None))  # type: ignore[arg-type]
+    session = Session(Namespace(job=None, iteration=None))  # type: ignore[arg-type]
     session.begin_send(Message("F", 1, 0), 1)
     assert session.state.what == OUTSIDE
     session.begin_iteration(2)
@@ -210,7 +210,7 @@ def test_activity_outside_of_steps_is_not_watched() -> None:
 
 def test_a_step_without_an_optimizer_of_megatrons_ends_with_its_schedule() -> None:
     """What follows, an evaluation or a checkpoint, may take longer than the time-out."""
-    session = Session(Namespace(job=None))  # type: ignore[arg-type]
+    session = Session(Namespace(job=None, iteration=None))  # type: ignore[arg-type]
     session.begin_iteration(2)
     session.begin_collective("reduce")
     session.end_collective("reduce")

@@ -60,7 +60,7 @@ def test_an_event_takes_at_most_200_bytes(tmp_path: Path) -> None:
     clock = Clock()
     clock.now_ns = 10**18
     recorder = Recorder(lambda: (tmp_path, HEADER, None), clock)
-    recorder.begin_iteration()
+    recorder.begin_iteration(1)
     empty = (tmp_path / "benchmark-data-0-pipeline-0-tensor-0.json").stat().st_size
     clock.now_ns += 3_600 * 10**9  # after an hour in one iteration
     widest = {"cause": "input", "on": 99999, "for": "F", "stage": 999, "microbatch": 99999}
@@ -79,10 +79,9 @@ def test_some_iterations_of_each_interval_are_traced(tmp_path: Path) -> None:
         lambda: (tmp_path, HEADER, None),
         clock,
         Tracing(interval=5, iterations=2),
-        number=lambda before: 41 + before,
     )
-    for _ in range(12):
-        recorder.begin_iteration()
+    for number in range(41, 53):
+        recorder.begin_iteration(number)
         begin = recorder.stamp()
         clock.now_ns += 10
         recorder.add("optimizer", begin, {})
@@ -96,8 +95,8 @@ def test_a_run_can_be_read_while_it_goes_on_and_after_it_was_killed(tmp_path: Pa
     child = os.fork()
     if child == 0:
         recorder = Recorder(lambda: (tmp_path, HEADER, None))
-        for _ in range(1000):
-            recorder.begin_iteration()
+        for number in range(1000):
+            recorder.begin_iteration(number)
             begin = recorder.stamp()
             time.sleep(0.002)
             recorder.add("optimizer", begin, {})
@@ -135,7 +134,7 @@ def test_device_marks_give_the_time_of_the_device(tmp_path: Path) -> None:
             pass
 
     recorder = Recorder(lambda: (tmp_path, HEADER, None), DeviceClock(Device()))
-    recorder.begin_iteration()
+    recorder.begin_iteration(1)
     Device.now_ms += 3
     begin = recorder.stamp()
     Device.now_ms += 1.5
@@ -230,16 +229,9 @@ def test_a_step_that_begins_again_was_discarded(tmp_path: Path) -> None:
     """Megatron's rerun state machine calls the schedule again without an optimizer step before."""
     use(make_pipeline("1f1b", 2, 2))
     session = Session(active.required())
-    numbers = iter([1, 2, 2, 2, 3, 3])
-    following: list[int] = []
-
-    def number(before: int) -> int:
-        while len(following) <= before:
-            following.append(next(numbers))
-        return following[before]
-
-    session.recorder = Recorder(lambda: (tmp_path, HEADER, None), number=number)
-    for _ in range(5):
+    session.recorder = Recorder(lambda: (tmp_path, HEADER, None))
+    for number in (0, 1, 1, 1, 2):
+        active.begin_iteration(number)
         session.begin_iteration(2)
     session.close()
     found = [(each.number, each.figures.get("failed", False)) for each in iterations(tmp_path)]
@@ -302,4 +294,4 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     recorder = Recorder(lambda: (tmp_path / "file" / "run", HEADER, None), Clock())
     with pytest.raises(UserError, match="--trace-dir"):
-        recorder.begin_iteration()
+        recorder.begin_iteration(1)

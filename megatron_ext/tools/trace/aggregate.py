@@ -119,9 +119,8 @@ def read_run(directory: Path | str) -> Run:
         raise DataError(f"{directory}: no iteration was recorded yet; {'; '.join(notes)}")
     if len(counts) > 1:
         notes.append(f"ranks recorded between {counts[0]} and {counts[-1]} iterations")
-    longest = max(surveys, key=lambda found: found.iterations)
-    if (count := len(longest.steps)) < longest.iterations:
-        notes.append(f"of {longest.iterations} iterations the first {count} count")
+    if (kept := max(len(found.steps) for found in surveys)) < counts[-1]:
+        notes.append(f"of {counts[-1]} iterations the first {kept} count")
     first = surveys[0]
     others = Counter(s.microbatches for s in first.steps if not first.is_full(s.microbatches))
     if others:

@@ -81,12 +81,9 @@ def _run_plan(args: argparse.Namespace) -> int:
     if args.lengths is not None:  # simulated with what a length costs in the traced run
         from megatron_ext.tools.trace.length_costs import measured_length_cost
 
-        for flag, value in (
-            ("--length-costs", args.length_costs),
-            ("--hidden-size", args.hidden_size),
-            ("--memory-gib", args.memory_gib),
-        ):
-            if value is not None:
+        for name in ("length_costs", "hidden_size", "memory_gib"):
+            if getattr(args, name) is not None:
+                flag = "--" + name.replace("_", "-")
                 raise ArgumentsError(
                     f"--trace-dir gives --lengths the cost of a length; leave {flag} out"
                 )

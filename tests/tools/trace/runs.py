@@ -80,12 +80,12 @@ def write_run(
         if wire_of is not None:
             recorder.wires |= {peer: wire_of(rank, peer) for peer in range(pp) if peer != rank}
         origin = 5_000 * MS + clock_offset_ns(rank)
-        for count in counts:
+        for number, count in enumerate(counts, start=1):
             timeline = timelines[count]
             begins = tables[count].begins(rank)
             step_ns = round(1e9 * timeline.makespan) + 20 * MS
             clock.now_ns = origin
-            recorder.begin_iteration()
+            recorder.begin_iteration(number)
             for exchange, at in zip(exchanges(tables[count], rank), begins, strict=True):
                 times = timeline.starts[rank][at], timeline.ends[rank][at]
                 halves = [exchange]

@@ -15,7 +15,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.schedules.table import table_files
-from megatron_ext.tools.trace.length_costs import Point, fit, measured_length_cost
+from megatron_ext.tools.trace.length_costs import fit, measured_length_cost
 from megatron_ext.tracing.records import FILE_NAME, SCHEDULE_FILE
 from tests.tools.trace.runs import trace_of, write_run
 
@@ -23,10 +23,11 @@ LENGTHS = (100, 4000, 300, 50, 2500, 900, 4000, 10)
 TRUE = LengthCost(2e-6, 5e-9)
 
 
-def _points(cost: LengthCost, lengths: list[int], noise: list[float]) -> list[Point]:
+def _points(
+    cost: LengthCost, lengths: list[int], noise: list[float]
+) -> list[tuple[float, float, float]]:
     return [
-        Point(n, n * n, factor * cost.of_length(n))
-        for n, factor in zip(lengths, noise, strict=True)
+        (n, n * n, factor * cost.of_length(n)) for n, factor in zip(lengths, noise, strict=True)
     ]
 
 
