@@ -20,10 +20,12 @@ from typing import IO, TYPE_CHECKING, Any
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.errors import UserError
 from megatron_ext.files import cannot_write, write_text
-from megatron_ext.tracing.records import ACTION_NAMES, FILE_NAME, FORMAT, SCHEDULE_FILE, Header
+from megatron_ext.schedules.table import table_files
+from megatron_ext.tracing.records import FILE_NAME, FORMAT, SCHEDULE_FILE, Header
 
 if TYPE_CHECKING:
     from megatron_ext.devices.backend import Device
+    from megatron_ext.schedules.table.actions import Schedule
 
 _LOG = logging.getLogger(__name__)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -32,11 +34,6 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _WAIT_NS = 20_000
 """Shortest wait that is written: any receive of a device may have waited."""
 
-_NUMBERED = {
-    **dict.fromkeys([*ACTION_NAMES.values(), "exchange"], "microbatch"),
-    "iteration": "iteration",
-}
-"""By name of a span whose title has a number: the attribute with that."""
 _PARTS = ("stage", "microbatch", "slice", "part", "header")
 """Attributes that tell the messages of two ranks apart, beside their kind."""
 _EXCHANGES = 1000
@@ -104,15 +101,15 @@ class Recorder:
     full, the trace ends with a warning and training continues.
 
     Args:
-        identity: Gives the folder of the run, who this rank is, and of the first rank the text of
-            the run's table, if there is one.
+        identity: Gives the folder of the run, who this rank is, and to the first rank the table of
+            a full batch, if there is one.
         clock: The host's, or that of a device.
         sampling: The iterations to record: the first few of each interval; None: none.
     """
 
     def __init__(
         self,
-        identity: Callable[[], tuple[Path, Header, str | None]],
+        identity: Callable[[], tuple[Path, Header, Schedule | None]],
         clock: HostClock | DeviceClock | None = None,
         sampling: Tracing | None = Tracing(),  # noqa: B008 - it is frozen
     ) -> None:
@@ -187,10 +184,10 @@ class Recorder:
     ) -> dict[str, Any]:
         """Return the Chrome-trace event of a span."""
         title = name
-        if name in _NUMBERED:
-            title = f"{name} {about.get(_NUMBERED[name], '')}"
-        elif name == "wait":
+        if name == "wait":
             title = f"wait for rank {about['on']}" if "on" in about else f"wait: {about['cause']}"
+        elif (number := about.get("iteration", about.get("microbatch"))) is not None:
+            title = f"{name} {number}"
         event: dict[str, Any] = {
             "name": title, "cat": name, "ph": "X", **self._row,
             "ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3,
@@ -228,11 +225,11 @@ class Recorder:
         self._path = directory / FILE_NAME.format(header.data, header.pipeline, header.tensor)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if header.rank == 0:  # the table is that of all ranks
+            if header.rank == 0:
                 path = directory / SCHEDULE_FILE
                 path.unlink(missing_ok=True)  # that of the run before would explain it wrongly
                 if table is not None:
-                    write_text(path, table)
+                    write_text(path, table_files.json_text(table))
             self._path.unlink(missing_ok=True)  # not truncated: somebody may be reading the old one
             self._file = self._path.open("x", encoding="utf-8")
         except OSError as error:

@@ -41,7 +41,7 @@ def report(iteration: int, writer: Any, wandb: Any) -> None:
     """
     import torch.distributed as dist
 
-    found = None if active.pipeline() is None else since_last()
+    found = since_last()
     if found is None:
         return
     if writer is not None:

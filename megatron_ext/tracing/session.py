@@ -21,7 +21,6 @@ from megatron_ext.observer import Executed, Observer
 from megatron_ext.runtime.executor import num_out_of_order
 from megatron_ext.runtime.lengths import item_size
 from megatron_ext.schedules.generators.catalog import base_table, generate
-from megatron_ext.schedules.table import table_files
 from megatron_ext.tracing import telemetry
 from megatron_ext.tracing.hang import OUTSIDE, RankState, Watchdog, made_by
 from megatron_ext.tracing.recorder import DeviceClock, HostClock, Recorder
@@ -363,15 +362,12 @@ def _about(message: Message) -> dict[str, Any]:
     if message.kind == "W":
         return {}  # no message of the pipeline
     kind, stage, microbatch = message[:3]
-    about: dict[str, Any] = {"for": kind, "stage": stage, "microbatch": microbatch}
-    if message.slice:
-        about["slice"] = message.slice
-    if message.header:
-        return about | {"header": True}
-    return about | {"part": message.part} if message.part else about
+    others = {name: getattr(message, name) for name in ("slice", "part", "header")}
+    about = {"for": kind, "stage": stage, "microbatch": microbatch}
+    return about | {name: value for name, value in others.items() if value}
 
 
-def _identity(found: Active) -> tuple[Path, Header, str | None]:
+def _identity(found: Active) -> tuple[Path, Header, Schedule | None]:
     """Return what `Recorder` asks for; needs Megatron's groups."""
     import torch.distributed as dist
     from megatron.core import parallel_state as groups
@@ -399,27 +395,26 @@ def _identity(found: Active) -> tuple[Path, Header, str | None]:
             settings[name] = value if isinstance(value, bool | int | float) else str(value)
     if (layout := layout_text(getattr(args, "pipeline_model_parallel_layout", None))) is not None:
         settings["pipeline_model_parallel_layout"] = layout
-    settings |= {"pipeline_schedule": "Megatron's own", "transport": "torch"}
-    if job is not None:
-        settings |= {"pipeline_schedule": "fbd", "transport": found.config.wire}
-    if found.transport_only is not None:
-        settings["transport"] = found.transport_only.transport
-    if pipeline is not None:  # includes settings that other flags imply
-        settings |= {"pipeline_schedule": pipeline.name, "transport": pipeline.transport}
-        settings["stash_ratio"] = pipeline.config.stash_ratio
-        settings["pairs"] = pipeline.config.pairs
-        if pipeline.dynamic is not None:
-            settings["dpp_policy"] = pipeline.dynamic.policy
-            settings["dpp_extra_activations"] = pipeline.dynamic.margin
     settings |= {
+        "pipeline_schedule": "Megatron's own" if job is None else "fbd",
+        "transport": "torch" if job is None else found.config.wire,
         "device": devices.current().name,
+        # Ranks that share CPUs wait for each other: forecasts have to know.
+        "cpus": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "megatron_ext": __version__,
         "megatron-core": core_version() or "unknown",  # a tree on PYTHONPATH goes first
         "torch": installed("torch") or "unknown",
         "python": platform.python_version(),
     }
-    # Ranks that share CPUs wait for each other: forecasts have to know.
-    settings["cpus"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    if (carried := pipeline or found.transport_only) is not None:
+        settings["transport"] = carried.transport
+    if pipeline is not None:  # includes settings that other flags imply
+        settings["pipeline_schedule"] = pipeline.name
+        settings["stash_ratio"] = pipeline.config.stash_ratio
+        settings["pairs"] = pipeline.config.pairs
+        if pipeline.dynamic is not None:
+            settings["dpp_policy"] = pipeline.dynamic.policy
+            settings["dpp_extra_activations"] = pipeline.dynamic.margin
     try:  # ranks of one boot of a host share its clock
         clock = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -438,20 +433,15 @@ def _identity(found: Active) -> tuple[Path, Header, str | None]:
     )
     assert found.config.tracing is not None
     own = Path("benchmark") / directory_name(sizes, dynamic=found.config.dynamic is not None)
+    # The table is that of all ranks.
     table = _table(found, args) if rank == 0 else None
-    return (
-        Path(found.config.tracing.directory or own),
-        header,
-        None if table is None else table_files.json_text(table),
-    )
+    return Path(found.config.tracing.directory or own), header, table
 
 
 def _table(found: Active, args: Any) -> Schedule | None:
     """Return the table of a full batch; None: there is no pipeline, or no table of it."""
-    if found.pipeline is not None:
-        return found.pipeline.full
-    if found.transport_only is not None:
-        return found.transport_only.full
+    if (carried := found.pipeline or found.transport_only) is not None:
+        return carried.full
     pp = 1 if args is None else args.pipeline_model_parallel_size
     if args is None or (pp < 2 and found.job is None):
         return None

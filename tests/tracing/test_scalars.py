@@ -63,7 +63,6 @@ def test_weights_and_biases_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     values = 0.25, 2.0**20, 0.5
     tags = "pipeline/bubble", "pipeline/sent bytes per s", "pipeline/out of order"
     found = dict(zip(tags, values, strict=True))
-    monkeypatch.setattr(scalars.active, "pipeline", lambda: "a schedule")
     monkeypatch.setattr(scalars, "since_last", lambda: found)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)

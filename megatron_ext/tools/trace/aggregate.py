@@ -298,12 +298,12 @@ def write_chrome_trace(run: Run, output: Path) -> int:
     size = 0
     with replacing(output) as merged, merged.open("w", encoding="utf-8") as out:
         for file in (survey.file for survey in run.surveys):
-            size += out.write(f"{',' if size else '['}\n{file.head}")
             for number, text in file.lines():
                 if number >= file.num_lines:
                     break  # it has grown, and its last line may be half of one
                 if number not in file.damaged:
-                    size += out.write(f",\n{_shifted(text, file.shift_ns / 1e3)}")
+                    before = ",\n" if size else "[\n"
+                    size += out.write(before + _shifted(text, file.shift_ns / 1e3))
         return size + out.write("\n]\n")
 
 

@@ -238,7 +238,7 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
         if memory_gib is not None:
             raise DataError(
                 f"{directory}: no rank recorded what a forward keeps, which --memory-gib needs; "
-                f"trace the run with this version, or leave --memory-gib out"
+                f"leave --memory-gib out"
             )
     found, left_out = [], []
     for pipeline in measured.pipelines():

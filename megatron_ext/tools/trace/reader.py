@@ -16,6 +16,8 @@ from megatron_ext.errors import DataError
 from megatron_ext.tracing.records import FILE_NAME, FORMAT, Header
 
 _MAX_HEADER_BYTES = 1 << 20
+_BETWEEN = "[,] \r\n"
+"""Between the events of two lines, and around all of them."""
 DAMAGED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 """Errors of reading what no rank of ours wrote."""
 
@@ -50,17 +52,15 @@ class TraceFile:
 
     path: Path
     header: Header
-    head: str = ""
-    """Events of the first line, as they are in the file."""
     shift_ns: int = 0
     """Added to its times, those of all ranks agree."""
     damaged: set[int] = field(default_factory=set)
     """Numbers of the lines that were skipped when iterations were read."""
-    num_lines: int = 0
+    num_lines: int = 1
     """Lines that were read; a file may still grow."""
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield number and events, with a comma between two, of all lines but the first.
+        """Yield number and events, with a comma between two, of all lines.
 
         Raises:
             DataError: The file can no longer be read.
@@ -69,7 +69,7 @@ class TraceFile:
             # A rank that died may have left half of a character.
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file):
-                    if number and (text := line.strip(",] \r\n")):
+                    if text := line.strip(_BETWEEN):
                         yield number, text
         except OSError as error:
             raise DataError(f"{self.path.name} cannot be read: {error.strerror}") from error
@@ -79,7 +79,7 @@ class TraceFile:
         for number, text in self.lines():
             self.num_lines = max(self.num_lines, number + 1)
             # Looked for as text: lines of other iterations need no decoding.
-            if only is not None and f'"iteration":{only},' not in text:
+            if not number or (only is not None and f'"iteration":{only},' not in text):
                 continue
             try:
                 yield self._iteration(text)
@@ -149,8 +149,7 @@ def _open(path: Path) -> TraceFile:
     try:
         with path.open("rb") as file:
             line = file.readline(_MAX_HEADER_BYTES)
-        head = line.decode().strip("[], \r\n")
-        fields = json.loads(f"[{head}]")[0]["args"]
+        fields = json.loads(f"[{line.decode().strip(_BETWEEN)}]")[0]["args"]
         number = fields.pop("format")
         if number != FORMAT:  # before the rest, which may have other fields
             raise DataError(
@@ -166,4 +165,4 @@ def _open(path: Path) -> TraceFile:
         raise DataError(f"it cannot be read: {error.strerror}") from error
     except DAMAGED as error:
         raise DataError("it is not a trace, or its first line is damaged") from error
-    return TraceFile(path, header, head)
+    return TraceFile(path, header)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, SPANS, ink, variables
 from megatron_ext.tools.trace.aggregate import Run, slow
-from megatron_ext.tools.trace.forecast import Forecast, Prediction, planned, predict
+from megatron_ext.tools.trace.forecast import Forecast, planned, predict
 from megatron_ext.tools.trace.survey import Step, figures
 from megatron_ext.tracing.records import ACTION_NAMES
 
@@ -53,7 +53,7 @@ def page(run: Run) -> str:
     """Return the HTML of the report on a run."""
     notes, timelines = list(run.notes), _measured(run)
     title = str(run.settings.get("pipeline_schedule", "A run"))
-    per_step, plan, found, predictions = "", None, None, list[Prediction]()
+    per_step, plan, found = "", None, Forecast([], 0.0, "", [])
     # A table or a forecast that is missing leaves a note: the rest of the page is of use alone.
     try:
         if (schedule := run.schedule) is not None:
@@ -72,11 +72,11 @@ def page(run: Run) -> str:
         notes.append(f"no planned step: {error}")
     try:
         found = predict(run)
-        predictions = found.candidates[:8]
-        if found.own is not None and found.own not in predictions:
-            predictions.append(found.own)
     except (DataError, ScheduleError) as error:
         notes.append(f"no forecast: {error}")
+    predictions = found.candidates[:8]
+    if found.own is not None and found.own not in predictions:
+        predictions.append(found.own)
     total, slowest = figures(run.surveys), slow(run)[:_MAX_ROWS]
     # Ranks that stopped early have fewer columns, which are as wide as those of the others.
     longest = max((survey.steps for survey in run.surveys), key=len)
@@ -85,9 +85,9 @@ def page(run: Run) -> str:
         "title": f"{title} on {len(run.surveys)} ranks{per_step}",
         "folder": run.directory.resolve().name,
         "verdict": _verdict(total, found, slowest),
-        "flags": [best.flags for best in found.recommended] if found else [],
+        "flags": [best.flags for best in found.recommended],
         "forecast": [asdict(p) for p in predictions],
-        "traced": found.measured if found else "",
+        "traced": found.measured,
         "notes": notes[:_MAX_ROWS],
         "total": {**total._asdict(), "ranks": len(run.surveys)},
         "plan": plan and {"makespan_s": plan.makespan, "bubble_ratio": plan.bubble_ratio},
@@ -118,7 +118,7 @@ def page(run: Run) -> str:
 
 
 def _verdict(
-    total: Step, found: Forecast | None, slowest: list[tuple[str, float]]
+    total: Step, found: Forecast, slowest: list[tuple[str, float]]
 ) -> list[tuple[str, str]]:
     """Return (question, answer) pairs: where the time goes, what to change, what to mistrust."""
     for_others = "input", "leader", "credit", "end of the pipeline"
@@ -134,11 +134,11 @@ def _verdict(
         f"{100 * ns / whole:.0f} % {what}" for what, ns in times.items() if ns >= 0.005 * whole
     )
     lines = [("Where the time goes", f"Of its step, a rank spends {parts}.")]
-    if found is not None:
+    if found.predictions:
         lines.append(("What to run", found.advice))
-        if found.shared_cpus is not None:
-            doubt = f"{found.shared_cpus}, so waits are longer here than with a CPU for each rank."
-            lines.append(("What to mistrust", f"{doubt} The forecast is for the latter."))
+    if found.shared_cpus is not None:
+        doubt = f"{found.shared_cpus}, so waits are longer here than with a CPU for each rank."
+        lines.append(("What to mistrust", f"{doubt} The forecast is for the latter."))
     if slowest:
         named = ", ".join(f"{what} ({factor:.1f} x the median)" for what, factor in slowest[:3])
         lines.append(("What is slow", f"{named}{' and others below' * (len(slowest) > 3)}."))

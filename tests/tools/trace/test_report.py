@@ -140,7 +140,7 @@ def test_the_page_begins_with_a_verdict(tmp_path: Path) -> None:
 
 def test_followers_wait_for_other_ranks_too() -> None:
     step = Step(busy_ns=60, idle_ns={"leader of rank 0": 20, "credit of rank 1": 10, "send": 10})
-    [(_, answer)] = report._verdict(step, None, [])
+    [(_, answer)] = report._verdict(step, forecast.Forecast([], 0.0, "", []), [])
     assert answer == (
         "Of its step, a rank spends 60 % in actions, 30 % waiting for other ranks, 10 % in other "
         "gaps."
