@@ -121,13 +121,10 @@ def read_run(directory: Path | str) -> Run:
         notes.append(f"ranks recorded between {counts[0]} and {counts[-1]} iterations")
     if (kept := max(len(found.steps) for found in surveys)) < counts[-1]:
         notes.append(f"of {counts[-1]} iterations the first {kept} count")
-    first = surveys[0]
-    others = Counter(s.microbatches for s in first.steps if not first.is_full(s.microbatches))
-    if others:
+    if others := Counter(step.microbatches for step in surveys[0].steps if not step.is_full):
         sizes = ", ".join(f"{count} of {size}" for size, count in sorted(others.items()))
         notes.append(
-            f"steps of other sizes than the table's {first.full} micro-batches do not count: "
-            f"{sizes}"
+            f"steps of other sizes than the table's {full} micro-batches do not count: {sizes}"
         )
     if failed := {step.number for each in surveys for step in each.steps if step.failed}:
         numbers = ", ".join(map(str, sorted(failed)[:8]))

@@ -227,7 +227,7 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
             f"{directory} has no schedule.json, which identifies the actions; trace a run "
             f"with pipeline parallelism"
         )
-    if not any(s.is_full(step.microbatches) for s in run.surveys for step in s.steps):
+    if not any(step.is_full for survey in run.surveys for step in survey.steps):
         raise DataError(
             f"{directory}: no traced step had the {schedule.num_microbatches} micro-batches of the "
             f"table; trace steps in which the batch has grown to its full size"

@@ -16,8 +16,8 @@ from megatron_ext.errors import DataError
 from megatron_ext.tracing.records import FILE_NAME, FORMAT, Header
 
 _MAX_HEADER_BYTES = 1 << 20
-_BETWEEN = "[,] \r\n"
-"""Between the events of two lines, and around all of them."""
+_BETWEEN = ",] \r\n"
+"""Between the events of two lines, and behind all of them."""
 DAMAGED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 """Errors of reading what no rank of ours wrote."""
 
@@ -69,7 +69,7 @@ class TraceFile:
             # A rank that died may have left half of a character.
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file):
-                    if text := line.strip(_BETWEEN):
+                    if text := line.removeprefix("[").strip(_BETWEEN):
                         yield number, text
         except OSError as error:
             raise DataError(f"{self.path.name} cannot be read: {error.strerror}") from error
@@ -149,7 +149,8 @@ def _open(path: Path) -> TraceFile:
     try:
         with path.open("rb") as file:
             line = file.readline(_MAX_HEADER_BYTES)
-        fields = json.loads(f"[{line.decode().strip(_BETWEEN)}]")[0]["args"]
+        events = line.decode().removeprefix("[").strip(_BETWEEN)
+        fields = json.loads(f"[{events}]")[0]["args"]
         number = fields.pop("format")
         if number != FORMAT:  # before the rest, which may have other fields
             raise DataError(

@@ -62,7 +62,9 @@ class Step(NamedTuple):
     activation_bytes: int = 0
     """Bytes that a forward of one stage keeps; 0: not known."""
     microbatches: int = 0
-    """Of one pipeline; 0: not known."""
+    """Of one pipeline."""
+    is_full: bool = True
+    """Whether it has those of the table; others, of a batch that still grows, take another time."""
     failed: bool = False
     """True if the step ended with an error, perhaps after a time-out."""
 
@@ -106,11 +108,6 @@ class RankSurvey:
     """The survey of one rank, on its clock."""
 
     file: TraceFile
-    full: int = 0
-    """Micro-batches of the table of the run; 0: not known. The figures are of steps with so many
-    only, because others, of a batch that still grows, take another time."""
-    slices: Sequence[float] = (1.0,)
-    """Share of a micro-batch that each of its slices is."""
     steps: list[Step] = field(default_factory=list)
     iterations: int = 0
     spans: int = 0
@@ -153,21 +150,22 @@ class RankSurvey:
 
         If there are none: that one, or all of another size, and those that failed.
         """
-        full = [s for s in self.steps if self.is_full(s.microbatches) and not s.failed]
+        full = [step for step in self.steps if step.is_full and not step.failed]
         return [step for step in full if step is not self.steps[0]] or full or self.steps
-
-    def is_full(self, microbatches: int) -> bool:
-        """Return whether a step with so many micro-batches, 0 if not known, is what is planned."""
-        return not (microbatches and self.full) or microbatches == self.full
 
 
 def survey(file: TraceFile, full: int = 0, slices: Sequence[float] = (1.0,)) -> RankSurvey:
-    """Read the trace of a rank once; see `RankSurvey` for what is known of the table.
+    """Read the trace of a rank once.
+
+    Args:
+        file: The trace.
+        full: Micro-batches of the table of the run; 0: not known.
+        slices: Share of a micro-batch that each of its slices is.
 
     Raises:
-        DataError: See `reader.TraceFile.iterations`.
+        DataError: See `reader.TraceFile.lines`.
     """
-    found = RankSurvey(file, full, slices)
+    found = RankSurvey(file)
     # Every iteration has its figures; single durations and messages are those of some, because
     # weeks of iterations must not grow what is kept: of those whose multiples of the golden ratio
     # have the smallest fractions, which are spread evenly, and the same on all ranks. The first
@@ -177,10 +175,10 @@ def survey(file: TraceFile, full: int = 0, slices: Sequence[float] = (1.0,)) -> 
         found.iterations += 1
         found.spans += len(iteration.spans)
         found.wires |= {int(peer): wire for peer, wire in iteration.figures["wires"].items()}
+        step = _step(iteration, found.stash_ratio, full, slices)
         if len(found.steps) < _MAX_STEPS:
-            found.steps.append(_step(found, iteration))
-        is_full = found.is_full(iteration.figures.get("microbatches", 0))
-        is_measure = is_full and found.iterations > 1 and not iteration.figures.get("failed")
+            found.steps.append(step)
+        is_measure = step.is_full and not step.failed and found.iterations > 1
         kept[not is_measure, iteration.number * _GOLDEN % 1] = iteration
         while len(kept) > 1 and (
             len(kept) > _MAX_ITERATIONS or sum(len(one.spans) for one in kept.values()) > _MAX_SPANS
@@ -198,7 +196,7 @@ def survey(file: TraceFile, full: int = 0, slices: Sequence[float] = (1.0,)) -> 
     return found
 
 
-def _step(found: RankSurvey, iteration: Iteration) -> Step:
+def _step(iteration: Iteration, stash_ratio: float, full: int, slices: Sequence[float]) -> Step:
     work = [span for span in iteration.spans if span.name in _KINDS]
     end = max((span.end_ns for span in work), default=0)
     busy = covered = 0
@@ -206,7 +204,7 @@ def _step(found: RankSurvey, iteration: Iteration) -> Step:
     for name, started, ended, about, _ in work:
         busy += max(0, ended - max(started, covered))  # those of a pair overlap
         covered = max(covered, ended)
-        part = about.get("slice", 0) if found.full else 0  # of unknown size without the table
+        part = about.get("slice", 0) if full else 0  # of unknown size without the table
         row.append(Action(about["stage"], _KINDS[name], about["microbatch"], part))
     idle: dict[str, int] = defaultdict(int)
     optimizer = 0
@@ -230,8 +228,9 @@ def _step(found: RankSurvey, iteration: Iteration) -> Step:
         idle_ns=dict(idle),
         after_ns=iteration.duration_ns - end,
         optimizer_ns=optimizer,
-        peak_live=most_alive(tuple(row), found.stash_ratio, found.slices),
+        peak_live=most_alive(tuple(row), stash_ratio, slices),
         actions=len(work),
+        is_full=full in (0, iteration.figures.get("microbatches")),
         **{name: iteration.figures.get(name, 0) for name in noted},
     )
 
