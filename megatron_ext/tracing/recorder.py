@@ -222,14 +222,14 @@ class Recorder:
             UserError: The file can never be written.
         """
         directory, header, table = self._identity()
-        self._path = directory / FILE_NAME.format(header.data, header.pipeline, header.tensor)
+        self._path = directory / SCHEDULE_FILE
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if header.rank == 0:
-                path = directory / SCHEDULE_FILE
-                path.unlink(missing_ok=True)  # that of the run before would explain it wrongly
+            if header.rank == 0:  # the table of the run before would explain this one wrongly
+                self._path.unlink(missing_ok=True)
                 if table is not None:
-                    write_text(path, table_files.json_text(table))
+                    write_text(self._path, table_files.json_text(table))
+            self._path = directory / FILE_NAME.format(header.data, header.pipeline, header.tensor)
             self._path.unlink(missing_ok=True)  # not truncated: somebody may be reading the old one
             self._file = self._path.open("x", encoding="utf-8")
         except OSError as error:
