@@ -118,7 +118,11 @@ class Session(Observer):
 
     def begin_iteration(self, num_microbatches: int) -> None:
         """Start to watch and to record."""
-        last, self._number = self._number, self._next_number()
+        # Megatron skips iterations, and may run one again. Bridge's number, and that of a program
+        # which gives one, is in force; a program that gives none is counted from its start.
+        last, given = self._number, self._configuration.iteration
+        counted = getattr(megatron_arguments(), "curr_iteration", last)
+        self._number = 1 + (counted if given is None else given)
         if last == self._number:
             self.recorder.notes["failed"] = True  # Megatron's rerun state machine has discarded it
         self.end_iteration()  # nothing else does where the optimizer is none of Megatron's
@@ -311,12 +315,6 @@ class Session(Observer):
         self.state = RankState(
             -1, what, waits_for, in_collective, time.monotonic(), entered=self._entered
         )
-
-    def _next_number(self) -> int:
-        # Megatron skips iterations, and may run one again. Bridge's number, and that of a program
-        # which gives one, is in force; a program that gives none is counted from its start.
-        counted, given = megatron_arguments(), self._configuration.iteration
-        return 1 + (getattr(counted, "curr_iteration", self._number) if given is None else given)
 
     def _begin(self, span: str = "") -> None:
         opened = telemetry.begin(span) if span and self.has_spans else None
