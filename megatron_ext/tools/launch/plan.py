@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -26,18 +27,15 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - r
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:
     """Return the last value that a command line gives a flag, or None."""
-    # By hand: only Megatron's parser knows all flags, and it runs on other machines.
-    value = None
-    for position, word in enumerate(flags):
-        if word == name and position + 1 < len(flags):
-            value = flags[position + 1]
-        elif word.startswith(name + "="):
-            value = word.partition("=")[2]
+    # Only Megatron's parser knows all flags, and it runs on other machines.
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(name, dest="value", nargs="?")
+    value: str | None = parser.parse_known_args(flags)[0].value
     return value
 
 
-def _size(flags: Sequence[str], name: str) -> int:
-    text = flag_value(flags, name) or "1"
+def _size(flags: Sequence[str], name: str, default: int = 1) -> int:
+    text = flag_value(flags, name) or str(default)
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise LaunchError(f"{name} is {text!r}; it must be a positive integer")
     return int(text)
@@ -52,8 +50,10 @@ class Parallel:
     context: int
     forward: int
     """Ranks of a stage that run forward passes only, with `--forward-backward-disaggregating`."""
-    experts: int
-    """Ranks that hold all experts once."""
+    replica_size: int
+    """Ranks that hold the model once."""
+    smallest_job: int
+    """Ranks of the smallest job: so many replicas that they hold all experts."""
 
     @classmethod
     def of(cls, flags: Sequence[str]) -> Parallel:
@@ -65,26 +65,15 @@ class Parallel:
         forward = tensor * context if "--forward-backward-disaggregating" in flags else 0
         if "--ignore-forward-tensor-parallel" in flags:
             forward = context  # one rank in place of each tensor-parallel group
-        own = "--expert-tensor-parallel-size"
-        shards = tensor if flag_value(flags, own) is None else _size(flags, own)
-        schedule = flag_value(flags, "--pipeline-schedule")
+        shards = _size(flags, "--expert-tensor-parallel-size", tensor)
+        stages, schedule = pipeline, flag_value(flags, "--pipeline-schedule")
         if "--enable-bitpipe-schedule" in flags or schedule in ("bitpipe", "dualpipe"):
             stages = -(-pipeline // 2)  # two mirrored pipelines
-        else:
-            stages = pipeline
         experts = shards * _size(flags, "--expert-model-parallel-size") * stages
-        return cls(tensor, pipeline, context, forward, experts)
-
-    @property
-    def replica_size(self) -> int:
-        """Ranks that hold the model once."""
-        return (self.tensor * self.context + self.forward) * self.pipeline
-
-    @property
-    def smallest_job(self) -> int:
-        """Ranks of the smallest job: so many replicas that they hold all experts."""
-        dense = self.tensor * self.context * self.pipeline
-        return self.replica_size * math.lcm(dense, self.experts) // dense
+        dense = tensor * context * pipeline
+        replica = dense + forward * pipeline
+        smallest = replica * math.lcm(dense, experts) // dense
+        return cls(tensor, pipeline, context, forward, replica, smallest)
 
     def data_parallel(self, world_size: int) -> int:
         """Return the number of model replicas on a number of ranks, which must fit."""
@@ -283,8 +272,5 @@ def _quoted(word: str) -> str:
     if word.isprintable():
         return shlex.quote(word)
     # Bytes, which bash takes in every locale, and which need not be text.
-    kept = (
-        chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}"
-        for byte in os.fsencode(word)
-    )
-    return f"$'{''.join(kept)}'"
+    escaped = os.fsencode(word).decode("latin-1").encode("unicode_escape").decode()
+    return "$'" + escaped.replace("'", r"\'") + "'"
