@@ -25,8 +25,8 @@ from megatron_ext.files import read_text
 MAX_SLOTS = 1024
 """Upper bound on the processes of a host; larger numbers are typing mistakes."""
 _MAX_BYTES = 16 << 20
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
-_HOST = re.compile(r"(?:\[(?P<ipv6>[^\]\s]*)\]|(?P<name>[^:\[\]\s]*))(?::(?P<slots>[^:\s]*))?")
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?"
+_HOST = re.compile(rf"(?:\[(?P<ipv6>[^\]\s]*)\]|(?P<name>{_NAME}))(?::(?P<slots>[^:\s]*))?")
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,10 @@ def _host(words: list[str]) -> Host:
     match = _HOST.fullmatch(words[0])
     if match is None:
         raise ValueError(
-            f"{words[0]!r} is not a host; write NAME, NAME:SLOTS, or an IPv6 address in brackets"
+            f"{words[0]!r} is not a host; write NAME, NAME:SLOTS, or an IPv6 address in brackets; "
+            f"a name has letters, digits, dots, dashes and underscores"
         )
-    name = match["name"]
-    if match["ipv6"] is not None:
-        name = _value("the address in brackets", match["ipv6"], "addr")
-    elif not _NAME.fullmatch(name):
-        allowed = "letters, digits, dots, dashes and underscores"
-        raise ValueError(f"{name!r} is not a host name; use {allowed}")
+    name = match["name"] or _value("the address in brackets", match["ipv6"], "addr")
     given: dict[str, Any] = {}
     slots = [] if match["slots"] is None else [f"slots={match['slots']}"]
     for word in (*slots, *words[1:]):

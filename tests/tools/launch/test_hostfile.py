@@ -64,7 +64,7 @@ def test_every_key() -> None:
         ("a addr=b", "addr is 'b'; it must be an IP address"),
         ("a rdma=10.0.0.1,", "rdma is '10.0.0.1,'; it must be IP addresses"),
         ("a user=-oProxyCommand=x", "it must be the name of a user"),
-        ("-oProxyCommand=x", "is not a host name"),
+        ("-oProxyCommand=x", "is not a host; write NAME"),
         ("a slot=3", "unknown key 'slot'; keys are slots, addr"),
         ("a 4", "expected key=value after the host, found '4'"),
         ("a env.=1", "names no environment variable"),
