@@ -6,7 +6,6 @@ Their implementations are imported when they run, so every command of this packa
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,10 +41,9 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 def _program(text: str) -> tuple[str, ...]:
-    try:
-        words = tuple(shlex.split(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}; close the quote") from None
+    from megatron_ext.config.flags import split_words
+
+    words = split_words(text, "--ssh-cmd")
     if not words:
         raise argparse.ArgumentTypeError("it is empty; give a program like ssh")
     return words

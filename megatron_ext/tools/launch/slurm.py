@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from megatron_ext.config.flags import split_words
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch.hostfile import Host
 
@@ -73,10 +74,7 @@ def submission(options: str, arguments: Sequence[str], workdir: str) -> list[str
 
     `options` are those of sbatch, `arguments` those of `megatron-ext`.
     """
-    try:
-        words = shlex.split(options)
-    except ValueError as error:
-        raise LaunchError(f"--slurm {options!r}: {error}; close the quote") from None
+    words = split_words(options, "--slurm")
     start = shlex.join([sys.executable, "-m", "megatron_ext", *arguments])
     # Not requeued: the launcher itself restarts, with what it knows of the hosts.
     own = ["--job-name=megatron-ext", f"--chdir={workdir}", "--no-requeue"]

@@ -138,7 +138,7 @@ def test_a_job_that_waits_has_started_nothing(cluster: Slurm) -> None:
             (),
             "sbatch failed (exit code 1): sbatch: error: Batch job submission failed: Invalid part",
         ),
-        ("--comment 'x", (), '--slurm "--comment \'x": No closing quotation; close the quote'),
+        ("--comment 'x", (), '--slurm is "--comment \'x": No closing quotation; close the quot'),
         ("--nodes 2", ("--hostfile", "hosts"), "--slurm and --hostfile are both given"),
     ],
 )
