@@ -28,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 from typing import IO
 
@@ -156,10 +155,10 @@ def look(request: Json, log_dir: Path) -> Json:
 
 def interface_of(address: str) -> str | None:
     """Return the network interface of this machine that has an address, or None."""
-    wanted, families = ip_address(address.partition("%")[0]), {socket.AF_INET, socket.AF_INET6}
+    # Link-local addresses end in %INTERFACE.
+    wanted = address.partition("%")[0]
     for name, found in psutil.net_if_addrs().items():
-        mine = (each.address.partition("%")[0] for each in found if each.family in families)
-        if wanted in map(ip_address, mine):
+        if wanted in [each.address.partition("%")[0] for each in found]:
             return str(name)
     return None
 
@@ -202,8 +201,8 @@ class _Job:
     def end(self) -> None:
         """Kill what is left of the job; another round catches what was forked meanwhile."""
         for _ in range(5):
-            if left := runs.descendants(os.getpid()):  # also orphans, which are adopted
-                runs.end(left, timeout_s=2.0)
+            # Also orphans, which are adopted.
+            runs.end(psutil.Process().children(recursive=True), timeout_s=2.0)
 
     def _reap(self, *_: object) -> None:
         """Wait for adopted orphans that have ended, which would stay for as long as the job."""
@@ -223,14 +222,14 @@ class _Job:
 
 
 def _run(request: Json, directory: Path, send: Send) -> None:
+    os.environ.pop("MEGATRON_EXT_DISABLE", None)  # meant for the agent only
     os.environ.update(request["env"])
     # The script's own modules may be on the job's path only.
     sys.path += [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
     hello = look(request, directory)
     send(hello)
     # The launcher compares all hosts first, so that a job starts everywhere or nowhere.
-    messages = filter(None, map(runs.decode, sys.stdin.buffer))
-    start = next((message for message in messages if message["op"] == "start"), None)
+    start = runs.decode(sys.stdin.buffer.readline())
     if start is None:
         return
     per_node = request["per_node"]
@@ -241,8 +240,6 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         runs.RUN_ID: request["run_id"],
         runs.NODE: str(request["node"]),
     }
-    if "MEGATRON_EXT_DISABLE" not in request["env"]:
-        environment.pop("MEGATRON_EXT_DISABLE", None)  # meant for the agent only
     if hello.get("interface"):
         environment.setdefault("GLOO_SOCKET_IFNAME", hello["interface"])
     own_log = directory / ("output.log" if per_node else "torchrun.log")
@@ -360,15 +357,14 @@ def _logs(request: Json, directory: Path) -> Json:
 def main() -> int:
     """Execute the request on standard input."""
     # Only messages may go to standard output: output of libraries goes to standard error.
-    output = os.dup(1)
+    output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     lock = threading.Lock()
 
     def send(message: Json) -> None:
-        data = memoryview(runs.encode(message))
         with lock:
-            while data:
-                data = data[os.write(output, data) :]
+            output.write(runs.encode(message))
+            output.flush()
 
     def live() -> None:
         with suppress(OSError):  # the launcher is gone, which the end of our input shows too

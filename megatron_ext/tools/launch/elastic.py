@@ -15,6 +15,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from psutil import Process
+
 from megatron_ext.tools.launch import runs
 
 
@@ -25,7 +27,7 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     report, grace_s, arguments = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
-    killer = threading.Timer(grace_s, lambda: runs.end(runs.descendants(os.getpid())))
+    killer = threading.Timer(grace_s, lambda: runs.end(Process().children(recursive=True)))
     killer.daemon = True
 
     def bound_the_end(record: logging.LogRecord) -> bool:

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -55,12 +56,10 @@ def decode(line: bytes) -> Json | None:
 
 def runs_root() -> Path:
     """Return the folder of runs on this host: `MEGATRON_EXT_RUNS`, else below ~/.local/state."""
-    named = os.environ.get("MEGATRON_EXT_RUNS")
-    if named:
-        return Path(named).expanduser().absolute()
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises for an unknown user
-    state = os.environ.get("XDG_STATE_HOME") or f"{home}/.local/state"
-    return Path(state) / "megatron_ext" / "runs"
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    named = os.environ.get("MEGATRON_EXT_RUNS") or f"{state}/megatron_ext/runs"
+    home = os.path.expanduser(named)  # noqa: PTH111 - Path.expanduser() raises for unknown users
+    return Path(home).absolute()
 
 
 def new_run_id() -> str:
@@ -97,7 +96,7 @@ def load(run_id: str, name: str) -> Json | None:
 
 def record() -> Json:
     """Return what identifies this process whatever happens to its id later, as JSON can hold it."""
-    return {"pid": os.getpid(), "start": _start(os.getpid())}
+    return {"pid": os.getpid(), "start": _start(os.getpid()), "machine": socket.gethostname()}
 
 
 def _start(pid: int) -> str:
@@ -125,13 +124,6 @@ def _alive(process: Process) -> bool:
     return False
 
 
-def descendants(root: int) -> set[Process]:
-    """Return all descendants of a process."""
-    with suppress(psutil.Error):
-        return set(filter(_alive, Process(root).children(recursive=True)))
-    return set()
-
-
 def marked(run_id: str, node: int) -> set[Process]:
     """Return the processes of a run on a host."""
     found = set()
@@ -140,7 +132,7 @@ def marked(run_id: str, node: int) -> set[Process]:
             environment = process.environ()
             if (environment.get(RUN_ID), environment.get(NODE)) == (run_id, str(node)):
                 found.add(process)
-    return set(filter(_alive, found))
+    return found
 
 
 def end(processes: Iterable[Process], timeout_s: float = 5.0) -> set[Process]:
