@@ -120,11 +120,11 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         say(f"inside of Slurm's job {os.environ['SLURM_JOB_ID']}: --slurm submits no other")
     # Agents get no flags; by the variable they too count no devices.
     on_cpu = {"MEGATRON_EXT_DEVICE": "cpu"} if requested(command) == "cpu" else {}
-    devices = 0 if on_cpu else count_devices(environ={**os.environ, **dict(args.env)})
-    flags = [*requested_flags({**os.environ, **dict(args.env)}), *command]
-    hosts, slurm_job = hosts_of(args, args.nproc, devices or Parallel.of(flags).smallest_job)
-    if args.per_node:
-        hosts = tuple(replace(host, slots=1) for host in hosts)
+    own_env = {**on_cpu, **dict(args.env)}
+    environ = {**os.environ, **own_env}
+    flags = [*requested_flags(environ), *command]
+    alone = count_devices(environ=environ) or Parallel.of(flags).smallest_job
+    hosts, slurm_job = hosts_of(args, 1 if args.per_node else args.nproc, alone)
     run_id = runs.check_run_id(args.run_id) if args.run_id else runs.new_run_id()
     if slurm_job is not None and not args.run_id:
         # `status`, `logs` and `stop` take the job's id, for the first run in it.
@@ -142,7 +142,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         command=tuple(command),
         workdir=workdir,
         python=args.python,
-        env={**_DEFAULTS, **shown, **exported, **on_cpu, **dict(args.env)},
+        env={**_DEFAULTS, **shown, **exported, **own_env},
         master_port=args.master_port,
         num_microbatches=args.num_microbatches,
         allow_uneven=args.allow_uneven,
@@ -283,8 +283,7 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         try:
             directory.mkdir(parents=True, exist_ok=True)
             runs.write_json(directory / "plan.json", plan.record())
-            launcher = {**runs.record(), "machine": socket.gethostname()}
-            runs.write_json(directory / "launcher.json", launcher)
+            runs.write_json(directory / "launcher.json", runs.record())
             # Unbuffered: what a full disk does not take would be an error at the file's end.
             log = (directory / "output.log").open("wb", buffering=0)
         except OSError as error:
