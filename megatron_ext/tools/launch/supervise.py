@@ -17,7 +17,8 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -147,32 +148,27 @@ class Display:
         while (chunk := self._chunks.get()) is not None:
             self._is_blocked = False
             host, data = chunk
-            every, short = list[bytes](), list[str]()
+            every, short = list[bytes](), list[bytes]()
             for marked in data.removesuffix(b"\n").split(b"\n"):
                 rank = _MARKED.match(marked)
                 source = f"{host}:{rank[1].decode()}" if rank else host
                 # torchrun repeats the mark within a line that pauses.
                 line = _MARKED.sub(b"", marked) if rank else marked
-                every.append(b"[%s] %s\n" % (source.encode(), line))
+                every.append(b"[%s] %s" % (source.encode(), line))
                 if found := _ITERATION.search(line):
                     self.iteration = int(found[1])
                 if self._view is not None and not self.is_stopping:
-                    short += self._view.feed(line.decode(errors="replace"), source)
-            self._write(self._log, b"".join(every))
-            if self._view is not None:
-                self._show(short)
-            else:
-                self._write(self._output, b"".join(every))
+                    text = line.decode(errors="replace")
+                    short += map(str.encode, self._view.feed(text, source))
+            self._write(self._log, every)
+            self._write(self._output, every if self._view is None else short)
         if self._view is not None and not self.is_stopping:
-            self._show(self._view.flush())
+            self._write(self._output, map(str.encode, self._view.flush()))
 
-    def _show(self, short: Sequence[str]) -> None:
-        self._write(self._output, "".join(f"{line}\n" for line in short).encode())
-
-    def _write(self, file: BinaryIO, text: bytes) -> None:
+    def _write(self, file: BinaryIO, lines: Iterable[bytes]) -> None:
         # A full disk, or a reader that is gone (`| head`): the job goes on, and its hosts have all.
         with suppress(OSError, ValueError):
-            file.write(text)
+            file.write(b"\n".join([*lines, b""]))
             file.flush()
 
 
@@ -245,11 +241,8 @@ class Agents:
 
     def __exit__(self, *_: object) -> None:
         # Side by side: one host that does not answer must not delay the others.
-        threads = [threading.Thread(target=each.close) for each in self.connections.values()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(self.plan.hosts) or 1) as pool:
+            pool.map(_Connection.close, self.connections.values())
 
     def _put(self, index: int, message: Json | None) -> None:
         kind = None if message is None else message["kind"]
@@ -277,12 +270,11 @@ class Agents:
             variables.append(f"PYTHONPATH={root}")  # the agent has to have the same files
         argv = ["env", *variables, self.plan.python, "-m", "megatron_ext.tools.launch.agent"]
         answers: dict[int, Json | str] = {}
-        for index in range(len(self.plan.hosts)):
-            host = self.plan.hosts[index]
+        for index, host in enumerate(self.plan.hosts):
+            put = partial(self._put, index)
             try:
                 command = reach(self.plan, host, argv, timeout_s)
-                connection = _Connection(host.name, command, partial(self._put, index))
-                self.connections[index] = connection
+                self.connections[index] = connection = _Connection(host.name, command, put)
                 connection.send(**self.plan.request(index, op) | more)
             except (OSError, ValueError, TypeError) as error:
                 answers[index] = f"its agent cannot be started: {error}"
@@ -440,7 +432,7 @@ def _watch(
             each.send(**message)
 
     while running:
-        index, message = agents.next_event(min(alive_at, stop_at))
+        index, message = agents.next_event(alive_at if is_stopping else min(alive_at, stop_at))
         now = time.monotonic()
         if now >= alive_at:
             send_all(op="alive")
@@ -476,7 +468,7 @@ def _watch(
         if failures and not is_stopping:
             # Another host's failure may have caused the one that arrived first.
             stop_at = min(stop_at, now + _SETTLE_S)
-            if now >= stop_at:
-                is_stopping, stop_at = True, math.inf
+            is_stopping = now >= stop_at
+            if is_stopping:
                 send_all(op="stop", grace_s=plan.grace_s)
     return stopped_by, {} if display.is_stopping else failures, lost

@@ -8,11 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -87,6 +90,26 @@ def test_ctrl_c_counts_while_a_lost_host_is_looked_at_again(
     display.close()
     assert (outcome.code, outcome.stopped_by) == (255, "SIGINT"), "so it does not start again"
     assert "cannot be reached to see what is left" in str(outcome.failure)
+
+
+def test_a_launcher_is_idle_while_a_failed_job_that_is_stopped_takes_its_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervise, "_SETTLE_S", 0.1)
+    plan = JobPlan("r1", (Host("a", 1), Host("b", 1)), ("true",), "/", sys.executable)
+    agents = Agents(plan)
+    agents.connections = dict.fromkeys(range(2), Mock(heard_at=time.monotonic()))
+    ended = {"kind": "ended", "what": "the command", "code": 7, "time": 0.0, "tail": []}
+    agents.events.put((0, {**ended, "stopped": None}))
+    agents.events.put((signal.SIGINT, "signal"))
+    last = (1, {**ended, "stopped": "the launcher requested it"})
+    threading.Timer(0.5, agents.events.put, [last]).start()
+    waits = Mock(wraps=agents.next_event)
+    monkeypatch.setattr(agents, "next_event", waits)
+    display = Mock()
+    stopped_by, failures, _ = supervise._watch(agents, plan, [{"ahead_s": 0.0}] * 2, display)
+    assert (stopped_by, failures.keys()) == (signal.SIGINT, {0})
+    assert waits.call_count == 3
 
 
 def test_messages_stand_out_from_what_login_scripts_print() -> None:
