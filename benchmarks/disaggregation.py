@@ -21,9 +21,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
@@ -35,14 +35,14 @@ from torch.distributed.elastic.utils.store import barrier
 
 from benchmarks.harness import ranks
 from benchmarks.harness.command import machine, markdown, options, write_json
-from benchmarks.harness.megatron_core import make_config
+from benchmarks.harness.megatron_core import batches, forward_step, make_config
 from benchmarks.harness.metrics import seconds_of
 from benchmarks.harness.ops import OpTimes, Sizes
-from benchmarks.harness.stage import MESSAGE_SHAPE, EmulatedStage, Probe
-from benchmarks.harness.systems import Own, Run, System
+from benchmarks.harness.stage import MESSAGE_SHAPE, Chunk, Probe
+from benchmarks.harness.systems import Own, Run, System, own
 from megatron_ext.config import active
 from megatron_ext.config.active import Active, activate_configuration
-from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
+from megatron_ext.config.pipeline_config import Activations, Disaggregation, PipelineConfig
 from megatron_ext.config.roles import Job, RankMap
 from megatron_ext.devices import host
 from megatron_ext.disaggregation import step, weights, worlds
@@ -52,6 +52,7 @@ from megatron_ext.schedules import Costs, Kind, Placement, Schedule, generate, s
 from megatron_ext.schedules.table.placement import linear
 from tests.ranks import run_ranks
 
+_ACTIVATIONS: tuple[Activations, ...] = ("recompute", "ship")
 _BAR, _FORWARD_S, _NUM_MICROBATCHES = 0.03, 0.04, 8
 _STEP_HEAD = ("", "TP", "PP", "computed", "measured", "", "time, computed", "measured",
               "devices")  # fmt: skip
@@ -75,7 +76,7 @@ _SHARDED = _FBD + " --use-distributed-optimizer --overlap-grad-reduce"
 class Disaggregated(System):
     """A pipeline of forward and of backward ranks."""
 
-    activations: Literal["recompute", "ship"]
+    activations: Activations
     """What backward ranks start from."""
     tp: int = 1
     """Tensor-parallel ranks that one forward rank stands in for; those of a stage are one here."""
@@ -103,12 +104,12 @@ class Disaggregated(System):
         StageCompute.backward = _timed(StageCompute.backward, probe, "B")  # type: ignore[method-assign]
         config = make_config(pp)
         config.num_layers, config.timers = 8, None
-        stage = _Stage(config, probe, checkpoints=self.activations == "ship")
+        stage = _Stage(probe, config, checkpoints=self.activations == "ship")
         return lambda: step.forward_backward(
             # Megatron's own schedule is for evaluation, and nothing is evaluated here.
             forward_backward,
-            forward_step_func=_forward_step,
-            data_iterator=None,
+            forward_step_func=forward_step,
+            data_iterator=batches(probe),
             model=[stage],
             num_microbatches=num_microbatches,
             seq_length=MESSAGE_SHAPE[0],
@@ -161,67 +162,45 @@ def _timed(method: Callable[..., Any], probe: Probe, kind: Kind) -> Callable[...
     return timed
 
 
-class _Stage(torch.nn.Module):
+class _Stage(Chunk):
     """An emulated stage in a block of one layer, where shipped layers are looked for."""
 
-    def __init__(self, config: Any, probe: Probe, *, checkpoints: bool) -> None:
-        super().__init__()
-        self.config, self.vp_stage, self.model_type = config, None, None
-        self.input: torch.Tensor | None = None
+    def __init__(self, probe: Probe, config: Any, *, checkpoints: bool) -> None:
+        super().__init__(probe, config, None, 0)
         self.block = TransformerBlock.__new__(TransformerBlock)  # nothing else of a real one
         torch.nn.Module.__init__(self.block)
-        self.block.layers = torch.nn.ModuleList([EmulatedStage(probe)])
-        self.first = torch.nn.Parameter(torch.zeros(MESSAGE_SHAPE))
+        self.block.layers = torch.nn.ModuleList([self.stage])
         self.checkpoints = checkpoints
 
-    def set_input_tensor(self, tensors: list[Any]) -> None:
-        self.input = tensors[0]
-
-    def forward(self) -> torch.Tensor:
-        x = self.first if self.input is None else self.input
+    def forward(self, data: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
+        x = self._given(data).requires_grad_()
         [layer] = self.block.layers
+
+        def computed(hidden: torch.Tensor, _mask: None, context: None) -> tuple[Any, None]:
+            return layer(hidden), context
+
         made: torch.Tensor
         if self.checkpoints:
-
-            def computed(hidden: torch.Tensor, _mask: None, context: None) -> tuple[Any, None]:
-                return layer(hidden), context
-
             made = random.checkpoint(computed, False, x, None, None)[0]
         else:
             made = layer(x)
         return made
 
 
-def _forward_step(_data: Iterator[Any] | None, stage: _Stage) -> tuple[Any, Any]:
-    def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        return output.sum(), torch.tensor(1, dtype=torch.int), {}
+def measure_training(flags: list[str]) -> dict[str, Any]:
+    """Train as one rank; return its role and stage, and the time and memory that it needed.
 
-    return stage(), loss
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Time and memory of one process of a real training."""
-
-    role: str
-    stage: int
-    peak_mib: float
-    """Resident memory above that before the first step."""
-    weights_ms: float
-    """For each step, what new weights cost: a forward rank from their announcement until they are
-    here, a backward rank until it goes on."""
-    step_ms: float
-
-
-def measure_training(flags: list[str]) -> Trained:
-    """Train as one rank and return what it needed."""
+    Memory is what is resident above that before the first step. What new weights cost in each step
+    is the time of a forward rank from their announcement until they are here, and of a backward
+    rank until it goes on.
+    """
     from megatron_ext import devices
     from tests.ranks import train_here
 
     devices.current()  # before Megatron is imported
     from megatron.training import get_args, training
 
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     train = training.train
 
     @functools.wraps(train)
@@ -257,28 +236,11 @@ def measure_training(flags: list[str]) -> Trained:
     training.train = measured
     train_here("gpt", flags)
     job = active.job()
-    role = "both" if job is None else job.role
-    weights_s = sum(spent_s) / max(1, len(spent_s))
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    return Trained(role, stage, found["peak_mib"], 1e3 * weights_s, found["step_ms"])
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of the first table; steps in forwards of a stage."""
-
-    name: str
-    tp: int
-    pp: int
-    computed: float
-    measured: float
-    devices: float
-    """Over those of 1F1B on as many stages."""
-
-    @property
-    def deviation(self) -> float:
-        """Measured over computed, minus 1."""
-        return self.measured / self.computed - 1
+    return found | {
+        "role": "both" if job is None else job.role,
+        "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "weights_ms": 1e3 * sum(spent_s) / max(1, len(spent_s)),
+    }
 
 
 WAYS = {
@@ -294,19 +256,16 @@ WAYS = {
 
 def cases() -> list[Own | Disaggregated]:
     """Return what the first table compares; 1F1B is the reference."""
-    merged = [
-        Disaggregated(f"merged, {way}", way, tp) for tp in (2, 4) for way in ("recompute", "ship")
-    ]
     return [
-        Own("1F1B", "1f1b", transport="shm"),
+        own("1F1B", "1f1b"),
         Disaggregated("plain, recompute", "recompute"),
         Disaggregated("plain, ship", "ship"),
-        *merged,
+        *(Disaggregated(f"merged, {way}", way, tp) for tp in (2, 4) for way in _ACTIVATIONS),
     ]
 
 
-def measure_row(system: Own | Disaggregated, pp: int, steps: int) -> Row:
-    """Measure one row of the first table."""
+def measure_row(system: Own | Disaggregated, pp: int, steps: int) -> dict[str, Any]:
+    """Return one row of the first table; times are in forwards of a stage."""
     sizes = Sizes(pp, _NUM_MICROBATCHES, _FORWARD_S, 2, steps)
     if isinstance(system, Own):
         tp, roles, table = 1, 1, system.pipeline(pp, _NUM_MICROBATCHES).full
@@ -316,51 +275,63 @@ def measure_row(system: Own | Disaggregated, pp: int, steps: int) -> Row:
     makespan = simulate(table, _RoleCosts(tp=tp)).makespan
     by_rank = ranks.run(ranks.measure, system, sizes, replicas=roles, repeats=tp)
     seconds = map(seconds_of, zip(*by_rank, strict=True))
-    units = statistics.median(each / _FORWARD_S for each in seconds)
-    print(f"{system.name}, pp {pp}, tp {tp}: {units:.2f}", file=sys.stderr)
-    devices = 1.0 if roles == 1 else (tp + 1) / tp
-    return Row(system.name, tp, pp, makespan * table.num_stages / table.pp, units, devices)
+    row = {
+        "name": system.name,
+        "tp": tp,
+        "pp": pp,
+        "computed": makespan * table.num_stages / table.pp,
+        "measured": statistics.median(each / _FORWARD_S for each in seconds),
+        "devices": 1.0 if roles == 1 else (tp + 1) / tp,
+    }
+    print(row, file=sys.stderr)
+    return row
 
 
-def steps_as_markdown(rows: list[Row], conditions: str) -> str:
+def steps_as_markdown(rows: list[dict[str, Any]]) -> str:
     """Return the first table; relative figures are to 1F1B on as many stages."""
-    reference = {row.pp: row for row in rows if row.name == "1F1B"}
-    lines = []
+    reference = {row["pp"]: row for row in rows if row["name"] == "1F1B"}
+    lines, off = [], []
     for row in rows:
-        than = reference[row.pp]
+        name, tp, pp, computed, measured, devices = row.values()
+        than = reference[pp]
+        off.append((measured / computed - 1, f"{name}, TP {tp}, PP {pp}"))
         lines.append((
-            row.name,
-            str(row.tp) if row.name.startswith("merged") else "any",
-            str(row.pp),
-            f"{row.computed:g}",
-            f"{row.measured:.2f}",
-            f"{100 * row.deviation:+.1f} %",
-            f"{row.computed / than.computed:.2f}",
-            f"{row.measured / than.measured:.2f}",
-            f"{row.devices:g}",
+            name,
+            str(tp) if name.startswith("merged") else "any",
+            str(pp),
+            f"{computed:g}",
+            f"{measured:.2f}",
+            f"{100 * off[-1][0]:+.1f} %",
+            f"{computed / than['computed']:.2f}",
+            f"{measured / than['measured']:.2f}",
+            f"{devices:g}",
         ))  # fmt: skip
-    worst = max(rows, key=lambda row: abs(row.deviation))
-    summary = (
-        f"{sum(abs(row.deviation) > _BAR for row in rows)} of {len(rows)} rows are more than "
-        f"{100 * _BAR:g} % off; the most is {100 * worst.deviation:+.1f} % ({worst.name}, TP "
-        f"{worst.tp}, PP {worst.pp})."
+    worst, where = max(off, key=lambda each: abs(each[0]))
+    return (
+        f"{markdown(_STEP_HEAD, lines)}\n\n"
+        f"{sum(abs(each) > _BAR for each, _ in off)} of {len(rows)} rows are more than "
+        f"{100 * _BAR:g} % off; the most is {100 * worst:+.1f} % ({where})."
     )
-    return f"{conditions}\n\n{markdown(_STEP_HEAD, lines)}\n\n{summary}"
 
 
-def training_as_markdown(found: dict[str, list[Trained]]) -> str:
+def training_as_markdown(found: dict[str, list[dict[str, Any]]]) -> str:
     """Return the second table."""
+
+    def most(form: str, what: str, of: list[dict[str, Any]], *roles: str) -> str:
+        values = [one[what] for one in of if one["role"] in roles]
+        return format(max(values), form) if values else ""
+
     rows = []
     for name, processes in found.items():
-        first = [one for one in processes if one.stage == 0]
-        columns = (
-            (0, [one.peak_mib for one in first if one.role != "forward"]),
-            (0, [one.peak_mib for one in first if one.role == "forward"]),
-            (1, [one.weights_ms for one in processes if one.role == "backward"]),
-            (1, [one.weights_ms for one in processes if one.role == "forward"]),
-        )
-        cells = (f"{max(values):.{digits}f}" if values else "" for digits, values in columns)
-        rows.append((name, f"{max(one.step_ms for one in processes):.0f}", *cells))
+        first = [one for one in processes if one["stage"] == 0]
+        rows.append((
+            name,
+            most(".0f", "step_ms", processes, "both", "forward", "backward"),
+            most(".0f", "peak_mib", first, "both", "backward"),
+            most(".0f", "peak_mib", first, "forward"),
+            most(".1f", "weights_ms", processes, "backward"),
+            most(".1f", "weights_ms", processes, "forward"),
+        ))  # fmt: skip
     return markdown(_TRAINING_HEAD, rows)
 
 
@@ -370,22 +341,21 @@ def main() -> None:
     ranks.clean_up_when_terminated()
     pps, steps = ((1,), 1) if args.quick else ((1, 2, 4), 3)
     rows = [measure_row(system, pp, steps) for pp in pps for system in cases()]
-    conditions = (
-        f"{_NUM_MICROBATCHES} micro-batches. Forwards of a stage, {1e3 * _FORWARD_S:g} ms each; "
-        f"the median of {steps} steps; {machine()}. Last, time and devices relative to 1F1B on as "
-        "many stages."
+    print(
+        f"<!-- step: begin -->\n{_NUM_MICROBATCHES} micro-batches. Forwards of a stage, "
+        f"{1e3 * _FORWARD_S:g} ms each; the median of {steps} steps; {machine()}. Last, time and "
+        "devices relative to 1F1B on as many stages.\n\n"
+        f"{steps_as_markdown(rows)}\n<!-- step: end -->",
+        flush=True,
     )
-    table = steps_as_markdown(rows, conditions)
-    print(f"<!-- step: begin -->\n{table}\n<!-- step: end -->", flush=True)
-    trained: dict[str, list[Trained]] = {}
+    trained: dict[str, list[dict[str, Any]]] = {}
     for name, (num_ranks, flags) in {} if args.quick else WAYS.items():
         words = (_MODEL + flags).split()
-        trained[name] = list(run_ranks(num_ranks, measure_training, words, timeout_s=300))
+        trained[name] = run_ranks(num_ranks, measure_training, words, timeout_s=300)
         print(f"trained: {name}", file=sys.stderr)
     if trained:
         print(f"<!-- training: begin -->\n{training_as_markdown(trained)}\n<!-- training: end -->")
-    training = {name: list(map(asdict, processes)) for name, processes in trained.items()}
-    write_json(args.json, {"steps": list(map(asdict, rows)), "training": training})
+    write_json(args.json, {"steps": rows, "training": trained})
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from benchmarks.harness import ranks, scenarios
 from benchmarks.harness.command import markdown, options, ratios, spread, write_json
 from benchmarks.harness.comparison import Compared, compare, report_failures
 from benchmarks.harness.ops import SCENARIOS, Sizes
-from benchmarks.harness.systems import OVERLAPPED, Own, disturbed_systems
+from benchmarks.harness.systems import OVERLAPPED, PEERS, ordered
 
 _WHOLE, _SPLIT = "interleaved chunks=2, static", "interleaved chunks=2, static, split"
 _HINTS = ("interleaved chunks=2, hint +0", "interleaved chunks=2, hint +1")
@@ -95,54 +95,47 @@ PARTS = (
 
 @dataclass
 class Found:
-    """A part that has run."""
+    """A part that has run, or was simulated."""
 
     part: Part
-    compared: Compared
     simulated: bool
+    compared: Compared
     limits: dict[tuple[str, str], float] = field(default_factory=dict)
     """(reference, scenario) -> how much faster any order of its actions can be, simulated."""
-
-    @property
-    def how(self) -> str:
-        """Under which conditions."""
-        sizes, figures = self.compared.sizes, self.compared.figures.values()
-        if self.simulated:
-            return f"simulated, {sizes.steps} draws"
-        late = max((found.op_inflation for found in figures), default=0)
-        conditions = self.compared.conditions
-        return f"{conditions}, ops at most {100 * late:.1f} % longer than they sleep"
 
 
 def run(part: Part, sizes: Sizes, repetitions: int | None) -> Found:
     """Run all systems of a part, each once in all its scenarios; without repetitions, simulate."""
-    systems = {system.name: system for system in disturbed_systems()}
     wanted: dict[str, dict[str, None]] = {}
     limits = {}
     for comparison in part.comparisons:
-        references = [comparison.reference]
-        if repetitions is None and comparison.stand_in:
-            references.append(comparison.stand_in)
-        for name in [*references, *comparison.others]:
+        systems = [comparison.reference, *comparison.others]
+        if repetitions is None:
+            systems = [name for name in (*systems, comparison.stand_in) if name not in PEERS]
+        for name in filter(None, systems):
             wanted.setdefault(name, {}).update(dict.fromkeys(comparison.names))
-        order = systems[comparison.stand_in or comparison.reference]
-        assert isinstance(order, Own)
+        order = ordered(comparison.stand_in or comparison.reference)
         for name in comparison.names:
             limit = statistics.median(scenarios.limits(order, sizes, name))
             limits[comparison.reference, name] = limit
     compared = compare(
-        [(systems[name], list(names)) for name, names in wanted.items()],
+        [(PEERS.get(name) or ordered(name), list(names)) for name, names in wanted.items()],
         sizes, repetitions or 1, simulates=repetitions is None,
     )  # fmt: skip
-    return Found(part, compared, repetitions is None, limits)
+    return Found(part, repetitions is None, compared, limits)
 
 
 def text_of(found: Found) -> str:
-    """Return all tables of a part."""
+    """Return all tables of a part, and under which conditions it ran."""
     part, sizes, figures = found.part, found.compared.sizes, found.compared.figures
-    ideal_s = sizes.work if found.simulated else sizes.work_s  # simulated times are in forwards
     measured = {system for system, _ in figures}
-    texts = [f"{part.pp} ranks, {part.num_microbatches} micro-batches ({found.how})."]
+    ideal_s, how = sizes.work_s, f"simulated, {sizes.steps} draws"
+    if found.simulated:
+        ideal_s /= sizes.forward_s  # these times are in forwards
+    else:
+        late = max((each.op_inflation for each in figures.values()), default=0)
+        how = f"{found.compared.conditions}, ops at most {100 * late:.1f} % longer than they sleep"
+    texts = [f"{part.pp} ranks, {part.num_microbatches} micro-batches ({how})."]
     for comparison in part.comparisons:
         reference = comparison.reference
         if reference not in measured:

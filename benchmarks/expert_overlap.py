@@ -10,8 +10,8 @@ two ranks of a group of experts meet in each exchange. Both of a pair run throug
 plans, the exchanges in their stream. Exchanges take shares of the time of the computation of the
 same layer, in the forward and in the input gradient. Columns:
 
-    T ms         the shortest step, from the first rank's begin until all devices are idle
-    work/T       computation of one rank over T; no order can have more than 1
+    work/T       computation of one rank over T, the shortest step, from the first rank's begin
+                 until all devices are idle; no order can have more than 1
     T/bound      T over the simulated time of the table, where a pair takes the larger of both
     hidden %     of what pairs could hide: of each, the smaller of computation and all-to-all
     of all %     of all all-to-all; that of warm-up and cool-down has no partner
@@ -26,6 +26,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
@@ -34,7 +35,7 @@ from benchmarks.harness import ranks
 from benchmarks.harness.command import chosen, figure, machine, markdown, options, write_json
 from benchmarks.harness.metrics import peak, seconds_of
 from benchmarks.harness.ops import LAYERS, ExpertTimes, Sizes, Step
-from benchmarks.harness.systems import Own, Peer, System, loop2, variants
+from benchmarks.harness.systems import VARIANTS, Own, Peer, System, loop2, own
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, simulate
 from megatron_ext.upstream import releases
@@ -46,17 +47,15 @@ _UPSTREAM = "megatron-core interleaved, overlap"
 
 
 def systems() -> list[System]:
-    """Return Megatron's own overlap and all tables, each of them with pairs and without."""
-    found: list[System] = [
+    """Return Megatron's own overlap, and all tables with pairs."""
+    return [
         Peer(_UPSTREAM, "megatron_core", "interleaved-overlap, experts", loop2),
-        Peer("megatron-core interleaved", "megatron_core", "interleaved-overlap", loop2),
+        *(
+            own(f"{label}, pairs", label, transport="torch", pairs=True)
+            for label in VARIANTS
+            if label != "gpipe"  # no backward before the last forward
+        ),
     ]
-    for label, name, settings in variants():
-        if name == "gpipe" or settings.get("overlap"):
-            continue  # no backward before the last forward; the pass makes pairs itself
-        found.append(Own(f"{label}, pairs", name, settings, pairs=True))
-        found.append(Own(label, name, settings))
-    return found
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,8 @@ class Overlap:
     Other load on the machine only adds time.
     """
 
-    seconds: list[float]
-    """Of each step, from its first rank's begin until all devices are idle."""
-    work_s: float
-    """Computation of one rank."""
+    step_s: float
+    """From its first rank's begin until all devices are idle."""
     bound_s: float | None
     """Simulated time of the table where a pair takes the larger of computation and all-to-all."""
     plain_s: float | None
@@ -79,12 +76,7 @@ class Overlap:
     of_all: float
     """Part of all all-to-all that ran behind computation."""
     activations: float
-    """On the worst rank, in those of one micro-batch on 1/pp of the model."""
-
-    @property
-    def step_s(self) -> float:
-        """The shortest step."""
-        return min(self.seconds)
+    """On the worst rank, in those of one micro-batch on 1/pp of the model; of all steps."""
 
 
 def overlap(steps: Sequence[Sequence[Step]], system: System, sizes: Sizes, part: float) -> Overlap:
@@ -97,10 +89,9 @@ def overlap(steps: Sequence[Sequence[Step]], system: System, sizes: Sizes, part:
         part: That share.
     """
     times = ExpertTimes(sizes.forward_s, system.share(sizes.pp), all_to_all=part)
-    seconds, of_all, kept = [], [], 0.0
-    hidden: list[float | None] = []
+    found: list[tuple[float, float | None, float]] = []
+    kept = 0.0
     for of_step in zip(*steps, strict=True):
-        seconds.append(seconds_of(of_step))
         saved = could = total = 0.0
         for step in of_step:
             kept = max(kept, times.share * peak(step.ops))
@@ -111,35 +102,31 @@ def overlap(steps: Sequence[Sequence[Step]], system: System, sizes: Sizes, part:
                     work_s = sum(times.seconds(op.kind, op.stage, 0) for op in (one, two))
                     saved += exchange_s + work_s - one.duration_s
                     could += min(exchange_s, work_s)
-        hidden.append(saved / could if could else None)
-        of_all.append(saved / total if total else 0.0)
+        hidden = saved / could if could else None
+        found.append((seconds_of(of_step), hidden, saved / total if total else 0.0))
     bound_s = plain_s = None
     if isinstance(system, Own):
         costs = Costs(1 + part, 1 + part, 1, all_to_all=part / (1 + part))
         bound_s, plain_s = (
             sizes.forward_s
             * simulate(each.pipeline(sizes.pp, sizes.num_microbatches).full, costs).makespan
-            for each in (system, replace(system, pairs=False))
+            for each in (system, replace(system, config=replace(system.config, pairs=False)))
         )
-    best = seconds.index(min(seconds))
-    return Overlap(seconds, sizes.work_s, bound_s, plain_s, hidden[best], of_all[best], kept)
+    step_s, hidden, of_all = min(found, key=itemgetter(0))
+    return Overlap(step_s, bound_s, plain_s, hidden, of_all, kept)
 
 
-_HEADER = (
-    "order", "T ms", "work/T", "T/bound", "hidden %", "of all %", "gain", "upstream",
-    "activations",
-)  # fmt: skip
+_HEADER = ("order", "work/T", "T/bound", "hidden %", "of all %", "gain", "upstream", "activations")
 
 
-def table(found: dict[str, Overlap]) -> str:
+def table(found: dict[str, Overlap], work_s: float) -> str:
     """Return the figures of one share of all-to-all as a Markdown table."""
     rows = []
     for name, each in found.items():
         step_s = each.step_s
         rows.append((
             name,
-            f"{1e3 * step_s:.0f}",
-            f"{each.work_s / step_s:.3f}",
+            f"{work_s / step_s:.3f}",
             "" if each.bound_s is None else f"{step_s / each.bound_s:.3f}",
             figure(each.hidden, ".1f", 100),
             f"{100 * each.of_all:.1f}",
@@ -152,7 +139,7 @@ def table(found: dict[str, Overlap]) -> str:
 
 def main() -> int:
     """Measure and print; 1 if a system failed."""
-    parser = options(__doc__, "three systems, a few short actions", only=True)
+    parser = options(__doc__, "two systems, a few short actions", only=True)
     add = parser.add_argument
     add("--forward-ms", type=float, default=40.0, help="computation of 1/pp of the model")
     add("--connections", type=int, default=32, help="hardware queues of a device; exchanges in one "
@@ -162,7 +149,7 @@ def main() -> int:
     pp, num_microbatches, num_steps, shares = 4, 16, 2, [0.3, 0.6, 1.0]
     if args.quick:
         pp, num_microbatches, num_steps, shares, args.forward_ms = 2, 4, 1, [0.6], 8.0
-        compared = [each for each in systems() if each.name in (_UPSTREAM, "zb-v, pairs", "zb-v")]
+        compared = [each for each in systems() if each.name in (_UPSTREAM, "zb-v, pairs")]
     if (releases.installed_release() or (0, 19)) < (0, 19):
         raise SystemExit(
             f"expert_overlap.py: megatron-core {releases.core_version()} makes plans of its own "
@@ -189,10 +176,11 @@ def main() -> int:
             failed.append(f"{system.name}: {error}")
             continue
         for number, part in enumerate(shares):
-            own = [row[number :: len(shares)] for row in steps]
-            found[part][system.name] = overlap(own, system, sizes, part)
+            with_part = [row[number :: len(shares)] for row in steps]
+            found[part][system.name] = overlap(with_part, system, sizes, part)
     for part, by_system in found.items():
-        print(f"All-to-all {part:g} of a layer's computation:\n\n{table(by_system)}\n")
+        print(f"All-to-all {part:g} of a layer's computation:\n")
+        print(f"{table(by_system, sizes.work_s)}\n")
     conditions = (
         f"pp {pp}, {_EXPERTS} ranks of experts, {num_microbatches} micro-batches, {LAYERS} "
         f"layers on each rank, forward = input gradient = weight gradient = {args.forward_ms:g} ms "

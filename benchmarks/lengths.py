@@ -1,7 +1,6 @@
 """Gain of balancing by cost where samples differ in length, by simulation.
 
-    python benchmarks/lengths.py [--workload NAME ...] [--size PPxM ...] [--draws N]
-        [--only TEXT ...] [--json FILE] [--quick]
+    python benchmarks/lengths.py [--size PPxM ...] [--draws N] [--json FILE] [--quick]
 
 A stage takes a*L + b*L^2 for each sample of a micro-batch, with a and b of Llama 3 8B. All lines of
 a table get the same batches, so the same tokens and the same gradient. `step` is the slowest of the
@@ -35,10 +34,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness.command import chosen, options, ratios, size, spread, write_json
+from benchmarks.harness.command import options, ratios, size, spread, write_json
 from benchmarks.harness.scenarios import simulated
-from benchmarks.harness.systems import Own
-from megatron_ext.config.pipeline_config import DynamicOrder
+from benchmarks.harness.systems import Own, ordered
 from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.commands import aligned
 from megatron_ext.schedules.search.length_balance import (
@@ -50,7 +48,6 @@ from megatron_ext.schedules.search.length_balance import (
     shortest,
 )
 
-_STATIC = Own("interleaved", "interleaved", {"chunks": 2})
 UPSTREAM = "interleaved, file order"
 _KINDS = (
     (52.66, 974.0),  # general English
@@ -116,7 +113,6 @@ WORKLOADS = {
 class Way:
     """One line of the table."""
 
-    name: str
     system: Own
     packs: bool = False
     """Whether replicas share out micro-batches (`--pipeline-balance pack`); else they run what the
@@ -125,20 +121,17 @@ class Way:
     """True if micro-batches are ordered by cost; else they stay in the order of their packs."""
 
 
-def ways() -> list[Way]:
-    """Return all ways; the first is what the others are compared with."""
-    hint = DynamicOrder(policy="hint")
-    dynamic = Own("dynamic", "interleaved", {"chunks": 2}, transport="shm", dynamic=hint)
-    zb_v = Own("zb-v", "zb-v")
-    return [
-        Way(UPSTREAM, _STATIC),
-        Way("interleaved, order", _STATIC, orders=True),
-        Way("interleaved, pack", _STATIC, packs=True, orders=True),
-        Way("interleaved, dynamic", dynamic),
-        Way("interleaved, pack and dynamic", dynamic, packs=True, orders=True),
-        Way("zb-v, file order", zb_v),
-        Way("zb-v, pack", zb_v, packs=True, orders=True),
-    ]
+_STATIC = ordered("interleaved chunks=2, static")
+_DYNAMIC = ordered("interleaved chunks=2, hint +1")
+WAYS = {
+    UPSTREAM: Way(_STATIC),
+    "interleaved, order": Way(_STATIC, orders=True),
+    "interleaved, pack": Way(_STATIC, packs=True, orders=True),
+    "interleaved, dynamic": Way(_DYNAMIC),
+    "interleaved, pack and dynamic": Way(_DYNAMIC, packs=True, orders=True),
+    "zb-v, pack": Way(ordered("zb-v, static"), packs=True, orders=True),
+}
+"""The first is what the others are compared with."""
 
 
 class Batch:
@@ -171,14 +164,15 @@ class Batch:
         rows = [tuple(cost / self._unit for cost in row) for row in taken]
         if not way.orders:
             return rows
-        table = generate(way.system.schedule, self.pp, len(rows[0]), **dict(way.system.options))
-        ordered = []
-        for row in rows:
+        config = way.system.config
+        assert config.schedule is not None
+        table = generate(config.schedule, self.pp, len(rows[0]), config.chunks)
+        for number, row in enumerate(rows):
             begin_s = time.thread_time()
             order = best_order(table, row)
             self.order_s = max(self.order_s, time.thread_time() - begin_s)
-            ordered.append(tuple(row[number] for number in order))
-        return ordered
+            rows[number] = tuple(row[place] for place in order)
+        return rows
 
     def step(self, way: Way) -> float:
         """Return the time of the slowest replica, in forwards of the mean micro-batch."""
@@ -216,28 +210,26 @@ def text_of(name: str, batches: Sequence[Batch], steps: Mapping[str, Sequence[fl
 
 def main() -> None:
     """Simulate and print."""
-    parser = options(__doc__, "one small size, as a test", only=True)
+    parser = options(__doc__, "one small size, as a test")
     add = parser.add_argument
-    add("--workload", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), metavar="NAME",
-        help=f"of {', '.join(WORKLOADS)} (default: all)")  # fmt: skip
     add("--size", nargs="+", type=size, default=[(4, 16), (8, 32)], metavar="PPxM",
         help="ranks of a pipeline and its micro-batches (default: 4x16 8x32)")  # fmt: skip
     add("--draws", type=int, default=2, help="global batches of each size")
     args = parser.parse_args()
+    names = list(WORKLOADS)
     if args.quick:
-        args.workload, args.size, args.draws = args.workload[-1:], [(2, 4)], 1
-    reference, *others = ways()
+        names, args.size, args.draws = names[-1:], [(2, 4)], 1
     tables = []
-    for name in args.workload:
+    for name in names:
         for pp, num_microbatches in args.size:
             batches = [
                 Batch(WORKLOADS[name], pp, num_microbatches, _REPLICAS, seed)
                 for seed in range(args.draws)
             ]
             steps = {}
-            for way in [reference, *chosen(parser, others, args.only)]:
-                print(f"{name}, {pp}x{num_microbatches}: {way.name}", file=sys.stderr)
-                steps[way.name] = [batch.step(way) for batch in batches]
+            for label, way in WAYS.items():
+                print(f"{name}, {pp}x{num_microbatches}: {label}", file=sys.stderr)
+                steps[label] = [batch.step(way) for batch in batches]
             steps["bound"] = [batch.bound() for batch in batches]
             print(text_of(name, batches, steps), flush=True)
             figures = {"pp": pp, "num_microbatches": num_microbatches, "steps": steps}

@@ -32,7 +32,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import timeit
 from collections.abc import Callable
@@ -46,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are
 from benchmarks.harness import ranks
 from benchmarks.harness.command import machine, markdown, options, write_json
 from benchmarks.harness.ops import Sizes
-from benchmarks.harness.systems import Own, all_systems
+from benchmarks.harness.systems import VARIANTS, Own, all_systems, own
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import generate, simulate, validate
 from megatron_ext.tracing.recorder import Recorder
@@ -178,12 +177,14 @@ _LOOPS = (
 
 def executor(quick: bool) -> Answer:
     """Run ops that take no time under Megatron's loop and under the executor."""
-    found, count, steps = {}, *((8, 2) if quick else (64, 20))
-    for system in (system for system in all_systems() if system.name in _LOOPS):
-        found[system.name] = [
-            1e6 * max(ranks.run(ranks.measure_overhead, system, Sizes(n, count, 0.0, 2, steps)))
-            for n in (1, 2)
+    count, steps = (8, 2) if quick else (64, 20)
+    found = {
+        system.name: [
+            1e6 * ranks.overhead_s(system, Sizes(n, count, 0.0, 2, steps)) for n in (1, 2)
         ]
+        for system in all_systems()
+        if system.name in _LOOPS
+    }
     rows = [(name, *(f"{us:.0f}" for us in by_ranks)) for name, by_ranks in found.items()]
     return markdown(("us for each action", "one rank (bar: 50)", "two ranks"), rows), found
 
@@ -219,7 +220,8 @@ def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, fl
     from megatron_ext.tracing.session import Session, subscribe
 
     tracing = Tracing(interval=2, iterations=1, directory=directory)
-    step, probe = ranks.prepare(replace(system, tracing=tracing), sizes)
+    config = replace(system.config, tracing=tracing)
+    step, probe = ranks.prepare(replace(system, config=config), sizes)
     subscribe(required())  # the groups exist, and no runtime yet
     [observer] = required().observers
     assert isinstance(observer, Session)
@@ -265,8 +267,8 @@ def tracing(quick: bool) -> Answer:
 
     pp, count, forward_ms, pairs = (2, 4, 5, 1) if quick else (4, 8, 40, 5)
     sizes = Sizes(pp, count, forward_ms / 1e3, 1, pairs)
-    systems = [s for s in all_systems() if isinstance(s, Own) and s.transport == "torch"]
-    systems = [s for s in systems if not s.costs.latency and (not quick or s.schedule == "1f1b")]
+    labels = ["1f1b"] if quick else list(VARIANTS)
+    systems = [own(f"megatron_ext, gloo: {each}", each, transport="torch") for each in labels]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="megatron_ext_tracing_") as scratch:
         for system in systems:
@@ -296,7 +298,6 @@ def tracing(quick: bool) -> Answer:
     return f"{markdown(head, rows)}\n\n{text}", found
 
 
-_TIMEOUT_S = 1200
 _DRAWN = """
 requestAnimationFrame(() => { document.body.dataset.drawn = 1; });
 document.getElementById("data")?.remove();  // the browser prints the page: not its data as well
@@ -324,20 +325,15 @@ def traces(quick: bool) -> Answer:
         )  # fmt: skip
         size = sum(path.stat().st_size for path in directory.iterdir())
         for command in ("aggregate", "report"):
-            words = [sys.executable, "-m", "megatron_ext", command, "--trace-dir", str(directory)]
+            words = ["timeout", "1200", sys.executable, "-m", "megatron_ext", command]
             begin_s = time.perf_counter()
-            process = subprocess.Popen(words, stdout=sys.stderr)
-            watchdog = threading.Timer(_TIMEOUT_S, process.kill)
-            watchdog.start()
+            process = subprocess.Popen([*words, "--trace-dir", directory], stdout=sys.stderr)
             # Of this command and its processes; RUSAGE_CHILDREN has the memory of earlier parts.
             _, status, used = os.wait4(process.pid, 0)
             took_s = time.perf_counter() - begin_s
-            watchdog.cancel()
             process.returncode = os.waitstatus_to_exitcode(status)
             if process.returncode:
-                raise SystemExit(
-                    f"{command} ended with {process.returncode}; it has {_TIMEOUT_S} s"
-                )
+                raise SystemExit(f"{command} ended with {process.returncode} (124: after 1200 s)")
             cpu_s = used.ru_utime + used.ru_stime
             found[command] = {"s": took_s, "processor_s": cpu_s, "max_rss_kib": used.ru_maxrss}
             memory = f"{used.ru_maxrss / 2**20:.2f} GiB"

@@ -39,37 +39,76 @@ their whole steps. Last comes whether the planner's choice is the fastest.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
-from benchmarks.harness import planned, ranks, trained
+from benchmarks.harness import ranks
 from benchmarks.harness.command import machine, markdown, options, write_json
+from benchmarks.harness.metrics import seconds_of
+from benchmarks.harness.ops import OpTimes, Sizes
+from benchmarks.harness.systems import Own
 from megatron_ext.config.incompatible import RULES
+from megatron_ext.config.pipeline_config import PipelineConfig
 from megatron_ext.planning.calibration import parts_of
-from megatron_ext.planning.hardware import parse_devices
+from megatron_ext.planning.hardware import DEVICES, parse_devices
 from megatron_ext.planning.layer_costs import Sharding
-from megatron_ext.planning.layout_search import Layout, Question, search
+from megatron_ext.planning.layout_search import Layout, Question, forecast, search, stage_parts
 from megatron_ext.planning.model_sizes import sizes_of_flags
 from megatron_ext.planning.techniques import Techniques, techniques_of_flags
+from megatron_ext.schedules import Kind
 from megatron_ext.schedules.table import placement as place
 from megatron_ext.schedules.table.cuts import cut, loads, parse_layout
-
-if TYPE_CHECKING:
-    from tests.planning.model_memory import Case
+from megatron_ext.tools.calibrate import of_trace
+from megatron_ext.tools.trace import forecast as traces
+from tests.fake_musa.queued import queued
+from tests.ranks import run_ranks, train_here
 
 _ACCURACY = 0.05
 """Mean error on rows that nothing was fitted to: layouts that are closer are tied."""
 
 _STEPS = 3
 """Measured of each layout or training, after another one."""
+_RANKS = 8
+"""Of sleeping stages."""
+_SLEEPING = (
+    "--num-layers 30 --hidden-size 2048 --num-attention-heads 16 --swiglu --vocab-size 128000 "
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --normalization RMSNorm "
+    "--disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1408 "
+    "--moe-layer-freq ([0]*6+[1]*24) --ffn-hidden-size 5632 --seq-length 4096"
+)
+"""Dense layers first, then those of experts, and a vocabulary that weighs several of them."""
+_STEP_S = 1.0
+"""About what a step of theirs takes."""
+_MESSAGE_S = 250e-6
+"""From the end of a sleep to the begin of the next one on another rank, over shared memory."""
+_TRAINED_RANKS = 4
+_TRAINED = (
+    "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 128 "
+    "--seq-length 128 --vocab-size 1000 --padded-vocab-size 1024 --transformer-impl local "
+    "--make-vocab-size-divisible-by 512 --untie-embeddings-and-output-weights "
+)
+"""Its loss weighs about two layers."""
+_TRAINING = (
+    "--micro-batch-size 1 --global-batch-size 8 --tokenizer-type NullTokenizer --mock-data "
+    "--num-workers 0 --lr 1e-3 --eval-iters 0 --eval-interval 100 --hidden-dropout 0 "
+    "--attention-dropout 0 --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-persist-layer-norm "
+)
+_KERNELS = {
+    "kernel_us": 20, "flops_per_us": 2500, "bytes_per_us": 600, "lag_us": 1e5, **ranks.DEVICE_COSTS
+}  # fmt: skip
+"""A forward of a layer takes about 15 ms. Kernels leave the processor alone, so few cores train on
+many ranks at once."""
 _SIMUMAX_GEMM = 0.460
 """Share of the peak of products in bf16 on the B200 of SimuMax, chosen on its rows; its
 micro-benchmarks have 0.49."""
@@ -168,79 +207,233 @@ def by_hand() -> list[tuple[str, int, str, float, float]]:
     return found
 
 
-def measure() -> list[dict[str, Any]]:
-    """Run the layouts; return the figures of each, in seconds of the H100."""
-    job, factor = planned.slowed()
-    found = []
-    for plan in planned.layouts(job, (4, planned.RANKS), (1, 2)):
-        found.append({
+def slowed() -> tuple[Question, float]:
+    """Return what is planned, and how many times as slow as an H100 its stages sleep."""
+    job = Question(
+        model=sizes_of_flags(_SLEEPING.split(), "30 layers"),
+        device=DEVICES["h100"],
+        num_devices=_RANKS,
+        global_batch=16,
+        sequence=4096,
+        pair_rules=RULES["pairs"],
+        fixed={"tp": 1, "cp": 1, "ep": 1, "recompute": frozenset()},
+    )
+    first = search(replace(job, fixed={**job.fixed, "pp": _RANKS}), keep=1).plans[0]
+    factor = _STEP_S / first.pipeline_s
+    device = replace(job.device, message_s=_MESSAGE_S / factor, link_bytes=1e18)
+    return replace(job, device=device), factor
+
+
+def layouts(job: Question) -> Iterator[Layout]:
+    """Yield every layout of half and of all ranks and of two micro-batches, with its cut."""
+    for pp in (_RANKS // 2, _RANKS):
+        for micro_batch in (1, 2):
+            for chunks in (1, 2, 3, 4):
+                fixed = {**job.fixed, "pp": pp, "micro_batch": micro_batch, "vp": chunks}
+                found = search(replace(job, fixed=fixed), keep=1000).plans
+                yield from found
+                if chunks == 1:  # nothing is planned with gpipe, unless it is named
+                    plan = forecast(job, found[0].sizes, "gpipe", 1)
+                    assert plan is not None
+                    yield plan
+
+
+def name_of(plan: Layout) -> str:
+    """Return the schedule of a layout and its chunks."""
+    return plan.schedule if plan.chunks == 1 else f"{plan.schedule} x{plan.chunks}"
+
+
+@dataclass(frozen=True)
+class _CutTimes(OpTimes):
+    """Times of a cut."""
+
+    stages: tuple[dict[Kind, float], ...] = ()
+    """By stage: seconds of each kind of action."""
+
+    def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
+        return self.stages[stage][kind]
+
+
+def sleeping_s(plan: Layout, factor: float) -> float:
+    """Return the median time of a step of a layout, in seconds of the H100.
+
+    Its stages sleep `factor` times as long. Replicas of the pipeline run beside each other.
+    """
+    stages: list[dict[Kind, float]] = []
+    for part in stage_parts(plan):
+        forward_s, input_s, weight_s = (
+            factor * each for each in (part.forward, part.input, part.weight)
+        )
+        stages.append({"F": forward_s, "B": input_s + weight_s, "I": input_s, "W": weight_s})
+    sizes, name = plan.sizes, plan.schedule
+    chunks = plan.chunks if name == "interleaved" else None
+    longest_s = factor * plan.pipeline_s / sizes.num_microbatches
+    by_rank = ranks.run(
+        ranks.measure,
+        Own(name, PipelineConfig(schedule=name, chunks=chunks, transport="shm")),
+        Sizes(sizes.pp, sizes.num_microbatches, longest_s, warmup=1, steps=_STEPS),
+        [_CutTimes(0.0, 1.0, stages=tuple(stages))] * _STEPS,
+        replicas=_RANKS // sizes.pp,
+    )
+    return statistics.median(map(seconds_of, zip(*by_rank, strict=True))) / factor
+
+
+def chosen(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Return the shortest by forecast, the fastest, and how far that is ahead."""
+    first = min(rows, key=lambda row: row["forecast_s"])
+    fastest = min(rows, key=lambda row: row["measured_s"])
+    behind = 100 * (first["measured_s"] / fastest["measured_s"] - 1)
+    return first, fastest, f"{behind:.1f} % behind the fastest that was measured"
+
+
+def run_layouts() -> list[dict[str, Any]]:
+    """Run the layouts on sleeping stages; print their forecasts by schedule, and the choice."""
+    job, factor = slowed()
+    rows: list[dict[str, Any]] = []
+    for plan in layouts(job):
+        rows.append({
             "schedule": plan.schedule,
-            "name": plan.schedule if plan.chunks == 1 else f"{plan.schedule} x{plan.chunks}",
+            "name": name_of(plan),
             "pp": plan.sizes.pp,
             "layout": plan.layout,
             "micro_batch": plan.sizes.micro_batch,
             "forecast_s": plan.pipeline_s,
-            "measured_s": planned.measured_s(plan, factor, _STEPS),
+            "measured_s": sleeping_s(plan, factor),
         })  # fmt: skip
-        print(found[-1], file=sys.stderr)
-    return found
-
-
-def print_measured(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the forecasts by schedule, and the planner's choice among all."""
+        print(rows[-1], file=sys.stderr)
     lines = []
     for schedule in [*dict.fromkeys(row["schedule"] for row in rows), "all"]:
         own = [row for row in rows if schedule in (row["schedule"], "all")]
         errors = [row["forecast_s"] / row["measured_s"] - 1 for row in own]
         lines.append((schedule, str(len(own)), *summary(errors)))
     print(markdown(("schedule", "layouts", "off, mean %", "worst %"), lines))
-    chosen = min(rows, key=lambda row: row["forecast_s"])
-    fastest = min(rows, key=lambda row: row["measured_s"])
-    slowest = max(rows, key=lambda row: row["measured_s"])
-    behind = 100 * (chosen["measured_s"] / fastest["measured_s"] - 1)
+    first, fastest, behind = chosen(rows)
+    slowest_s = max(row["measured_s"] for row in rows)
     print(
-        f"\nThe planner takes {chosen['name']} on {chosen['pp']} ranks, {behind:.1f} % behind the "
-        f"fastest that was measured ({fastest['name']} on {fastest['pp']}); the slowest takes "
-        f"{slowest['measured_s'] / fastest['measured_s']:.1f} times as long."
+        f"\nThe planner takes {first['name']} on {first['pp']} ranks, {behind} "
+        f"({fastest['name']} on {fastest['pp']}); the slowest takes "
+        f"{slowest_s / fastest['measured_s']:.1f} times as long."
     )
+    return rows
 
 
-def print_trained(rows: Sequence[trained.Trained]) -> None:
-    """Print each training beside its forecast, and what is off."""
+def run_trainings() -> list[dict[str, Any]]:
+    """Trace one schedule, train with all on the emulated device, and print them by forecast."""
+    print(machine())
+    with tempfile.TemporaryDirectory(prefix="megatron_ext_trained_") as scratch:
+        rows: list[dict[str, Any]] = [
+            {"command": command, "schedule": schedule, "forecast_s": guess_s, "measured_s": took_s}
+            for command, schedule, guess_s, took_s in trainings(Path(scratch))
+        ]
     table = [
-        (row.schedule, f"`{row.command}`", f"{row.forecast_s:.3f}", f"{row.measured_s:.3f}",
-         f"{100 * (row.forecast_s / row.measured_s - 1):+.1f}")
+        (row["schedule"], f"`{row['command']}`", f"{row['forecast_s']:.3f}",
+         f"{row['measured_s']:.3f}", f"{100 * (row['forecast_s'] / row['measured_s'] - 1):+.1f}")
         for row in rows
     ]  # fmt: skip
     print(markdown(("schedule", "forecast by", "forecast s", "measured s", "off %"), table))
-    for command in dict.fromkeys(row.command for row in rows):
-        off = [row.forecast_s / row.measured_s - 1 for row in rows if row.command == command]
-        mean, worst = summary(off)
-        print(f"\n`{command}`: {len(off)} rows, off {mean} % in the mean, {worst} at worst")
-    chosen = min(rows, key=lambda row: row.forecast_s)
-    fastest = min(rows, key=lambda row: row.measured_s)
-    behind = 100 * (chosen.measured_s / fastest.measured_s - 1)
-    print(
-        f"\nThe shortest by forecast is {chosen.schedule}, {behind:.1f} % behind the fastest that "
-        f"was measured ({fastest.schedule})."
+    for command in dict.fromkeys(row["command"] for row in rows):
+        own = [row for row in rows if row["command"] == command]
+        mean, worst = summary([row["forecast_s"] / row["measured_s"] - 1 for row in own])
+        print(f"\n`{command}`: {len(own)} rows, off {mean} % in the mean, {worst} at worst")
+    first, fastest, behind = chosen(rows)
+    print(f"\nThe shortest by forecast is {first['schedule']}, {behind} ({fastest['schedule']}).")
+    return rows
+
+
+def trainings(scratch: Path) -> Iterator[tuple[str, str, float, float]]:
+    """Yield of each training the command of its forecast, its schedule, and both in seconds.
+
+    Those of `plan --devices` are of pipelines, the others of whole steps.
+    """
+    train(f"--pipeline-schedule zb-h1 --trace --trace-interval 1 --trace-dir {scratch}")
+    model = sizes_of_flags(_TRAINED.split(), "16 layers")
+    message_s = 1e-6 * ranks.DEVICE_COSTS["message_us"]
+    device = replace(DEVICES["cpu"], memory_gib=1e3, message_s=message_s, link_bytes=1e18)
+    job = Question(
+        model=model,
+        device=replace(device, measured=of_trace(scratch, model, device)),
+        num_devices=_TRAINED_RANKS,
+        global_batch=8,
+        sequence=128,
+        pair_rules=RULES["pairs"],
+        techniques=techniques_of_flags(model.flags),
+        fixed={
+            "tp": 1, "pp": _TRAINED_RANKS, "cp": 1, "ep": 1, "micro_batch": 1,
+            "recompute": frozenset(),
+        },
+    )  # fmt: skip
+    choices: list[dict[str, Any]] = [
+        *({"vp": chunks} for chunks in (1, 2, 3, 4)), {"vp": 1, "schedule": "gpipe"}
+    ]  # fmt: skip
+    for choice in choices:
+        for plan in search(replace(job, fixed={**job.fixed, **choice}), keep=1000).plans:
+            _, pipeline_s = train(plan.flags.replace("'", ""))
+            yield "plan --devices --trace-dir", name_of(plan), plan.pipeline_s, pipeline_s
+    for found in traces.forecast(scratch).predictions:
+        if "--use-dpp" in found.flags and found.bounds_memory:
+            step_s, _ = train(found.flags)
+            yield "plan --trace-dir", found.schedule, found.step_s, step_s
+
+
+def train(flags: str) -> tuple[float, float]:
+    """Return the median times of a step and of its pipeline, in seconds."""
+    argv = (
+        f"{_TRAINED}{_TRAINING}--train-iters {_STEPS + 1} "
+        f"--pipeline-model-parallel-size {_TRAINED_RANKS} {flags}"
     )
+    env = queued(connections=32, stuck_s=60, **_KERNELS)
+    by_rank = run_ranks(
+        _TRAINED_RANKS, time_training, argv.split(), timeout_s=300, env=env, device="musa"
+    )
+    slowest = [tuple(map(max, zip(*step, strict=True))) for step in zip(*by_rank, strict=True)]
+    print(argv, slowest, file=sys.stderr)
+    step_s, pipeline_s = map(statistics.median, zip(*slowest[1:], strict=True))
+    return step_s, pipeline_s
 
 
-def memory() -> list[tuple[Case, float, float]]:
-    """Return by case and rank how far forecasts of weights and of activations are, as shares."""
+def time_training(argv: list[str]) -> list[tuple[float, float]]:
+    """Train as one rank; return the seconds of each step of its device, and of its pipeline."""
+    import torch
+
+    from megatron_ext import devices
+
+    device = devices.current()  # before Megatron is imported
+    from megatron.training import training
+
+    def timed(call: Any, into: list[float]) -> Any:
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            device.synchronize()
+            torch.distributed.barrier()
+            begin, end = device.timing_event(), device.timing_event()
+            begin.record()
+            made = call(*args, **kwargs)
+            end.record()
+            device.synchronize()
+            into.append(1e-3 * begin.elapsed_time(end))
+            return made
+
+        return run
+
+    steps_s: list[float] = []
+    pipelines_s: list[float] = []
+    function = training.get_forward_backward_func
+    training.get_forward_backward_func = lambda *a, **kw: timed(function(*a, **kw), pipelines_s)
+    training.train_step = timed(training.train_step, steps_s)
+    train_here("gpt", argv)
+    return list(zip(steps_s, pipelines_s, strict=True))
+
+
+def run_models() -> list[dict[str, Any]]:
+    """Train each model for memory; print the errors by model, parallelism and schedule."""
     from tests.planning import model_memory  # with Megatron, and torch
 
-    found = []
+    rows = []
     for case in model_memory.cases():
-        for forecast, held in model_memory.compared(case):
-            off = (forecast.static / held.static - 1, forecast.kept / held.kept - 1)
+        for guess, held in model_memory.compared(case):
+            off = (guess.static / held.static - 1, guess.kept / held.kept - 1)
             print(f"{' / '.join(case)}: {off}", file=sys.stderr)
-            found.append((case, *off))
-    return found
-
-
-def print_memory(rows: Sequence[tuple[Case, float, float]]) -> None:
-    """Print the errors by model, parallelism and schedule."""
+            rows.append((case, *off))
     names = dict.fromkeys(each for by in (0, 1, 2) for each in (case[by] for case, *_ in rows))
     lines = []
     for name in [*names, "all"]:
@@ -249,6 +442,10 @@ def print_memory(rows: Sequence[tuple[Case, float, float]]) -> None:
         lines.append((name, str(len(own)), *weights, *kept))
     print(markdown(("", "ranks", "weights, mean %", "worst %", "activations, mean %", "worst %"),
                    lines))  # fmt: skip
+    return [
+        {**case._asdict(), "weights_off": weights, "activations_off": kept}
+        for case, weights, kept in rows
+    ]
 
 
 def places(most_devices: int) -> list[tuple[int | None, float]]:
@@ -327,27 +524,13 @@ def main(words: Sequence[str] = ()) -> None:
     parser.add_argument("--measured", action="store_true", help="run layouts on sleeping stages")
     parser.add_argument("--trained", action="store_true", help="train on the emulated device")
     args = parser.parse_args(words)
-    if args.measured or args.trained or args.memory:
-        ranks.clean_up_when_terminated()
-    if args.measured:
-        own = measure()
-        print_measured(own)
-        write_json(args.json, own)
-        return
-    if args.trained:
-        print(machine())
-        trainings = trained.trainings(_STEPS)
-        print_trained(trainings)
-        write_json(args.json, [row._asdict() for row in trainings])
-        return
-    if args.memory:
-        held = memory()
-        print_memory(held)
-        write_json(args.json, [
-            {**case._asdict(), "weights_off": weights, "activations_off": kept}
-            for case, weights, kept in held
-        ])  # fmt: skip
-        return
+    for wanted, part in (
+        (args.measured, run_layouts), (args.trained, run_trainings), (args.memory, run_models)
+    ):  # fmt: skip
+        if wanted:
+            ranks.clean_up_when_terminated()
+            write_json(args.json, part())
+            return
     rows = measured()
     print_errors(rows, measured(asks_for_recipes=False))
     write_json(args.json, [
@@ -374,4 +557,6 @@ def main(words: Sequence[str] = ()) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    from benchmarks import planner  # ranks find what they run by the name of its module
+
+    planner.main(sys.argv[1:])

@@ -26,7 +26,7 @@ from benchmarks.harness import ranks
 from benchmarks.harness.command import chosen, machine, options, size, write_json
 from benchmarks.harness.comparison import Compared, compare, report_failures, table
 from benchmarks.harness.ops import SEQUENCE_LENGTH, Sizes
-from benchmarks.harness.systems import OVERLAPPED, Own, System, all_systems
+from benchmarks.harness.systems import OVERLAPPED, PEERS, Own, System, own
 from megatron_ext.schedules.commands import aligned
 
 _PARTS = ("schedules", "memory")
@@ -34,22 +34,19 @@ _LENGTH = 4 * SEQUENCE_LENGTH
 """Tokens of the samples of real models."""
 _SLICES, _ATTENTION = (1, 4, 8, 16), (0.3, 0.6)
 _FORWARD_MS = 80.0
-_COLUMNS = ("system", "T/ideal", "order", "T/order", "peak act.", "weights", "cpu %",
-            "gap us")  # fmt: skip
+_COLUMNS = ("system", "T/ideal", "order", "T/order", "peak act.", "weights", "gap us")
 
 
 def systems() -> list[System]:
     """Return what is compared: the rivals with whole micro-batches, then ours in slices."""
 
-    def sliced(count: int, attention: float = 0.0) -> Own:
-        label = f"zb-h1 slices={count}" + (f" attention {100 * attention:g} %" if attention else "")
-        return Own(label, "zb-h1", transport="shm", slices=count, attention=attention)
+    def sliced(count: int, share: float = 0.0) -> Own:
+        label = f"zb-h1 slices={count}" + (f" attention {100 * share:g} %" if share else "")
+        return own(label, "zb-h1", slices=count, attention=share)
 
     return [
-        *(peer for peer in all_systems() if peer.name == OVERLAPPED),
-        Own("1f1b", "1f1b", transport="shm"),
-        Own("zb-v", "zb-v", transport="shm"),
-        Own("bitpipe order=zb", "bitpipe", {"order": "zb"}, transport="shm"),
+        PEERS[OVERLAPPED],
+        *(own(label, label) for label in ("1f1b", "zb-v", "bitpipe order=zb")),
         *map(sliced, _SLICES),
         *(sliced(8, share) for share in _ATTENTION),
     ]
@@ -57,13 +54,13 @@ def systems() -> list[System]:
 
 def executors_own(systems: list[System], pp: int, num_microbatches: int) -> str:
     """Return the processor's time between actions, of whole micro-batches and of most slices."""
-    of_slices = [s for s in systems if isinstance(s, Own) and s.schedule == "zb-h1"]
-    ends = {cut: s for s in of_slices if not s.attention and (cut := s.slices)}
+    names = {f"zb-h1 slices={cut}": cut for cut in _SLICES}
+    own = [system for system in systems if system.name in names]
     found = []
-    for cut in sorted({min(ends), max(ends)}) if ends else ():
+    for system in own[:1] + own[1:][-1:]:
+        cut = names[system.name]
         # Ops may be short: their own time does not count.
-        sizes = Sizes(pp, num_microbatches, 2e-3 * cut, 1, 2)
-        most_s = max(ranks.run(ranks.measure_overhead, ends[cut], sizes))
+        most_s = ranks.overhead_s(system, Sizes(pp, num_microbatches, 2e-3 * cut, 1, 2))
         found.append(f"{1e6 * most_s:.0f} us with slices={cut}")
     return f"zb-h1, processor time between two actions: {', '.join(found)}\n" if found else ""
 
@@ -105,14 +102,14 @@ def main() -> int:
     args = parser.parse_args()
     forward_ms = _FORWARD_MS
     if args.quick:
-        args.size, args.slice_ms, forward_ms = [(2, 2)], 2.0, 4.0
+        args.size, args.slice_ms, forward_ms = [(4, 2)], 2.0, 4.0
     compared = chosen(parser, systems(), args.only)
     ranks.clean_up_when_terminated()
     measured: list[Compared] = []
     for pp, num_microbatches in args.size if "schedules" in args.parts else ():
         found = []
         for system in compared:
-            cut = system.slices if isinstance(system, Own) else 1
+            cut = system.config.slices if isinstance(system, Own) else 1
             forward_s = max(forward_ms, cut * args.slice_ms) / 1e3
             sizes = Sizes(pp, num_microbatches, forward_s, 1, 1 if args.quick else 2)
             found.append(compare([(system, ["quiet"])], sizes))

@@ -35,7 +35,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
@@ -66,8 +66,8 @@ class _Torch:
     def __init__(self, tensor: torch.Tensor, group: Any = None) -> None:
         self._buffer, self._peer, self._group = torch.zeros_like(tensor), 1 - dist.get_rank(), group
 
-    def start(self, count: int) -> None:
-        """Get ready for `count` messages in each direction."""
+    def start(self, sends: int, receives: int) -> None:
+        """Get ready for so many messages."""
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send the next message."""
@@ -90,10 +90,10 @@ class _Ours(_Torch):
     def __init__(self, transport: Transport) -> None:
         self._peer, self._transport = 1 - dist.get_rank(), transport
 
-    def start(self, count: int) -> None:
-        keys = [Message("F", 0, number) for number in range(count)]
-        expected = [Expected(self._peer, key, None, torch.uint8) for key in keys]
-        self._transport.begin(expected, count)
+    def start(self, sends: int, receives: int) -> None:
+        keys = [Message("F", 0, number) for number in range(max(sends, receives))]
+        expected = [Expected(self._peer, key, None, torch.uint8) for key in keys[:receives]]
+        self._transport.begin(expected, len(keys))
         self._to_send, self._to_receive = iter(keys), iter(keys)
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -142,26 +142,23 @@ class _Socket(_Torch):
         self._link.close()
 
 
-def native(wire: Wire, slot_bytes: int, run_id: str, **options: Any) -> NativeTransport:
-    """Connect the two ranks."""
+def native(wire: Wire, slot_bytes: int, name: str, **options: Any) -> NativeTransport:
+    """Connect the two ranks, under a name of this wire and size."""
     store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
     return NativeTransport(
-        store, me, [1 - me], run_id=run_id, wire=wire, slots=8, slot_bytes=slot_bytes, **options
+        store, me, [1 - me], run_id=name, wire=wire, slots=8, slot_bytes=slot_bytes, **options
     )
 
 
-class Times(NamedTuple):
-    """Measurements with one wire and size."""
-
-    latency_s: list[float]
-    bandwidth_bytes_per_s: list[float]
+Times = tuple[list[float], list[float]]
+"""Latencies in seconds and bandwidths in bytes for each second, with one wire and size."""
 
 
 def ping_pong(
     wire: _Torch, tensor: torch.Tensor, count: int, arrived: Callable[[], None]
 ) -> list[float]:
     """Half round trips, seen by rank 0."""
-    wire.start(count)
+    wire.start(count, count)
     dist.barrier()
     times = []
     for _ in range(count):
@@ -179,25 +176,19 @@ def ping_pong(
 
 def stream(wire: _Torch, tensor: torch.Tensor, count: int, arrived: Callable[[], None]) -> float:
     """Bytes for each second from rank 0 to rank 1, up to the answer to the last one."""
-    wire.start(count)
+    sends, receives = (count, 1) if dist.get_rank() == 0 else (1, count)
+    wire.start(sends, receives)
     dist.barrier()
     begin = time.perf_counter()
     if dist.get_rank() == 0:
-        for _ in range(count):
+        for _ in range(sends):
             wire.send(tensor)
+    for _ in range(receives):
         wire.recv()
         arrived()
-    else:
-        for _ in range(count):
-            wire.recv()
-            arrived()
+    if dist.get_rank() == 1:
         wire.send(tensor)
     seconds = time.perf_counter() - begin
-    for _ in range(count - 1):  # what is announced is received, to the last message
-        if dist.get_rank() == 0:
-            wire.recv()
-        else:
-            wire.send(tensor)
     wire.finish()
     return count * tensor.nbytes / seconds
 
@@ -240,14 +231,14 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Times]:
         wires = _of_host(tensor)
         pairs = [(torch.zeros_like(tensor), t) for t in (tensor, tensor.clone())]
     count = max(4, min(count, (1 << 26) // num_bytes))
-    times = {name: Times([], []) for name in (*wires, *filter(None, [alone]))}
+    times: dict[str, Times] = {name: ([], []) for name in (*wires, *filter(None, [alone]))}
     for turn in range(rounds + 1):  # the first one warms up
         for name, wire in wires.items():
             latencies = ping_pong(wire, tensor, count, arrived)
             bandwidth = stream(wire, tensor, count, arrived)
             if turn > 0:
-                times[name].latency_s.extend(latencies)
-                times[name].bandwidth_bytes_per_s.append(bandwidth)
+                times[name][0].extend(latencies)
+                times[name][1].append(bandwidth)
         dist.barrier()
         if alone and dist.get_rank() == 0:  # while the other one waits
             for number in range(count):
@@ -258,7 +249,7 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Times]:
                     source.copy_(to)
                 arrived()
                 if turn > 0:
-                    times[alone].latency_s.append(time.perf_counter() - begin)
+                    times[alone][0].append(time.perf_counter() - begin)
     for wire in wires.values():
         wire.close()
     return times
@@ -266,18 +257,20 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Times]:
 
 def _of_host(tensor: torch.Tensor) -> dict[str, _Torch]:
     num_bytes = tensor.nbytes
-    wires = {
-        "gloo": _Torch(tensor),
-        "socket": _Socket(tensor),
-        "tcp": _Ours(native("tcp", num_bytes, f"tcp-{num_bytes}")),
-    }
+    wires: dict[str, _Torch] = {"gloo": _Torch(tensor), "socket": _Socket(tensor)}
+
+    def add(name: str, slot_bytes: int, **options: Any) -> None:
+        wire: Wire = "tcp" if name.startswith("tcp") else "shm"
+        wires[name] = _Ours(native(wire, slot_bytes, f"{name} {num_bytes}", **options))
+
+    add("tcp", num_bytes)
     if num_bytes > _TCP_PIECE_BYTES:
-        wires["tcp, pieces"] = _Ours(native("tcp", _TCP_PIECE_BYTES, f"tcp-pieces-{num_bytes}"))
+        add("tcp, pieces", _TCP_PIECE_BYTES)
     if num_bytes <= _MAX_SHM_BYTES:
-        wires["shm"] = _Ours(native("shm", num_bytes, f"whole-{num_bytes}"))
-        wires["shm, asleep"] = _Ours(native("shm", num_bytes, f"asleep-{num_bytes}", spin_s=0.0))
+        add("shm", num_bytes)
+        add("shm, asleep", num_bytes, spin_s=0.0)
         if num_bytes > _PIECE_BYTES:
-            wires["shm, pieces"] = _Ours(native("shm", _PIECE_BYTES, f"pieces-{num_bytes}"))
+            add("shm, pieces", _PIECE_BYTES)
     return wires
 
 
@@ -293,13 +286,12 @@ def left_out() -> str:
 def rows_of(num_bytes: int, times: dict[str, Times]) -> list[dict[str, Any]]:
     """Turn what rank 0 measured into rows of the table."""
     rows: list[dict[str, Any]] = []
-    gloo_s = statistics.median(times["gloo"].latency_s)
-    for wire, measured in times.items():
-        latency_s = statistics.median(measured.latency_s)
-        bandwidths = measured.bandwidth_bytes_per_s or [num_bytes / latency_s]
+    gloo_s = statistics.median(times["gloo"][0])
+    for wire, (latencies, bandwidths) in times.items():
+        latency_s = statistics.median(latencies)
         rows.append({
             "wire": wire, "nbytes": num_bytes, "latency_s": latency_s,
-            "bandwidth_bytes_per_s": statistics.median(bandwidths),
+            "bandwidth_bytes_per_s": statistics.median(bandwidths or [num_bytes / latency_s]),
             "ratio_to_gloo": gloo_s / latency_s,
         })  # fmt: skip
     return rows
@@ -308,20 +300,20 @@ def rows_of(num_bytes: int, times: dict[str, Times]) -> list[dict[str, Any]]:
 def text_of(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as the tables of the page about the transport."""
     sizes = sorted({row["nbytes"] for row in rows})
-    of = {(row["wire"], row["nbytes"]): row for row in rows}
     units = [f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in sizes]
-    texts = []
-    for title, cell in (
-        ("latency in us (times as fast as gloo)",
-         lambda row: f"{1e6 * row['latency_s']:.1f} ({row['ratio_to_gloo']:.1f})"),
-        ("bandwidth in GB/s, one message after the other",
-         lambda row: f"{row['bandwidth_bytes_per_s'] / 1e9:.2f}"),
-    ):  # fmt: skip
-        lines = [
-            [wire, *(cell(of[wire, n]) if (wire, n) in of else "-" for n in sizes)]
-            for wire in dict.fromkeys(row["wire"] for row in rows)
-        ]
-        texts.append(markdown([title, *units], lines))
+    latencies, bandwidths = {}, {}
+    for row in rows:
+        place = row["wire"], row["nbytes"]
+        latencies[place] = f"{1e6 * row['latency_s']:.1f} ({row['ratio_to_gloo']:.1f})"
+        bandwidths[place] = f"{row['bandwidth_bytes_per_s'] / 1e9:.2f}"
+    wires = dict.fromkeys(row["wire"] for row in rows)
+    texts = [
+        markdown([title, *units], [[w, *(cells.get((w, n), "-") for n in sizes)] for w in wires])
+        for title, cells in (
+            ("latency in us (times as fast as gloo)", latencies),
+            ("bandwidth in GB/s, one message after the other", bandwidths),
+        )
+    ]
     return "<!-- transport: begin -->\n" + "\n\n".join(texts) + "\n<!-- transport: end -->"
 
 

@@ -11,14 +11,13 @@ from benchmarks import dynamic_order
 from benchmarks.harness import ranks, scenarios
 from benchmarks.harness.ops import SCENARIOS, NoisyTimes, Sizes
 from benchmarks.harness.scenarios import noisy, shortest
-from benchmarks.harness.systems import disturbed_systems
+from benchmarks.harness.systems import PEERS, ordered
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.table.placement import loop
 from megatron_ext.schedules.table.transforms import split_backwards
 
 PP, MICROBATCHES, FORWARD_S = 2, 4, 4e-3
 SIZES = Sizes(PP, MICROBATCHES, FORWARD_S, warmup=1, steps=1, timeout_s=60)
-SYSTEMS = {system.name: system for system in disturbed_systems()}
 EXACT_S = 5e-4
 """Sleeps may end so much early."""
 
@@ -54,7 +53,7 @@ def test_slow_places_are_where_they_are_said_to_be() -> None:
     ],
 )
 def test_nobody_computes_with_a_message_that_is_not_there_yet(name: str) -> None:
-    system = SYSTEMS[name]
+    system = PEERS.get(name) or ordered(name)
     times = noisy(system, SIZES, "slow-hop")
     records = ranks.run(ranks.measure, system, SIZES, times, True, repeats=2)
     ops = [op for [step] in records for op in step.ops]
@@ -110,7 +109,7 @@ def test_a_comparison_relates_systems_to_its_reference_and_to_the_bound() -> Non
 
 def test_what_to_expect_is_the_simulation_of_the_same_draws() -> None:
     names = ("interleaved chunks=2, static", "interleaved chunks=2, hint +1")
-    found = {n: scenarios.expect(SYSTEMS[n], SIZES, ["quiet", "link-0.5"]) for n in names}
+    found = {n: scenarios.expect(ordered(n), SIZES, ["quiet", "link-0.5"]) for n in names}
     table = generate("interleaved", PP, MICROBATCHES)
     quiet = found[names[0]]["quiet"]
     assert quiet.seconds == [pytest.approx(simulate(table, Costs(latency=0.01)).makespan)]

@@ -16,8 +16,8 @@ import pytest
 from benchmarks.harness import ranks
 from benchmarks.harness.metrics import evaluate, replay
 from benchmarks.harness.ops import Op, OpTimes, Sizes, Step
-from benchmarks.harness.systems import Own, System, all_systems
-from megatron_ext.schedules import Costs, Schedule, generate, simulate
+from benchmarks.harness.systems import Own, System, all_systems, own
+from megatron_ext.schedules import UNIT, Costs, Schedule, generate, simulate
 from megatron_ext.upstream import releases
 from tests.commands import run_python
 from tests.planning import model_memory
@@ -30,7 +30,7 @@ FORWARD_S = 1e-3
 SYSTEMS = {system.name: system for system in all_systems()}
 OWN = {name: system for name, system in SYSTEMS.items() if isinstance(system, Own)}
 PEERS = {name: system for name, system in SYSTEMS.items() if name not in OWN}
-TABLES = [n for n, s in OWN.items() if s.transport == "shm" or s.schedule == "1f1b"]
+TABLES = [n for n, s in OWN.items() if s.config.wire == "shm" or s.config.schedule == "1f1b"]
 """Those over gloo are the same tables; tests/test_matrix.py has the transports."""
 
 
@@ -40,7 +40,10 @@ def measure(system: System) -> list[list[Step]]:
 
 
 def table_of(system: Own) -> Schedule:
-    return generate(system.schedule, PP, MICROBATCHES, costs=system.costs, **system.options)
+    config = system.config
+    return generate(
+        config.schedule, PP, MICROBATCHES, config.chunks, config.costs or UNIT, **config.options
+    )
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -50,25 +53,23 @@ def test_own_schedules_run_their_table_and_keep_what_the_simulator_says(name: st
     for world_rank, [step] in enumerate(steps):
         row = schedule.rows[world_rank // schedule.placement.twins]
         assert [op[:3] for op in step.ops] == [action[:3] for action in row]
-    figures = evaluate(steps, system.placement(PP), OpTimes(FORWARD_S, system.share(PP)))
+    figures = evaluate(steps, system.placement(PP), [OpTimes(FORWARD_S, system.share(PP))])
     timeline = simulate(schedule)
     assert figures.optimum_s == pytest.approx(FORWARD_S * timeline.makespan)
-    assert figures.ideal_s == pytest.approx(FORWARD_S * timeline.ideal)
     assert figures.peak_live == figures.peak_of_order == timeline.peak_activations
 
 
 @pytest.mark.parametrize("name", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.slow)])
 def test_slices_run_their_table_and_keep_what_the_simulator_says(name: str) -> None:
-    system = Own(name, name, transport="shm", slices=4, attention=0.5)
+    system = own(name, name, slices=4, attention=0.5)
     schedule = generate(name, PP, MICROBATCHES, costs=Costs(attention=0.5), slices=4)
     steps = measure(system)
     for row, [step] in zip(schedule.rows, steps, strict=True):
         assert [op[:3] for op in step.ops] == [(s, kind, 4 * m + part) for s, kind, m, part in row]
     times = system.times(Sizes(PP, MICROBATCHES, FORWARD_S, warmup=1, steps=1, timeout_s=60))
-    figures = evaluate(steps, system.placement(PP), times)
+    figures = evaluate(steps, system.placement(PP), [times])
     timeline = simulate(schedule, Costs(attention=0.5))
     assert figures.optimum_s == pytest.approx(FORWARD_S * timeline.makespan)
-    assert figures.ideal_s == pytest.approx(FORWARD_S * timeline.ideal)
     assert figures.peak_live == pytest.approx(timeline.peak_activations, abs=0.01)
 
 
@@ -134,7 +135,7 @@ def test_what_lies_between_ops_is_told_apart() -> None:
         [Op(1, "F", 0, 2.25, 3.25), Op(1, "B", 0, 3.375, 5.5)],
     ]
     steps = [[Step(1.0, 8.0, row, 1, 0.0)] for row in rows]
-    figures = evaluate(steps, generate("1f1b", 2, 1).placement, OpTimes(1.0, 1.0))
+    figures = evaluate(steps, generate("1f1b", 2, 1).placement, [OpTimes(1.0, 1.0)])
     assert figures.gap_s == 0.125, "B of the last stage follows its F"
     assert figures.hop_s == 0.5, "B of the first stage waits for that"
 

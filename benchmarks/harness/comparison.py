@@ -42,9 +42,10 @@ class Compared:
         """
         (name, scenario), mine = key, self.figures[key]
         dynamic, own = self.systems[name], [s for s in self.systems.values() if isinstance(s, Own)]
-        if not (isinstance(dynamic, Own) and dynamic.dynamic):
+        if not (isinstance(dynamic, Own) and dynamic.config.dynamic):
             return None
-        tables = (s.name for s in own if s.splits and s.schedule == dynamic.schedule)
+        schedule = dynamic.config.schedule
+        tables = (s.name for s in own if s.splits and s.config.schedule == schedule)
         table = self.figures.get((next(tables, ""), scenario))
         return None if table is None or not table.order_s else (
             statistics.median(ratios(table.seconds, mine.seconds)),
@@ -81,17 +82,14 @@ def compare(
         sizes: How much is run; `steps` are draws of each scenario.
         repetitions: Of all draws.
         what: More of the conditions.
-        simulates: Compute what to expect, of systems of ours, and measure nothing.
+        simulates: Compute what to expect, and measure nothing; of systems of ours alone.
         where: The device of the ranks and their environment, as `ranks.run` takes them.
     """
     found, before = Compared(sizes), machine()
     for system, names in wanted:
-        if simulates and not isinstance(system, Own):
-            continue
         found.systems[system.name] = system
         try:
             if simulates:
-                assert isinstance(system, Own)
                 each = scenarios.expect(system, sizes, names)
             else:
                 each = scenarios.measure(system, sizes, names, repetitions, **where)
@@ -114,42 +112,29 @@ ON_DEVICE = ("system", "T ms", "T/ideal", "order", "T/order", "replay %", "ops %
 
 
 def cells(measured: Compared, key: Key, found: Figures) -> dict[str, str]:
-    """Return the text of every column."""
+    """Return the text of every column; `Figures` and `speeds` say what they are."""
     name, scenario = key
     work_s = measured.sizes.work_s  # the undisturbed work of one rank: a step without any bubble
     speed, of_orders = measured.speeds(key) or (None, None)
     return {
         "system": name if scenario == "quiet" else f"{name}, {scenario}",
-        # Median step, from the start of the first rank to the end of the last, or until all devices
-        # are idle.
         "T ms": f"{1e3 * found.median_s:.0f}",
         "T/ideal": f"{found.median_s / work_s:.3f}",
-        # T/ideal of the order that ran, with exact ops and free messages; T over the time of that.
+        # Of the order that ran, with exact ops and free messages.
         "order": f"{found.optimum_s / work_s:.3f}",
         "T/order": f"{statistics.median(ratios(found.seconds, found.order_s)):.3f}",
-        # Overhead of runtime and messages over that order with the measured ops; excess of these
-        # over their time.
         "replay %": f"{100 * statistics.median(found.overheads):.1f}",
         "ops %": f"{'!' * (found.op_inflation > _NOISY)}{100 * found.op_inflation:.1f}",
-        # Live activations, as tensors in memory, on the worst rank, in those of one micro-batch on
-        # 1/pp of the model; how many the order must hold.
         "peak act.": f"{found.peak_live:g}",
         "of order": f"{found.peak_of_order:g}",
         "weights": f"{measured.systems[name].weight_copies}x",
-        # Actions of a rank; messages on the longest path of the order, whose latency extends the
-        # step.
         "ops": f"{found.num_ops}",
         "hops": f"{found.hops:g}",
-        # From the end of an op to the start of the next on its rank, if it waits for nothing; to
-        # the start of one on another rank that waits for it.
         "gap us": f"{1e6 * found.gap_s:.0f}",
         "hop us": f"{1e6 * found.hop_s:.0f}",
         # CPU time of a rank over T: beyond cores/pp ranks wait for cores.
         "cpu %": f"{100 * found.cpu_s / found.median_s:.1f}",
-        # How often a host waited for its device, for each action.
         "waits": f"{found.waits_per_action:.2f}",
-        # Of a dynamic order: time of its table over its own, at the same draw; the same of the
-        # simulated times of both orders that ran.
         "speed": figure(speed, ".3f"),
         "of orders": figure(of_orders, ".3f"),
     }

@@ -60,9 +60,19 @@ def make_config(pp: int, **options: Any) -> TransformerConfig:
     )
 
 
-def _forward_step(
+def batches(probe: Probe) -> Iterator[dict[str, torch.Tensor]]:
+    """Return the data of a step."""
+    seq_length, micro_batch_size, _ = MESSAGE_SHAPE
+    return itertools.repeat(
+        {"tokens": torch.zeros(micro_batch_size, seq_length, device=probe.device)}
+    )
+
+
+def forward_step(
     data: Iterator[Any], chunk: Chunk, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
+    """Return the output of a chunk, or its plan, and the loss function."""
+
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         count = torch.full((), output.numel(), device=output.device)  # no copy to it
         return output.sum(), count, {"loss": torch.stack([output.detach().sum(), count])}
@@ -103,36 +113,34 @@ def set_up(
     )
     stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
     _record_steps(probe, stages, backward_kind)
-    seq_length, micro_batch_size, _ = MESSAGE_SHAPE
-    data = {"tokens": torch.zeros(micro_batch_size, seq_length, device=probe.device)}
     return stages, {
-        "forward_step_func": _forward_step,
-        "data_iterator": [itertools.repeat(data) for _ in stages],
+        "forward_step_func": forward_step,
+        "data_iterator": [batches(probe) for _ in stages],
         "model": [probe.chunk(config, virtual and c, stage) for c, stage in enumerate(stages)],
         "num_microbatches": num_microbatches,
-        "seq_length": seq_length,
-        "micro_batch_size": micro_batch_size,
+        "seq_length": MESSAGE_SHAPE[0],
+        "micro_batch_size": MESSAGE_SHAPE[1],
     }
 
 
 def _record_steps(probe: Probe, stages: tuple[int, ...], backward_kind: Callable[[], Kind]) -> None:
     """Record every forward and backward step that this process runs, for the rest of its life."""
-    forward_step, backward_step = schedules.forward_step, schedules.backward_step
+    run_forward, run_backward = schedules.forward_step, schedules.backward_step
 
-    @functools.wraps(forward_step)
+    @functools.wraps(run_forward)
     def recorded_forward(*args: Any, **kwargs: Any) -> Any:
         key = stages[kwargs.get("vp_stage") or 0], kwargs["current_microbatch"]
         with probe.op("F", *key):
-            output, num_tokens = forward_step(*args, **kwargs)
+            output, num_tokens = run_forward(*args, **kwargs)
             first(output).benchmark_key = key
         return output, num_tokens
 
-    @functools.wraps(backward_step)  # releases are told apart by its parameters
+    @functools.wraps(run_backward)  # releases are told apart by its parameters
     def recorded_backward(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
         kind = backward_kind()
         probe.splitting = kind == "I"
         with probe.op(kind, *first(output_tensor).benchmark_key):
-            return backward_step(input_tensor, output_tensor, *args)
+            return run_backward(input_tensor, output_tensor, *args)
 
     schedules.forward_step, schedules.backward_step = recorded_forward, recorded_backward
 

@@ -9,7 +9,6 @@ nominal durations it shows the quality of the order.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -40,8 +39,6 @@ class Figures:
     overheads: list[float] = field(default_factory=list)
     """Last end - first begin over the time of that order with the ops as they were, minus 1: what
     runtime and messages added."""
-    ideal_s: float = 0.0
-    """The largest sum of op times of a rank, in the first draw."""
     op_inflation: float = 0.0
     """Time recorded in ops over the time that they should take, minus 1."""
     peak_live: float = 0.0
@@ -56,9 +53,8 @@ class Figures:
     """Median from the end of an op to the start of the next of its rank, whose input was there."""
     hop_s: float = 0.0
     """Median from the end of an op to the start of one that waits for it on another rank."""
-    host_waits: dict[str, int] = field(default_factory=dict)
-    """By line: how often a host waited for its device, all steps together."""
     waits_per_action: float = 0.0
+    """How often a host waited for its device, for each action."""
 
     @property
     def median_s(self) -> float:
@@ -72,37 +68,36 @@ class Figures:
 
 
 def evaluate(
-    steps: Sequence[Sequence[Step]], placement: Placement, times: OpTimes | Sequence[OpTimes]
+    steps: Sequence[Sequence[Step]], placement: Placement, draws: Sequence[OpTimes]
 ) -> Figures:
     """Return the figures of a measurement.
 
     Args:
         steps: By rank of the world, then by step: all draws, and again for each repetition.
         placement: Where the stages are; rank r of pipeline t is rank `r * twins + t` of the world.
-        times: What the ops should have taken: in all steps, or by draw.
+        draws: What the ops should have taken in each draw.
     """
     by_step = list(zip(*steps, strict=True))
-    draws = [times] * len(by_step) if isinstance(times, OpTimes) else times
     by_draw: list[list[tuple[float, ...]]] = [[] for _ in draws]
+    every = [step for ranks in by_step for step in ranks]
     spent_s = nominal_s = live = most = 0.0
     gaps_s, hops_s, hops = list[float](), list[float](), list[float]()
-    waits: Counter[str] = Counter()
     for position, ranks in enumerate(by_step):
         draw, rows = draws[position % len(draws)], [step.ops for step in ranks]
         order_s = replay(rows, placement, draw.of)
         replay_s = replay(rows, placement, lambda op: op.duration_s)
         # Compared as tuples below: the time of the step comes first.
-        took = seconds_of(ranks), order_s, _span(rows) / replay_s - 1
+        ops = [op for row in rows for op in row]
+        span_s = max(op.end_s for op in ops) - min(op.begin_s for op in ops)
+        took = seconds_of(ranks), order_s, span_s / replay_s - 1
         by_draw[position % len(draws)].append(took)
         # A latency too small to change the longest path makes the order longer by one for each hop.
         little_s = 1e-6 * draw.forward_s
         hops.append(round((replay(rows, placement, draw.of, little_s) - order_s) / little_s))
-        spent_s += sum(op.duration_s for row in rows for op in row)
-        nominal_s += sum(draw.of(op) for row in rows for op in row)
+        spent_s += sum(op.duration_s for op in ops)
+        nominal_s += sum(map(draw.of, ops))
         live = max(live, draw.share * max(step.peak_live for step in ranks))
         most = max(most, draw.share * max(map(peak, rows)))
-        for step in ranks:
-            waits.update(step.host_waits)
         made = {_made_by(op, r % placement.twins): op.end_s for r, row in enumerate(rows)
                 for op in row if op.kind != "W"}  # fmt: skip
         for r, row in enumerate(rows):
@@ -120,7 +115,6 @@ def evaluate(
         peak_of_order=most,
         order_s=orders_s,
         overheads=overheads,
-        ideal_s=max(sum(map(draws[0].of, step.ops)) for step in by_step[0]),
         op_inflation=spent_s / nominal_s - 1,
         peak_live=live,
         cpu_s=statistics.median(statistics.mean(s.cpu_s for s in ranks) for ranks in by_step),
@@ -128,19 +122,14 @@ def evaluate(
         hops=statistics.median(hops),
         gap_s=statistics.median(gaps_s or [0.0]),
         hop_s=statistics.median(hops_s or [0.0]),
-        host_waits=dict(waits),
-        waits_per_action=waits.total() / sum(len(s.ops) for ranks in by_step for s in ranks),
+        waits_per_action=sum(step.host_waits for step in every)
+        / sum(len(step.ops) for step in every),
     )
 
 
 def seconds_of(ranks: Sequence[Step]) -> float:
     """Return the time of a step, from its first rank's begin to its last rank's end."""
     return max(step.end_s for step in ranks) - min(step.begin_s for step in ranks)
-
-
-def _span(rows: Sequence[Sequence[Op]]) -> float:
-    ops = [op for row in rows for op in row]
-    return max(op.end_s for op in ops) - min(op.begin_s for op in ops)
 
 
 def peak(row: Sequence[Op]) -> int:
@@ -199,13 +188,10 @@ def _made_by(op: Op, twin: int) -> tuple[str, int, int, int]:
 
 def _ready(op: Op, twin: int, placement: Placement, made: _Made, latency_s: float) -> float | None:
     """Return since when the input of an op exists, or None."""
-    if op.kind == "W":
-        return 0.0  # its rank made the input
-    source = op.stage - 1 if op.kind == "F" else op.stage + 1
-    if not 0 <= source < placement.num_stages:
+    source = placement.source(op.stage, op.kind)
+    if source is None:
         return 0.0
-    crosses = min(source, op.stage) in placement.twin_hops
+    hop = placement.hops[min(source, op.stage)]
     what = "F" if op.kind == "F" else "B"
-    end_s = made.get((what, source, op.microbatch, twin ^ crosses))
-    is_local = placement.hops[min(source, op.stage)] == "local"
-    return end_s if end_s is None or is_local else end_s + latency_s
+    end_s = made.get((what, source, op.microbatch, twin ^ (hop == "twin")))
+    return end_s if end_s is None or hop == "local" else end_s + latency_s

@@ -37,14 +37,9 @@ class Sizes:
     """For every wait."""
 
     @property
-    def work(self) -> int:
-        """Undisturbed work of a rank, in forwards."""
-        return 3 * self.num_microbatches
-
-    @property
     def work_s(self) -> float:
-        """The same in seconds."""
-        return self.work * self.forward_s
+        """Undisturbed work of a rank."""
+        return 3 * self.num_microbatches * self.forward_s
 
 
 class Op(NamedTuple):
@@ -85,6 +80,10 @@ class OpTimes:
     def of(self, op: Op) -> float:
         """Return the time that an op should have taken."""
         return self.seconds(op.kind, op.stage, op.microbatch)
+
+    def latency_s(self, kind: Kind, stage: int, microbatch: int) -> float:
+        """Return how long what a stage needs (activation F, gradient B) is under way."""
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -172,8 +171,7 @@ class NoisyTimes(OpTimes):
             seconds += 2 * self.forward_s * hit
         return seconds
 
-    def latency_s(self, kind: Literal["F", "B"], stage: int, microbatch: int) -> float:
-        """Return how long what a stage needs (activation F, gradient B) is under way."""
+    def latency_s(self, kind: Kind, stage: int, microbatch: int) -> float:
         source = stage - 1 if kind == "F" else stage + 1
         ends = self.rank_of[source], self.rank_of[stage]
         if ends[0] == ends[1]:
@@ -205,5 +203,7 @@ class Step(NamedTuple):
     """Activations of stages, in whole micro-batches."""
     cpu_s: float = 0.0
     """Processor time of the rank."""
-    host_waits: Mapping[str, int] = {}
-    """By line: how often the host waited for its device."""
+    runtime_s: float = 0.0
+    """Processor time outside of ops, of the thread that runs them: waits do not count."""
+    host_waits: int = 0
+    """How often the host waited for its device."""

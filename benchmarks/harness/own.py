@@ -16,7 +16,6 @@ from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.transport.base import Expected, Transport
 
 from .megatron_core import set_up
-from .ops import NoisyTimes
 from .stage import Probe, sent_s, stamp
 
 if TYPE_CHECKING:
@@ -44,26 +43,16 @@ def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], object]:
     )
     if probe.waits:
         probe.waits = False  # the transport does
-        _delay_messages(probe)
+
+        def opened(*args: Any, **options: Any) -> _LateTransport:
+            return _LateTransport(open_transport(*args, **options), probe)
+
+        mock.patch.object(runtime, "open_transport", opened).start()
     probe.record_plans(split, pipeline.full)
     # As with GPT, only the first stage reads data here.
     iterators = zip(stages, keywords["data_iterator"], strict=True)
     keywords["data_iterator"] = [data if stage == 0 else None for stage, data in iterators]
     return lambda: forward_backward(**keywords)
-
-
-def _delay_messages(probe: Probe) -> None:
-    """Let every transport that is opened take the time that the scenario says."""
-
-    def latency_s(key: Message) -> float:
-        assert isinstance(probe.times, NoisyTimes)
-        assert key.kind in ("F", "B")
-        return probe.times.latency_s(key.kind, key.stage, key.microbatch)
-
-    def opened(*args: Any, **options: Any) -> _LateTransport:
-        return _LateTransport(open_transport(*args, **options), latency_s)
-
-    mock.patch.object(runtime, "open_transport", opened).start()
 
 
 def _emulate_split(probe: Probe, split: SplitBackward) -> None:
@@ -83,16 +72,11 @@ def _emulate_split(probe: Probe, split: SplitBackward) -> None:
 
 
 class _LateTransport:
-    """Another transport, with latency.
+    """Another transport, whose messages take the time that the scenario says."""
 
-    Args:
-        inner: Carries the messages.
-        latency_s: Says how long a message is under way.
-    """
-
-    def __init__(self, inner: Transport, latency_s: Callable[[Message], float]) -> None:
+    def __init__(self, inner: Transport, probe: Probe) -> None:
         self._inner = inner
-        self._latency_s = latency_s
+        self._probe = probe
         self._source: dict[Message, int] = {}
         self._held: dict[Message, tuple[float, torch.Tensor]] = {}
         """Messages that are here, and since when they may be seen."""
@@ -140,4 +124,6 @@ class _LateTransport:
 
     def _hold(self, key: Message, timeout_s: float) -> None:
         tensor = self._inner.recv(self._source[key], key, timeout_s)
-        self._held[key] = sent_s(tensor) + self._latency_s(key), tensor
+        assert key.kind in ("F", "B")
+        latency_s = self._probe.times.latency_s(key.kind, key.stage, key.microbatch)
+        self._held[key] = sent_s(tensor) + latency_s, tensor

@@ -103,28 +103,21 @@ def measure(
     # The first steps connect ranks, allocate, and fill caches.
     for probe.times in [times[0]] * sizes.warmup + list(times):
         probe.meet()
-        cpu_s, begin_s = time.process_time(), time.perf_counter()
+        probe.cpu_s, cpu_s, begin_s = 0.0, time.process_time(), time.perf_counter()
+        thread_s = time.thread_time()
         step()
+        runtime_s = time.thread_time() - thread_s - probe.cpu_s
         host_waits = probe.finish()
         end_s, cpu_s = time.perf_counter(), time.process_time() - cpu_s
-        records.append(Step(begin_s, end_s, *probe.take(), cpu_s, host_waits))
+        records.append(Step(begin_s, end_s, *probe.take(), cpu_s, runtime_s, host_waits))
     probe.meet()  # nobody leaves while others still wait for its messages
     return records[sizes.warmup :]
 
 
-def measure_overhead(system: System, sizes: Sizes) -> float:
-    """Return the processor time of this rank outside of ops, for each op, in the best step."""
-    step, probe = prepare(system, sizes)
-    found_s = []
-    for _ in range(sizes.warmup + sizes.steps):
-        probe.meet()
-        probe.cpu_s, begin_s = 0.0, time.thread_time()  # of this thread: waits do not count
-        step()
-        spent_s = time.thread_time() - begin_s - probe.cpu_s
-        ops, _ = probe.take()
-        found_s.append(spent_s / len(ops))
-    probe.meet()
-    return min(found_s[sizes.warmup :])
+def overhead_s(system: System, sizes: Sizes) -> float:
+    """Return the processor time outside of ops, for each op, in a rank's best step, at most."""
+    by_rank = run(measure, system, sizes)
+    return max(min(step.runtime_s / len(step.ops) for step in steps) for steps in by_rank)
 
 
 def prepare(
@@ -142,7 +135,8 @@ def prepare(
         # alone, the kernel wakes a receiver on the CPU of its sender, which goes on with its next
         # op there, while another CPU may sleep.
         cpus = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cpus[rank :: sizes.pp] or [cpus[rank % len(cpus)]])
+        own = cpus[rank :: int(os.environ["WORLD_SIZE"])]
+        os.sched_setaffinity(0, own or [cpus[rank % len(cpus)]])
     torch.set_num_threads(1)
     system.join(sizes.pp, device.distributed_backend, sizes.timeout_s)
     probe = system.probe(times or system.times(sizes), device.torch_device(rank))

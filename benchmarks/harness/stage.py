@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -90,7 +90,7 @@ class Probe:
     current: tuple[int, int] = (0, 0)
     """(stage, micro-batch) of the op that runs."""
     waits: bool = False
-    """Whether messages take time, and no transport of ours is there to hide them."""
+    """Whether messages take time, for which stages wait: no transport of ours hides them."""
     _late_s: float = field(default_factory=oversleep_s)
     """How much later than wanted a sleep ends."""
     _over_s: float = 0.0
@@ -106,9 +106,9 @@ class Probe:
         gc.collect()
         torch.distributed.barrier()
 
-    def finish(self) -> dict[str, int]:
-        """End a step; return how often the host waited for its device in it, by line."""
-        return {}
+    def finish(self) -> int:
+        """End a step; return how often the host waited for its device in it."""
+        return 0
 
     def op(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Record what runs inside as one op."""
@@ -130,14 +130,8 @@ class Probe:
         late_s = self._later_s.get(self._kind, self._late_s)
         time.sleep(max(0.0, self._over_s - late_s - time.perf_counter()))
 
-    @property
-    def delays_messages(self) -> bool:
-        """Whether stages themselves wait for messages that are under way."""
-        return self.waits and isinstance(self.times, NoisyTimes)
-
-    def wait_for(self, kind: Literal["F", "B"], tensor: torch.Tensor) -> None:
+    def wait_for(self, kind: Kind, tensor: torch.Tensor) -> None:
         """Sleep until what the op needs is there; that is no part of the time it takes."""
-        assert isinstance(self.times, NoisyTimes)
         seen_s = sent_s(tensor) + self.times.latency_s(kind, *self.current)
         time.sleep(max(0.0, seen_s - self._late_s - time.perf_counter()))
         self._over_s = max(self._over_s, time.perf_counter())
@@ -241,8 +235,8 @@ class EmulatedStage(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the stage's output."""
-        op, delays = self.probe.current, self.probe.delays_messages
-        if delays and op[0] > 0:
+        op = self.probe.current
+        if self.probe.waits and op[0] > 0:
             self.probe.wait_for("F", x)
         activation = x + self.z
         self.probe.keep(activation)
@@ -251,18 +245,18 @@ class EmulatedStage(torch.nn.Module):
         from_weights = weight_product(activation, self.weight)
         output = output + Passing.apply(from_weights, partial(self._weight_gradient, op))
         self.probe.spend("F", *op)
-        if delays:
+        if self.probe.waits:
             stamp(output)
         return output
 
     def _input_gradient(self, op: tuple[int, int], gradient: torch.Tensor) -> torch.Tensor:
         """Take the time of `A`'s backward."""
-        times, delays = self.probe.times, self.probe.delays_messages
-        if delays and isinstance(times, NoisyTimes) and op[0] < len(times.rank_of) - 1:
+        times = self.probe.times
+        if self.probe.waits and isinstance(times, NoisyTimes) and op[0] < len(times.rank_of) - 1:
             self.probe.current = op
             self.probe.wait_for("B", gradient)
         self.probe.spend("I", *op)
-        if delays:
+        if self.probe.waits:
             gradient = gradient.clone()
             stamp(gradient)
         return gradient

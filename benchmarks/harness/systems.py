@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.active import Pipeline
-from megatron_ext.config.pipeline_config import (
-    DevicePath,
-    DynamicOrder,
-    PipelineConfig,
-    Tracing,
-    TransportName,
-)
+from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig, TransportName
 from megatron_ext.schedules import UNIT, Costs, Placement, Schedule, generate, registered
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.schedules.table.placement import linear, loop, v
@@ -111,62 +105,32 @@ class Peer(System):
 class Own(System):
     """The executor of this package with one of the registered schedules."""
 
-    schedule: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    costs: Costs = UNIT
-    """Costs for which a table is searched, as --pipeline-costs gives them."""
-    transport: TransportName = "torch"
-    """As --pipeline-transport has it."""
-    device_path: DevicePath = "staged"
-    """As --pipeline-device-path has it."""
-    dynamic: DynamicOrder | None = None
-    """As --use-dpp and its options have it."""
+    config: PipelineConfig
     splits: bool = False
     """True if the backwards of a static table are split, as --use-dpp splits them."""
-    slices: int = 1
-    """As --pipeline-slices has it."""
     attention: float = 0.0
     """Share of attention in a forward, by which slices are cut."""
-    pairs: bool = False
-    """Whether forwards run with the backwards of other micro-batches."""
-    tracing: Tracing | None = None
-    """As --trace and its options have it."""
 
     @property
     def weight_copies(self) -> int:
-        return registered()[self.schedule].twins
+        return self.config.twins
 
-    def pipeline(self, pp: int, num_microbatches: int, timeout_s: float = 60.0) -> Pipeline:
+    def pipeline(self, pp: int, num_microbatches: int) -> Pipeline:
         """Return the pipeline as training would have it."""
-        options = dict(self.options)
-        chunks = options.pop("chunks", None)
         per_replica = num_microbatches // self.weight_copies  # each of two twins runs half
-        config = PipelineConfig(
-            schedule=self.schedule,
-            chunks=chunks,
-            options=options,
-            costs=self.costs,
-            message_timeout_s=timeout_s,
-            transport=self.transport,
-            device_path=self.device_path,
-            dynamic=self.dynamic,
-            slices=self.slices,
-            pairs=self.pairs,
-            tracing=self.tracing,
-            length_costs=None
-            if self.slices == 1
-            else LengthCost(1 - self.attention, self.attention / SEQUENCE_LENGTH),
-        )
         made = _SplitPipeline if self.splits else Pipeline
-        return made(config, pp, per_replica)
+        return made(self.config, pp, per_replica)
 
     def times(self, sizes: Sizes) -> OpTimes:
-        shares = shares_of_equal_cost(self.slices, self.attention)
+        shares = shares_of_equal_cost(self.config.slices, self.attention)
         slices = Costs(attention=self.attention).slice_factors(shares)
         return replace(super().times(sizes), slices=slices)
 
     def check(self, pp: int, num_microbatches: int) -> None:
-        generate(self.schedule, pp, num_microbatches, slices=self.slices, **self.options)
+        config = self.config
+        assert config.schedule is not None
+        generate(config.schedule, pp, num_microbatches, config.chunks, config.costs or UNIT,
+                 slices=config.slices, **config.options)  # fmt: skip
 
     def placement(self, pp: int) -> Placement:
         return self.pipeline(pp, 4 * pp).placement  # the same for every number of micro-batches
@@ -174,7 +138,8 @@ class Own(System):
     def prepare(self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float) -> Run:
         from . import own
 
-        return own.prepare(self.pipeline(pp, num_microbatches, timeout_s), probe)
+        patient = replace(self, config=replace(self.config, message_timeout_s=timeout_s))
+        return own.prepare(patient.pipeline(pp, num_microbatches), probe)
 
 
 class _SplitPipeline(Pipeline):
@@ -184,12 +149,57 @@ class _SplitPipeline(Pipeline):
         return split_backwards(super().schedule(num_microbatches))
 
 
+VARIANTS = {
+    " ".join([name, *(f"{key}={value}" for key, value in options.items())]): (name, options)
+    for name, generator in registered().items()
+    for options in generator.variants
+}
+"""Name and options of each variant of the registered schedules, by its label in the table."""
+ORDERS: dict[str, DynamicOrder | None] = {
+    "static": None,
+    "static, split": None,
+    **{f"hint +{extra}": DynamicOrder(policy="hint", extra_activations=extra) for extra in (0, 1)},
+    "breadth-first": DynamicOrder(policy="breadth-first"),
+    "depth-first": DynamicOrder(policy="depth-first"),
+}
+"""Orders that are compared in scenarios: of the table, or chosen by a policy."""
+
+
+def own(name: str, variant: str, *, attention: float = 0.0, **settings: Any) -> Own:
+    """Return our schedule of a label in VARIANTS.
+
+    Args:
+        name: Row of the table.
+        variant: The label.
+        attention: Share of attention in a forward.
+        settings: More of the configuration.
+    """
+    schedule, options = VARIANTS[variant]
+    settings = {
+        "transport": "shm",
+        "device_path": "staged",
+        "chunks": options.get("chunks"),
+        "options": {key: value for key, value in options.items() if key != "chunks"},
+        **settings,
+    }
+    if settings.get("slices", 1) > 1:
+        settings["length_costs"] = LengthCost(1 - attention, attention / SEQUENCE_LENGTH)
+    return Own(name, PipelineConfig(schedule=schedule, **settings), attention=attention)
+
+
+def ordered(name: str, **settings: Any) -> Own:
+    """Return our schedule in one of ORDERS; both are in its name, `VARIANT, ORDER`."""
+    variant, _, order = name.rpartition(": ")[2].partition(", ")
+    system = own(name, variant, dynamic=ORDERS[order], **settings)
+    return replace(system, splits=order == "static, split")
+
+
 loop2 = partial(loop, num_chunks=2)
 """Two chunks on each rank, round-robin; ranks find it by name, as they would no lambda."""
 OVERLAPPED = "megatron-core interleaved, overlapped P2P"
 """The fastest schedule of Megatron's own."""
-_PEERS = tuple(
-    Peer(name, module, schedule, placement)
+PEERS = {
+    name: Peer(name, module, schedule, placement)
     for name, module, schedule, placement in (
         ("megatron-core 1F1B", "megatron_core", "1f1b", linear),
         ("megatron-core interleaved, batched P2P", "megatron_core", "interleaved-batched", loop2),
@@ -201,69 +211,24 @@ _PEERS = tuple(
         ("torch ZBVZeroBubble", "torch_pipelining", "ScheduleZBVZeroBubble", v),
         ("torch DualPipeV", "torch_pipelining", "ScheduleDualPipeV", v),
     )
-)  # fmt: skip
-_TRANSPORTS: dict[TransportName, tuple[str, float]] = {
-    "torch": ("gloo", 0.025),
-    "shm": ("shm", 0.01),
-}
-"""Name in the table, and latency of a message in forwards of 40 ms: from the end of an op to the
-start of the one that waits for it in another process."""
+}  # fmt: skip
 
 
 def all_systems() -> list[System]:
     """Return every system, in the order of the table."""
-    return [*_PEERS, *own_systems("torch"), *own_systems("shm")]
-
-
-def own_systems(transport: TransportName) -> list[Own]:
-    """Return our schedules over one transport."""
-    shown, latency = _TRANSPORTS[transport]
-    systems = [
-        Own(f"megatron_ext, {shown}: {label}", name, options, transport=transport)
-        for label, name, options in variants()
-    ]
-    label = f"megatron_ext, {shown}: bitpipe order=zb for latency {latency:g}"
-    return [*systems, Own(label, "bitpipe", {"order": "zb"}, Costs(latency=latency), transport)]
-
-
-def variants() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield label, name and options of each variant of the registered schedules."""
-    for name, generator in registered().items():
-        for options in generator.variants:
-            label = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
-            yield label, name, dict(options)
-
-
-def disturbed_systems() -> list[System]:
-    """Return what is compared in scenarios: orders that are fixed, and orders chosen by a policy.
-
-    The first is what the others are related to: split backwards in the order of the table.
-    """
-    static: dict[str, DynamicOrder | None] = {"static, split": None, "static": None}
-    hints = {
-        f"hint +{extra}": DynamicOrder(policy="hint", extra_activations=extra) for extra in (0, 1)
-    }
-    greedy = {
-        "breadth-first": DynamicOrder(policy="breadth-first"),
-        "depth-first": DynamicOrder(policy="depth-first"),
-    }
-
-    def shm(label: str, kinds: Mapping[str, DynamicOrder | None], **options: Any) -> list[Own]:
-        name = label.partition(" ")[0]
-        return [
-            Own(f"{label}, {kind}", name, options, transport="shm", dynamic=dynamic,
-                splits=kind == "static, split")
-            for kind, dynamic in kinds.items()
-        ]  # fmt: skip
-
-    compared = (OVERLAPPED, "torch Interleaved1F1B", "torch InterleavedZeroBubble",
-                "torch ZBVZeroBubble")  # fmt: skip
-    return [
-        *shm("interleaved chunks=2", {**static, **hints, **greedy}, chunks=2),
-        *(peer for peer in _PEERS if peer.name in compared),
-        *shm("bitpipe order=paper", {**static, **hints}, order="paper"),
-        *shm("zb-v", {"static": None, **hints}),  # its backwards are split anyway
-    ]
+    found: list[System] = list(PEERS.values())
+    # With the latency of a message in forwards of 40 ms: from the end of an op to the start of the
+    # one that waits for it in another process.
+    wires: tuple[tuple[str, TransportName, float], ...] = (
+        ("gloo", "torch", 0.025),
+        ("shm", "shm", 0.01),
+    )
+    for shown, transport, latency in wires:
+        prefix = f"megatron_ext, {shown}: "
+        found += [own(prefix + label, label, transport=transport) for label in VARIANTS]
+        name, costs = f"{prefix}bitpipe order=zb for latency {latency:g}", Costs(latency=latency)
+        found.append(own(name, "bitpipe order=zb", transport=transport, costs=costs))
+    return found
 
 
 def device_systems() -> list[System]:
@@ -272,22 +237,10 @@ def device_systems() -> list[System]:
     These are Megatron's own schedules over the device's communicators, our tables over both paths
     between devices, and one of them with split backwards beside the dynamic orders over it.
     """
-    disturbed = [
-        system
-        for system in disturbed_systems()
-        if isinstance(system, Own)
-        and system.schedule == "interleaved"
-        and (system.splits or (system.dynamic and system.dynamic.policy == "hint"))
-    ]
+    orders = ("static, split", "hint +0", "hint +1")
     return [
-        *(peer for peer in _PEERS if peer.module == "megatron_core"),
-        *(
-            Own(f"communicator: {label}", name, options, transport="torch")
-            for label, name, options in variants()
-        ),
-        *(
-            Own(f"ipc: {label}", name, options, transport="shm", device_path="ipc")
-            for label, name, options in variants()
-        ),
-        *(replace(each, name=f"ipc: {each.name}", device_path="ipc") for each in disturbed),
+        *(peer for peer in PEERS.values() if peer.module == "megatron_core"),
+        *(own(f"communicator: {label}", label, transport="torch") for label in VARIANTS),
+        *(own(f"ipc: {label}", label, device_path="ipc") for label in VARIANTS),
+        *(ordered(f"ipc: interleaved chunks=2, {each}", device_path="ipc") for each in orders),
     ]
