@@ -1,14 +1,10 @@
 """Forward/backward disaggregation: predicted and measured step times, memory, weight transfer.
 
-    python benchmarks/disaggregation.py [--quick] [--json FILE]
+    python benchmarks/disaggregation.py [--quick]
 
-1. Sleeping stages (a backward takes twice as long as a forward) run under the disaggregated
-   executor and under this package's 1F1B, both over shared memory. The table shows each measured
-   step beside the simulated one, whose messages take no time. Forward ranks that represent TP ranks
-   sleep TP times as long. The unit of time is a stage's forward; the target is a deviation of at
-   most 3 %.
-2. A GPT is trained in each way. Reported are the peak resident memory of a first-stage process
-   above that before the first step, and the time that new weights cost either role.
+Sleeping stages run under the disaggregated executor and under this package's 1F1B, both over shared
+memory, beside a simulation whose messages take no time. The target is a deviation of at most 3 %.
+Then a GPT is trained in each way, for memory and for the time that new weights cost.
 
 Prints the tables of `docs/disaggregation.md`. Takes about 10 minutes.
 """
@@ -34,7 +30,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch.distributed.elastic.utils.store import barrier
 
 from benchmarks.harness import ranks
-from benchmarks.harness.command import machine, markdown, options, write_json
+from benchmarks.harness.command import machine, markdown, options
 from benchmarks.harness.megatron_core import batches, forward_step, make_config
 from benchmarks.harness.metrics import seconds_of
 from benchmarks.harness.ops import OpTimes, Sizes
@@ -355,7 +351,6 @@ def main() -> None:
         print(f"trained: {name}", file=sys.stderr)
     if trained:
         print(f"<!-- training: begin -->\n{training_as_markdown(trained)}\n<!-- training: end -->")
-    write_json(args.json, {"steps": rows, "training": trained})
 
 
 if __name__ == "__main__":

@@ -8,10 +8,7 @@ of the system: the median of the draws (lowest .. highest). Each draw counts wit
 repetition, since other load only adds time. The defaults take 25 minutes on two idle cores.
 
 A comparison is fair if both sides hold equally many activations: `+0` is the cap of the table. The
-last column is a computed upper bound for any order, with unlimited memory: each rank has to wait
-for its first input and do all of its work, and then other ranks have to finish theirs.
-
-The final table is the overhead of runtime and messages, with ops of the length of schedules.py: the
+final table is the overhead of runtime and messages, with ops of the length of schedules.py: the
 measured time over that of a replay of the same order with the measured ops.
 
 `--simulate` computes the same tables without processes.
@@ -169,7 +166,7 @@ def text_of(found: Found) -> str:
 
 def main() -> int:
     """Measure and print; 1 if a system failed."""
-    parser = options(__doc__, "one draw of the last tables")
+    parser = options(__doc__, "one draw of the last tables", figures=True)
     parser.add_argument("--simulate", action="store_true", help="compute what to expect instead")
     parser.add_argument("--draws", type=int, default=5, help="seeds of the noise")
     args = parser.parse_args()

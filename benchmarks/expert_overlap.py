@@ -1,7 +1,7 @@
 """How much of the experts' all-to-all pairs hide, and what a step then takes.
 
     python benchmarks/expert_overlap.py [--forward-ms T] [--connections N] [--only TEXT ...]
-        [--quick] [--json FILE]
+        [--quick]
 
 Runs on the emulated device that runs behind its host, as schedules.py --device does, with a C++
 compiler and megatron-core 0.19 or later: earlier ones make plans of their own models only.
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -32,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
 from benchmarks.harness import ranks
-from benchmarks.harness.command import chosen, figure, machine, markdown, options, write_json
+from benchmarks.harness.command import chosen, figure, machine, markdown, options
 from benchmarks.harness.metrics import peak, seconds_of
 from benchmarks.harness.ops import LAYERS, ExpertTimes, Sizes, Step
 from benchmarks.harness.systems import VARIANTS, Own, Peer, System, loop2, own
@@ -181,20 +181,13 @@ def main() -> int:
     for part, by_system in found.items():
         print(f"All-to-all {part:g} of a layer's computation:\n")
         print(f"{table(by_system, sizes.work_s)}\n")
-    conditions = (
+    print(
         f"pp {pp}, {_EXPERTS} ranks of experts, {num_microbatches} micro-batches, {LAYERS} "
         f"layers on each rank, forward = input gradient = weight gradient = {args.forward_ms:g} ms "
-        f"besides the exchanges, {device}, the shortest of {num_steps} steps; {before} before"
+        f"besides the exchanges, {device}, the shortest of {num_steps} steps; {before} before."
     )
-    print(f"{conditions}.")
     for reason in failed:
         print(f"\n{reason}", file=sys.stderr)
-    rows = [
-        {"system": name, "all_to_all": part, **asdict(each)}
-        for part, by_system in found.items()
-        for name, each in by_system.items()
-    ]
-    write_json(args.json, {"conditions": conditions, "measured": rows, "failures": failed})
     return 1 if failed else 0
 
 

@@ -1,6 +1,6 @@
 """The cost of `megatron-ext launch`: over plain torchrun, with many hosts and lines, after a kill.
 
-    python benchmarks/launch.py WHAT ... [--quick] [--json FILE]
+    python benchmarks/launch.py WHAT ... [--quick]
 
 `torchrun`  torchrun and the launcher start a script on this machine, in turn. What the launcher
             adds is the difference of the medians, in time and in processor time, which is the more
@@ -40,7 +40,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness.command import markdown, options, write_json
+from benchmarks.harness.command import markdown, options
 from tests.tools.launch.cluster import rank_of
 from tests.tools.launch.test_cluster import LLAMA
 
@@ -157,28 +157,22 @@ def lines(directory: Path, num_lines: int) -> list[Row]:
     """Show lines that are printed faster than they can be."""
     code = f"import sys\nfor i in range({num_lines}): print({_LINE!r}.format(i))"
     argv = command(directory, "localhost", "--per-node", "--", sys.executable, "-c", code)
-    begin_s, ended = time.perf_counter(), threading.Event()
-    peak_mib = [0.0, 0.0]  # of the launcher, and of its agents
+    begin_s, shown = time.perf_counter(), 0
+    launcher_mib = agent_mib = 0.0
     with start(directory, argv, subprocess.DEVNULL) as launcher:
-
-        def watch() -> None:
-            while not ended.wait(0.05):
-                with suppress(psutil.Error):  # it has just ended
-                    process = psutil.Process(launcher.pid)
-                    for index, group in enumerate(([process], process.children())):
-                        seen = (one.memory_info().rss / 2**20 for one in group)
-                        peak_mib[index] = max([peak_mib[index], *seen])
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
         assert launcher.stdout is not None
-        shown = sum(1 for _ in launcher.stdout)
+        for _ in launcher.stdout:
+            shown += 1
+            if shown % (num_lines // 100) == 0:
+                with suppress(psutil.Error):  # the agent has just ended
+                    process = psutil.Process(launcher.pid)
+                    seen = [one.memory_info().rss / 2**20 for one in process.children()]
+                    agent_mib = max([agent_mib, *seen])
+                    launcher_mib = max(launcher_mib, process.memory_info().rss / 2**20)
         seconds = time.perf_counter() - begin_s
-        ended.set()
-        watcher.join()
     if shown != num_lines:
         raise SystemExit(f"{shown} of {num_lines} lines were shown")
-    memory = "{:.0f} and {:.0f} MiB".format(*peak_mib)
+    memory = f"{launcher_mib:.0f} and {agent_mib:.0f} MiB"
     return [
         ("log lines for each second", f"{num_lines / seconds:,.0f}", "50,000"),
         ("memory of launcher and agent meanwhile", memory, "bounded"),
@@ -247,7 +241,6 @@ def main() -> None:
             if part.__name__ in args.what:
                 rows += part(Path(scratch), count)
     print(markdown(("", "measured", "aim"), rows))
-    write_json(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Gain of balancing by cost where samples differ in length, by simulation.
 
-    python benchmarks/lengths.py [--size PPxM ...] [--draws N] [--json FILE] [--quick]
+    python benchmarks/lengths.py [--size PPxM ...] [--draws N] [--quick]
 
 A stage takes a*L + b*L^2 for each sample of a micro-batch, with a and b of Llama 3 8B. All lines of
 a table get the same batches, so the same tokens and the same gradient. `step` is the slowest of the
@@ -34,7 +34,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness.command import options, ratios, size, spread, write_json
+from benchmarks.harness.command import options, ratios, size, spread
 from benchmarks.harness.scenarios import simulated
 from benchmarks.harness.systems import Own, ordered
 from megatron_ext.schedules import Costs, generate
@@ -219,7 +219,6 @@ def main() -> None:
     names = list(WORKLOADS)
     if args.quick:
         names, args.size, args.draws = names[-1:], [(2, 4)], 1
-    tables = []
     for name in names:
         for pp, num_microbatches in args.size:
             batches = [
@@ -232,10 +231,7 @@ def main() -> None:
                 steps[label] = [batch.step(way) for batch in batches]
             steps["bound"] = [batch.bound() for batch in batches]
             print(text_of(name, batches, steps), flush=True)
-            figures = {"pp": pp, "num_microbatches": num_microbatches, "steps": steps}
-            tables.append({"workload": name, **figures})
     print(f"simulated; {_REPLICAS} replicas, {args.draws} draws")
-    write_json(args.json, {"tables": tables})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The cost of this package beside the work: imports, patches, its executor, tables and traces.
 
-    python benchmarks/overhead.py WHAT ... [--quick] [--json FILE]
+    python benchmarks/overhead.py WHAT ... [--quick]
 
 `imports`   the time that `import megatron_ext` adds to `import megatron.core`, each in a fresh
             interpreter, in turn. On devices other than CUDA the patches keep Megatron from
@@ -43,7 +43,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
 from benchmarks.harness import ranks
-from benchmarks.harness.command import machine, markdown, options, write_json
+from benchmarks.harness.command import machine, markdown, options
 from benchmarks.harness.ops import Sizes
 from benchmarks.harness.systems import VARIANTS, Own, all_systems, own
 from megatron_ext.config.pipeline_config import Tracing
@@ -54,9 +54,6 @@ from tests.ranks import run_ranks, train_here
 from tests.tools.trace import browser
 from tests.tools.trace.runs import write_run
 
-Answer = tuple[str, dict[str, Any]]
-"""A table, and its figures."""
-
 _IMPORTS = {
     "megatron.core": "import megatron.core",
     "the same without torch's compiler":
@@ -66,7 +63,7 @@ _IMPORTS = {
 }  # fmt: skip
 
 
-def imports(quick: bool) -> Answer:
+def imports(quick: bool) -> str:
     """Compare imports, whose kinds alternate, so that other load meets all alike."""
     environment = {**os.environ, "PYTHONPATH": sys.path[0]}
     found_s: dict[str, list[float]] = {name: [] for name in _IMPORTS}
@@ -86,7 +83,7 @@ def imports(quick: bool) -> Answer:
         for name, s in found_s.items()
     ]  # fmt: skip
     head = ("import", "s", "ours adds, ms (medians)", "ms (minima); bar: 100")
-    return markdown(head, rows), found_s
+    return markdown(head, rows)
 
 
 _MODEL = (
@@ -152,7 +149,7 @@ def point_s() -> tuple[float, float]:
     return through, plain
 
 
-def patches(quick: bool) -> Answer:
+def patches(quick: bool) -> str:
     """Relate what patch points add to the step of a small GPT on two stages."""
     flags = [*_MODEL.split(), "--train-iters", "4" if quick else "30"]
     steps = run_ranks(2, count_calls, flags, timeout_s=300)[-1][2:]
@@ -166,7 +163,7 @@ def patches(quick: bool) -> Answer:
         ("a step, ms", f"{1e3 * step_s:.0f}"),
         ("what patch points add to it, % (bar: 1)", f"{100 * share:.3f}"),
     ]
-    return markdown(("", "found"), rows), {"calls": calls, "step_s": step_s, "share": share}
+    return markdown(("", "found"), rows)
 
 
 _LOOPS = (
@@ -175,24 +172,21 @@ _LOOPS = (
 )
 
 
-def executor(quick: bool) -> Answer:
+def executor(quick: bool) -> str:
     """Run ops that take no time under Megatron's loop and under the executor."""
     count, steps = (8, 2) if quick else (64, 20)
-    found = {
-        system.name: [
-            1e6 * ranks.overhead_s(system, Sizes(n, count, 0.0, 2, steps)) for n in (1, 2)
-        ]
-        for system in all_systems()
-        if system.name in _LOOPS
-    }
-    rows = [(name, *(f"{us:.0f}" for us in by_ranks)) for name, by_ranks in found.items()]
-    return markdown(("us for each action", "one rank (bar: 50)", "two ranks"), rows), found
+    rows = []
+    for system in all_systems():
+        if system.name in _LOOPS:
+            found = (ranks.overhead_s(system, Sizes(n, count, 0.0, 2, steps)) for n in (1, 2))
+            rows.append((system.name, *(f"{1e6 * seconds:.0f}" for seconds in found)))
+    return markdown(("us for each action", "one rank (bar: 50)", "two ranks"), rows)
 
 
-def tables(quick: bool) -> Answer:
+def tables(quick: bool) -> str:
     """Generate, validate and simulate; the best of three."""
     pp, num_microbatches = (8, 32) if quick else (64, 1024)
-    found = {}
+    rows = []
     for name in ("interleaved", "1f1b", "zb-v"):
         runs = []
         for _ in range(1 if quick else 3):
@@ -203,11 +197,11 @@ def tables(quick: bool) -> Answer:
                     phase(schedule)
                 ticks.append(time.process_time())
             runs.append([end_s - begin_s for begin_s, end_s in itertools.pairwise(ticks)])
-        found[name] = min(runs, key=sum)
-    rows = [(name, *(f"{s:.2f}" for s in (*each, sum(each)))) for name, each in found.items()]
+        best = min(runs, key=sum)
+        rows.append((name, *(f"{seconds:.2f}" for seconds in (*best, sum(best)))))
     head = (f"s, pp {pp}, {num_microbatches} micro-batches", "generate", "validate", "simulate",
             "together (bar: 2)")  # fmt: skip
-    return markdown(head, rows), found
+    return markdown(head, rows)
 
 
 def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, float]]:
@@ -260,7 +254,7 @@ def event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, 
     return best_s / count, path.stat().st_size / (count * rounds)
 
 
-def tracing(quick: bool) -> Answer:
+def tracing(quick: bool) -> str:
     """Trace every second step of each schedule."""
     from megatron_ext.tools.trace.aggregate import read_run
     from megatron_ext.tools.trace.forecast import predict
@@ -269,7 +263,7 @@ def tracing(quick: bool) -> Answer:
     sizes = Sizes(pp, count, forward_ms / 1e3, 1, pairs)
     labels = ["1f1b"] if quick else list(VARIANTS)
     systems = [own(f"megatron_ext, gloo: {each}", each, transport="torch") for each in labels]
-    found: dict[str, Any] = {}
+    found: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory(prefix="megatron_ext_tracing_") as scratch:
         for system in systems:
             folder = Path(scratch) / system.name
@@ -277,25 +271,23 @@ def tracing(quick: bool) -> Answer:
             # A step is as long as on its slowest rank.
             steps = [[max(kind) for kind in zip(*each, strict=True)]
                      for each in zip(*by_rank, strict=True)]  # fmt: skip
-            found[system.name] = {
-                "step_s": statistics.median(plain for plain, _ in steps),
-                "added": statistics.median(traced / plain - 1 for plain, traced in steps),
-            }
+            found[system.name] = (
+                statistics.median(plain for plain, _ in steps),
+                statistics.median(traced / plain - 1 for plain, traced in steps),
+            )
         run = Path(scratch) / "megatron_ext, gloo: 1f1b"
         predicted = {p.schedule: p.step_s for p in predict(read_run(run)).predictions}
         event_s, event_bytes = event(Path(scratch) / "events")
     rows = []
     for system in systems:
         table = system.pipeline(pp, count).schedule(count // system.weight_copies)
-        step_s, guess_s = found[system.name]["step_s"], predicted[table.label]
-        added, off = 100 * found[system.name]["added"], 100 * (guess_s / step_s - 1)
-        rows.append((system.name, f"{1e3 * step_s:.1f}", f"{added:.1f}", f"{1e3 * guess_s:.1f}",
-                     f"{off:.1f}"))  # fmt: skip
+        (step_s, added), guess_s = found[system.name], predicted[table.label]
+        rows.append((system.name, f"{1e3 * step_s:.1f}", f"{100 * added:.1f}",
+                     f"{1e3 * guess_s:.1f}", f"{100 * (guess_s / step_s - 1):.1f}"))  # fmt: skip
     head = (f"pp {pp}, {count} micro-batches, forward {forward_ms} ms, {pairs} pairs of steps",
             "step ms", "tracing %", "predicted ms", "off %")  # fmt: skip
     text = f"an event: {1e6 * event_s:.1f} us of the processor, {event_bytes:.0f} bytes of the file"
-    found["event"] = {"processor_s": event_s, "file_bytes": event_bytes}
-    return f"{markdown(head, rows)}\n\n{text}", found
+    return f"{markdown(head, rows)}\n\n{text}"
 
 
 _DRAWN = """
@@ -314,10 +306,10 @@ def opening_s(page: Path) -> float:
     return min(found_s)
 
 
-def traces(quick: bool) -> Answer:
+def traces(quick: bool) -> str:
     """Put the traces of a large run together and show them."""
     pp, replicas, count, iterations = (2, 2, 4, 2) if quick else (8, 8, 80, 100)
-    rows, found = [], {}
+    rows = []
     with tempfile.TemporaryDirectory(prefix="megatron_ext_traces_") as scratch:
         directory = write_run(
             Path(scratch), schedule="interleaved", pp=pp, replicas=replicas, microbatches=count,
@@ -334,9 +326,7 @@ def traces(quick: bool) -> Answer:
             process.returncode = os.waitstatus_to_exitcode(status)
             if process.returncode:
                 raise SystemExit(f"{command} ended with {process.returncode} (124: after 1200 s)")
-            cpu_s = used.ru_utime + used.ru_stime
-            found[command] = {"s": took_s, "processor_s": cpu_s, "max_rss_kib": used.ru_maxrss}
-            memory = f"{used.ru_maxrss / 2**20:.2f} GiB"
+            cpu_s, memory = used.ru_utime + used.ru_stime, f"{used.ru_maxrss / 2**20:.2f} GiB"
             rows.append((command, f"{took_s:.1f}", f"{cpu_s:.1f}", memory))
         if any(map(shutil.which, browser.NAMES)):
             page, empty = directory / "report.html", Path(scratch) / "empty.html"
@@ -348,8 +338,7 @@ def traces(quick: bool) -> Answer:
         f"{pp * replicas} ranks, {iterations} iterations of {count} micro-batches: "
         f"{size / 2**20:.0f} MiB"
     )
-    head = (run, "s", "s of processors", "of a process at most")
-    return markdown(head, rows), found
+    return markdown((run, "s", "s of processors", "of a process at most"), rows)
 
 
 _PARTS = {part.__name__: part for part in (imports, patches, executor, tables, tracing, traces)}
@@ -362,11 +351,8 @@ def main() -> None:
     args = parser.parse_args()
     ranks.clean_up_when_terminated()
     print(machine())
-    figures = {}
     for name in args.what:
-        text, figures[name] = _PARTS[name](args.quick)
-        print(f"\n{text}", flush=True)
-    write_json(args.json, figures)
+        print(f"\n{_PARTS[name](args.quick)}", flush=True)
 
 
 if __name__ == "__main__":

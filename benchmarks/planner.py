@@ -8,33 +8,14 @@
 `planner_rows.json` holds the rows: 43 of SimuMax v1.2 (docs/b200: time and allocated memory), and
 143 of the performance summary of Megatron-Bridge, 26.02 to 26.08 (throughput), with the flags, the
 recomputation and the layout of the recipes of that release (tags v0.3.0 to v0.6.0; v0.4.2 for
-26.04.01). Half of the configurations of the latter
-(`fitted`, shuffled by `random.Random(0)`, all rows of a configuration on one side) chose 29 rates
-of `hardware.py` and `layer_costs.py`. SimuMax's rows chose one, and those of Llama with one stage
-the bytes of a logit. Nothing else was fitted, but errors of all rows were in sight when the first
-formulas were made; later ones were chosen on the fitted rows alone.
+26.04.01). `fitted` are half of the configurations of the latter, shuffled by `random.Random(0)`,
+all rows of a configuration on one side: they chose 29 rates of `hardware.py` and `layer_costs.py`.
 
-`--json` writes each row, with its forecast. `--layouts` prints how evenly layouts that people wrote
-share the work, in recipes of Megatron-Bridge and Primus, beside the planner's cut. `--ranks` lets
-the planner search for each configuration, and prints where the published layout ranks, how many
-are as good as the first within the accuracy of the forecast, and how many do not fit: half an hour.
-
-With `--memory` upstream's script trains one step here on 4 CPU ranks, five minutes: six kinds of
-models, each under every schedule, the parallelisms in turn, with Megatron's own layers in bf16.
-Printed is how far the planner is from what each rank holds: weights, gradients and optimizer; and
-what autograd, and weight gradients that wait, keep at most. Temporaries and messages are left out.
-
-With `--measured` the pipelines of layouts run here, five minutes: more than 40 layouts of 8 ranks,
-all schedules, with the planner's cut of a model of 30 layers. Stages sleep what their layers cost
-by the forecast, slowed down; messages are real. Printed are how far forecasts are from the median
-step, and whether the planner's choice is the fastest. The pipeline is compared, without reductions
-and optimizer.
-
-With `--trained` upstream's script trains here on 4 ranks of the emulated device, five minutes: a
-GPT of 16 layers, under every schedule with the planner's cut, then in every dynamic order by the
-policy `hint`. One trace of zb-h1 gives the costs of all forecasts. Static schedules are compared
-with `plan --devices --trace-dir`, by their pipelines; dynamic orders with `plan --trace-dir`, by
-their whole steps. Last comes whether the planner's choice is the fastest.
+`--layouts` also prints how evenly layouts that people wrote share the work, `--ranks` where the
+published layouts rank among all (half an hour). With `--memory` upstream's script trains here on
+CPU ranks, with `--measured` layouts run on sleeping stages, with `--trained` upstream's script
+trains on the emulated device; each takes about five minutes. docs/planning.md has what is printed,
+and what is left out of each comparison.
 """
 
 from __future__ import annotations
@@ -514,7 +495,7 @@ def print_errors(rows: Sequence[Measured], plain: Sequence[Measured]) -> None:
 
 def main(words: Sequence[str] = ()) -> None:
     """Print the tables of docs/planning.md."""
-    parser = options(__doc__)
+    parser = options(__doc__, figures=True)
     parser.add_argument("--layouts", action="store_true", help="also layouts made by hand")
     parser.add_argument(
         "--ranks", type=int, nargs="?", const=1_000_000, default=0, metavar="N",

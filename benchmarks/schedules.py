@@ -5,20 +5,14 @@
     python benchmarks/schedules.py --device [--scenario NAME ...] [--repetitions N] ...
 
 Every system runs the same model in real processes with real messages; stages emulate computation by
-sleeping. Each rank is bound to CPUs of its own, or shares one if there are too few. All figures of
-the documentation come from one run: 4 and 8 ranks, 15 minutes. With several sizes the first runs
-all systems, the others leave out this package's schedules over gloo, unless `--only` selects some.
-
-`--device` runs on the emulated device of the tests (tests/fake_musa/README.md), which is behind its
-host and needs a C++ compiler: processes, launches, events, copies and messages are real, and a
-kernel takes the time of an action without using the processor. A device's clock may lag one forward
-behind its host's, so a thread of the emulation that wakes late delays no kernel. Megatron's own
-schedules and tables over the communicator use the emulated MCCL, which orders its operations as
-NCCL does; ipc copies from device to device. Three minutes.
+sleeping. With several sizes the first runs all systems, the others leave out this package's
+schedules over gloo, unless `--only` selects some: 15 minutes. `--device` runs on the emulated
+device of the tests (tests/fake_musa/README.md), which is behind its host and needs a C++ compiler:
+three minutes. docs/results-schedules.md and docs/results-devices.md say what the columns are.
 
 With `--scenario` ops take random times, and every step of `--steps` is another draw, the same for
 all systems. With `--repetitions` the shortest time of each draw counts, since other load only adds
-time. `dynamic_order.py` compares orders so. `harness/comparison.py` says what the columns are.
+time. `dynamic_order.py` compares orders so.
 
 Sleeping ops say nothing about kernels, memory bandwidth or collectives that share a GPU with them.
 """
@@ -48,7 +42,7 @@ _QUICK = ("megatron-core 1F1B", "gloo: 1f1b", "communicator: 1f1b", "ipc: 1f1b")
 
 def main() -> int:
     """Measure and print; 1 if a system failed."""
-    parser = options(__doc__, "few systems, few and short actions", only=True)
+    parser = options(__doc__, "few systems, few and short actions", only=True, figures=True)
     add = parser.add_argument
     add("--device", action="store_true", help="on the emulated device, which is behind its host")
     add("--pp", type=int, nargs="+", help="ranks of the pipeline (default: 4 8, or 4)")

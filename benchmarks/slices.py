@@ -1,7 +1,6 @@
 """Schedules in slices of a sequence beside those of whole micro-batches, in time and memory.
 
-    python benchmarks/slices.py [--size PPxM ...] [--only TEXT ...] [--slice-ms T]
-        [--parts PART ...] [--quick] [--json FILE]
+    python benchmarks/slices.py [--slice-ms T] [--parts PART ...] [--quick]
 
 Without options it takes about eight minutes on two cores. Its parts:
 
@@ -23,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
 from benchmarks.harness import ranks
-from benchmarks.harness.command import chosen, machine, options, size, write_json
+from benchmarks.harness.command import machine, options
 from benchmarks.harness.comparison import Compared, compare, report_failures, table
 from benchmarks.harness.ops import SEQUENCE_LENGTH, Sizes
 from benchmarks.harness.systems import OVERLAPPED, PEERS, Own, System, own
@@ -52,17 +51,15 @@ def systems() -> list[System]:
     ]
 
 
-def executors_own(systems: list[System], pp: int, num_microbatches: int) -> str:
+def executors_own(pp: int, num_microbatches: int) -> str:
     """Return the processor's time between actions, of whole micro-batches and of most slices."""
-    names = {f"zb-h1 slices={cut}": cut for cut in _SLICES}
-    own = [system for system in systems if system.name in names]
     found = []
-    for system in own[:1] + own[1:][-1:]:
-        cut = names[system.name]
+    for cut in (_SLICES[0], _SLICES[-1]):
         # Ops may be short: their own time does not count.
-        most_s = ranks.overhead_s(system, Sizes(pp, num_microbatches, 2e-3 * cut, 1, 2))
+        sizes = Sizes(pp, num_microbatches, 2e-3 * cut, 1, 2)
+        most_s = ranks.overhead_s(own("", "zb-h1", slices=cut), sizes)
         found.append(f"{1e6 * most_s:.0f} us with slices={cut}")
-    return f"zb-h1, processor time between two actions: {', '.join(found)}\n" if found else ""
+    return f"zb-h1, processor time between two actions: {', '.join(found)}\n"
 
 
 def memory_of_a_model(length: int, slices: int) -> str:
@@ -92,23 +89,20 @@ def memory_of_a_model(length: int, slices: int) -> str:
 
 def main() -> int:
     """Measure and print; 1 if a system failed."""
-    parser = options(__doc__, "one small size, short actions", only=True)
+    parser = options(__doc__, "one small size, short actions")
     add = parser.add_argument
-    add("--size", nargs="+", type=size, default=[(4, 4), (4, 8), (8, 16)], metavar="PPxM",
-        help="ranks of a pipeline and its micro-batches (default: 4x4 4x8 8x16)")  # fmt: skip
     add("--slice-ms", type=float, default=25,
         help="forward of the shortest slice: the whole one is longer if it has to be")  # fmt: skip
     add("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     args = parser.parse_args()
-    forward_ms = _FORWARD_MS
+    at_sizes, forward_ms = [(4, 4), (4, 8), (8, 16)], _FORWARD_MS
     if args.quick:
-        args.size, args.slice_ms, forward_ms = [(4, 2)], 2.0, 4.0
-    compared = chosen(parser, systems(), args.only)
+        at_sizes, args.slice_ms, forward_ms = [(4, 4)], 2.0, 4.0
     ranks.clean_up_when_terminated()
     measured: list[Compared] = []
-    for pp, num_microbatches in args.size if "schedules" in args.parts else ():
+    for pp, num_microbatches in at_sizes if "schedules" in args.parts else ():
         found = []
-        for system in compared:
+        for system in systems():
             cut = system.config.slices if isinstance(system, Own) else 1
             forward_s = max(forward_ms, cut * args.slice_ms) / 1e3
             sizes = Sizes(pp, num_microbatches, forward_s, 1, 1 if args.quick else 2)
@@ -117,14 +111,13 @@ def main() -> int:
         print(
             f"pp {pp}, {num_microbatches} micro-batches\n\n{table(found, _COLUMNS)}\n", flush=True
         )
-        print(executors_own(compared, pp, num_microbatches), flush=True)
+        print(executors_own(pp, num_microbatches), flush=True)
     if "memory" in args.parts:
         print(f"{memory_of_a_model(_LENGTH, 8)}\n", flush=True)
     print(
         f"forward {forward_ms:g} ms, of a slice at least {args.slice_ms:g} ms, median of two "
         f"steps; {machine()}"
     )
-    write_json(args.json, {"measured": [each.as_json() for each in measured]})
     return report_failures(measured)
 
 

@@ -1,21 +1,10 @@
 """Latency and bandwidth of tensors between two processes: this package's wires and gloo.
 
-    python benchmarks/transport.py [--quick] [--json FILE]
+    python benchmarks/transport.py [--quick]
 
-Two processes use the Python interface of each transport. Latency is half of a round trip, the
-median of all; bandwidth is that of back-to-back messages, the median of the rounds. The wires take
-turns, so a drift of the machine affects them alike.
-
-    shm              slots as large as the message, so the receiver needs no copy; with a CPU for
-                     each rank, a wait spins for 20 us before it sleeps
-    shm, asleep      the same without a spin, as on a host with fewer CPUs than ranks
-    shm, pieces      slots of 256 KiB
-    tcp              over the loopback interface, like gloo
-    tcp, pieces      slots of 64 KiB, so little room that the receiver must grant more in the middle
-                     of messages above 4 MiB
-    socket           a bare socket over the loopback interface, into an existing tensor, as gloo
-    copy             a copy by one thread, the lower bound of a message; it alternates between two
-                     pairs of tensors, because the two processes touch as much memory
+Two processes use the Python interface of each transport; docs/transport.md says what the wires are.
+Latency is half of a round trip, the median of all; bandwidth is that of back-to-back messages, the
+median of the rounds. The wires take turns, so a drift of the machine affects them alike.
 
 With NVIDIA GPUs, it sends device tensors too, and a message counts as received when the receiver's
 GPU has it. A single GPU serves both processes.
@@ -33,7 +22,8 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.command import markdown, options, write_json
+from benchmarks.harness.command import markdown, options
 from megatron_ext import devices
 from megatron_ext.message import Message
 from megatron_ext.transport.address import Wire
@@ -150,8 +140,8 @@ def native(wire: Wire, slot_bytes: int, name: str, **options: Any) -> NativeTran
     )
 
 
-Times = tuple[list[float], list[float]]
-"""Latencies in seconds and bandwidths in bytes for each second, with one wire and size."""
+Figures = tuple[float, float]
+"""Median latency in seconds and bandwidth in bytes for each second, with one wire and size."""
 
 
 def ping_pong(
@@ -193,8 +183,8 @@ def stream(wire: _Torch, tensor: torch.Tensor, count: int, arrived: Callable[[],
     return count * tensor.nbytes / seconds
 
 
-def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Times]:
-    """Measure all wires with one size, on one of two ranks.
+def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Figures]:
+    """Measure all wires with one size, on one of two ranks; figures are those of rank 0.
 
     Args:
         num_bytes: Of a message.
@@ -231,17 +221,19 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Times]:
         wires = _of_host(tensor)
         pairs = [(torch.zeros_like(tensor), t) for t in (tensor, tensor.clone())]
     count = max(4, min(count, (1 << 26) // num_bytes))
-    times: dict[str, Times] = {name: ([], []) for name in (*wires, *filter(None, [alone]))}
+    latencies: dict[str, list[float]] = defaultdict(list)
+    bandwidths: dict[str, list[float]] = defaultdict(list)
     for turn in range(rounds + 1):  # the first one warms up
         for name, wire in wires.items():
-            latencies = ping_pong(wire, tensor, count, arrived)
+            taken_s = ping_pong(wire, tensor, count, arrived)
             bandwidth = stream(wire, tensor, count, arrived)
             if turn > 0:
-                times[name][0].extend(latencies)
-                times[name][1].append(bandwidth)
+                latencies[name] += taken_s
+                bandwidths[name].append(bandwidth)
         dist.barrier()
         if alone and dist.get_rank() == 0:  # while the other one waits
             for number in range(count):
+                # In turn, because the two processes touch as much memory.
                 to, source = pairs[number % len(pairs)]
                 begin = time.perf_counter()
                 to.copy_(source)
@@ -249,10 +241,14 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Times]:
                     source.copy_(to)
                 arrived()
                 if turn > 0:
-                    times[alone][0].append(time.perf_counter() - begin)
+                    latencies[alone].append(time.perf_counter() - begin)
+                    bandwidths[alone].append(num_bytes / latencies[alone][-1])
     for wire in wires.values():
         wire.close()
-    return times
+    return {
+        name: (statistics.median(taken_s), statistics.median(bandwidths[name]))
+        for name, taken_s in latencies.items()
+    }
 
 
 def _of_host(tensor: torch.Tensor) -> dict[str, _Torch]:
@@ -283,56 +279,42 @@ def left_out() -> str:
     return ""
 
 
-def rows_of(num_bytes: int, times: dict[str, Times]) -> list[dict[str, Any]]:
-    """Turn what rank 0 measured into rows of the table."""
-    rows: list[dict[str, Any]] = []
-    gloo_s = statistics.median(times["gloo"][0])
-    for wire, (latencies, bandwidths) in times.items():
-        latency_s = statistics.median(latencies)
-        rows.append({
-            "wire": wire, "nbytes": num_bytes, "latency_s": latency_s,
-            "bandwidth_bytes_per_s": statistics.median(bandwidths or [num_bytes / latency_s]),
-            "ratio_to_gloo": gloo_s / latency_s,
-        })  # fmt: skip
-    return rows
-
-
-def text_of(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as the tables of the page about the transport."""
-    sizes = sorted({row["nbytes"] for row in rows})
-    units = [f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in sizes]
-    latencies, bandwidths = {}, {}
-    for row in rows:
-        place = row["wire"], row["nbytes"]
-        latencies[place] = f"{1e6 * row['latency_s']:.1f} ({row['ratio_to_gloo']:.1f})"
-        bandwidths[place] = f"{row['bandwidth_bytes_per_s'] / 1e9:.2f}"
-    wires = dict.fromkeys(row["wire"] for row in rows)
-    texts = [
-        markdown([title, *units], [[w, *(cells.get((w, n), "-") for n in sizes)] for w in wires])
-        for title, cells in (
-            ("latency in us (times as fast as gloo)", latencies),
-            ("bandwidth in GB/s, one message after the other", bandwidths),
-        )
-    ]
-    return "<!-- transport: begin -->\n" + "\n\n".join(texts) + "\n<!-- transport: end -->"
+def text_of(found: dict[int, dict[str, Figures]]) -> str:
+    """Return the figures by size and wire as the tables of docs/transport.md."""
+    units = [f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in found]
+    wires = dict.fromkeys(wire for of_size in found.values() for wire in of_size)
+    latencies, bandwidths = [], []
+    for wire in wires:
+        latencies.append([wire, *["-"] * len(found)])
+        bandwidths.append([wire, *["-"] * len(found)])
+        for column, of_size in enumerate(found.values(), 1):
+            if wire in of_size:
+                latency_s, bytes_per_s = of_size[wire]
+                times = of_size["gloo"][0] / latency_s
+                latencies[-1][column] = f"{1e6 * latency_s:.1f} ({times:.1f})"
+                bandwidths[-1][column] = f"{bytes_per_s / 1e9:.2f}"
+    return (
+        "<!-- transport: begin -->\n"
+        f"{markdown(['latency in us (times as fast as gloo)', *units], latencies)}\n\n"
+        f"{markdown(['bandwidth in GB/s, one message after the other', *units], bandwidths)}\n"
+        "<!-- transport: end -->"
+    )
 
 
 def main() -> None:
     """Measure and print the tables."""
     args = options(__doc__, "one round of two sizes").parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = []
+    found: dict[int, dict[str, Figures]] = {}
     for num_bytes in SIZES[1:3] if args.quick else SIZES:
-        times: dict[str, Times] = {}
+        found[num_bytes] = {}
         for backend in ("", *["cuda"] * torch.cuda.is_available()):
             arguments = num_bytes, 1 if args.quick else 15, backend
-            times |= run_ranks(2, measure, *arguments, timeout_s=300)[0]
-        rows += rows_of(num_bytes, times)
+            found[num_bytes] |= run_ranks(2, measure, *arguments, timeout_s=300)[0]
         print(f"{num_bytes} bytes", file=sys.stderr)
-    print(text_of(rows))
+    print(text_of(found))
     if missing := left_out():
         print(missing)
-    write_json(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -84,20 +83,19 @@ def test_every_schedule_is_measured_on_both_paths_beside_upstream() -> None:
     assert {peer.module for peer in peers} == {"megatron_core"}
 
 
-def quick_run(script: str, path: Path, *options: str) -> tuple[str, dict[str, Any]]:
-    """Run a benchmark; return what it prints, and its JSON."""
-    argv = [str(ROOT / "benchmarks" / script), "--quick", *options, "--json", str(path)]
-    done = subprocess.run(
-        [sys.executable, *argv], capture_output=True, text=True, timeout=580, check=False
-    )
+def quick_run(script: str, *options: str) -> str:
+    """Run a benchmark; return what it prints."""
+    argv = [sys.executable, str(ROOT / "benchmarks" / script), "--quick", *options]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(path.read_text())
+    return done.stdout
 
 
 @pytest.mark.usefixtures("emulated_musa")
 def test_command(tmp_path: Path) -> None:
-    _, content = quick_run("schedules.py", tmp_path / "figures.json", "--device")
-    [measured] = content["measured"]
+    path = tmp_path / "figures.json"
+    quick_run("schedules.py", "--device", "--json", str(path))
+    [measured] = json.loads(path.read_text())["measured"]
     assert measured["failures"] == {}
     names = ["megatron-core 1F1B", "communicator: 1f1b", "ipc: 1f1b"]
     assert [row["system"] for row in measured["systems"]] == names
@@ -142,14 +140,16 @@ def test_pairs_are_measured_under_every_schedule_beside_upstream() -> None:
     reason="Megatron makes plans of other models than its own from 0.19 on",
 )
 @pytest.mark.usefixtures("emulated_musa")
-def test_command_of_pairs(tmp_path: Path) -> None:
-    printed, content = quick_run("expert_overlap.py", tmp_path / "figures.json")
-    assert content["failures"] == []
-    stock, paired = content["measured"]
-    assert stock["system"] == "megatron-core interleaved, overlap"
-    assert paired["hidden"] is not None
+def test_command_of_pairs() -> None:
+    printed = quick_run("expert_overlap.py")
+    stock, paired = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in printed.splitlines()
+        if line.startswith(("| megatron-core", "| zb-v"))
+    )
+    assert stock[0] == "megatron-core interleaved, overlap"
+    assert paired[3], "what pairs could hide that they hid"
     zb_v = next(each for each in systems() if each.name == "zb-v, pairs")
     assert isinstance(zb_v, Own)
     table = simulate(zb_v.pipeline(2, 4).full)
-    assert paired["activations"] == table.peak_activations
-    assert "| zb-v, pairs |" in printed
+    assert float(paired[-1]) == table.peak_activations

@@ -23,17 +23,20 @@ class _Named(Protocol):
 _T = TypeVar("_T", bound=_Named)
 
 
-def options(about: str | None, quick: str = "", *, only: bool = False) -> argparse.ArgumentParser:
+def options(
+    about: str | None, quick: str = "", *, only: bool = False, figures: bool = False
+) -> argparse.ArgumentParser:
     """Return a parser of the options that benchmarks share.
 
     Args:
         about: The docstring of the benchmark, whose first line is shown.
         quick: What `--quick` leaves; empty: there is no such option.
         only: Whether `--only TEXT ...` chooses systems, see `chosen`.
+        figures: Whether `--json FILE` gets the figures, see `write_json`.
     """
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
-    # Refused before anything is measured, if it cannot be written.
-    parser.add_argument("--json", type=_writable, help="also write the figures to this file")
+    if figures:  # refused before anything is measured, if it cannot be written
+        parser.add_argument("--json", type=_writable, help="also write the figures to this file")
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
     if only:
