@@ -134,7 +134,7 @@ def table(found: dict[str, Overlap], work_s: float) -> str:
             f"{step_s / found[_UPSTREAM].step_s:.3f}" if _UPSTREAM in found else "",
             f"{each.activations:g}",
         ))  # fmt: skip
-    return markdown(_HEADER, rows, align="---:")
+    return markdown(_HEADER, rows)
 
 
 def main() -> int:

@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are
 from benchmarks.harness import ranks
 from benchmarks.harness.command import machine, markdown, options
 from benchmarks.harness.ops import Sizes
-from benchmarks.harness.systems import VARIANTS, Own, all_systems, own
+from benchmarks.harness.systems import PEERS, VARIANTS, Own, own
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import generate, simulate, validate
 from megatron_ext.tracing.recorder import Recorder
@@ -166,20 +166,18 @@ def patches(quick: bool) -> str:
     return markdown(("", "found"), rows)
 
 
-_LOOPS = (
-    "megatron-core 1F1B",
-    *(f"megatron_ext, gloo: {name}" for name in ("gpipe", "1f1b", "zb-h1")),
-)
+def over_gloo(labels: Iterable[str]) -> list[Own]:
+    """Return our schedules over gloo."""
+    return [own(f"megatron_ext, gloo: {each}", each, transport="torch") for each in labels]
 
 
 def executor(quick: bool) -> str:
     """Run ops that take no time under Megatron's loop and under the executor."""
     count, steps = (8, 2) if quick else (64, 20)
     rows = []
-    for system in all_systems():
-        if system.name in _LOOPS:
-            found = (ranks.overhead_s(system, Sizes(n, count, 0.0, 2, steps)) for n in (1, 2))
-            rows.append((system.name, *(f"{1e6 * seconds:.0f}" for seconds in found)))
+    for system in (PEERS["megatron-core 1F1B"], *over_gloo(("gpipe", "1f1b", "zb-h1"))):
+        found = (ranks.overhead_s(system, Sizes(n, count, 0.0, 2, steps)) for n in (1, 2))
+        rows.append((system.name, *(f"{1e6 * seconds:.0f}" for seconds in found)))
     return markdown(("us for each action", "one rank (bar: 50)", "two ranks"), rows)
 
 
@@ -261,8 +259,7 @@ def tracing(quick: bool) -> str:
 
     pp, count, forward_ms, pairs = (2, 4, 5, 1) if quick else (4, 8, 40, 5)
     sizes = Sizes(pp, count, forward_ms / 1e3, 1, pairs)
-    labels = ["1f1b"] if quick else list(VARIANTS)
-    systems = [own(f"megatron_ext, gloo: {each}", each, transport="torch") for each in labels]
+    systems = over_gloo(("1f1b",) if quick else VARIANTS)
     found: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory(prefix="megatron_ext_tracing_") as scratch:
         for system in systems:

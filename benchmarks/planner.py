@@ -164,6 +164,22 @@ def summary(errors: Sequence[float]) -> tuple[str, str]:
     return (f"{statistics.mean(sizes):.1f}", f"{max(sizes):.1f}") if sizes else ("-", "-")
 
 
+def grouped(
+    rows: Sequence[tuple[Sequence[str], Sequence[float | None]]],
+) -> Iterator[tuple[str, list[list[float]]]]:
+    """Yield each name, and all, with the errors of its rows, kind by kind.
+
+    Args:
+        rows: The names of each, and its errors of each kind; None: it has none.
+    """
+    names = dict.fromkeys(
+        name for kind in zip(*(row[0] for row in rows), strict=True) for name in kind
+    )
+    for name in [*names, "all"]:
+        own = [errors for names_of_row, errors in rows if name in (*names_of_row, "all")]
+        yield name, [[e for e in kind if e is not None] for kind in zip(*own, strict=True)]
+
+
 def by_hand() -> list[tuple[str, int, str, float, float]]:
     """Return model, ranks and layout that people wrote, its worst share of the work, and ours.
 
@@ -282,11 +298,8 @@ def run_layouts() -> list[dict[str, Any]]:
             "measured_s": sleeping_s(plan, factor),
         })  # fmt: skip
         print(rows[-1], file=sys.stderr)
-    lines = []
-    for schedule in [*dict.fromkeys(row["schedule"] for row in rows), "all"]:
-        own = [row for row in rows if schedule in (row["schedule"], "all")]
-        errors = [row["forecast_s"] / row["measured_s"] - 1 for row in own]
-        lines.append((schedule, str(len(own)), *summary(errors)))
+    off = [((row["schedule"],), (row["forecast_s"] / row["measured_s"] - 1,)) for row in rows]
+    lines = [(name, str(len(errors)), *summary(errors)) for name, [errors] in grouped(off)]
     print(markdown(("schedule", "layouts", "off, mean %", "worst %"), lines))
     first, fastest, behind = chosen(rows)
     slowest_s = max(row["measured_s"] for row in rows)
@@ -312,10 +325,10 @@ def run_trainings() -> list[dict[str, Any]]:
         for row in rows
     ]  # fmt: skip
     print(markdown(("schedule", "forecast by", "forecast s", "measured s", "off %"), table))
-    for command in dict.fromkeys(row["command"] for row in rows):
-        own = [row for row in rows if row["command"] == command]
-        mean, worst = summary([row["forecast_s"] / row["measured_s"] - 1 for row in own])
-        print(f"\n`{command}`: {len(own)} rows, off {mean} % in the mean, {worst} at worst")
+    off = [((row["command"],), (row["forecast_s"] / row["measured_s"] - 1,)) for row in rows]
+    for command, [errors] in list(grouped(off))[:-1]:
+        mean, worst = summary(errors)
+        print(f"\n`{command}`: {len(errors)} rows, off {mean} % in the mean, {worst} at worst")
     first, fastest, behind = chosen(rows)
     print(f"\nThe shortest by forecast is {first['schedule']}, {behind} ({fastest['schedule']}).")
     return rows
@@ -412,20 +425,17 @@ def run_models() -> list[dict[str, Any]]:
     rows = []
     for case in model_memory.cases():
         for guess, held in model_memory.compared(case):
-            off = (guess.static / held.static - 1, guess.kept / held.kept - 1)
-            print(f"{' / '.join(case)}: {off}", file=sys.stderr)
-            rows.append((case, *off))
-    names = dict.fromkeys(each for by in (0, 1, 2) for each in (case[by] for case, *_ in rows))
-    lines = []
-    for name in [*names, "all"]:
-        own = [row for row in rows if name == "all" or name in row[0]]
-        weights, kept = summary([off for _, off, _ in own]), summary([off for *_, off in own])
-        lines.append((name, str(len(own)), *weights, *kept))
+            rows.append((case, (guess.static / held.static - 1, guess.kept / held.kept - 1)))
+            print(f"{' / '.join(case)}: {rows[-1][1]}", file=sys.stderr)
+    lines = [
+        (name, str(len(weights)), *summary(weights), *summary(kept))
+        for name, (weights, kept) in grouped(rows)
+    ]
     print(markdown(("", "ranks", "weights, mean %", "worst %", "activations, mean %", "worst %"),
                    lines))  # fmt: skip
     return [
         {**case._asdict(), "weights_off": weights, "activations_off": kept}
-        for case, weights, kept in rows
+        for case, (weights, kept) in rows
     ]
 
 
@@ -460,34 +470,28 @@ def places(most_devices: int) -> list[tuple[int | None, float]]:
 
 
 def print_errors(rows: Sequence[Measured], plain: Sequence[Measured]) -> None:
-    """Print errors of time and memory by source and model."""
-
-    def by_model(source: str) -> Iterator[tuple[str, list[Measured], list[float]]]:
-        """Yield each model and all, with its rows, and the errors of its rows without flags."""
-        own, bare = (
-            [each for each in table if each[0]["source"] == source] for table in (rows, plain)
-        )
-        for model in [*dict.fromkeys(row["model"] for row, *_ in own), "all"]:
-            some, without_flags = (
-                [each for each in table if model in (each[0]["model"], "all")]
-                for table in (own, bare)
-            )
-            yield model, some, [error for _, _, error, _ in without_flags]
-
-    lines: list[tuple[str, ...]] = []
-    for model, some, _ in by_model("SimuMax"):
-        memory = [each for *_, each in some if each is not None]
-        time = summary([each[2] for each in some])
-        lines.append(("SimuMax", model, str(len(some)), *time, *summary(memory)))
+    """Print errors of time and memory by source and model; `plain` are the rows without flags."""
+    off = [
+        ((row["model"],), (error, memory))
+        for row, _, error, memory in rows
+        if row["source"] == "SimuMax"
+    ]
+    lines: list[tuple[str, ...]] = [
+        ("SimuMax", model, str(len(time)), *summary(time), *summary(memory))
+        for model, (time, memory) in grouped(off)
+    ]
     print(markdown(("source", "model", "rows", "time, mean %", "worst %", "memory, mean %",
                     "worst %"), lines) + "\n")  # fmt: skip
-    lines = []
-    for model, some, without_flags in by_model("Megatron-Bridge"):
-        cells = [model]
-        for fitted in (True, False):
-            errors = [each[2] for each in some if each[0]["fitted"] == fitted]
-            cells += [str(len(errors)), *summary(errors)]
-        lines.append((*cells, *summary(without_flags)))
+    others_off = [
+        ((row["model"],), (error, None, bare) if row["fitted"] else (None, error, bare))
+        for (row, _, error, _), (_, _, bare, _) in zip(rows, plain, strict=True)
+        if row["source"] == "Megatron-Bridge"
+    ]
+    lines = [
+        (model, str(len(fitted)), *summary(fitted), str(len(others)), *summary(others),
+         *summary(bare))
+        for model, (fitted, others, bare) in grouped(others_off)
+    ]  # fmt: skip
     head = ("Megatron-Bridge", "fitted to, rows", "mean %", "worst %", "others, rows", "mean %",
             "worst %", "all without flags, mean %", "worst %")  # fmt: skip
     print(markdown(head, lines))

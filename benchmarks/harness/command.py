@@ -10,17 +10,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.files import cannot_write, write_text
 
-
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_T = TypeVar("_T", bound=_Named)
+if TYPE_CHECKING:
+    from .systems import System
 
 
 def options(
@@ -72,7 +67,9 @@ def write_json(path: Path | None, content: Any) -> None:
         raise SystemExit(cannot_write(path, error, "make room, or give another --json")) from error
 
 
-def chosen(parser: argparse.ArgumentParser, systems: Sequence[_T], only: Sequence[str]) -> list[_T]:
+def chosen(
+    parser: argparse.ArgumentParser, systems: Sequence[System], only: Sequence[str]
+) -> list[System]:
     """Return the systems with one of the texts in their name; all without, an error if none."""
     found = [s for s in systems if not only or any(text in s.name for text in only)]
     if not found:
@@ -117,7 +114,7 @@ def figure(value: float | None, form: str, scale: float = 1.0) -> str:
     return "" if value is None else format(scale * value, form)
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---") -> str:
-    """Return a table in Markdown; columns but the first are aligned as `align` says."""
-    lines = [head, ["---", *[align] * (len(head) - 1)], *rows]
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -28,7 +28,8 @@ class DeviceProbe(Probe):
 
     def __init__(self, times: OpTimes, device: torch.device) -> None:
         super().__init__(times, device)
-        self._timed: list[tuple[tuple[int, Kind, int], torch.Event, torch.Event]] = []
+        self.timed: list[tuple[tuple[int, Kind, int], torch.Event, torch.Event]] = []
+        """Ops, and the events around them."""
 
     def meet(self) -> None:
         """Wait for all ranks, with the host's time of a point in the stream of an idle device."""
@@ -67,14 +68,10 @@ class DeviceProbe(Probe):
         lasts_us = 1e6 * self.times.seconds(kind, stage, microbatch)
         torch.ops.fake_musa.spend(self.device.index, lasts_us)
 
-    def add(self, name: tuple[int, Kind, int], begin: torch.Event, end: torch.Event) -> None:
-        """Note an op and the events around it."""
-        self._timed.append((name, begin, end))
-
     def take(self) -> tuple[list[Op], float]:
         """Return ops and peak since the last call; the device must have finished them."""
-        ops = [Op(*name, self._at_s(begin), self._at_s(end)) for name, begin, end in self._timed]
-        self._timed, peak, self.peak_live = [], self.peak_live, 0
+        ops = [Op(*name, self._at_s(begin), self._at_s(end)) for name, begin, end in self.timed]
+        self.timed, peak, self.peak_live = [], self.peak_live, 0
         return ops, peak
 
     def _at_s(self, event: torch.Event) -> float:
@@ -97,5 +94,4 @@ class TimedOp:
 
     def __exit__(self, *_: object) -> None:
         self._end.record()
-        for name in self._names:
-            self._probe.add(name, self._begin, self._end)
+        self._probe.timed += [(name, self._begin, self._end) for name in self._names]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from megatron.core import parallel_state
@@ -28,8 +28,6 @@ from megatron_ext.schedules import Kind, Schedule
 from .device_probe import DeviceProbe, TimedOp
 from .ops import LAYERS, ExpertTimes, Part
 from .stage import MESSAGE_SHAPE, Chunk, Passing, Probe, first, weight_product
-
-_PARTS: tuple[Part, ...] = ("attention", "dispatch", "experts", "combine")
 
 
 class ExpertProbe(DeviceProbe):
@@ -91,14 +89,12 @@ class ExpertProbe(DeviceProbe):
 def _meet(device: torch.device) -> None:
     """Make the current stream wait until the others of the group of experts have come."""
     group = parallel_state.get_expert_model_parallel_group()
-    me = torch.distributed.get_rank()
-    sent = torch.empty(1, device=device)
-    operations = []
-    for other in torch.distributed.get_process_group_ranks(group):
-        if other != me:
-            got = torch.empty(1, device=device)
-            for do, tensor in ((torch.distributed.isend, sent), (torch.distributed.irecv, got)):
-                operations.append(torch.distributed.P2POp(do, tensor, other, group))
+    operations = [
+        torch.distributed.P2POp(do, torch.empty(1, device=device), other, group)
+        for other in torch.distributed.get_process_group_ranks(group)
+        if other != torch.distributed.get_rank()
+        for do in (torch.distributed.isend, torch.distributed.irecv)
+    ]
     for work in torch.distributed.batch_isend_irecv(operations):
         work.wait()
 
@@ -157,7 +153,7 @@ class ExpertChunk(Chunk):
         """Run everything in one stream."""
         x = self.begin(data, self.stage.probe.current[1])
         for layer in self.parts:
-            for part in _PARTS:
+            for part in get_args(Part):
                 x = layer.run(part, x)
         return x
 
@@ -184,7 +180,7 @@ class _LayerPlan(plans.TransformerLayerSchedulePlan):
         streams = (pipeline_utils.get_comp_stream, pipeline_utils.get_comm_stream)
         nodes = {
             part: _Node(partial(layer.run, part), streams[index % 2], event, name=part)
-            for index, part in enumerate(_PARTS)
+            for index, part in enumerate(get_args(Part))
         }
         self.config = SimpleNamespace(ep_overlap_early_attn_memory_release=False)
         self.pre_dispatch_computation = nodes["attention"]

@@ -12,9 +12,9 @@ With the parameter `z` the first stage has an input gradient to compute, as with
 `x + z` is the stage's activation, which both `A` and the linear layer save.
 
 Where messages take time, the sender stamps each with the time of the machine's monotonic clock, in
-its first two elements, which a stage ignores, and the receiver gets it only later. This package's
-executor polls the transport, so a transport hides messages until they are due (`own.py`); for the
-peers' runtimes the stage itself waits.
+the bits of its first two elements, which a stage ignores, and the receiver gets it only later. This
+package's executor polls the transport, so a transport hides messages until they are due (`own.py`);
+for the peers' runtimes the stage itself waits.
 """
 
 from __future__ import annotations
@@ -45,21 +45,16 @@ MESSAGE_SHAPE = (SEQUENCE_LENGTH, 1, 16)
 """Sequence, batch, hidden: 64 KiB in fp32."""
 _STEP_S = 10e-6
 """By which the time that ops are late is corrected after each."""
-_WRAP_S = 1 << 20
-"""Whole seconds below this are exact in single precision."""
 
 
 def stamp(tensor: torch.Tensor) -> None:
     """Write the time into a tensor, whoever else sees its storage."""
-    whole, part = divmod(time.perf_counter(), 1.0)
-    tensor.data.view(-1)[:2] = torch.tensor([whole % _WRAP_S, part])
+    tensor.data.view(-1)[:2].view(torch.int64)[0] = time.perf_counter_ns()
 
 
 def sent_s(tensor: torch.Tensor) -> float:
     """Return when a tensor was stamped."""
-    whole, part = tensor.detach().view(-1)[:2].tolist()
-    now = time.perf_counter()
-    return float(now // _WRAP_S * _WRAP_S + whole + part)
+    return 1e-9 * int(tensor.detach().view(-1)[:2].view(torch.int64))
 
 
 def oversleep_s(num_samples: int = 25) -> float:
