@@ -27,8 +27,9 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from math import log
 from pathlib import Path
 
@@ -81,25 +82,19 @@ class Workload:
         """Cost of attention at the greatest length, over the rest."""
         return _COST.quadratic * self.max_tokens / _COST.linear
 
-    def batch(self, num_packs: int, seed: int) -> list[int]:
+    def packs(self, number: int, seed: int) -> list[list[int]]:
         """Return the lengths of one global batch: what fills so many packs in file order."""
+        return list(islice(packs_in_file_order(self._lengths(seed), self.max_tokens), number))
+
+    def _lengths(self, seed: int) -> Iterator[int]:
         drawn = random.Random(seed)
-        lengths: list[int] = []
-        room = 0
         while True:
             if self.long_range is not None and drawn.random() < _LONG_SHARE:
                 length = drawn.randint(*self.long_range)
             else:
                 [(_, mean)] = drawn.choices(_KINDS, [share for share, _ in _KINDS])
                 length = round(drawn.lognormvariate(log(mean) - _SIGMA**2 / 2, _SIGMA))
-            length = min(self.max_tokens, max(1, length))
-            if length > room:
-                if not num_packs:
-                    return lengths
-                num_packs -= 1
-                room = self.max_tokens
-            lengths.append(length)
-            room -= length
+            yield min(self.max_tokens, max(1, length))
 
 
 WORKLOADS = {
@@ -141,18 +136,17 @@ class Batch:
         self, workload: Workload, pp: int, num_microbatches: int, num_replicas: int, seed: int
     ) -> None:
         self.pp, self.num_replicas = pp, num_replicas
-        self.lengths = workload.batch(num_microbatches * num_replicas, seed)
+        packs = workload.packs(num_microbatches * num_replicas, seed)
+        self.lengths = list(chain(*packs))
+        costs = list(map(_COST.of_pack, packs))
         # As replicas read them: one micro-batch each, in turn.
-        costs = list(map(_COST.of_pack, packs_in_file_order(self.lengths, workload.max_tokens)))
-        assert len(costs) == num_microbatches * num_replicas
-        in_file = [costs[first::num_replicas] for first in range(num_replicas)]
-        self._unit = sum(map(sum, in_file)) / (num_microbatches * num_replicas)
+        self._in_file = [costs[first::num_replicas] for first in range(num_replicas)]
+        self._unit = sum(map(sum, self._in_file)) / (num_microbatches * num_replicas)
         begin_s = time.thread_time()
         shares = deal_out(costs, num_replicas, fills_of(_STATIC.placement(pp)))
         self.deal_s = time.thread_time() - begin_s
         self.order_s = 0.0
         """Of ordering one replica's micro-batches, at most."""
-        self._in_file = in_file
         self._packed = [[costs[number] for number in share] for share in shares]
 
     def rows(self, way: Way) -> list[tuple[float, ...]]:
@@ -197,9 +191,8 @@ def text_of(name: str, batches: Sequence[Batch], steps: Mapping[str, Sequence[fl
     ]
     samples = statistics.median(len(batch.lengths) for batch in batches)
     tokens = statistics.median(sum(batch.lengths) for batch in batches)
-    deal_ms, order_ms = (
-        1e3 * max(getattr(batch, took) for batch in batches) for took in ("deal_s", "order_s")
-    )
+    deal_ms = 1e3 * max(batch.deal_s for batch in batches)
+    order_ms = 1e3 * max(batch.order_s for batch in batches)
     return (
         f"{name} ({workload.about}): pp {batches[0].pp}, micro-batches of at most "
         f"{workload.max_tokens} tokens, attention at that length {workload.attention:.1f} of the "

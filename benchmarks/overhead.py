@@ -175,7 +175,7 @@ def executor(quick: bool) -> str:
     """Run ops that take no time under Megatron's loop and under the executor."""
     count, steps = (8, 2) if quick else (64, 20)
     rows = []
-    for system in (PEERS["megatron-core 1F1B"], *over_gloo(("gpipe", "1f1b", "zb-h1"))):
+    for system in (PEERS["megatron-core 1F1B"], *over_gloo(("1f1b", "gpipe", "zb-h1"))):
         found = (ranks.overhead_s(system, Sizes(n, count, 0.0, 2, steps)) for n in (1, 2))
         rows.append((system.name, *(f"{1e6 * seconds:.0f}" for seconds in found)))
     return markdown(("us for each action", "one rank (bar: 50)", "two ranks"), rows)
@@ -287,6 +287,14 @@ def tracing(quick: bool) -> str:
     return f"{markdown(head, rows)}\n\n{text}"
 
 
+_MEASURED = """
+import resource, subprocess, sys, time
+begin_s = time.perf_counter()
+subprocess.run(sys.argv[1:], stdout=sys.stderr, timeout=1200, check=True)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(time.perf_counter() - begin_s, used.ru_utime + used.ru_stime, used.ru_maxrss)
+"""
+"""Runs a command from a small process: what is forked from this one begins with its memory."""
 _DRAWN = """
 requestAnimationFrame(() => { document.body.dataset.drawn = 1; });
 document.getElementById("data")?.remove();  // the browser prints the page: not its data as well
@@ -314,17 +322,10 @@ def traces(quick: bool) -> str:
         )  # fmt: skip
         size = sum(path.stat().st_size for path in directory.iterdir())
         for command in ("aggregate", "report"):
-            words = ["timeout", "1200", sys.executable, "-m", "megatron_ext", command]
-            begin_s = time.perf_counter()
-            process = subprocess.Popen([*words, "--trace-dir", directory], stdout=sys.stderr)
-            # Of this command and its processes; RUSAGE_CHILDREN has the memory of earlier parts.
-            _, status, used = os.wait4(process.pid, 0)
-            took_s = time.perf_counter() - begin_s
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode:
-                raise SystemExit(f"{command} ended with {process.returncode} (124: after 1200 s)")
-            cpu_s, memory = used.ru_utime + used.ru_stime, f"{used.ru_maxrss / 2**20:.2f} GiB"
-            rows.append((command, f"{took_s:.1f}", f"{cpu_s:.1f}", memory))
+            words = [sys.executable, "-m", "megatron_ext", command, "--trace-dir", str(directory)]
+            printed = subprocess.check_output([sys.executable, "-c", _MEASURED, *words], text=True)
+            took_s, cpu_s, kib = map(float, printed.split())
+            rows.append((command, f"{took_s:.1f}", f"{cpu_s:.1f}", f"{kib / 2**20:.2f} GiB"))
         if any(map(shutil.which, browser.NAMES)):
             page, empty = directory / "report.html", Path(scratch) / "empty.html"
             empty.write_text("<!doctype html><html><body></body></html>")
