@@ -35,7 +35,7 @@ from benchmarks.harness.comparison import (
     table,
 )
 from benchmarks.harness.ops import SCENARIOS, Sizes
-from benchmarks.harness.systems import ORDERS, Own, all_systems, device_systems
+from benchmarks.harness.systems import Own, all_systems, device_systems
 
 _QUICK = ("megatron-core 1F1B", "gloo: 1f1b", "communicator: 1f1b", "ipc: 1f1b")
 
@@ -70,12 +70,12 @@ def main() -> int:
         where = ranks.emulated_device(sizes) if args.device else {}
         wanted = []
         for system in systems:
-            config = system.config if isinstance(system, Own) else None
-            if measured and not args.only and config and config.wire == "torch":
+            own = system if isinstance(system, Own) else None
+            if measured and not args.only and own and own.config.wire == "torch":
                 continue  # gloo's share shows at the first size already
             # On a device all but dynamic orders and their table are undisturbed.
-            disturbed = not args.device or any(each in system.name for each in ORDERS)
-            wanted.append((system, names if disturbed else ["quiet"]))
+            fixed = args.device and not (own and (own.config.dynamic or own.splits))
+            wanted.append((system, ["quiet"] if fixed else names))
         measured.append(compare(wanted, sizes, args.repetitions, **where))
     columns = ON_DEVICE if args.device else ON_HOST
     texts = [f"```text\n{table([one], columns)}\n```\n\n{one.conditions}." for one in measured]
