@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
 
@@ -239,6 +239,18 @@ def measure_training(flags: list[str]) -> dict[str, Any]:
     }
 
 
+class Row(NamedTuple):
+    """One row of the first table; steps in forwards of a stage."""
+
+    name: str
+    tp: int
+    pp: int
+    computed: float
+    measured: float
+    devices: float
+    """Over those of 1F1B on as many stages."""
+
+
 WAYS = {
     "1F1B": (2, "32"),
     "1F1B, full recomputation": (2, "32" + _RECOMPUTE),
@@ -260,8 +272,8 @@ def cases() -> list[Own | Disaggregated]:
     ]
 
 
-def measure_row(system: Own | Disaggregated, pp: int, steps: int) -> dict[str, Any]:
-    """Return one row of the first table; times are in forwards of a stage."""
+def measure_row(system: Own | Disaggregated, pp: int, steps: int) -> Row:
+    """Measure one row of the first table."""
     sizes = Sizes(pp, _NUM_MICROBATCHES, _FORWARD_S, 2, steps)
     if isinstance(system, Own):
         tp, roles, table = 1, 1, system.pipeline(pp, _NUM_MICROBATCHES).full
@@ -271,36 +283,29 @@ def measure_row(system: Own | Disaggregated, pp: int, steps: int) -> dict[str, A
     makespan = simulate(table, _RoleCosts(tp=tp)).makespan
     by_rank = ranks.run(ranks.measure, system, sizes, replicas=roles, repeats=tp)
     seconds = map(seconds_of, zip(*by_rank, strict=True))
-    row = {
-        "name": system.name,
-        "tp": tp,
-        "pp": pp,
-        "computed": makespan * table.num_stages / table.pp,
-        "measured": statistics.median(each / _FORWARD_S for each in seconds),
-        "devices": 1.0 if roles == 1 else (tp + 1) / tp,
-    }
-    print(row, file=sys.stderr)
-    return row
+    units = statistics.median(each / _FORWARD_S for each in seconds)
+    print(f"{system.name}, pp {pp}, tp {tp}: {units:.2f}", file=sys.stderr)
+    devices = 1.0 if roles == 1 else (tp + 1) / tp
+    return Row(system.name, tp, pp, makespan * table.num_stages / table.pp, units, devices)
 
 
-def steps_as_markdown(rows: list[dict[str, Any]]) -> str:
+def steps_as_markdown(rows: list[Row]) -> str:
     """Return the first table; relative figures are to 1F1B on as many stages."""
-    reference = {row["pp"]: row for row in rows if row["name"] == "1F1B"}
+    reference = {row.pp: row for row in rows if row.name == "1F1B"}
     lines, off = [], []
     for row in rows:
-        name, tp, pp, computed, measured, devices = row.values()
-        than = reference[pp]
-        off.append((measured / computed - 1, f"{name}, TP {tp}, PP {pp}"))
+        than, deviation = reference[row.pp], row.measured / row.computed - 1
+        off.append((deviation, f"{row.name}, TP {row.tp}, PP {row.pp}"))
         lines.append((
-            name,
-            str(tp) if name.startswith("merged") else "any",
-            str(pp),
-            f"{computed:g}",
-            f"{measured:.2f}",
-            f"{100 * off[-1][0]:+.1f} %",
-            f"{computed / than['computed']:.2f}",
-            f"{measured / than['measured']:.2f}",
-            f"{devices:g}",
+            row.name,
+            str(row.tp) if row.name.startswith("merged") else "any",
+            str(row.pp),
+            f"{row.computed:g}",
+            f"{row.measured:.2f}",
+            f"{100 * deviation:+.1f} %",
+            f"{row.computed / than.computed:.2f}",
+            f"{row.measured / than.measured:.2f}",
+            f"{row.devices:g}",
         ))  # fmt: skip
     worst, where = max(off, key=lambda each: abs(each[0]))
     return (
