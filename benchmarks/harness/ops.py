@@ -65,17 +65,14 @@ class OpTimes:
     """Forward of one device share (1/pp of the model); both gradients take as long."""
     share: float
     """Part of a device share that one stage is."""
-    slices: Mapping[Kind, Sequence[float]] = field(
-        default_factory=lambda: dict.fromkeys(("F", "B", "I", "W"), (1.0,)),
-        kw_only=True,
-        hash=False,  # simulations are cached by the times of their ops
-    )
-    """By kind: the shares of a micro-batch's slices in its time."""
+    # Not hashed: simulations are cached by the times of their ops.
+    slices: Mapping[Kind, Sequence[float]] = field(default_factory=dict, kw_only=True, hash=False)
+    """By kind: the shares of a micro-batch's slices in its time; empty: it is whole."""
 
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
         """Return the time of one op; in sliced tables, micro-batches are slices."""
-        seconds = self.forward_s * self.share * (2 if kind == "B" else 1)
-        return seconds * self.slices[kind][microbatch % len(self.slices[kind])]
+        seconds, shares = self.forward_s * self.share, self.slices.get(kind, (1.0,))
+        return seconds * (2 if kind == "B" else 1) * shares[microbatch % len(shares)]
 
     def of(self, op: Op) -> float:
         """Return the time that an op should have taken."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_ext.schedules import Kind, Schedule, Timeline
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
@@ -76,7 +76,7 @@ def expect(system: System, sizes: Sizes, names: Sequence[str]) -> dict[str, Figu
     found = {}
     for name in names:
         lines = [
-            simulated(system, sizes.pp, sizes.num_microbatches, _costs(times))
+            simulated(system, sizes.pp, sizes.num_microbatches, _Drawn(times=times))
             for times in noisy(system, replace(sizes, forward_s=1.0), name)
         ]
         peak = max(line.peak_activations for line in lines)
@@ -91,7 +91,7 @@ def limits(system: Own, sizes: Sizes, name: str) -> list[float]:
     """
     size = sizes.pp, sizes.num_microbatches
     split = split_backwards(system.pipeline(*size).full)
-    draws = map(_costs, noisy(system, replace(sizes, forward_s=1.0), name))
+    draws = [_Drawn(times=each) for each in noisy(system, replace(sizes, forward_s=1.0), name)]
     return [simulated(system, *size, costs).makespan / shortest(split, costs) for costs in draws]
 
 
@@ -105,16 +105,15 @@ def simulated(system: Own, pp: int, num_microbatches: int, costs: Costs) -> Time
     )
 
 
-def _costs(times: NoisyTimes) -> Costs:
-    # Jitter other than 0 makes the simulator ask for factors.
-    return _Drawn(latency=1.0, jitter=1.0, link_jitter=1.0, times=times)
-
-
 @dataclass(frozen=True)
 class _Drawn(Costs):
     """The costs of one draw; forward, input and weight gradient are 1."""
 
-    times: NoisyTimes | None = None
+    times: NoisyTimes = field(kw_only=True)
+    latency: float = 1.0
+    # Jitter other than 0 makes the simulator ask for factors.
+    jitter: float = 1.0
+    link_jitter: float = 1.0
 
     def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
         return _factors(self.times, schedule.num_stages, schedule.num_microbatches)[0]
@@ -126,12 +125,11 @@ class _Drawn(Costs):
 # Every policy and table of a comparison asks for the same draws again.
 @cache
 def _factors(
-    times: NoisyTimes | None, num_stages: int, num_microbatches: int
+    times: NoisyTimes, num_stages: int, num_microbatches: int
 ) -> tuple[dict[Kind, list[float]], dict[Kind, list[float]]]:
     """Return factors of actions, and latencies of messages by the stage that makes them."""
-    assert times is not None
 
-    def latency(kind: Literal["F", "B"], target: int, m: int) -> float:
+    def latency(kind: Kind, target: int, m: int) -> float:
         inside = 0 <= target < num_stages
         return _LATENCY + times.latency_s(kind, target, m) if inside else 0.0
 
