@@ -50,7 +50,8 @@ from megatron_ext.schedules import Kind
 from megatron_ext.schedules.table import placement as place
 from megatron_ext.schedules.table.cuts import cut, loads, parse_layout
 from megatron_ext.tools.calibrate import of_trace
-from megatron_ext.tools.trace import forecast as traces
+from megatron_ext.tools.trace.aggregate import read_run
+from megatron_ext.tools.trace.forecast import predict
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks, train_here
 
@@ -363,7 +364,7 @@ def trainings(scratch: Path) -> Iterator[tuple[str, str, float, float]]:
         for plan in search(replace(job, fixed={**job.fixed, **choice}), keep=1000).plans:
             _, pipeline_s = train(plan.flags.replace("'", ""))
             yield "plan --devices --trace-dir", name_of(plan), plan.pipeline_s, pipeline_s
-    for found in traces.forecast(scratch).predictions:
+    for found in predict(read_run(scratch)).predictions:
         if "--use-dpp" in found.flags and found.bounds_memory:
             step_s, _ = train(found.flags)
             yield "plan --trace-dir", found.schedule, found.step_s, step_s

@@ -274,7 +274,7 @@ class _Attempt:
             rank.live -= share
         if kind == "W":
             return
-        target = self._problem.placement.next_to(stage, 1 if kind == "F" else -1)
+        target = self._problem.placement.target(stage, kind)
         if target is not None:
             arrival = now + self._delays[min(stage, target)]
             elsewhere = self._release(arrival, Action(target, kind, microbatch, part))

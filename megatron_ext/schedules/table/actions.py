@@ -225,11 +225,9 @@ class Schedule:
             return (action._replace(kind="I"),)
         if kind == "R" and self.ships_activations:
             return (action._replace(kind="F"),)
-        # Activations go up the stages, gradients come down. A recomputation needs what the forward
-        # of its stage needed: the input, not the result.
-        goes_up = kind in ("F", "R")
-        source = self.placement.next_to(stage, -1 if goes_up else 1)
-        if goes_up:
+        # A recomputation needs what the forward of its stage needed: the input, not the result.
+        source = self.placement.source(stage, kind)
+        if kind in ("F", "R"):
             before = (action._replace(slice=part - 1),) if part else ()
             return before if source is None else (action._replace(stage=source, kind="F"), *before)
         # What the backward reads was kept on its own rank, where F ran, or with two roles R.
@@ -244,9 +242,9 @@ class Schedule:
         stage, kind, _, part = action
         if kind == "W":
             return ()
+        target = self.placement.target(stage, kind)
         if kind == "R":
             return (self._backward(action, stage),)
-        target = self.placement.next_to(stage, 1 if kind == "F" else -1)
         if kind in ("B", "I"):
             fed = [] if target is None else [self._backward(action, target)]
             if kind == "I":

@@ -62,9 +62,22 @@ class Placement:
             return self.rank_of[stage]
         return self.backward_rank_of[stage]
 
-    def next_to(self, stage: int, step: int) -> int | None:
-        """Return the stage that is so many further on, or None where the model has none."""
-        other = stage + step
+    def source(self, stage: int, kind: str) -> int | None:
+        """Return the stage whose tensor an action of a stage takes.
+
+        Activations go up the stages, gradients come down. None: the action reads data or the loss,
+        or only what an earlier action of its own stage has left (W).
+        """
+        if kind == "W":
+            return None
+        other = stage - 1 if kind in ("F", "R") else stage + 1
+        return other if 0 <= other < self.num_stages else None
+
+    def target(self, stage: int, kind: str) -> int | None:
+        """Return the stage that takes the tensor which an action makes; None if none does."""
+        if kind in ("W", "R"):
+            return None
+        other = stage + 1 if kind == "F" else stage - 1
         return other if 0 <= other < self.num_stages else None
 
     @cached_property
