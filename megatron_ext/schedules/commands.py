@@ -559,6 +559,8 @@ def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
         for key, (default, *_) in generator.options.items():
             if (value := schedule.options.get(key, default)) != default:
                 flags += f" {generator.flag(key)} {value}"
+    if schedule.num_slices > 1:
+        flags += f" --pipeline-slices {schedule.num_slices}"
     # Shares of attention and of all-to-all are for the simulation alone.
     flags += "" if str(costs) == str(UNIT) else f" --pipeline-costs {costs}"
     return flags + " --overlap-moe-expert-parallel-comm" * bool(schedule.pairs)

@@ -57,5 +57,9 @@ def test_choices_of_the_user_are_kept() -> None:
 )
 def test_flags_to_paste(name: str, options: dict[str, object], flags: str) -> None:
     chunks = options.pop("chunks", None)
-    [timeline], _ = commands.compare(name, 4, 8, Costs(), chunks, {name: options})
-    assert commands.training_flags(timeline.schedule) == f"--pipeline-model-parallel-size 4{flags}"
+    for slices, of_slices in ((1, ""), (2, " --pipeline-slices 2")):
+        [timeline], _ = commands.compare(
+            name, 4, 8, Costs(), chunks, {name: options}, slices=slices
+        )
+        found = commands.training_flags(timeline.schedule)
+        assert found == f"--pipeline-model-parallel-size 4{flags}{of_slices}"

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron_ext.config import stages
 from megatron_ext.config.hosting import preflight
 from megatron_ext.config.incompatible import RULES
+from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.layout_search import (
     Layout,
@@ -110,6 +111,18 @@ _NOT_PLANNED = read_rules("""
         the planner would count fp32
 """)
 """What is no part of a forecast."""
+
+_REPLACED = (
+    "--enable-bitpipe-schedule --bitpipe-order --bitpipe-routing --pipeline-schedule "
+    "--pipeline-costs --use-dpp --dpp-policy --dpp-extra-activations "
+    "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank "
+    "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers "
+    "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split --overlap-moe-expert-parallel-comm "
+    "--recompute-activations --recompute-granularity --recompute-method --recompute-num-layers "
+    "--recompute-modules"
+)
+"""Flags that contradict those of another layout, or would go on beside them."""
 
 
 def check_training(
@@ -205,11 +218,21 @@ def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
 
 def _forecast(found: Preflight, flags: Sequence[str], device: DeviceKind) -> Iterator[Diagnosis]:
     """Compare memory and waiting with what the devices have, and name better flags."""
-    for rule in _NOT_PLANNED:
-        if rule.refuses(found.given):
-            line = f"memory and time are not checked: with {rule.flag} {rule.reason}"
-            yield Diagnosis("OK", "layout", line)
-            return
+    reasons = [f"with {r.flag} {r.reason}" for r in _NOT_PLANNED if r.refuses(found.given)]
+    given, config = vars(found.given).get, found.config
+    dynamic = None if config is None else config.dynamic
+    if not given("padded_vocab_size") and not given("vocab_size"):
+        reasons.append("the vocabulary is the tokenizer's; add --padded-vocab-size with its size")
+    if config is not None and config.slices > 1:
+        reasons.append("with --pipeline-slices the planner would count whole micro-batches")
+    if dynamic is not None and dynamic.policy != DynamicOrder.policy:
+        reasons.append(f"with --dpp-policy {dynamic.policy} ranks may keep all micro-batches")
+    if config is not None and config.options:
+        reasons.append(f"the planner knows {config.schedule} without options")
+    for reason in reasons:
+        line, _, remedy = f"memory and time are not checked: {reason}".partition("; ")
+        yield Diagnosis("OK", "layout", line, remedy)
+        return
     try:
         job, plan = planned(found, flags, device)
     except (ArgumentsError, ScheduleError) as error:
@@ -223,9 +246,14 @@ def _forecast(found: Preflight, flags: Sequence[str], device: DeviceKind) -> Ite
     rank = plan.memory_gib.index(most)
     name = plan.schedule if plan.sizes.pp > 1 else "no pipeline"
     shown = f"rank {rank} needs {most:.1f} GiB of {device.memory_gib:g} ({device.name}, {name})"
+    if dynamic is not None and dynamic.margin:
+        shown += f", plus --dpp-extra-activations {dynamic.margin}"
     words, better = nearest(job, plan)
     remedy = ""
     if better is not None:
+        given_flags = {word.partition("=")[0] for word in flags}
+        gone = given_flags & {*_REPLACED.split()} - {*better.flags.split()}
+        words += f" in place of {', '.join(sorted(gone))}" if gone else ""
         remedy = f"try {words} ({max(better.memory_gib):.1f} GiB, {better.step_s:.3g} s a step "
         remedy += f"against {plan.step_s:.3g}): {better.flags}"
     if most <= limit:

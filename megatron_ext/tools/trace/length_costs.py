@@ -12,11 +12,13 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_ext.errors import DataError
 from megatron_ext.schedules.search.length_balance import LengthCost
-from megatron_ext.tools.trace.aggregate import read_run
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.trace.aggregate import Run
 
 _OUTLIER = 5.0
 """Durations that are off by more than so many times the median error do not count."""
@@ -24,18 +26,17 @@ _ONE_LENGTH = 1e-4
 """Micro-batches whose pairs for a token differ by less than this part are of one length."""
 
 
-def measured_length_cost(directory: Path) -> tuple[LengthCost, list[float]]:
-    """Return what a length costs all stages, in seconds, from the folder of a traced run.
+def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
+    """Return what a length costs all stages, in seconds, from the traces of a run.
 
     With it come the relative errors, of each micro-batch on each stage.
 
     Raises:
-        DataError: There is no trace, it has no lengths, or all are the same.
+        DataError: They have no lengths, or all are the same.
     """
-    run = read_run(directory)
     if (schedule := run.schedule) is not None and schedule.placement.twin_hops:
         raise DataError(
-            f"{directory}: under {schedule.name} stages run micro-batches that their twin has "
+            f"{run.directory}: under {schedule.name} stages run micro-batches that their twin has "
             "read; trace another schedule to measure what a length costs"
         )
     slices = (1.0,) if schedule is None else schedule.slices
@@ -55,14 +56,14 @@ def measured_length_cost(directory: Path) -> tuple[LengthCost, list[float]]:
     by_stage = list(points.values())
     if not by_stage:
         raise DataError(
-            f"{directory} has no lengths of micro-batches; trace a schedule of this "
+            f"{run.directory} has no lengths of micro-batches; trace a schedule of this "
             "package, and data with tokens or cu_seqlens"
         )
     costs = [cost for cost in map(fit, by_stage) if cost is not None]
     if len(costs) < len(by_stage):
         raise DataError(
-            f"{directory}: micro-batches of one length do not show what a length costs; trace more "
-            "steps, or data of several lengths"
+            f"{run.directory}: micro-batches of one length do not show what a length costs; trace "
+            "more steps, or data of several lengths"
         )
     errors = [
         abs(cost.linear * tokens + cost.quadratic * pairs - took_s) / took_s

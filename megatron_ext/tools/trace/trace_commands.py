@@ -79,6 +79,7 @@ def _run_plan(args: argparse.Namespace) -> int:
             )
         return simulated(args)
     if args.lengths is not None:  # simulated with what a length costs in the traced run
+        from megatron_ext.tools.trace import aggregate
         from megatron_ext.tools.trace.length_costs import measured_length_cost
 
         for name in ("length_costs", "hidden_size", "memory_gib"):
@@ -87,7 +88,12 @@ def _run_plan(args: argparse.Namespace) -> int:
                 raise ArgumentsError(
                     f"--trace-dir gives --lengths the cost of a length; leave {flag} out"
                 )
-        cost, errors = measured_length_cost(args.trace_dir)
+        run = aggregate.read_run(args.trace_dir)
+        cost, errors = measured_length_cost(run)
+        if (table := run.schedule) is not None:  # sizes that are not given are those of the run
+            args.pp = args.pp or table.pp
+            args.microbatches = args.microbatches or table.num_microbatches
+            args.replicas = args.replicas or 1 + max(each.header.data for each in run.surveys)
         args.length_costs = f"{cost.linear:.6g},{cost.quadratic:.6g}"
         print(
             f"--length-costs {args.length_costs}: seconds of all stages for a token, and for a "

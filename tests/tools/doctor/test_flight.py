@@ -83,6 +83,21 @@ CASES = {
         TOO_MUCH + "--use-precision-aware-optimizer --exp-avg-dtype bf16", "layout", "OK",
         "not checked: with the types of",
     ),
+    "slices": (
+        DEVICE + "--pipeline-schedule zb-v --pipeline-slices 4 --transformer-impl local "
+        "--no-masked-softmax-fusion", "layout", "OK", "would count whole micro-batches",
+    ),
+    "an order without a bound": (
+        DEVICE + "--use-dpp --dpp-policy breadth-first", "layout", "OK", "may keep all",
+    ),
+    "an order with a bound": (
+        DEVICE + "--use-dpp --dpp-extra-activations 3 --use-distributed-optimizer", "memory", "OK",
+        r"1f1b\), plus --dpp-extra-activations 3",
+    ),
+    "another order of a schedule": (
+        ONE.format(64) + PP.format(4) + "--enable-bitpipe-schedule --bitpipe-order paper", "layout",
+        "OK", "knows bitpipe without options",
+    ),
     "no letter of a layout": (
         DEVICE + "--pipeline-model-parallel-layout Ex|tL", "layout", "FAIL", "Ex|tL has x",
     ),
@@ -171,6 +186,21 @@ def test_messages_of_ours_do_not_hang(ours: str, ranks: int) -> None:
     flags += "--variable-seq-lengths --moe-token-dispatcher-type alltoall "
     assert "known hang" in flight(flags)
     assert "known hang" not in flight(flags + ours)
+
+
+def test_a_vocabulary_of_the_tokenizer() -> None:
+    found = flight(ONE.format(64) + "--tokenizer-type HuggingFaceTokenizer", sizes=SIZES)["layout"]
+    assert (found.level, found.remedy) == ("OK", "add --padded-vocab-size with its size")
+
+
+def test_flags_that_others_replace_are_named() -> None:
+    flags = TOO_MUCH + PP.format(2) + "--use-dpp --recompute-granularity selective "
+    remedy = flight(flags + "--recompute-modules mlp")["memory"].remedy
+    words, _, better = remedy.partition(": ")
+    replaced = re.search(r" in place of ([^(]+) \(", words)
+    assert replaced, remedy
+    old = {"--use-dpp", "--recompute-granularity", "--recompute-modules"}
+    assert {*replaced[1].split(", ")} == old - {*better.split()}
 
 
 @pytest.mark.parametrize("name", ["optimizer and activations", "too few micro-batches"])

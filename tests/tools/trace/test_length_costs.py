@@ -15,6 +15,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.schedules.table import table_files
+from megatron_ext.tools.trace.aggregate import read_run
 from megatron_ext.tools.trace.length_costs import fit, measured_length_cost
 from megatron_ext.tracing.records import FILE_NAME, SCHEDULE_FILE
 from tests.tools.trace.runs import trace_of, write_run
@@ -79,7 +80,7 @@ def _run(tmp_path: Path, lengths: tuple[int, ...] = LENGTHS, **options: object) 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
 def test_a_run_tells_what_a_length_costs_its_stages_together(tmp_path: Path, schedule: str) -> None:
-    cost, errors = measured_length_cost(_run(tmp_path, schedule=schedule))
+    cost, errors = measured_length_cost(read_run(_run(tmp_path, schedule=schedule)))
     assert cost.linear == pytest.approx(TRUE.linear, rel=1e-2)
     assert cost.quadratic == pytest.approx(TRUE.quadratic, rel=1e-2)
     assert statistics.median(errors) < 0.02
@@ -93,20 +94,20 @@ def test_slices_of_one_length_tell_it_too(tmp_path: Path) -> None:
     scale = (TRUE.of_length(length),) * 8
     costs = Costs(1 / 12, 1 / 12, 1 / 12, attention=share, microbatch_scale=scale)
     folder = write_run(tmp_path, costs=costs, slices=4, sizes=[(length, length**2)] * 8)
-    cost, _ = measured_length_cost(folder)
+    cost, _ = measured_length_cost(read_run(folder))
     assert cost.linear == pytest.approx(TRUE.linear, rel=1e-2)
     assert cost.quadratic == pytest.approx(TRUE.quadratic, rel=1e-2)
 
 
 def test_tensor_parallel_ranks_count_once(tmp_path: Path) -> None:
     folder = _run(tmp_path)
-    alone = measured_length_cost(folder)
+    alone = measured_length_cost(read_run(folder))
     for rank in range(4):
         text = trace_of(folder, rank).read_text()
         assert '"tensor":0' in text
         twice = folder / FILE_NAME.format(0, rank, 1)
         twice.write_text(text.replace('"tensor":0', '"tensor":1').replace('"rank":', '"rank":1'))
-    assert measured_length_cost(folder) == alone
+    assert measured_length_cost(read_run(folder)) == alone
 
 
 @pytest.mark.parametrize(
@@ -120,22 +121,23 @@ def test_traces_that_do_not_tell_it_are_refused(
     tmp_path: Path, options: dict[str, object], said: str
 ) -> None:
     with pytest.raises(DataError, match=said):
-        measured_length_cost(_run(tmp_path, **options))  # type: ignore[arg-type]
+        measured_length_cost(read_run(_run(tmp_path, **options)))  # type: ignore[arg-type]
 
 
 def test_mirrored_pipelines_are_refused(tmp_path: Path) -> None:
     folder = _run(tmp_path)
     (folder / SCHEDULE_FILE).write_text(table_files.json_text(generate("bitpipe", 4, 8)))
     with pytest.raises(DataError, match="under bitpipe stages run micro-batches that their twin"):
-        measured_length_cost(folder)
+        measured_length_cost(read_run(folder))
 
 
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = _run(tmp_path)
     lengths = tmp_path / "lengths"
     lengths.write_text("\n".join(map(str, 40 * LENGTHS)))
-    words = f"plan --pp 4 --microbatches 8 --max-tokens 4000 --lengths {lengths}".split()
+    words = f"plan --max-tokens 4000 --lengths {lengths}".split()
     assert cli.main([*words, "--trace-dir", str(folder)]) == 0
+    words += "--pp 4 --microbatches 8".split()
     printed = capsys.readouterr()
     [told] = [line for line in printed.err.splitlines() if line.startswith("--length-costs ")]
     given = told.split()[1].rstrip(":")
