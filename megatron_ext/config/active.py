@@ -239,6 +239,8 @@ class Active:
     """What a training loop of others (`megatron_ext/hosts/`) keeps, once it gave its sizes."""
     checked_steps: int = 0
     """Training steps whose effects were checked (`patches/effects.py`)."""
+    is_evaluation_checked: bool = False
+    """Whether the model of an evaluation, or of a training step, was checked there."""
     is_log_checked: bool = False
     """Whether the first line of the log was checked there."""
 

@@ -77,13 +77,16 @@ def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
     @functools.wraps(schedule)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("forward_only") or not _is_due():
+        if not _is_due():
             return schedule(*args, **kwargs)
-        # Before the step: what it trains on must be right already, and its failure may hide why.
         found, model = active.required(), kwargs["model"]
-        _check_model(model if isinstance(model, list) else [model], found.checked_steps)
+        trains = not kwargs.get("forward_only")
+        # Before the step: what it trains on must be right already, and its failure may hide why.
+        if trains or not found.is_evaluation_checked:
+            _check_model(model if isinstance(model, list) else [model], found.checked_steps)
         result = schedule(*args, **kwargs)
-        found.checked_steps += 1
+        found.checked_steps += trains
+        found.is_evaluation_checked = True
         return result
 
     return run
@@ -105,14 +108,20 @@ def _check_model(chunks: list[Any], step: int) -> None:
     if chosen is not None and chosen.is_folded:
         from megatron_ext.runtime.folded import differing_copies
 
-        found = differing_copies(chunks)
-        if found is not None:
-            raise _missing(
-                f"--pipeline-schedule {chosen.name}",
-                "the copies of the tied embedding on the first rank are equal",
-                found,
-                "placement.tied_gradients" if step else "placement.tied_weights",
+        differ = differing_copies(chunks)
+        if differ is None:
+            return
+        flag, found = f"--pipeline-schedule {chosen.name}", active.required()
+        effect = "the copies of the tied embedding on the first rank are equal"
+        if not step and found.requested is not None and found.host is None:
+            # A program with a training loop of its own, which calls `configure` with its sizes.
+            raise EffectMissing(
+                f"{flag}: {effect}, but {differ}; call "
+                "megatron_ext.runtime.folded.tie_embeddings(chunks) after building the model"
             )
+        raise _missing(
+            flag, effect, differ, "placement.tied_gradients" if step else "placement.tied_weights"
+        )
 
 
 @PATCHES.row("effects.logged", "megatron.training.training:training_log", of=not_logged)

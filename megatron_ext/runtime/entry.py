@@ -70,10 +70,12 @@ def forward_backward(
     groups = default_groups() if pg_collection is None else pg_collection
     runtimes = in_force()
     runtime = runtimes.by_group.get(id(groups.pp))
-    if runtime is None:  # the first step
+    if runtime is None or not runtime.known.issuperset(chunks):  # the first step of a model
         _check_models(chunks)
         if pipeline.config.pairs:
             _check_plans(chunks, forward_step_func)
+        if runtime is not None:
+            runtime.admit(chunks)
     config = get_model_config(chunks[0])
     length = decoder_seq_length or seq_length
     # Of activations (F) and gradients (B).

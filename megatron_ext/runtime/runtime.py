@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 
 from megatron_ext import devices
 from megatron_ext.config import active
@@ -38,6 +40,7 @@ from megatron_ext.runtime.program import (
     make_program,
     make_table,
 )
+from megatron_ext.runtime.routes import declared
 from megatron_ext.runtime.sliced_compute import KeptState, SlicedCompute
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.sync import Sync, TrainingSync
@@ -123,6 +126,8 @@ class Runtime:
         self.placement = placement = pipeline.placement
         self.rank = rank = groups.pp.rank()
         self._check_fit(chunks)
+        # Chunks that were checked, and what they declare, stage by stage.
+        self.known, self._declared = WeakSet(chunks), [*map(declared, chunks)]
         self.device = device = devices.device_of(chunks)
         # For stages that declare trees or routes.
         self.trees = agree_trees(chunks, placement, groups.pp, shapes_travel=None in shapes["F"])
@@ -215,6 +220,21 @@ class Runtime:
                 f"{name} needs {wanted} model chunks on each rank, but the model has "
                 f"{len(chunks)}; build it with that virtual pipeline size"
             )
+
+    def admit(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Let another model on these process groups run, or other wrappers of the same one.
+
+        Raises:
+            ScheduleError: It has other chunks, or declares other trees and routes, than the first.
+        """
+        self._check_fit(chunks)
+        if [*map(declared, chunks)] != self._declared:
+            raise ScheduleError(
+                f"{type(unwrap_model(chunks[0])).__name__} declares other trees or routes than the "
+                "model that ran on these process groups before; give each model groups of its own "
+                "(pg_collection and p2p_communicator)"
+            )
+        self.known.update(chunks)
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
         """Return each chunk's data, to be read by micro-batch."""

@@ -23,9 +23,15 @@ OWN = PROGRAM.with_name("own_module.py")
 
 def losses(*words: str, program: Path = PROGRAM) -> dict[int, float]:
     """Run a program on four ranks; return the loss of each sample."""
+    done = _run(*words, program=program)
+    assert done.returncode == 0, done.stderr
+    return {int(sample): float(loss) for sample, loss in _LOSS.findall(done.stdout)}
+
+
+def _run(*words: str, program: Path) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_EXT_DEVICE": ""}
-    done = subprocess.run(
+    return subprocess.run(
         [*launcher, str(program), *words],
         env=environment,
         capture_output=True,
@@ -33,8 +39,6 @@ def losses(*words: str, program: Path = PROGRAM) -> dict[int, float]:
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return {int(sample): float(loss) for sample, loss in _LOSS.findall(done.stdout)}
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +62,39 @@ def _is_code(node: ast.AST) -> bool:
 
 def test_zb_v_has_the_bits_of_1f1b(megatrons: dict[int, float]) -> None:
     assert losses("zb-v") == megatrons
+
+
+_TIES = "from megatron_ext.runtime.folded import tie_embeddings\ntie_embeddings(chunks)\n"
+_LOOP = "for step in range(3):"
+
+
+def _tied(folder: Path, *changes: tuple[str, str]) -> Path:
+    """Write the program with a model whose embedding is tied to its output layer."""
+    text, model = PROGRAM.read_text(), "64, 16, **keywords"
+    shared = model.replace("**", "share_embeddings_and_output_weights=True, **")
+    for old, new in ((model, shared), *changes):
+        assert old in text
+        text = text.replace(old, new)
+    program = folder / "tied.py"
+    program.write_text(text)
+    return program
+
+
+@pytest.mark.parametrize("loop", ["training", "evaluation"])
+def test_tied_embeddings_that_nobody_filled_are_missed(tmp_path: Path, loop: str) -> None:
+    forward_only = ("model=chunks,", "model=chunks, forward_only=True,")
+    program = _tied(tmp_path, *([forward_only] if loop == "evaluation" else []))
+    done = _run("zb-v", program=program)
+    assert done.returncode != 0
+    assert "(the second is zero); call megatron_ext.runtime.folded.tie_embeddings(chunks)" in (
+        done.stderr
+    )
+
+
+def test_tied_embeddings_have_the_bits_of_1f1b(tmp_path: Path) -> None:
+    expected = losses(program=_tied(tmp_path))
+    assert sorted(expected) == list(range(24))
+    assert losses("zb-v", program=_tied(tmp_path, (_LOOP, _TIES + _LOOP))) == expected
 
 
 def test_a_module_of_ones_own_has_the_bits_of_1f1b() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import megatron_ext
 from megatron_ext.errors import ScheduleError, TransportError
+from megatron_ext.runtime import routes
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks, start_ranks
 
@@ -258,6 +259,27 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         "needs 2 model chunks on each rank, but the model has 1"
         in run_ranks(2, _misfit, "zb-v", 1)[0]
     )
+
+
+def _two_models() -> str:
+    """Let two models take turns, of which the second declares routes."""
+    toy.start(2)
+    use(make_pipeline("zb-h1", 2, M))
+    config, rank = toy.config(), dist.get_rank()
+    plain, other = toy.chunks(config, [rank]), toy.chunks(config, [rank])
+    for model in (plain, other, plain):  # a second plain one is none of our business
+        assert len(_step(config, model)) == (M if rank else 0)
+    with_routes = toy.chunks(config, [rank])
+    routes.declare(with_routes[0], **{"takes" if rank else "publishes": ["x"]})
+    with pytest.raises(ScheduleError) as raised:
+        _step(config, with_routes)
+    return str(raised.value)
+
+
+def test_a_second_model_with_other_routes_is_refused() -> None:
+    for refusal in run_ranks(2, _two_models):
+        assert "Stage declares other trees or routes" in refusal
+        assert "give each model groups of its own (pg_collection and p2p_communicator)" in refusal
 
 
 def _failing_step() -> None:
