@@ -71,11 +71,12 @@ EXAMPLE="$(basename "$HERE")"
 usage() {
     cat <<TEXT
 usage: bash examples/$EXAMPLE/run.sh [--tiny | --size SIZE] [--hostfile FILE] [--dry-run] [--raw]
-           [--out DIR] [MEGATRON_FLAGS...]
+           [--nproc N] [--out DIR] [MEGATRON_FLAGS...]
 
   --tiny           a small $TITLE on Python's manual, in minutes, also without a GPU; run again to resume
   --size SIZE      one of: $(sizes) (default: $DEFAULT_SIZE)
   --hostfile FILE  on all hosts of the file (megatron-ext launch); else on this machine
+  --nproc N        processes on each node, as NPROC (default: one for each GPU)
   --dry-run        print the command instead of running it
   --out DIR        checkpoints and logs (default: examples/$EXAMPLE/out/SIZE)
   --raw            show every line of Megatron's, not one for each logged step
@@ -104,16 +105,17 @@ parse_options() {
             --dry-run) DRY_RUN=true ;;
             --raw) RAW=true ;;
             --embedded) fail "--embedded was removed; leave it out: Megatron's own loop trains" ;;
-            --out=* | --size=* | --hostfile=*)
+            --out=* | --size=* | --hostfile=* | --nproc=*)
                 set -- "${1%%=*}" "${1#*=}" "${@:2}"
                 continue
                 ;;
-            --out | --size | --hostfile)
+            --out | --size | --hostfile | --nproc)
                 (($# > 1)) || fail "$1 needs a value, see --help"
                 case $1 in
                     --out) OUT=$2 ;;
                     --size) SIZE=$2 ;;
                     --hostfile) HOSTFILE=$2 ;;
+                    --nproc) NPROC=$2 ;;
                 esac
                 shift
                 ;;

@@ -85,6 +85,10 @@ def preflight(
         if isinstance(arguments, str):
             arguments = flags.split_words(arguments, "the command line")
         given = flags.read_words(arguments)
+    if nested := [name for name, value in given.items() if isinstance(value, Mapping)]:
+        raise ArgumentsError(
+            f"{nested[0]} holds settings of its own, which are not read; give each by its name"
+        )
     renamed = {field: dest for dest, field in MEGATRON_FIELDS.items()}
     usual, device = dict(_USUAL), config.device if config else given.get("device_backend")
     if device not in (None, "auto"):
@@ -127,6 +131,9 @@ def inspect(
     if found.refusals:
         return found
     name, roles = config.schedule, config.disaggregation
+    if roles is not None:  # rules know it by its flags
+        args = copy(args)
+        args.fbd_activations, args.ignore_forward_tensor_parallel = roles.activations, roles.merged
     over_torch = roles is None and _torch_is_best(config, ranks, here=here)
     carries = name is None and roles is None and not over_torch and config.wire != "torch"
 

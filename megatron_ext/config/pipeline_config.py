@@ -271,6 +271,10 @@ _REFUSED: _Checks = {
     "stash_ratio {c.stash_ratio:g} must be at least 1, which counts activations until W; use 1": (
         lambda c: not 1 <= c.stash_ratio < inf
     ),
+    "--node-ips is for wires between hosts, --pipeline-transport {c.wire} has none; use "
+    "--pipeline-transport auto, or leave --node-ips out": (
+        lambda c: c.node_ips and c.wire in ("torch", "shm")
+    ),
     "--distributed-timeout-minutes {c.message_timeout_s:g} s must be a positive number of "
     "seconds": (lambda c: not 0 < c.message_timeout_s < inf),
     "--hang-timeout {c.hang_timeout_s:g} must be a positive number of seconds": (
@@ -309,6 +313,7 @@ _OF_SCHEDULES: _Checks = {
             "options": lambda c: c.is_stock and c.options,
             "--overlap-moe-expert-parallel-comm": lambda c: c.is_stock and c.pairs,
             "weights_at_once": lambda c: c.is_stock and c.weights_at_once,
+            "stash_ratio": lambda c: c.is_stock and c.stash_ratio != 1,
         }.items()
     },
     "--pipeline-schedule {c.schedule}: the file fixes chunks and options; leave them out": (
@@ -320,10 +325,6 @@ _OF_SCHEDULES: _Checks = {
     ),
     "--use-dpp chooses by which messages have arrived, which torch.distributed cannot tell; leave "
     "--pipeline-transport torch out": lambda c: c.dynamic is not None and c.wire == "torch",
-    "--node-ips is for wires between hosts, --pipeline-transport {c.wire} has none; use "
-    "--pipeline-transport auto, or leave --node-ips out": (
-        lambda c: c.node_ips and c.wire in ("torch", "shm")
-    ),
     "--pipeline-checksum is for messages of this package, --pipeline-transport is torch; add "
     "--pipeline-transport shm, tcp or rdma, or leave --pipeline-checksum out": (
         lambda c: c.checksums and c.wire == "torch"

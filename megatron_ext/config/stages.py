@@ -76,7 +76,7 @@ def check_sizes(args: Namespace) -> None:
         size = getattr(args, dest, None)
         if size is not None and (type(size) is not int or size < 1):
             raise ArgumentsError(
-                f"--{dest.replace('_', '-')} {size} must be a whole number of at least 1; "
+                f"--{dest.replace('_', '-')} {size!r} must be a whole number of at least 1; "
                 "leave it out"
             )
 

@@ -14,7 +14,7 @@ from megatron_ext.config.flags import FLAGS, in_fields, requested_flags
 from megatron_ext.config.hosting import inspect
 from megatron_ext.config.incompatible import Preflight
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
-from megatron_ext.config.stages import ModelBuild, flags_for
+from megatron_ext.config.stages import ModelBuild, chunks_of_megatron, flags_for
 from megatron_ext.errors import ArgumentsError, DeviceError, ScheduleError
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.schedules.generators.catalog import base_table
@@ -154,7 +154,10 @@ def configure(
         found.raise_refusals()
         hosted = found.pipeline or found.transport_only
         if hosted is None:
-            hosted = Pipeline(replace(config, schedule=name), pipeline_ranks, num_microbatches)
+            held = chunks_of_megatron(given)  # a layout may have several stages for each rank
+            name = config.schedule or base_table(held)
+            stock = replace(config, schedule=name, chunks=held if held > 1 else None)
+            hosted = Pipeline(stock, pipeline_ranks, num_microbatches)
         cut = found.arguments
         if found.pipeline is None:  # Megatron's own schedule, whose model is cut by the same rules
             cut, _ = flags_for(given, hosted.placement, name)

@@ -453,7 +453,10 @@ class NativeTransport:
         if self._endpoint is None:
             raise TransportError("the transport is closed")
         if self._given_up is not None:
-            raise TransportError(f"the transport was aborted: {self._given_up}")
+            raise TransportError(
+                f"the transport was aborted: {self._given_up}; start the job again, or call "
+                "megatron_ext.configure again on all ranks"
+            )
         return self._endpoint
 
     @staticmethod

@@ -57,6 +57,14 @@ _BUILT: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         },
     ),
     (
+        {},
+        {"layout": "Et|" + "tt|" * 6 + "tttL"},
+        {
+            "virtual_pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": "Et|" + "tt|" * 6 + "tttL",
+        },
+    ),
+    (
         {"schedule": "zb-v"},
         {"layout": "Et|" + "tt|" * 6 + "tttL"},
         {"pipeline_model_parallel_layout": "Et|" + "tt|" * 6 + "tttL"},

@@ -32,6 +32,11 @@ from megatron_ext.schedules.table.costs import Costs
         ({"schedule": "csv:x", "chunks": 2}, "schedule csv:x: the file fixes chunks"),
         ({"costs": Costs()}, "costs is for schedules of this package; add schedule"),
         ({"weights_at_once": True}, "weights_at_once is for schedules of this package; add sched"),
+        ({"stash_ratio": 1.65}, "stash_ratio is for schedules of this package; add schedule"),
+        (
+            {"disaggregation": Disaggregation(), "transport": "shm", "node_ips": ["10.0.0.1"]},
+            "transport shm has none; use transport auto",
+        ),
         ({"transport": "pigeon"}, "transport 'pigeon' must be one of torch, auto, shm, tcp, rdma"),
         ({"dynamic": DynamicOrder(), "transport": "torch"}, "leave transport torch out"),
         ({"node_ips": ("10.0.0.1",)}, "transport torch has none; use transport auto"),

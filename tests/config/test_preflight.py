@@ -11,6 +11,7 @@ import pytest
 
 import megatron_ext
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, preflight
+from megatron_ext.errors import ArgumentsError
 
 SIZES = {
     "tensor_model_parallel_size": 2,
@@ -180,6 +181,19 @@ def test_slices_run_without_pairs() -> None:
     assert found.accepted
     assert found.arguments["overlap_moe_expert_parallel_comm"] is False
     assert any(line.startswith("--overlap-moe-expert-p") for line in found.changes)
+
+
+def test_roles_have_their_rules_by_fields_too() -> None:
+    merged = PipelineConfig(disaggregation=Disaggregation(merged=True))
+    refused = rules({"num_experts": 8, "expert_model_parallel_size": 1}, merged)
+    assert "ignore_forward_tensor_parallel" in refused
+    ships = PipelineConfig(disaggregation=Disaggregation(activations="ship"))
+    assert "fbd_activations" in rules({"mtp_num_layers": 1}, ships)
+
+
+def test_settings_within_settings_are_refused() -> None:
+    with pytest.raises(ArgumentsError, match="model holds settings of its own, which are not"):
+        preflight({"model": {**SIZES, "use_megatron_fsdp": True}}, ZB_V)
 
 
 def test_what_nobody_knows_is_ignored() -> None:

@@ -63,7 +63,7 @@ class Parallel:
             for kind in ("tensor-model", "pipeline-model", "context")
         )
         forward = tensor * context if "--forward-backward-disaggregating" in flags else 0
-        if "--ignore-forward-tensor-parallel" in flags:
+        if forward and "--ignore-forward-tensor-parallel" in flags:
             forward = context  # one rank in place of each tensor-parallel group
         shards = _size(flags, "--expert-tensor-parallel-size", tensor)
         stages, schedule = pipeline, flag_value(flags, "--pipeline-schedule")
