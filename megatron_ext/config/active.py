@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -187,17 +187,15 @@ class Environment:
     """Host on which processes find each other: torchrun's MASTER_ADDR."""
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
+    def read(cls) -> Environment:
         """Read the variables that torchrun and compatible launchers set."""
-        size = environ.get("LOCAL_WORLD_SIZE")
+        given = os.environ.get
+        size = given("LOCAL_WORLD_SIZE")
         return cls(
-            local_rank=int(environ.get("LOCAL_RANK", "0")),
+            local_rank=int(given("LOCAL_RANK", "0")),
             local_world_size=None if size is None else int(size),
-            run=(
-                environ.get("TORCHELASTIC_RUN_ID", ""),
-                environ.get("TORCHELASTIC_RESTART_COUNT", ""),
-            ),
-            rendezvous_host=environ.get("MASTER_ADDR") or "localhost",
+            run=(given("TORCHELASTIC_RUN_ID", ""), given("TORCHELASTIC_RESTART_COUNT", "")),
+            rendezvous_host=given("MASTER_ADDR") or "localhost",
         )
 
 
