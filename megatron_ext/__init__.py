@@ -120,6 +120,6 @@ if os.environ.get("MEGATRON_EXT_DISABLE", "0") != "1":
     try:
         activate()
     except ModuleNotFoundError:
-        # `python -m megatron_ext plan` needs neither; cli.py names what a command lacks.
+        # `plan` needs the standard library alone; cli.py names what a command lacks.
         if sys.argv[:1] != ["-m"] and not sys.argv[0].endswith("megatron-ext"):
             raise

@@ -123,7 +123,7 @@ _HYBRID = (
     "is_hybrid_model | hybrid_override_pattern | hybrid_layer_pattern"
 )
 _TEXTS = {
-    # For every schedule. More shards of weights than tensor-parallel ranks: 0.19 rematerialises.
+    # For every schedule. From 0.19 on weights may have more shards than tensor-parallel ranks.
     "schedule": f"""
         --cpu-offloading-num-layers: cpu_offloading | cpu_offloading_num_layers
             Megatron takes it without a pipeline only; use --recompute-granularity selective instead
