@@ -30,7 +30,7 @@ class Message(NamedTuple):
     """F, B: the stage that needs it. C: the one that may begin a micro-batch. W: the one whose
     weights they are. P, G: the one that made it. D: 0."""
     microbatch: int
-    """D: number of the decision in the step. W: 0 says whether weights follow, n the n-th bucket."""
+    """D: number of the decision in a step. W: 0 says if weights follow, n is the n-th bucket."""
     slice: int = 0
     """F, B, P, G: position of the slice in its micro-batch."""
     part: int = 0
