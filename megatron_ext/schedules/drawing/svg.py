@@ -52,7 +52,7 @@ def draw(
     for timeline in timelines:
         check_drawable(timeline)
     longest = max(timeline.makespan for timeline in timelines)
-    # Of all actions that take time.
+    # Of each action that takes time: the length of its number, and its duration.
     numbers = [
         (len(_label(timeline.schedule, action)), end - start)
         for timeline in timelines
