@@ -127,7 +127,7 @@ def _run_plan(args: argparse.Namespace) -> int:
     if args.calibrate is not None:
         return calibrate.run(args)
     if args.devices is None:
-        given = [name for name in _FLAGS if getattr(args, name) not in (None, False)]
+        given = [name for name in _FLAGS if getattr(args, name) != args.parser.get_default(name)]
         if given:
             flag, example = given[0].replace("_", "-"), "--devices 64xh100"
             if args.global_batch_size is None:
