@@ -28,7 +28,7 @@ from megatron_ext.schedules.table.slices import shares_of_equal_cost, token_boun
 from megatron_ext.upstream.tree import setting_names
 
 if TYPE_CHECKING:
-    from megatron_ext.config.pipeline_config import PipelineConfig
+    from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -180,17 +180,7 @@ def inspect(
             incompatible.suit_layers(found, found.pipeline, args, here=here)
     # A job that is refused already has no roles to give out.
     if roles is not None and args.world_size and not (here and found.refusals):
-        with found.collecting("disaggregation"):
-            ranks_of_roles = rank_map(
-                args.world_size,
-                tp=args.tensor_model_parallel_size,
-                pp=args.pipeline_model_parallel_size,
-                merged=roles.merged,
-                cp=getattr(args, "context_parallel_size", 1),
-            )
-            if here:
-                found.job = job_of(args, config, ranks_of_roles)
-                found.arguments |= role_arguments(args, found.job)
+        _give_roles(found, config, args, roles, here=here)
     if here:
         with found.collecting("device"):
             found.arguments |= devices.arguments_for(args, config.device)
@@ -198,6 +188,23 @@ def inspect(
         if (value := getattr(args, flag[2:].replace("-", "_"), None)) is not None:
             found.changes.append(f"{flag} {value} is ignored: Megatron-LM has dropped it, {reason}")
     return found
+
+
+def _give_roles(
+    found: Preflight, config: PipelineConfig, args: Namespace, roles: Disaggregation, *, here: bool
+) -> None:
+    """Check that both roles can share out the ranks; find that of this process, if `here`."""
+    with found.collecting("disaggregation"):
+        ranks = rank_map(
+            args.world_size,
+            tp=args.tensor_model_parallel_size,
+            pp=args.pipeline_model_parallel_size,
+            merged=roles.merged,
+            cp=getattr(args, "context_parallel_size", 1),
+        )
+        if here:
+            found.job = job_of(args, config, ranks)
+            found.arguments |= role_arguments(args, found.job)
 
 
 def _torch_is_best(config: PipelineConfig, world_size: int, *, here: bool) -> bool:

@@ -12,6 +12,7 @@ from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
 _OPTIMIZER = f"{_MODULE}:DistributedOptimizer"
+_COMMON = "megatron.core.dist_checkpointing.strategies.common"
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 PATCHES = PatchTable()
@@ -145,9 +146,16 @@ def _enums_are_written_as_getattr() -> bool:
 
 @PATCHES.row(
     "dist_checkpointing.enums_by_value",
-    "megatron.core.dist_checkpointing.strategies.common:TorchCommonSaveStrategy.save_common",
+    f"{_COMMON}:TorchCommonSaveStrategy.save_common",
     when=_enums_are_written_as_getattr,
-    until=(0, 17),  # from there on wheels need Python 3.12
+    until=(0, 17),
+    required=False,
+)
+@PATCHES.row(  # later releases name Python 3.12, but the examples put them on 3.11 as well
+    "dist_checkpointing.enums_by_value",
+    f"{_COMMON}:save_common",
+    when=_enums_are_written_as_getattr,
+    since=(0, 17),
     required=False,
 )
 def _with_enums_by_value(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
