@@ -290,7 +290,10 @@ _TEXTS = {
             find those of their forward by that order; use --fp8-recipe tensorwise
         moe_router_load_balancing_type=global_aux_loss
             it counts the tokens of the micro-batches before, over all replicas, and they run in
-            different orders; use --moe-router-load-balancing-type aux_loss or seq_aux_loss""",
+            different orders; use --moe-router-load-balancing-type aux_loss or seq_aux_loss
+        moe_enable_routing_replay & recompute_granularity
+            recomputed routers replay their forwards in the order of a table; leave one of them
+            out""",
     # For ranks that choose their order and get activations from their twin.
     "crossed": """
         --overlap-param-gather with --bitpipe-routing twin: overlap_param_gather
@@ -363,7 +366,9 @@ _TEXTS = {
             it is not the sequence that slices divide; leave one of them out
         perform_rl_step
             batches of Megatron's RL are tuples, which have no names to cut them by; leave one of
-            them out""",
+            them out
+        moe_enable_routing_replay
+            programs replay the experts of whole micro-batches; leave one of them out""",
     # For forward and backward ranks.
     # Both roles take a step of --freeze-all-layers, forward only from 0.20 on, for an evaluation.
     "roles": """

@@ -86,6 +86,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             OFFLOAD,
             "--fp8-format hybrid --tp-only-amax-red",
             EXPERTS + "--moe-router-load-balancing-type global_aux_loss",
+            "--moe-enable-routing-replay --recompute-granularity selective",
         ],
     ),
     "crossed": ("--use-dpp --pipeline-schedule bitpipe ", ["--overlap-param-gather"]),
@@ -127,6 +128,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--logits-save-dir teacher --logits-save-top-k 4",
             "--decoder-seq-length 4096",
             "--perform-rl-step",
+            "--moe-enable-routing-replay",
         ],
     ),
     "roles": (
