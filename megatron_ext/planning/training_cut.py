@@ -38,7 +38,7 @@ def layout_for(args: Namespace, placement: Placement) -> str:
     if getattr(args, "recompute_granularity", None) == "full":
         mode = FULL
     elif getattr(args, "recompute_granularity", None) == "selective":
-        mode = frozenset(getattr(args, "recompute_modules", None) or ())
+        mode = frozenset(getattr(args, "recompute_modules", None) or ("core_attn",))
     layers, *ends = parts_of(model, by, DEVICES["h100"], mode)
     works, (first, last) = ([part.work for part in parts] for parts in (layers, ends))
     try:

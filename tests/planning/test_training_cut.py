@@ -60,6 +60,18 @@ def test_megatron_takes_the_layout(made: dict[str, Any], name: str) -> None:
         assert counts[-1] < max(counts)
 
 
+def test_selective_recomputation_is_that_of_attention_unless_modules_are_named() -> None:
+    flags = MODEL.format(32000, 41, "--pipeline-schedule zb-h1 --recompute-granularity selective ")
+    flags = flags.replace("--seq-length 1024 --max-position-embeddings 1024",
+                          "--seq-length 65536 --max-position-embeddings 65536")  # fmt: skip
+    layouts = []
+    for modules in ("", "--recompute-modules core_attn", "--recompute-modules layernorm"):
+        found = preflight(f"{flags}{modules}".split(), world_size=4)
+        assert found.accepted, found.refusals
+        layouts.append(found.arguments["pipeline_model_parallel_layout"])
+    assert layouts[0] == layouts[1] != layouts[2]
+
+
 UNEVEN = GPT + UNCLIPPED + "--num-layers {} "
 TRAINED = {"1f1b": (2, 7), "interleaved": (2, 7), "zb-v": (2, 7), "bitpipe": (4, 9)}
 """By schedule: ranks and layers. Megatron's own has the stages of the first two."""

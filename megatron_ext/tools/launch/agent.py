@@ -257,9 +257,9 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     output = job.child.stdout
     forwarder = threading.Thread(target=_forward, args=(output, log, send, per_node), daemon=True)
     forwarder.start()
-    code = job.child.wait()
-    job.end()  # torchrun's end is not that of all it has started
-    ended.update(code=code, stopped=job.stopped, time=time.time())
+    code, ended["time"] = job.child.wait(), time.time()  # of several hosts, the first is named
+    job.end()  # torchrun's end is not that of all it has started, and may take seconds
+    ended.update(code=code, stopped=job.stopped)
     forwarder.join(_CLOSE_S)
     if code != 0 and job.stopped is None:
         # torchrun's own code says which rank failed first only in its log: `elastic` reports it.
