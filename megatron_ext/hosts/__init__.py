@@ -10,8 +10,6 @@ import sys
 from importlib.util import find_spec
 
 from megatron_ext.config import active
-from megatron_ext.errors import ArgumentsError
-from megatron_ext.hosts.bridge_requirements import SUPPORTED, check_installed
 from megatron_ext.patches import hooks
 from megatron_ext.patches.registry import REGISTRY
 
@@ -31,6 +29,7 @@ def arm() -> None:
 def _begin() -> None:
     from megatron_ext.config.flags import requested_flags
     from megatron_ext.hosts import bridge
+    from megatron_ext.hosts.bridge_requirements import check_installed
 
     REGISTRY.register(bridge.PATCHES)
     found = active.active()
@@ -44,6 +43,9 @@ def check_some_host() -> None:
     Raises:
         UserError: No host is installed, or it lacks a requirement; names what to install.
     """
+    from megatron_ext.errors import ArgumentsError
+    from megatron_ext.hosts.bridge_requirements import SUPPORTED, check_installed
+
     if find_spec(_BRIDGE) is None:
         raise ArgumentsError(
             "configure was given no sizes, and no training loop that knows them is installed; "

@@ -11,7 +11,6 @@ from typing import Any
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
-_OPTIMIZER = f"{_MODULE}:DistributedOptimizer"
 _COMMON = "megatron.core.dist_checkpointing.strategies.common"
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
@@ -28,7 +27,7 @@ def _torch_adam() -> bool:
 
 @PATCHES.row(
     "optimizer.padding_of_reshardable",
-    f"{_OPTIMIZER}.sharded_param_state_fully_reshardable",
+    f"{_MODULE}:DistributedOptimizer.sharded_param_state_fully_reshardable",
     until=(0, 20),
 )
 def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -50,7 +49,11 @@ def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwar
             owner.numel_unpadded = unpadded
 
 
-@PATCHES.row("optimizer.state_before_first_step", f"{_OPTIMIZER}.state_dict", when=_torch_adam)
+@PATCHES.row(
+    "optimizer.state_before_first_step",
+    f"{_MODULE}:DistributedOptimizer.state_dict",
+    when=_torch_adam,
+)
 def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron asserts one common step; torch's Adam has no state yet when the loader asks."""
     import torch
@@ -66,7 +69,9 @@ def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
     return call(*args, **kwargs)
 
 
-@PATCHES.row("optimizer.load_own_steps", f"{_OPTIMIZER}.load_state_dict", when=_torch_adam)
+@PATCHES.row(
+    "optimizer.load_own_steps", f"{_MODULE}:DistributedOptimizer.load_state_dict", when=_torch_adam
+)
 def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron copies into leaves that require gradients (RuntimeError) and puts one step
     tensor into all states, which every parameter then increments (wrong bias correction).
@@ -88,7 +93,7 @@ def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
 
 @PATCHES.row(
     "optimizer.step_of_reshardable",
-    f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+    f"{_MODULE}:DistributedOptimizer._set_main_param_and_optimizer_states",
     when=_torch_adam,
 )
 def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -108,7 +108,7 @@ CASES = {
         "--forward-backward-disaggregating takes these flags",
     ),
     "no ranks": (PP.format(0), "training", "FAIL", "size 0 must be a whole number"),
-    "no number": (PP.format("x"), "training", "FAIL", "size x must be a whole number"),
+    "no number": (PP.format("x"), "training", "FAIL", "size 'x' must be a whole number"),
     "no sizes": (ONE.format(64) + "--hidden-size 0", "layout", "FAIL", "--hidden-size is missing"),
     "#1450": (DEVICE + "--num-virtual-stages-per-pipeline-rank 2 --variable-seq-lengths "
               "--moe-token-dispatcher-type alltoall", "known hang", "WARN", "1450"),
