@@ -42,16 +42,11 @@ REMOVED = {"--fbd-forward-device": "leave it out: forward ranks compute on the s
 """Flags of the release before that are refused, each with the remedy; kept for one release."""
 
 
-_OPTIONS = {
-    generator.flag(key): (generator, key)
+_OPTIONS = "\n".join(
+    f"{generator.flag(key)}\n"
+    f"    Option of --pipeline-schedule {generator.name} (default: {values[0]})."
     for generator in registered().values()
-    for key in generator.options
-}
-"""Options of schedules, by flag: the schedule, and its name of the option."""
-
-_OPTIONS_HELP = "\n".join(
-    f"{flag}\n    Option of --pipeline-schedule {owner.name} (default: {owner.options[key][0]})."
-    for flag, (owner, key) in _OPTIONS.items()
+    for key, values in generator.options.items()
 )
 _IGNORED = "\n".join(f"{flag} - VALUE\n    Ignored: {reason}." for flag, reason in DROPPED.items())
 # Help texts by flag, with the field that it sets, `part.field` for one of a part, and how its value
@@ -67,7 +62,7 @@ _HELP = f"""
     Without it Megatron's own 1F1B or interleaved schedule runs.
 --enable-bitpipe-schedule
     The same as --pipeline-schedule bitpipe.
-{_OPTIONS_HELP}
+{_OPTIONS}
 --pipeline-transport transport
     Transport between pipeline ranks, under Megatron's own schedules too: torch.distributed, shared
     memory of one host, TCP or RDMA; over the last three, GPU tensors go through pinned memory. auto
@@ -155,7 +150,11 @@ _CHOICES = {
     "--pipeline-layout": ("auto",),
     # No default of argparse's: `_options` refuses an option of another schedule, and must know
     # whether it was given, even with the default value.
-    **{flag: generator.options[key] for flag, (generator, key) in _OPTIONS.items()},
+    **{
+        generator.flag(key): values
+        for generator in registered().values()
+        for key, values in generator.options.items()
+    },
 }
 
 
@@ -405,14 +404,17 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
 def _options(args: Namespace, name: str | None) -> dict[str, Option]:
     """Return the given options of the schedule; an option of another schedule is an error."""
     found: dict[str, Option] = {}
-    for flag, (generator, key) in _OPTIONS.items():
-        value = getattr(args, flag[2:].replace("-", "_"), None)
-        if value is None:
-            continue
-        if generator.name != name:
-            raise ArgumentsError(
-                f"{flag} is for {generator.name}, but {name or 'none'} was chosen; leave it out, "
-                f"or use --pipeline-schedule {generator.name}"
-            )
-        found[key] = value
+    for generator in registered().values():
+        for key in generator.options:
+            flag = generator.flag(key)
+            value = getattr(args, flag[2:].replace("-", "_"), None)
+            if value is None:
+                continue
+            if generator.name != name:
+                chosen = "none was chosen" if name is None else f"{name} was chosen"
+                raise ArgumentsError(
+                    f"{flag} is for {generator.name}, but {chosen}; leave it out, or use "
+                    f"--pipeline-schedule {generator.name}"
+                )
+            found[key] = value
     return found

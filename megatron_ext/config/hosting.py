@@ -85,10 +85,12 @@ def preflight(
         if isinstance(arguments, str):
             arguments = flags.split_words(arguments, "the command line")
         given = flags.read_words(arguments)
-    if nested := [name for name, value in given.items() if isinstance(value, Mapping)]:
-        raise ArgumentsError(
-            f"{nested[0]} holds settings of its own, which are not read; give each by its name"
-        )
+    read = {dest for rules in RULES.values() for rule in rules for dest in rule.reads}
+    for name, value in given.items():
+        if isinstance(value, Mapping) and not name.startswith("megatron_ext") and read & {*value}:
+            raise ArgumentsError(
+                f"{name} holds settings, which are not read; give each by its name"
+            )
     renamed = {field: dest for dest, field in MEGATRON_FIELDS.items()}
     usual, device = dict(_USUAL), config.device if config else given.get("device_backend")
     if device not in (None, "auto"):
@@ -105,7 +107,6 @@ def preflight(
     found.given = Namespace(**settings)
     if megatrons := setting_names():
         # What nobody knows is not approved: the caller gets its name.
-        read = {dest for rules in RULES.values() for rule in rules for dest in rule.reads}
         known = (
             megatrons | read | flags.DESTINATIONS | _OF_TRAINING | renamed.keys() | _USUAL.keys()
         )

@@ -48,11 +48,10 @@ class RoleEnds:
         Shipped activations are `[layers, s, b, h]`, followed by generator states if there are any.
         """
         place, num_stages = self.job.place, self.job.ranks.pp
-        kind, to_backward = transfer.message.kind, transfer.peer >= num_stages
+        kind, receives = transfer.message.kind, transfer.verb == "RECV"
         if kind == "C":
             return [Form(None, torch.uint8)]
-        if transfer.verb == "RECV":
-            to_backward = self.job.role == "backward"
+        to_backward = self.job.role == "backward" if receives else transfer.peer >= num_stages
         if self.num_layers is None or kind == "B" or not to_backward:
             return [Form(self.shape, self.dtype)]
         # What the last layer makes is the next stage's input; only the loss needs it on its own

@@ -154,7 +154,8 @@ def configure(
         found.raise_refusals()
         hosted = found.pipeline or found.transport_only
         if hosted is None:
-            held = chunks_of_megatron(given)  # a layout may have several stages for each rank
+            # A layout may have several stages for each rank; one rank holds all of them as one.
+            held = chunks_of_megatron(given) if pipeline_ranks > 1 else 1
             name = config.schedule or base_table(held)
             stock = replace(config, schedule=name, chunks=held if held > 1 else None)
             hosted = Pipeline(stock, pipeline_ranks, num_microbatches)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ext.devices import off_cuda, on_cpu
 from megatron_ext.devices.translate import to
-from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.registry import REGISTRY
 
 _RANDOM = "megatron.core.tensor_parallel.random"
@@ -69,12 +69,13 @@ def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 
     # Upstream's function does both for CUDA tensors only; a tensor on the host or on another
     # accelerator comes back unchanged, and the dispatcher then fails to use it as an array.
-    given = by_name(call, args, kwargs)
-    tensor = given["tensor"]
-    if not torch.is_tensor(tensor) or tensor.is_cuda:
-        return call(*args, **kwargs)
-    on_host = tensor.detach().to("cpu")
-    return on_host.numpy() if given.get("as_numpy") else on_host
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if not torch.is_tensor(tensor) or tensor.is_cuda:
+            return call(tensor, as_numpy=as_numpy, record_stream=record_stream)
+        on_host = tensor.detach().to("cpu")
+        return on_host.numpy() if as_numpy else on_host
+
+    return move(*args, **kwargs)
 
 
 @PATCHES.row(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import wrapt
 
@@ -252,8 +252,13 @@ class Site:
 # Undo must distinguish a copy of a replacement from an object that had other names before:
 # `torch.cuda.FloatTensor` becomes `torch.FloatTensor` on the host, and that name must stay. So undo
 # restores such objects only where this module put them, and all others everywhere.
-Copy = tuple[dict[str, Any], str, Any, Any]
-"""A copy of a patched name that was rebound: names of its module, its name, the old and the new."""
+class Copy(NamedTuple):
+    """A name of another module that was rebound because it is a copy of a patched name."""
+
+    names: dict[str, Any]
+    name: str
+    old: Any
+    new: Any
 
 
 def bound_objects() -> set[int]:
@@ -288,7 +293,7 @@ def rebind(
             continue
         for name, value in list(names.items()):
             if id(value) in table:
-                found.append((names, name, *table[id(value)]))
+                found.append(Copy(names, name, *table[id(value)]))
                 names[name] = table[id(value)][1]
             # Not isinstance: it reads the class of instances, and some answer with a warning.
             if in_classes and issubclass(type(value), type) and value.__module__ == module:

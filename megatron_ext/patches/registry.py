@@ -202,7 +202,7 @@ class Registry:
             # Unless other code has rebound the name since.
             if id(new) in undone and names.get(name) is new:
                 names[name] = old
-        self._copies = [copy for copy in self._copies if id(copy[-1]) not in undone]
+        self._copies = [copy for copy in self._copies if id(copy.new) not in undone]
         # Copies that other code has made since too, except of what replaces several originals. Only
         # our own modules, which own the replacements, stay unchanged: torch's may have been
         # imported in between, and its compiler keeps functions of `torch.cuda` in classes.

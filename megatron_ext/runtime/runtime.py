@@ -229,11 +229,13 @@ class Runtime:
         """
         self._check_fit(chunks)
         if [*map(declared, chunks)] != self._declared:
-            raise ScheduleError(
+            text = (
                 f"{type(unwrap_model(chunks[0])).__name__} declares other trees or routes than the "
                 "model that ran on these process groups before; give each model groups of its own "
                 "(pg_collection and p2p_communicator)"
             )
+            self.transport.abort(text)  # other stages may declare the same, and begin the step
+            raise ScheduleError(text)
         self.known.update(chunks)
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:

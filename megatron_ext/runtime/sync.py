@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -73,9 +73,8 @@ class TrainingSync(Sync):
         self._uses = [self._placement.chunk_of(stage) for stage in sorted(table.actions_by_stage)]
         self._gathered = 0
         self._gathers = _by_chunk(config.param_sync_func, len(chunks))
-        # By chunk: DDP's bucket groups still to reduce, with the ids of their weights, the next one
-        # last.
-        self._buckets: dict[int, list[tuple[frozenset[int], Any]]] = {}
+        # By chunk: the bucket groups still to reduce, the next one last.
+        self._buckets: dict[int, list[_BucketGroup]] = {}
         self._force_all_reduce = force_all_reduce
         self._functions = _by_chunk(config.grad_sync_func, len(chunks))
         silences = _by_chunk(config.no_sync_func, 1)
@@ -114,14 +113,17 @@ class TrainingSync(Sync):
     def around_last(self, action: Action) -> AbstractContextManager[None]:
         """Enable DDP's hooks during a chunk's last whole backward, or reduce during its last W."""
         stage = action.stage
-        if not self._overlaps:
-            return _UNCHANGED
         if action.kind == "B" and self._hooks_reduce(stage):
             return self._reducing(action)
         # No other rank waits for a W, so reductions may slow it down: each starts as soon as the
         # weights of its buckets are done. DDP's hooks would fire at I, before there are gradients.
         is_its_turn = self._order[self._started] == stage
-        if action.kind == "W" and is_its_turn and self._uses_ddp_reduction(stage):
+        if (
+            action.kind == "W"
+            and is_its_turn
+            and self._overlaps
+            and self._uses_ddp_reduction(stage)
+        ):
             return self._splits.reporting(partial(self._reduce, self._placement.chunk_of(stage)))
         return _UNCHANGED
 
@@ -178,19 +180,27 @@ class TrainingSync(Sync):
             chunk: Any = self._chunks[number]
             place = {id(parameter): index for index, parameter in enumerate(chunk.parameters())}
             groups = [
-                (frozenset(map(id, group.params)), group)
+                _BucketGroup(group, frozenset(map(id, group.params)))
                 for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
             ]
-            groups.sort(key=lambda found: min(place[weight] for weight in found[0]))
+            groups.sort(key=lambda found: min(place[weight] for weight in found.weights))
             self._buckets[number] = groups
         waiting = self._buckets[number]
-        while waiting and waiting[-1][0].isdisjoint(remaining):
-            _, group = waiting.pop()
+        while waiting and waiting[-1].weights.isdisjoint(remaining):
+            group = waiting.pop().group
             group.start_grad_sync(force_all_reduce=self._force_all_reduce)
             # Megatron ends the step with a reduction of what no hook has counted yet, unless there
             # is a handle of one; several optimizer instances keep none.
             if group.grad_reduce_handle is None:
                 group.is_first_batch = False
+
+
+class _BucketGroup(NamedTuple):
+    """A DDP bucket group, which one call reduces."""
+
+    group: Any
+    weights: frozenset[int]
+    """Ids of its parameters."""
 
 
 def _overlaps(chunk: torch.nn.Module) -> bool:

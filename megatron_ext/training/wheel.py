@@ -60,7 +60,8 @@ _BUILDERS_ONLY = {
 
 def main() -> None:
     """Train GPT with upstream's loop; flags are read from `sys.argv`, as upstream's script does."""
-    # Upstream then calls it on every rank, as core's collective builder of datasets needs.
+    # Upstream then calls it on every rank: core's builder of datasets is collective, and decides
+    # by `built_here` who reads.
     _datasets.is_distributed = True  # type: ignore[attr-defined]
     given: dict[str, Any] = {
         "train_valid_test_dataset_provider": _datasets,
@@ -118,15 +119,10 @@ def _model(
     refuse(args)
     print_rank_0("building GPT model ...")
     config = config or core_transformer_config_from_args(args)
-    decoder = {
-        "use_transformer_engine": args.transformer_impl == "transformer_engine",
-        "normalization": args.normalization,
-        "qk_l2_norm": args.qk_l2_norm,
-        "vp_stage": vp_stage,
-    }
+    use_te = args.transformer_impl == "transformer_engine"
     return GPTModel(
         config=config,
-        transformer_layer_spec=_layers(args, config, decoder),
+        transformer_layer_spec=_layers(args, config, use_te, vp_stage),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -138,18 +134,24 @@ def _model(
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
-        mtp_block_spec=_mtp(args, config, decoder),
+        mtp_block_spec=_mtp(args, config, use_te, vp_stage),
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
 
 
-def _layers(args: Namespace, config: Any, decoder: dict[str, Any]) -> Any:
+def _layers(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) -> Any:
     if args.spec is not None:
         return import_spec(args.spec)
     if args.num_experts:
-        return gpt_layer_specs.get_gpt_decoder_block_spec(config, **decoder)
-    kind = "with_transformer_engine" if decoder["use_transformer_engine"] else "local"
+        return gpt_layer_specs.get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=use_te,
+            normalization=args.normalization,
+            qk_l2_norm=args.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
+    kind = "with_transformer_engine" if use_te else "local"
     taken = parameters(f"{gpt_layer_specs.__name__}:get_gpt_layer_{kind}_submodules")
     # They are named as in the configuration, but for one that is deprecated.
     given = {name: getattr(config, name) for name in taken if hasattr(config, name)}
@@ -157,12 +159,19 @@ def _layers(args: Namespace, config: Any, decoder: dict[str, Any]) -> Any:
     return getattr(gpt_layer_specs, f"get_gpt_layer_{kind}_spec")(**given)
 
 
-def _mtp(args: Namespace, config: Any, decoder: dict[str, Any]) -> Any:
+def _mtp(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) -> Any:
     if args.mtp_num_layers is None:
         return None
-    layers = gpt_layer_specs.get_gpt_decoder_layer_specs(config, **decoder)
-    shared = {name: decoder[name] for name in ("use_transformer_engine", "vp_stage")}
-    return gpt_layer_specs.get_gpt_mtp_block_spec(config, layers[-1], **shared)
+    layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
+        config,
+        use_transformer_engine=use_te,
+        normalization=args.normalization,
+        qk_l2_norm=args.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    return gpt_layer_specs.get_gpt_mtp_block_spec(
+        config, layers[-1], use_transformer_engine=use_te, vp_stage=vp_stage
+    )
 
 
 def _embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:

@@ -74,6 +74,7 @@ _BUILT: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"num_layers": 10, "mtp_num_layers": 1},
         {"pipeline_model_parallel_layout": "Ettt|ttt|ttt|tmL"},
     ),
+    ({}, {"pipeline_ranks": 1, "layout": "Et|" + "tt|" * 6 + "tttL"}, {"m": 8}),
     ({"dynamic": DynamicOrder()}, {"seed": 1}, {"pipeline_model_parallel_size": 4}),
     ({"transport": "shm", "checksums": True}, {"pipeline_ranks": 1}, {"m": 8}),
 ]

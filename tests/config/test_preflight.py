@@ -192,8 +192,9 @@ def test_roles_have_their_rules_by_fields_too() -> None:
 
 
 def test_settings_within_settings_are_refused() -> None:
-    with pytest.raises(ArgumentsError, match="model holds settings of its own, which are not"):
+    with pytest.raises(ArgumentsError, match="model holds settings, which are not read; give"):
         preflight({"model": {**SIZES, "use_megatron_fsdp": True}}, ZB_V)
+    assert preflight({**SIZES, "tp_comm_overlap_cfg": {"qkv_fprop": {}}}, ZB_V).accepted
 
 
 def test_what_nobody_knows_is_ignored() -> None:
