@@ -183,20 +183,29 @@ class _Stage(Chunk):
         return made
 
 
-def measure_training(flags: list[str]) -> dict[str, Any]:
-    """Train as one rank; return its role and stage, and the time and memory that it needed.
+@dataclass(frozen=True)
+class Trained:
+    """Time and memory of one process of a real training."""
 
-    Memory is what is resident above that before the first step. What new weights cost in each step
-    is the time of a forward rank from their announcement until they are here, and of a backward
-    rank until it goes on.
-    """
+    role: str
+    stage: int
+    peak_mib: float
+    """Resident memory above that before the first step."""
+    weights_ms: float
+    """For each step, the time that new weights cost: a forward rank from their announcement until
+    they are here, a backward rank until it goes on."""
+    step_ms: float
+
+
+def measure_training(flags: list[str]) -> Trained:
+    """Train as one rank and return what it needed."""
     from megatron_ext import devices
     from tests.ranks import train_here
 
     devices.current()  # before Megatron is imported
     from megatron.training import get_args, training
 
-    found: dict[str, Any] = {}
+    found: dict[str, float] = {}
     train = training.train
 
     @functools.wraps(train)
@@ -232,11 +241,10 @@ def measure_training(flags: list[str]) -> dict[str, Any]:
     training.train = measured
     train_here("gpt", flags)
     job = active.job()
-    return found | {
-        "role": "both" if job is None else job.role,
-        "stage": parallel_state.get_pipeline_model_parallel_rank(),
-        "weights_ms": 1e3 * sum(spent_s) / max(1, len(spent_s)),
-    }
+    role = "both" if job is None else job.role
+    weights_ms = 1e3 * sum(spent_s) / max(1, len(spent_s))
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return Trained(role, stage, found["peak_mib"], weights_ms, found["step_ms"])
 
 
 class Row(NamedTuple):
@@ -315,16 +323,16 @@ def steps_as_markdown(rows: list[Row]) -> str:
     )
 
 
-def training_as_markdown(found: dict[str, list[dict[str, Any]]]) -> str:
+def training_as_markdown(found: dict[str, list[Trained]]) -> str:
     """Return the second table."""
 
-    def most(form: str, what: str, of: list[dict[str, Any]], *roles: str) -> str:
-        values = [one[what] for one in of if one["role"] in roles]
+    def most(form: str, what: str, of: list[Trained], *roles: str) -> str:
+        values = [getattr(one, what) for one in of if one.role in roles]
         return format(max(values), form) if values else ""
 
     rows = []
     for name, processes in found.items():
-        first = [one for one in processes if one["stage"] == 0]
+        first = [one for one in processes if one.stage == 0]
         rows.append((
             name,
             most(".0f", "step_ms", processes, "both", "forward", "backward"),
@@ -349,7 +357,7 @@ def main() -> None:
         f"{steps_as_markdown(rows)}\n<!-- step: end -->",
         flush=True,
     )
-    trained: dict[str, list[dict[str, Any]]] = {}
+    trained: dict[str, list[Trained]] = {}
     for name, (num_ranks, flags) in {} if args.quick else WAYS.items():
         words = (_MODEL + flags).split()
         trained[name] = run_ranks(num_ranks, measure_training, words, timeout_s=300)

@@ -76,7 +76,7 @@ usage: bash examples/$EXAMPLE/run.sh [--tiny | --size SIZE] [--hostfile FILE] [-
   --tiny           a small $TITLE on Python's manual, in minutes, also without a GPU; run again to resume
   --size SIZE      one of: $(sizes) (default: $DEFAULT_SIZE)
   --hostfile FILE  on all hosts of the file (megatron-ext launch); else on this machine
-  --nproc N        processes on each node, as NPROC (default: one for each GPU)
+  --nproc N        processes on each node, as NPROC (default: one for each GPU; --tiny: at most $TINY_NPROC)
   --dry-run        print the command instead of running it
   --out DIR        checkpoints and logs (default: examples/$EXAMPLE/out/SIZE)
   --raw            show every line of Megatron's, not one for each logged step

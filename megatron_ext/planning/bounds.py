@@ -10,7 +10,7 @@ from functools import cached_property
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 from operator import le
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.planning.layer_costs import Part, beside, total
 
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
 
 
-RowUse = tuple[list[list[tuple[int, int]]], Counter[tuple[int, int]]]
-"""What a bound needs of a rank's row. Positions are those of its own stages, in order.
+class RowUse(NamedTuple):
+    """What a bound needs of a rank's row. Positions are those of its own stages, in order."""
 
-Micro-batches that each stage keeps, and weight gradients that wait: at all moments that no other
-exceeds, of more than two stages at the two fullest alone. And how many pairs there are, by the
-positions of forward and backward."""
+    moments: list[list[tuple[int, int]]]
+    """Micro-batches that each stage keeps, and weight gradients that wait: at all moments that no
+    other exceeds, of more than two stages at the two fullest alone."""
+    pairs: Counter[tuple[int, int]]
+    """By positions of forward and backward."""
 
 
 def uses_of(table: Schedule) -> list[RowUse]:
@@ -44,7 +46,7 @@ def uses_of(table: Schedule) -> list[RowUse]:
                     most.add(one)
         pairs = Counter((at[row[n].stage], at[row[n + 1].stage]) for n in table.pairs_of(rank))
         kept = [[*zip(each[::2], each[1::2], strict=True)] for each in most]
-        found.append((kept, pairs))
+        found.append(RowUse(kept, pairs))
     return found
 
 
@@ -77,7 +79,7 @@ class CutBound:
 
     def span_s(self) -> float:
         """Return a time that no cut beats, in seconds; infinite if none fits."""
-        span, waits = 0.0, self._waits()
+        span, waits = 0.0, list(map(self._waits, self.table.rows))
         owners = self.table.placement.stages_of
         for layer, count in Counter(self.layers).items():
             left, heap = count, []
@@ -120,8 +122,9 @@ class CutBound:
             found.append(total(parts))
         return found
 
-    def _waits(self) -> list[float]:
-        """Return the seconds before the first action of each row and after its last."""
+    @cached_property
+    def _ends(self) -> tuple[list[float], dict[str, list[float]]]:
+        """The forwards of the stages before each, and by kind of action their backwards."""
         after = [beside(part, self.overlap) for part in self.fixed]
         kinds = {
             "B": [part.input + part.weight for part in after],
@@ -129,8 +132,13 @@ class CutBound:
             "W": [0.0] * len(after),
         }
         forwards = [0.0, *accumulate(part.forward for part in self.fixed)]
-        backwards = {kind: [0.0, *accumulate(each)] for kind, each in kinds.items()}
-        return [forwards[r[0].stage] + backwards[r[-1].kind][r[-1].stage] for r in self.table.rows]
+        return forwards, {kind: [0.0, *accumulate(each)] for kind, each in kinds.items()}
+
+    def _waits(self, row: Sequence[tuple[int, str, int, int]]) -> float:
+        """Return the seconds before the first action of a row and after its last."""
+        forwards, backwards = self._ends
+        end, kind, *_ = row[-1]
+        return forwards[row[0][0]] + backwards[kind][end]
 
     @cached_property
     def statics(self) -> list[float]:
@@ -144,12 +152,12 @@ class _Ladder:
     def __init__(self, cut: CutBound, rank: int, layer: Part) -> None:
         self._cut, self._layer = cut, layer
         self._mine = mine = cut.table.placement.stages_of[rank]
-        (moments, self._pairs), static = cut.uses[rank], cut.static(layer)
+        self._pairs, static = cut.uses[rank].pairs, cut.static(layer)
         parts = [cut.fixed[s] for s in mine]
         room = cut.limit - max(part.transient for part in parts) - sum(cut.statics[s] for s in mine)
         # The bytes left at each moment, and of them what one layer more takes, by stage.
         self._moments: list[tuple[float, list[float]]] = []
-        for moment in moments:
+        for moment in cut.uses[rank].moments:
             left, more = room, []
             for part, (alive, waiting) in zip(parts, moment, strict=True):
                 left -= alive * part.saved + waiting * part.waiting

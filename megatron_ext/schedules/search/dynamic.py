@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.simulate import Clock, Timeline
@@ -22,9 +22,15 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Schedule
 
 
-_Event = tuple[float, bool, int, "Message | None"]
-"""(time, chooses, rank, arrival): a rank chooses an action, or a tensor or the notice of its launch
-arrives. At equal times, arrivals come first."""
+class _RankEvent(NamedTuple):
+    """An event on a rank. At equal times, arrivals come first."""
+
+    time: float
+    chooses: bool
+    """Whether the rank chooses an action; else a message arrives."""
+    rank: int
+    arrival: Message | None = None
+    """A tensor (F or B, stage that needs it, micro-batch), or the notice of its launch."""
 
 
 def simulate_dynamic(
@@ -54,7 +60,7 @@ def simulate_dynamic(
     free = [0.0 for _ in ranks]
     # When tensors arrive, or have arrived.
     there: dict[Message, float] = {}
-    events: list[_Event] = [(0.0, True, rank, None) for rank in ranks]
+    events = [_RankEvent(0.0, True, rank) for rank in ranks]
 
     def wake(rank: int, now: float) -> None:
         """Let a rank choose, if its policy does not wait; start what it chooses."""
@@ -65,7 +71,7 @@ def simulate_dynamic(
         running[rank] = ()
         again = idle + policy.wait()
         if now < again and not (now < idle and policy.looks_ahead()):
-            heapq.heappush(events, (again, True, rank, None))
+            heapq.heappush(events, _RankEvent(again, True, rank))
             return
         index = policy.choose()
         if index is None:
@@ -85,13 +91,13 @@ def simulate_dynamic(
                 message, target = tensor_of(to), schedule.placement.rank_of[to.stage]
                 if costs.launch and target != rank:
                     there[message] = arrival
-                    heapq.heappush(events, (launched, False, target, message.notice))
+                    heapq.heappush(events, _RankEvent(launched, False, target, message.notice))
                 # On its rank it is there for everything launched later.
                 known = launched if costs.launch and target == rank else arrival
-                heapq.heappush(events, (known, False, target, message))
+                heapq.heappush(events, _RankEvent(known, False, target, message))
         # Behind the host one more may be launched once what ran before it has ended.
         free[rank] = max(launched, idle if costs.launch else end)
-        heapq.heappush(events, (free[rank], True, rank, None))
+        heapq.heappush(events, _RankEvent(free[rank], True, rank))
 
     while events:
         now, chooses, rank, arrival = heapq.heappop(events)
@@ -101,7 +107,7 @@ def simulate_dynamic(
             wake(rank, now)
         elif now >= free[rank]:
             # At this time again, behind all arrivals: a rank chooses once it knows them all.
-            heapq.heappush(events, (now, True, rank, None))
+            heapq.heappush(events, _RankEvent(now, True, rank))
     left = sum(policy.progress.left for policy in chosen)
     if left:
         raise ScheduleError(f"the policies of {schedule.label} left {left} actions")

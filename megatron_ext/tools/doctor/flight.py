@@ -114,9 +114,9 @@ _NOT_PLANNED = read_rules("""
 
 _REPLACED = (
     "--enable-bitpipe-schedule --bitpipe-order --bitpipe-routing --pipeline-schedule "
-    "--pipeline-costs --use-dpp --dpp-policy --dpp-extra-activations "
+    "--pipeline-costs --use-dpp --dpp-policy --dpp-extra-activations --context-parallel-size "
     "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank "
-    "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers "
+    "--pipeline-model-parallel-layout --pipeline-layout --decoder-first-pipeline-num-layers "
     "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split "
     "--account-for-loss-in-pipeline-split --overlap-moe-expert-parallel-comm "
     "--recompute-activations --recompute-granularity --recompute-method --recompute-num-layers "
@@ -227,10 +227,12 @@ def _forecast(found: Preflight, flags: Sequence[str], device: DeviceKind) -> Ite
         reasons.append("with --pipeline-slices the planner would count whole micro-batches")
     if dynamic is not None and dynamic.policy != DynamicOrder.policy:
         reasons.append(f"with --dpp-policy {dynamic.policy} ranks may keep all micro-batches")
-    if config is not None and config.options:
-        reasons.append(f"the planner knows {config.schedule} without options")
-    for reason in reasons:
-        line, _, remedy = f"memory and time are not checked: {reason}".partition("; ")
+    if config is not None and (generator := config.generator) is not None:
+        for key, value in config.options.items():
+            if value != generator.options[key][0]:
+                reasons.append(f"the planner knows no {generator.flag(key)} {value}")
+    if reasons:
+        line, _, remedy = f"memory and time are not checked: {reasons[0]}".partition("; ")
         yield Diagnosis("OK", "layout", line, remedy)
         return
     try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import DataError
 from megatron_ext.schedules.search.length_balance import LengthCost
@@ -24,6 +24,15 @@ _OUTLIER = 5.0
 """Durations that are off by more than so many times the median error do not count."""
 _ONE_LENGTH = 1e-4
 """Micro-batches whose pairs for a token differ by less than this part are of one length."""
+
+
+class Point(NamedTuple):
+    """A micro-batch, or a slice of it: its size, and how long it took."""
+
+    tokens: float
+    pairs: float
+    """Of tokens of one sample."""
+    took_s: float
 
 
 def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
@@ -42,7 +51,7 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
     slices = (1.0,) if schedule is None else schedule.slices
     # Only ranks that read data know lengths; all stages of a replica have the same.
     lengths = {(s.header.data, *of): size for s in run.surveys for of, size in s.lengths.items()}
-    points: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
+    points: dict[int, list[Point]] = defaultdict(list)
     for survey in run.surveys:
         if survey.header.tensor:
             continue  # tensor-parallel ranks do the same as the first of them
@@ -52,7 +61,7 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
                 # The tokens of a slice attend to all before them, too.
                 begin, end = sum(slices[:part]), sum(slices[: part + 1])
                 share, attended = end - begin, end * end - begin * begin
-                points[stage].append((tokens * share, pairs * attended, took / 1e9))
+                points[stage].append(Point(tokens * share, pairs * attended, took / 1e9))
     by_stage = list(points.values())
     if not by_stage:
         raise DataError(
@@ -75,12 +84,8 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
     return together, errors
 
 
-def fit(points: Sequence[tuple[float, float, float]]) -> LengthCost | None:
-    """Return the cost that comes closest to durations, in seconds; None: they do not tell it.
-
-    A point is a micro-batch, or a slice of it: its tokens, its pairs of tokens of one sample, and
-    how long it took.
-    """
+def fit(points: Sequence[Point]) -> LengthCost | None:
+    """Return the cost that comes closest to durations, in seconds; None: they do not tell it."""
     rates = [(pairs / tokens, took_s / tokens) for tokens, pairs, took_s in points]
     cost = None
     # Once more without outliers, such as a step in which the machine did something else.

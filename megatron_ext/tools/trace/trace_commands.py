@@ -91,9 +91,11 @@ def _run_plan(args: argparse.Namespace) -> int:
         run = aggregate.read_run(args.trace_dir)
         cost, errors = measured_length_cost(run)
         if (table := run.schedule) is not None:  # sizes that are not given are those of the run
-            args.pp = args.pp or table.pp
-            args.microbatches = args.microbatches or table.num_microbatches
-            args.replicas = args.replicas or 1 + max(each.header.data for each in run.surveys)
+            replicas = 1 + max(each.header.data for each in run.surveys)
+            sizes = {"pp": table.pp, "microbatches": table.num_microbatches, "replicas": replicas}
+            for name, size in sizes.items():
+                if getattr(args, name) is None:
+                    setattr(args, name, size)
         args.length_costs = f"{cost.linear:.6g},{cost.quadratic:.6g}"
         print(
             f"--length-costs {args.length_costs}: seconds of all stages for a token, and for a "

@@ -96,7 +96,11 @@ CASES = {
     ),
     "another order of a schedule": (
         ONE.format(64) + PP.format(4) + "--enable-bitpipe-schedule --bitpipe-order paper", "layout",
-        "OK", "knows bitpipe without options",
+        "OK", "knows no --bitpipe-order paper",
+    ),
+    "the usual order of a schedule": (
+        ONE.format(64) + PP.format(4) + "--enable-bitpipe-schedule --bitpipe-order zb "
+        "--use-distributed-optimizer", "memory", "OK", "needs",
     ),
     "no letter of a layout": (
         DEVICE + "--pipeline-model-parallel-layout Ex|tL", "layout", "FAIL", "Ex|tL has x",

@@ -16,7 +16,7 @@ from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.schedules.table import table_files
 from megatron_ext.tools.trace.aggregate import read_run
-from megatron_ext.tools.trace.length_costs import fit, measured_length_cost
+from megatron_ext.tools.trace.length_costs import Point, fit, measured_length_cost
 from megatron_ext.tracing.records import FILE_NAME, SCHEDULE_FILE
 from tests.tools.trace.runs import trace_of, write_run
 
@@ -24,11 +24,10 @@ LENGTHS = (100, 4000, 300, 50, 2500, 900, 4000, 10)
 TRUE = LengthCost(2e-6, 5e-9)
 
 
-def _points(
-    cost: LengthCost, lengths: list[int], noise: list[float]
-) -> list[tuple[float, float, float]]:
+def _points(cost: LengthCost, lengths: list[int], noise: list[float]) -> list[Point]:
     return [
-        (n, n * n, factor * cost.of_length(n)) for n, factor in zip(lengths, noise, strict=True)
+        Point(n, n * n, factor * cost.of_length(n))
+        for n, factor in zip(lengths, noise, strict=True)
     ]
 
 
@@ -144,5 +143,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert LengthCost.parse(given).quadratic == pytest.approx(TRUE.quadratic, rel=1e-2)
     assert cli.main([*words, "--length-costs", given]) == 0
     assert capsys.readouterr().out == printed.out
+    assert cli.main([*words, "--trace-dir", str(folder), "--microbatches", "0"]) == 2
+    assert "--microbatches 0 must be 1 or more" in capsys.readouterr().err
     assert cli.main([*words, "--trace-dir", str(folder), "--hidden-size", "8"]) == 2
     assert "leave --hidden-size out" in capsys.readouterr().err
