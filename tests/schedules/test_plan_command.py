@@ -11,7 +11,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.schedules import generate, registered
+from megatron_ext.schedules import Costs, commands, generate, registered
+from megatron_ext.schedules.drawing import svg
 from megatron_ext.schedules.table import table_files
 
 ROOT = Path(__file__).parents[2]
@@ -201,6 +202,14 @@ def test_commands_import_nothing_heavy(command: str) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1].split() == ["heavy:"]
+
+
+def test_the_legend_has_what_takes_time() -> None:
+    one = commands.compare("1f1b", 4, 8, Costs())[0]
+    for activations, shown in (("ship", False), ("recompute", True)):
+        options = {"fbd": {"activations": activations}}
+        fbd = commands.compare("fbd", 4, 8, Costs(), options=options)[0]
+        assert ("forward again" in svg.draw(*one, *fbd)) == shown
 
 
 def test_several_schedules_in_one_picture(

@@ -153,9 +153,13 @@ def _axis(timeline: Timeline, scale: float, y: int, unit: str) -> Iterator[str]:
 def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
     """Return the legend, and how wide it is."""
     schedules = [timeline.schedule for timeline in timelines]
-    kinds = {action.kind for schedule in schedules for row in schedule.rows for action in row}
-    if all(schedule.ships_activations for schedule in schedules):
-        kinds -= {"R"}  # it takes no time and is invisible
+    kinds = {
+        action.kind
+        for schedule in schedules
+        for row in schedule.rows
+        for action in row
+        if action.kind != "R" or not schedule.ships_activations  # that one takes no time
+    }
     entries = [(kind, name) for kind, name in NAMES.items() if kind in kinds] + [("lane", "idle")]
     if any(chunk_on_screen(s, stage) for s in schedules for stage in range(s.num_stages)):
         entries.append(("F odd", "pale: odd chunks"))
