@@ -110,7 +110,7 @@ parse_options() {
                 continue
                 ;;
             --out | --size | --hostfile | --nproc)
-                (($# > 1)) || fail "$1 needs a value, see --help"
+                [[ -n ${2:-} ]] || fail "$1 needs a value, see --help"
                 case $1 in
                     --out) OUT=$2 ;;
                     --size) SIZE=$2 ;;

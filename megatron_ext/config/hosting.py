@@ -87,6 +87,7 @@ def preflight(
         given = flags.read_words(arguments)
     read = {dest for rules in RULES.values() for rule in rules for dest in rule.reads}
     for name, value in given.items():
+        # Our own notes among the arguments of a running job are no settings.
         if isinstance(value, Mapping) and not name.startswith("megatron_ext") and read & {*value}:
             raise ArgumentsError(
                 f"{name} holds settings, which are not read; give each by its name"

@@ -511,7 +511,7 @@ def _divided(
     holds_embedding: bool,
     overlap: float,
 ) -> _Model:
-    """Return what depends on so little that many sizes share it."""
+    """Return a model's costs. Many sizes share them: none of them says how long a pipeline is."""
     layers, first, last = parts_of(model, by, device, mode, holds_embedding=holds_embedding)
     hidden = {part: beside(part, overlap) for part in {*layers, last}}
     return _Model(

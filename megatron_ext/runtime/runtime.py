@@ -1,4 +1,4 @@
-"""State of one model on one set of process groups across steps, and how it runs a step.
+"""State of the models on one set of process groups across steps, and how they run a step.
 
 A `Runtime` is made at a model's first step and closed with the configuration. Training statistics
 are summed and logged here too.
@@ -98,7 +98,7 @@ class Measured(Observer):
 
 
 class Runtime:
-    """The state that one model on one set of process groups keeps across steps.
+    """The state that models on one set of process groups keep across steps.
 
     The constructor is collective over all ranks of the job. There is one of `iterators` for each of
     the model's `chunks` on this rank, whose `config` is a `TransformerConfig`.
@@ -227,15 +227,17 @@ class Runtime:
         Raises:
             ScheduleError: It has other chunks, or declares other trees and routes, than the first.
         """
-        self._check_fit(chunks)
-        if [*map(declared, chunks)] != self._declared:
-            text = (
-                f"{type(unwrap_model(chunks[0])).__name__} declares other trees or routes than the "
-                "model that ran on these process groups before; give each model groups of its own "
-                "(pg_collection and p2p_communicator)"
-            )
-            self.transport.abort(text)  # other stages may declare the same, and begin the step
-            raise ScheduleError(text)
+        try:
+            self._check_fit(chunks)
+            if [*map(declared, chunks)] != self._declared:
+                raise ScheduleError(
+                    f"{type(unwrap_model(chunks[0])).__name__} declares other trees or routes than "
+                    "the model that ran on these process groups before; give each model groups of "
+                    "its own (pg_collection and p2p_communicator)"
+                )
+        except ScheduleError as error:
+            self.transport.abort(str(error))  # other stages may find nothing, and begin the step
+            raise
         self.known.update(chunks)
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Option, Schedule
 
 _Subparsers = argparse._SubParsersAction
+# Among the parsed arguments, but no flags: what this module and those in `tools` set for `plan`.
 _ALWAYS = (
     *("run", "run_compared", "run_simulated", "parser", "command"),
     "model_flags",  # without a model they are unknown arguments

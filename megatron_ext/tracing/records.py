@@ -50,7 +50,7 @@ SCHEDULE_FILE = "schedule.json"
 """The table of a full batch, beside the files of the ranks."""
 
 ACTION_NAMES: dict[Kind, str] = {
-    "R": "forward",  # before F, which readers, who look kinds up by name, take it for
+    "R": "forward",  # readers look kinds up by name and take the last one, F
     "F": "forward",
     "B": "backward",
     "I": "input_gradient",

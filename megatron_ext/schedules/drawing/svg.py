@@ -158,7 +158,7 @@ def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
         for schedule in schedules
         for row in schedule.rows
         for action in row
-        if action.kind != "R" or not schedule.ships_activations  # that one takes no time
+        if action.kind != "R" or not schedule.ships_activations  # a shipping R takes no time
     }
     entries = [(kind, name) for kind, name in NAMES.items() if kind in kinds] + [("lane", "idle")]
     if any(chunk_on_screen(s, stage) for s in schedules for stage in range(s.num_stages)):

@@ -119,7 +119,7 @@ def _weave(
     """Warm-up, then for each unit: pairs, drain, pairs with the next unit, refill."""
     warm_up = 2 * pp - pairs
     f, b = iter(forwards), iter(backwards)
-    both = chain.from_iterable(zip(f, b, strict=False))
+    both = chain.from_iterable(zip(f, b, strict=False))  # one of each in turn
     row = list(islice(f, warm_up))
     for _ in range(num_units - 1):
         row += [*islice(both, 2 * pairs), *islice(b, warm_up - pairs + 1)]
