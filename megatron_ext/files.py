@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+_MAX_DEPTH = 50
+"""Brackets of JSON one inside the other: far more than any of our formats has, and far fewer than
+Python's recursion allows those who print or compare what was read."""
 
 
 def is_replaceable(path: Path) -> bool:
@@ -87,3 +93,44 @@ def read_text(path: Path, max_bytes: int) -> str:
     if len(content) > max_bytes:
         raise OSError(0, f"it has more than {max_bytes >> 20} MiB", str(path))
     return content.decode("utf-8")
+
+
+def read_json(path: Path, max_bytes: int) -> Any:
+    """Return the content of a regular file of JSON.
+
+    Raises:
+        OSError: It cannot be read; `strerror` says why.
+        ValueError: It is not text, not JSON, or nested too deeply.
+    """
+    return parse_json(read_text(path, max_bytes))
+
+
+def parse_json(text: str) -> Any:
+    """Return the content of a JSON text that anybody may have written.
+
+    Raises:
+        ValueError: It is not JSON, or nested too deeply.
+    """
+    too_deep = f"it nests brackets more than {_MAX_DEPTH} deep"
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    # Few texts have so many brackets, and only those need the walk.
+    if text.count("[") + text.count("{") > _MAX_DEPTH and not _is_flat(content):
+        raise ValueError(too_deep)
+    return content
+
+
+def _is_flat(content: Any) -> bool:
+    """Return whether nothing in the content is nested deeper than `_MAX_DEPTH`."""
+    level = [content]
+    for _ in range(_MAX_DEPTH):
+        children: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                children.extend(value.values())
+            elif isinstance(value, list):
+                children.extend(value)
+        level = children
+    return not any(isinstance(value, dict | list) for value in level)

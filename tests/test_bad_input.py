@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_ext import cli
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.planning.hardware import DeviceKind, parse_devices
+from megatron_ext.planning.model_sizes import read_model, sizes_of_flags
 from megatron_ext.tracing.records import SCHEDULE_FILE
 from tests.tools.trace.runs import trace_of, write_run
 
@@ -142,12 +151,27 @@ def _nested(path: Path) -> None:
     path.write_text("[" * 100_000 + "]" * 100_000)
 
 
+def _too_deep(path: Path) -> None:
+    """Few enough brackets for Python to parse, and more than any reader wants."""
+    path.write_text('{"name":' + "[" * 300 + "]" * 300 + "}")
+
+
 def _unreadable(path: Path) -> None:
     path.unlink()
     path.symlink_to("/proc/self/mem")
 
 
-DAMAGE = (_empty, _truncated, _flipped, _directory, _pipe, _endless, _nested, _unreadable)
+DAMAGE = (
+    _empty,
+    _truncated,
+    _flipped,
+    _directory,
+    _pipe,
+    _endless,
+    _nested,
+    _too_deep,
+    _unreadable,
+)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -190,7 +214,9 @@ def test_traces(
     assert_refused(code, capsys)
 
 
-@pytest.mark.parametrize("damage", [damage for damage in DAMAGE if damage is not _nested])
+@pytest.mark.parametrize(
+    "damage", [damage for damage in DAMAGE if damage not in (_nested, _too_deep)]
+)
 @pytest.mark.parametrize("command", ["launch", "doctor"])
 def test_hostfiles(
     capsys: pytest.CaptureFixture[str],
@@ -201,3 +227,89 @@ def test_hostfiles(
     damage(hosts)
     rest = ["--dry-run", "--", "pretrain_gpt.py"] if command == "launch" else []
     assert_refused(outcome([command, "--hostfile", str(hosts), *rest]), capsys)
+
+
+CONFIG = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 128,
+    "intermediate_size": 128, "num_attention_heads": 4, "moe_intermediate_size": 32,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+DEVICE = {"base": "h100", "memory_gib": 80}
+NAMED_FILES = {
+    "config.json": (
+        json.dumps(CONFIG),
+        "plan --devices 8xh100 --global-batch-size 8 --seq-length 64 --model {}",
+    ),
+    "device.json": (
+        json.dumps(DEVICE),
+        "plan --devices 8x{} --global-batch-size 8 --seq-length 64 -- " + MODEL,
+    ),
+    "lengths.jsonl": (
+        "5\n7\n" * 4,
+        "plan --schedule 1f1b --pp 2 --microbatches 2 --max-tokens 8 --hidden-size 8 --lengths {}",
+    ),
+}
+"""Files that a flag names: what a good one holds, and the command that reads it."""
+
+
+@pytest.mark.parametrize("name", NAMED_FILES)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_files_that_flags_name(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    name: str,
+    damage: Callable[[Path], None],
+) -> None:
+    path = tmp_path / name
+    content, command = NAMED_FILES[name]
+    path.write_text(content)
+    words = command.format(path).split()
+    assert outcome(words) == 0, "the command is right, so what follows is about the file"
+    capsys.readouterr()
+    damage(path)
+    code = outcome(words)
+    if name == "lengths.jsonl" and damage is _truncated and code == 0:
+        return  # the lines before the cut are lengths
+    assert_refused(code, capsys)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)
+ODD = JSON | st.sampled_from([10**30, -1, 0, 10**9, 1e308, "9" * 5000, [[]] * 2000])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    key=st.sampled_from([*CONFIG, "layer_types", "mlp_only_layers", "decoder_sparse_step"]), odd=ODD
+)
+def test_sizes_of_a_configuration(key: str, odd: object) -> None:
+    """A value that no model has is refused, and neither fills the memory nor takes for ever."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(CONFIG | {key: odd}))
+        with suppress(ArgumentsError):
+            assert 1 <= read_model(path, None, []).num_layers <= 1024
+
+
+@settings(max_examples=150, deadline=None)
+@given(key=st.sampled_from([field.name for field in fields(DeviceKind)] + ["base"]), odd=ODD)
+def test_numbers_of_a_device(key: str, odd: object) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "mine.json"
+        path.write_text(json.dumps(DEVICE | {key: odd}))
+        with suppress(ArgumentsError):
+            _, device = parse_devices(f"8x{path}")
+            assert device.memory_gib > 0
+
+
+@pytest.mark.parametrize(
+    "text", ["([0]*100000000)", "(" * 5000, "[1]+" * 5000 + "[1]", "not " * 5000 + "1", "9" * 5000]
+)
+def test_expressions_of_layers(text: str) -> None:
+    flags = [*MODEL.split(), "--num-experts", "4", "--moe-layer-freq", text]
+    with pytest.raises(ArgumentsError, match=r"--moe-layer-freq .* does not describe 8 layers"):
+        sizes_of_flags(flags, "flags")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass, field, fields
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ArgumentsError
+from megatron_ext.files import read_json
 
 if TYPE_CHECKING:
     from megatron_ext.planning.techniques import Precision
@@ -135,6 +135,8 @@ _HALF = (
     "Megatron-Bridge's performance summary; benchmarks/planner.py says which"
 )
 _ESTIMATE = "as on B200; not measured on this device"
+_MAX_FILE_BYTES = 1 << 20
+
 _MAY_BE_ZERO = (
     *("reserve_gib", "flops_4bit", "kernel_s", "launch_s", "message_s", "hop_s"),
     *("overlap", "pair_overlap", "exposed"),
@@ -327,7 +329,7 @@ def parse_devices(text: str) -> tuple[int, DeviceKind]:
         known = ", ".join(DEVICES)
         raise ArgumentsError(f"--devices: {name} is unknown; use {known}, or a file: 64xmine.json")
     try:
-        given: dict[str, Any] = json.loads(Path(name).read_text(encoding="utf-8"))
+        given: dict[str, Any] = read_json(Path(name), _MAX_FILE_BYTES)
         base = given.pop("base", None)
         given.setdefault("name", Path(name).stem)
         given["measured"] = tuple(
@@ -349,8 +351,9 @@ def parse_devices(text: str) -> tuple[int, DeviceKind]:
             ):
                 raise ValueError(f"{each.name} is {value!r}, no positive number")
         return int(found[1]), device
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         names = ", ".join(each.name for each in fields(DeviceKind))
+        reason = getattr(error, "strerror", None) or error
         raise ArgumentsError(
-            f"--devices: {name} describes no device ({error}); give {names}, or base and changes"
+            f"--devices: {name} describes no device ({reason}); give {names}, or base and changes"
         ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.files import read_text
+from megatron_ext.files import read_json
 
 LayerKind = Literal["dense", "moe", "mamba", "attention", "mlp", "experts"]
 _HYBRID: dict[str, LayerKind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
@@ -139,7 +138,7 @@ def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> M
         if size is not None:
             raise ArgumentsError(f"--size {size} is for a folder with model.env; leave it out")
         try:
-            config = json.loads(read_text(path, _MOST_BYTES))
+            config = read_json(path, _MOST_BYTES)
             config |= config.get("text_config") or {}  # the language model of a multimodal one
             if unknown := next((key for key in _UNKNOWN if config.get(key)), None):
                 raise ArgumentsError(
@@ -149,7 +148,9 @@ def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> M
                 )
             own = flags_of_config(config)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            reason = getattr(error, "strerror", None) or str(error)
+            if isinstance(error, KeyError):
+                reason = f"it has no {error}"
             raise ArgumentsError(
                 f"--model {source} gives no sizes ({reason}); use a folder with model.env, such as "
                 "examples/llama3, a Hugging Face config.json, or Megatron's flags behind --"
@@ -167,7 +168,12 @@ def _flags_of_example(folder: Path, size: str | None) -> tuple[list[str], str]:
         '--vocab-size "$VOCAB_SIZE" "${ARCHITECTURE[@]}" "${MODEL[@]}"'
     )
     command = ["bash", "-c", script, "plan", str(folder / "model.env"), size or ""]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ArgumentsError(
+            f"{folder / 'model.env'} did not end within 30 s; run it with bash"
+        ) from error
     if done.returncode == 3:
         raise ArgumentsError(f"--size {size}: {folder} has {done.stdout.strip()}; use one of these")
     if done.returncode:
@@ -368,19 +374,39 @@ def _by_layer(flag: str, text: str, num_layers: int) -> int | list[int]:
             return [value(each) for each in node.elts]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
             left, right = value(node.left), value(node.right)
-            return left + right if isinstance(node.op, ast.Add) else left * right
+            if isinstance(node.op, ast.Add):
+                return left + right
+            for marks, times in ((left, right), (right, left)):
+                # Before the product: ([0]*10**12) would not fit into memory.
+                if isinstance(marks, list) and times * len(marks) > _MOST_LAYERS:
+                    raise ValueError(text)
+            return left * right
         raise ValueError(text)
 
     try:
         found: int | list[int] = value(ast.parse(text.strip("'\""), mode="eval").body)
         if found < 1 if isinstance(found, int) else len(found) != num_layers:
             raise ValueError(text)
-    except (ValueError, SyntaxError, TypeError) as error:
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        # MemoryError is what Python's parser raises for too many brackets.
         raise ArgumentsError(
-            f"{flag} {text} does not describe {num_layers} layers; use a number or "
+            f"{flag} {text[:200]} does not describe {num_layers} layers; use a number or "
             f"a list, such as ([0]*1+[1]*{num_layers - 1})"
         ) from error
     return found
+
+
+def _whole(config: Mapping[str, Any], name: str, most: int = _MOST) -> int:
+    """Return a size of a configuration that is computed with.
+
+    Raises:
+        KeyError: It is missing.
+        ValueError: It is not a whole number from 1 to `most`.
+    """
+    size = config[name]
+    if not isinstance(size, int) or not 1 <= size <= most:
+        raise ValueError(f"{name} is {str(size)[:40]!r}, not a whole number from 1 to {most}")
+    return size
 
 
 # Windows of models whose configuration has no `layer_types`: one layer of so many attends to all.
@@ -392,12 +418,13 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
 
     Raises:
         KeyError: The configuration is not of a decoder that these flags describe.
+        ValueError: A size is not a number that a model can have.
     """
     kind = str(config.get("model_type", ""))
     letters = {kind: letter for letter, kind in _HYBRID.items()} | {"moe": "E"}
     blocks = config.get("layers_block_type") or ()
     pattern = config.get("hybrid_override_pattern") or "".join(letters[block] for block in blocks)
-    layers = len(pattern) or config["num_hidden_layers"]
+    layers = len(pattern) or _whole(config, "num_hidden_layers", _MOST_LAYERS)
     heads = config["num_attention_heads"]
     flags = {
         "num-layers": layers,
@@ -457,15 +484,18 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
     names = ("n_routed_experts", "num_local_experts", "num_experts")
     experts = next((config[name] for name in names if config.get(name)), None)
     if experts:
-        width = config.get("moe_intermediate_size") or config["intermediate_size"]
+        widths = "moe_intermediate_size", "intermediate_size"
+        width = _whole(config, next((name for name in widths if config.get(name)), widths[-1]))
         shared = config.get("shared_expert_intermediate_size") or config.get(
             "moe_shared_expert_intermediate_size"
         )
-        several = config.get("n_shared_experts") or int(kind.startswith("llama4"))
+        several = int(kind.startswith("llama4"))
+        if config.get("n_shared_experts"):
+            several = _whole(config, "n_shared_experts")
         every = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1
-        dense = {*range(config.get("first_k_dense_replace") or 0)}
-        dense.update(config.get("mlp_only_layers") or ())
-        marks = [int((n + 1) % every == 0 and n not in dense) for n in range(layers)]
+        first = config.get("first_k_dense_replace") or 0
+        dense = config.get("mlp_only_layers") or ()
+        marks = [int((n + 1) % every == 0 and n >= first and n not in dense) for n in range(layers)]
         flags |= {
             "num-experts": experts,
             "moe-router-topk": config["num_experts_per_tok"],

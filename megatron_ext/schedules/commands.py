@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.errors import ArgumentsError, ScheduleError
-from megatron_ext.files import cannot_write, write_text
+from megatron_ext.files import cannot_write, parse_json, read_text, write_text
 from megatron_ext.schedules.drawing import render, svg
 from megatron_ext.schedules.generators.catalog import (
     CSV_PREFIX,
@@ -594,6 +594,7 @@ def table(timelines: Sequence[Timeline]) -> str:
     return aligned(rows)
 
 
+_MAX_LENGTHS_BYTES = 1 << 30
 _LENGTH_FIELDS = ("length", "num_tokens", "tokens")
 # Global batches that are simulated: the first ones of the file.
 _MAX_BATCHES = 4
@@ -609,9 +610,9 @@ def read_lengths(path: Path) -> list[int]:
         ScheduleError: The file cannot be read, or a line holds no length.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        lines = read_text(path, _MAX_LENGTHS_BYTES).splitlines()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
         raise ScheduleError(
             f"--lengths {path} cannot be read: {reason}; give a file with one length a line"
         ) from error
@@ -620,7 +621,7 @@ def read_lengths(path: Path) -> list[int]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError:
             value = None
         if isinstance(value, dict):
