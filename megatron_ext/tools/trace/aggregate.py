@@ -143,11 +143,17 @@ def _use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
     # By link: the time of each message from the begin of its send to the end of its receive, as the
     # two clocks have it, and whether its receiver waited for it.
     under_way: dict[tuple[int, int], list[tuple[int, bool]]] = defaultdict(list)
-    sent = {number: begin for each in surveys for number, begin in each.sends.items()}
+    # By sender, too: a file that names another rank than its peers do proves nothing about a clock.
+    sent = {
+        (each.header.rank, number): begin_ns
+        for each in surveys
+        for number, begin_ns in each.sends.items()
+    }
     for each in surveys:
-        for number, (source, end, was_late) in each.receives.items():
-            if number in sent:
-                under_way[source, each.header.rank].append((end - sent[number], was_late))
+        for number, (source, end_ns, was_late) in each.receives.items():
+            begin_ns = sent.get((source, number))
+            if begin_ns is not None:
+                under_way[source, each.header.rank].append((end_ns - begin_ns, was_late))
     headers = {each.header.rank: each.header for each in surveys}
     fastest = {link: min(took)[0] for link, took in under_way.items()}
     shifts = align(headers, fastest)

@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ext.errors import DataError
+from megatron_ext.tools.trace.checks import MAX_NUMBER, check_figures, check_header, check_span
 from megatron_ext.tracing.records import FILE_NAME, FORMAT, Header
 
+
+def _refuse_constant(name: str) -> None:
+    """Refuse NaN and infinities, which are not JSON: browsers read what is made of a trace."""
+    raise ValueError(name)
+
+
 _MAX_HEADER_BYTES = 1 << 20
+_decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
 _BETWEEN = ",] \r\n"
 """Between the events of two lines, and behind all of them."""
 DAMAGED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
@@ -87,19 +95,40 @@ class TraceFile:
                 self.damaged.add(number)
 
     def _iteration(self, text: str) -> Iteration:
-        *events, last = json.loads(f"[{text}]")
+        *events, last = _decode(f"[{text}]")
         figures = last["args"]
-        begin_ns, spans = round(1e3 * last["ts"]), []
+        check_figures(figures)
+        begin_ns, duration_ns = _nanoseconds(last["ts"]), _nanoseconds(last["dur"])
+        spans = []
         for event in events:
             # Of a large time since the boot of a host, the last nanoseconds are rounded.
-            start = max(0, round(1e3 * event["ts"]) - begin_ns)
-            length, about = round(1e3 * event["dur"]), dict(event["args"])
-            if length < 0:
-                raise ValueError(f"a span of {length} ns")
-            spans.append(Span(event["cat"], start, start + length, about, event.get("bind_id", 0)))
+            start_ns = max(0, round(1e3 * event["ts"]) - begin_ns)
+            end_ns = start_ns + round(1e3 * event["dur"])
+            if not start_ns <= end_ns < MAX_NUMBER:
+                raise ValueError(f"a span from {start_ns} to {end_ns} ns")
+            category, attributes = event["cat"], event["args"]
+            check_span(category, attributes)
+            message = event.get("bind_id", 0)
+            if not isinstance(message, int):
+                raise TypeError(f"a message has the number {message!r}")
+            spans.append(Span(category, start_ns, end_ns, attributes, message))
         spans.sort(key=lambda span: span.begin_ns)
-        duration_ns, begin_ns = round(1e3 * last["dur"]), begin_ns + self.shift_ns
-        return Iteration(int(figures["iteration"]), begin_ns, duration_ns, spans, figures)
+        return Iteration(
+            figures["iteration"], begin_ns + self.shift_ns, duration_ns, spans, figures
+        )
+
+
+def _nanoseconds(time_us: float) -> int:
+    """Return a time of a file in whole nanoseconds.
+
+    Raises:
+        OverflowError: It is infinite.
+        ValueError: No clock shows it, and no span takes it.
+    """
+    time_ns = round(1e3 * time_us)
+    if not 0 <= time_ns < MAX_NUMBER:
+        raise ValueError(f"a time of {time_ns} ns")
+    return time_ns
 
 
 def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
@@ -150,7 +179,7 @@ def _open(path: Path) -> TraceFile:
         with path.open("rb") as file:
             line = file.readline(_MAX_HEADER_BYTES)
         events = line.decode().removeprefix("[").strip(_BETWEEN)
-        fields = json.loads(f"[{events}]")[0]["args"]
+        fields = _decode(f"[{events}]")[0]["args"]
         number = fields.pop("format")
         if number != FORMAT:  # before the rest, which may have other fields
             raise DataError(
@@ -158,10 +187,7 @@ def _open(path: Path) -> TraceFile:
                 "that recorded it"
             )
         header = Header(**fields)
-        places = header.rank, header.data, header.pipeline, header.tensor, *header.sizes
-        numbers = *places, header.num_ranks, header.wall_ns
-        if len(places) != 7 or not all(isinstance(number, int) for number in numbers):
-            raise ValueError("no places")
+        check_header(header)
     except OSError as error:
         raise DataError(f"it cannot be read: {error.strerror}") from error
     except DAMAGED as error:

@@ -174,7 +174,9 @@ def survey(file: TraceFile, full: int = 0, slices: Sequence[float] = (1.0,)) -> 
     for iteration in file.iterations():
         found.iterations += 1
         found.spans += len(iteration.spans)
-        found.wires |= {int(peer): wire for peer, wire in iteration.figures["wires"].items()}
+        found.wires |= {
+            int(peer): wire for peer, wire in iteration.figures.get("wires", {}).items()
+        }
         step = _step(iteration, found.stash_ratio, full, slices)
         if len(found.steps) < _MAX_STEPS:
             found.steps.append(step)

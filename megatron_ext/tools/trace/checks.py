@@ -1,0 +1,111 @@
+"""Checks that what a trace file holds is what a rank of ours writes; see `tracing.records`.
+
+Whoever reads traces computes with these values, compares them across ranks and writes them into
+pages. A value of another type would fail far from the file that it is in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_ext.tracing.records import ACTION_NAMES, Header
+
+MAX_NUMBER = 1 << 63
+"""No size, rank or time in nanoseconds is as large."""
+
+_WHOLE_ATTRIBUTES = ("stage", "microbatch", "slice", "part", "header", "on", "to", "from", "bytes")
+_ATTRIBUTE_TYPES: dict[str, type] = {
+    **dict.fromkeys(_WHOLE_ATTRIBUTES, int),
+    **dict.fromkeys(("cause", "for", "of"), str),
+}
+_NONE: frozenset[str] = frozenset()
+_NEEDED_ATTRIBUTES: dict[str, frozenset[str]] = {
+    **dict.fromkeys(ACTION_NAMES.values(), frozenset(("stage", "microbatch"))),
+    "exchange": frozenset(("of", "stage", "microbatch")),
+    "send": frozenset(("to", "bytes")),
+    "receive": frozenset(("from", "for", "bytes")),
+}
+"""By category: what readers need of a span."""
+
+_WHOLE_FIGURES = ("microbatches", "memory_bytes", "activation_bytes", "out_of_order")
+
+_WHOLE_SETTINGS = ("num_layers", "dpp_extra_activations")
+_TEXT_SETTINGS = ("cpus", "device", "transport", "dpp_policy")
+
+
+def check_header(header: Header) -> None:
+    """Refuse a header that no rank writes.
+
+    Raises:
+        TypeError: A field has another type.
+        ValueError: No job has such a rank, or a setting is impossible.
+    """
+    for text in (header.host, header.clock, header.run):
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r} is not text")
+    for number in (header.rank, header.num_ranks, header.clock_ns, header.wall_ns):
+        _check_whole(number)
+    if len(header.sizes) != 3 or header.rank >= header.num_ranks:
+        raise ValueError(f"no job has rank {header.rank}")
+    for place, size in zip(
+        (header.data, header.pipeline, header.tensor), header.sizes, strict=True
+    ):
+        _check_whole(place)
+        _check_whole(size)
+        if place >= size:
+            raise ValueError(f"a group of {size} ranks has no rank {place}")
+    for name, value in header.settings.items():
+        if not isinstance(value, str | int | float):
+            raise TypeError(f"the setting {name} is {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"the setting {name} is {value}")
+        if name in _WHOLE_SETTINGS:
+            _check_whole(value)
+        if name in _TEXT_SETTINGS and not isinstance(value, str):
+            raise TypeError(f"the setting {name} is {value!r}")
+    if not 1 <= header.settings.get("stash_ratio", 1.0) <= MAX_NUMBER:
+        raise ValueError("the setting stash_ratio is below 1")
+
+
+def check_span(category: str, attributes: Mapping[str, Any]) -> None:
+    """Refuse a span that no rank writes.
+
+    Raises:
+        LookupError: An attribute is missing.
+        TypeError: An attribute has another type.
+    """
+    # Files have millions of spans, so this is a comparison of sets and one loop.
+    if not _NEEDED_ATTRIBUTES.get(category, _NONE) <= attributes.keys():
+        raise LookupError(f"attributes of {category}")
+    for name, value in attributes.items():
+        if not isinstance(value, _ATTRIBUTE_TYPES.get(name, object)):
+            raise TypeError(f"{name} is {value!r}")
+
+
+def check_figures(figures: Mapping[str, Any]) -> None:
+    """Refuse figures of an iteration that no rank writes.
+
+    Raises:
+        LookupError: Its number is missing.
+        TypeError: A figure has another type.
+        ValueError: A number is impossible.
+    """
+    _check_whole(figures["iteration"])
+    for name in _WHOLE_FIGURES:
+        _check_whole(figures.get(name, 0))
+    for peer, wire in figures.get("wires", {}).items():
+        if not peer.isdecimal() or not isinstance(wire, str):
+            raise ValueError(f"the wire to rank {peer} is {wire!r}")
+    for microbatch, (tokens, pairs) in figures.get("lengths", {}).items():
+        _check_whole(int(microbatch))
+        _check_whole(tokens)
+        _check_whole(pairs)
+
+
+def _check_whole(number: object) -> None:
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"{number!r} is not a whole number")
+    if not 0 <= number < MAX_NUMBER:
+        raise ValueError(f"{number} is impossible")
