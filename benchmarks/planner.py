@@ -43,8 +43,10 @@ from megatron_ext.config.pipeline_config import PipelineConfig
 from megatron_ext.planning.calibration import parts_of
 from megatron_ext.planning.hardware import DEVICES, parse_devices
 from megatron_ext.planning.layer_costs import Sharding
-from megatron_ext.planning.layout_search import Layout, Question, forecast, search, stage_parts
+from megatron_ext.planning.layout_forecast import Layout, forecast, stage_parts
+from megatron_ext.planning.layout_search import search
 from megatron_ext.planning.model_sizes import sizes_of_flags
+from megatron_ext.planning.question import Question
 from megatron_ext.planning.techniques import Techniques, techniques_of_flags
 from megatron_ext.schedules import Kind
 from megatron_ext.schedules.table import placement as place

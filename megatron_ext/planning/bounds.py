@@ -4,220 +4,354 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
-from itertools import accumulate, pairwise
-from operator import le
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.planning.layer_costs import Part, beside, total
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.schedules.table.actions import Row, Schedule
+
+_ROUNDING = 1e-9
+"""Slack in layers, so that rounding never rules out a division of layers that fits."""
+_FORWARD_CHANGE = {"F": 1, "W": 0}
+"""How an action changes the number of live micro-batches of its stage; all others end one."""
+_WAITING_CHANGE = {"I": 1, "W": -1}
+"""How an action changes the number of weight gradients that wait on its stage."""
+
+
+class StageLoad(NamedTuple):
+    """What one stage keeps at one moment of a step."""
+
+    live: int
+    """Micro-batches between forward and backward."""
+    waiting: int
+    """Weight gradients between I and W."""
 
 
 class RowUse(NamedTuple):
-    """What a bound needs of a rank's row. Positions are those of its own stages, in order."""
+    """Summary of a rank's row. Stages are counted by position among the rank's stages, in order."""
 
-    moments: list[list[tuple[int, int]]]
-    """Micro-batches that each stage keeps, and weight gradients that wait: at all moments that no
-    other exceeds, of more than two stages at the two fullest alone."""
-    pairs: Counter[tuple[int, int]]
-    """By positions of forward and backward."""
+    fullest_moments: list[list[StageLoad]]
+    """Loads of all stages at the moments that no other moment exceeds. Of ranks with more than two
+    stages only the two fullest are kept."""
+    num_pairs: Counter[tuple[int, int]]
+    """Number of pairs by the positions of forward and backward."""
+
+
+# Live micro-batches and waiting weight gradients of one stage after the other: flat, because the
+# moments of a row are compared number by number.
+_Moment = tuple[int, ...]
 
 
 def uses_of(table: Schedule) -> list[RowUse]:
-    """Return what a bound needs of each row."""
-    found = []
+    """Return a summary of each rank's row."""
+    uses = []
     for rank, row in enumerate(table.rows):
-        at = {stage: n for n, stage in enumerate(table.placement.stages_of[rank])}
-        now, moments = [0] * 2 * len(at), set()
-        for stage, kind, *_ in row:
-            now[2 * at[stage]] += {"F": 1, "W": 0}.get(kind, -1)
-            now[2 * at[stage] + 1] += {"I": 1, "W": -1}.get(kind, 0)
-            moments.add(tuple(now))
-        most = {max(moments, key=sum), max(moments, key=lambda one: (min(one[::2]), sum(one)))}
-        if len(at) <= 2:
-            most = set()
-            for one in sorted(moments, key=sum, reverse=True):  # none exceeds one before it
-                if not any(all(map(le, one, two)) for two in most):
-                    most.add(one)
-        pairs = Counter((at[row[n].stage], at[row[n + 1].stage]) for n in table.pairs_of(rank))
-        kept = [[*zip(each[::2], each[1::2], strict=True)] for each in most]
-        found.append(RowUse(kept, pairs))
-    return found
+        stages = table.placement.stages_of[rank]
+        position_of = {stage: position for position, stage in enumerate(stages)}
+        moments = _moments(row, position_of)
+        if len(stages) <= 2:
+            fullest = _unexceeded(moments)
+        else:
+            fullest = _two_fullest(moments)
+        num_pairs: Counter[tuple[int, int]] = Counter()
+        for index in table.pairs_of(rank):
+            forward, backward = row[index], row[index + 1]
+            num_pairs[position_of[forward.stage], position_of[backward.stage]] += 1
+        loads = [
+            [StageLoad(*load) for load in zip(moment[::2], moment[1::2], strict=True)]
+            for moment in fullest
+        ]
+        uses.append(RowUse(loads, num_pairs))
+    return uses
+
+
+def _moments(row: Row, position_of: Mapping[int, int]) -> set[_Moment]:
+    """Return the distinct loads of a rank after each action of its row."""
+    moments = set()
+    loads = [0] * 2 * len(position_of)
+    for stage, kind, *_ in row:
+        live_index = 2 * position_of[stage]
+        loads[live_index] += _FORWARD_CHANGE.get(kind, -1)
+        loads[live_index + 1] += _WAITING_CHANGE.get(kind, 0)
+        moments.add(tuple(loads))
+    return moments
+
+
+def _unexceeded(moments: set[_Moment]) -> set[_Moment]:
+    """Return the moments that no other moment exceeds in every number."""
+    unexceeded: set[_Moment] = set()
+    # By falling sums, no moment exceeds one before it.
+    for moment in sorted(moments, key=sum, reverse=True):
+        is_exceeded = any(
+            all(load <= fuller_load for load, fuller_load in zip(moment, fuller, strict=True))
+            for fuller in unexceeded
+        )
+        if not is_exceeded:
+            unexceeded.add(moment)
+    return unexceeded
+
+
+def _two_fullest(moments: set[_Moment]) -> set[_Moment]:
+    """Return the moment with the largest sum, and the one whose emptiest stage keeps the most."""
+    fullest_at_all_stages = max(moments, key=lambda moment: (min(moment[::2]), sum(moment)))
+    return {max(moments, key=sum), fullest_at_all_stages}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutBound:
-    """A table, and what its ranks have time and memory for.
+    """Bounds the time of a table over all cuts.
 
-    A rank runs its row behind the forwards of the stages before its first action, and before the
-    backwards of those before its last. So until any time it finishes only so many layers of a kind,
-    and its memory takes only so many: in the time that is returned all layers of each kind find a
-    rank. All ways of a rank to share out its layers to one or two stages are tried; more than two
-    are treated as one that is for each layer as cheap as the cheapest.
+    A rank runs its row after the forwards of the stages before its first action, and before the
+    backwards of the stages before its last. So by any given time it finishes a limited number of
+    layers of a kind, and its memory takes a limited number: the bound is the time by which all
+    layers of each kind find a rank. A rank with one or two stages tries all ways to divide its
+    layers among them; more stages count as one stage that is as cheap as the cheapest for every
+    layer.
     """
 
     table: Schedule
     uses: Sequence[RowUse]
     layers: Sequence[Part]
     first: Part
+    """Extra part of the first stage."""
     last: Part
-    least: Sequence[int]
-    """Layers that each stage needs; together no more than there are."""
+    """Extra part of the last stage."""
+    min_layers: Sequence[int]
+    """Layers that each stage needs; together no more than the model has."""
     overlap: float
-    """Share of the exchange that pairs hide at most."""
-    later: float
+    """Largest share of the exchange that pairs hide."""
+    microbatches_beyond: float
     """Micro-batches of a row beyond those of the table."""
-    limit: float
-    """Bytes of a rank."""
-    static: Callable[[Part], float]
-    """Bytes of weights, gradients and optimizer."""
+    memory_bytes: float
+    """Memory of a rank."""
+    static_bytes: Callable[[Part], float]
+    """Returns the bytes of a part's weights, gradients and optimizer states."""
 
     def span_s(self) -> float:
-        """Return a time that no cut beats, in seconds; infinite if none fits."""
-        span, waits = 0.0, list(map(self._waits, self.table.rows))
-        owners = self.table.placement.stages_of
-        for layer, count in Counter(self.layers).items():
-            left, heap = count, []
-            ladders = [_Ladder(self, rank, layer) for rank in range(len(waits))]
-            for rank, wait in enumerate(waits):
-                span = max(span, wait + ladders[rank].least_s(0))
-                left -= sum(self.least[s] for s in owners[rank] if layer in self.kinds[s])
-                heap.append((wait + ladders[rank].least_s(1), rank, 1))
-            heapify(heap)
-            for _ in range(left):
-                now, rank, more = heap[0]
-                span = max(span, now)
-                if span == math.inf:
-                    return span
-                then = waits[rank] + ladders[rank].least_s(more + 1)
-                heapreplace(heap, (then, rank, more + 1))
-        return span
+        """Return a time that no cut beats, in seconds; infinite if no cut fits."""
+        span_s = 0.0
+        outside_s = [self._outside_s(row) for row in self.table.rows]
+        stages_of = self.table.placement.stages_of
+        for layer, num_layers in Counter(self.layers).items():
+            ladders = [_Ladder(self, rank, layer) for rank in range(len(outside_s))]
+            num_left = num_layers
+            # For each rank, when it would end with one layer of this kind more: (time, rank,
+            # number of extra layers).
+            candidates: list[tuple[float, int, int]] = []
+            for rank, ladder in enumerate(ladders):
+                span_s = max(span_s, outside_s[rank] + ladder.least_s(0))
+                for stage in stages_of[rank]:
+                    if layer in self.kinds[stage]:
+                        num_left -= self.min_layers[stage]
+                candidates.append((outside_s[rank] + ladder.least_s(1), rank, 1))
+            heapify(candidates)
+            # Each layer goes to the rank that then ends first.
+            for _ in range(num_left):
+                end_s, rank, num_extra = candidates[0]
+                span_s = max(span_s, end_s)
+                if span_s == math.inf:
+                    return span_s
+                next_end_s = outside_s[rank] + ladders[rank].least_s(num_extra + 1)
+                heapreplace(candidates, (next_end_s, rank, num_extra + 1))
+        return span_s
 
     @cached_property
     def kinds(self) -> list[set[Part]]:
-        """The layers that a stage may have, whatever the cut."""
-        starts, spare = [0, *accumulate(self.least)], len(self.layers) - sum(self.least)
-        return [set(self.layers[begin : end + spare]) for begin, end in pairwise(starts)]
+        """The kinds of layers that a stage may get, whatever the cut."""
+        num_spare = len(self.layers) - sum(self.min_layers)
+        kinds = []
+        begin = 0
+        for min_layers in self.min_layers:
+            end = begin + min_layers
+            kinds.append(set(self.layers[begin : end + num_spare]))
+            begin = end
+        return kinds
 
     @cached_property
     def fixed(self) -> list[Part]:
         """The least that each stage computes and keeps, whatever the cut."""
-        found = []
-        for s, kinds in enumerate(self.kinds):
-            parts = [self.first] * (s == 0) + [self.last] * (s == len(self.least) - 1)
-            if self.least[s] and len(kinds) == 1:
-                parts += kinds
-            elif self.least[s]:
-                least = min((beside(each, self.overlap) for each in kinds), key=lambda p: p.work)
-                parts.append(
-                    Part._make(map(min, zip(*kinds, strict=True)))._replace(
-                        forward=least.forward, input=least.input, weight=least.weight, exchange=0.0
-                    )
-                )
-            found.append(total(parts))
-        return found
+        fixed = []
+        for stage, kinds in enumerate(self.kinds):
+            parts: list[Part] = []
+            if stage == 0:
+                parts.append(self.first)
+            if stage == len(self.min_layers) - 1:
+                parts.append(self.last)
+            if self.min_layers[stage]:
+                parts.append(self._cheapest(kinds))
+            fixed.append(total(parts))
+        return fixed
+
+    def _cheapest(self, kinds: set[Part]) -> Part:
+        """Return a part that is no dearer than a layer of any of these kinds."""
+        if len(kinds) == 1:
+            [layer] = kinds
+            return layer
+        fastest = min((beside(layer, self.overlap) for layer in kinds), key=lambda part: part.work)
+        smallest = Part._make(min(sizes) for sizes in zip(*kinds, strict=True))
+        return smallest._replace(
+            forward=fastest.forward,
+            input=fastest.input,
+            weight=fastest.weight,
+            exchange=0.0,  # `beside` has hidden what can be hidden
+        )
 
     @cached_property
-    def _ends(self) -> tuple[list[float], dict[str, list[float]]]:
-        """The forwards of the stages before each, and by kind of action their backwards."""
-        after = [beside(part, self.overlap) for part in self.fixed]
-        kinds = {
-            "B": [part.input + part.weight for part in after],
-            "I": [part.input for part in after],
-            "W": [0.0] * len(after),
+    def _forwards_before_s(self) -> list[float]:
+        """For each stage, the seconds of the forwards of all stages before it."""
+        return [0.0, *accumulate(part.forward for part in self.fixed)]
+
+    @cached_property
+    def _backwards_before_s(self) -> dict[str, list[float]]:
+        """By the kind of a last action: for each stage, the backwards of all stages before it."""
+        hidden = [beside(part, self.overlap) for part in self.fixed]
+        return {
+            "B": [0.0, *accumulate(part.input + part.weight for part in hidden)],
+            "I": [0.0, *accumulate(part.input for part in hidden)],
+            # Nothing follows a weight gradient.
+            "W": [0.0] * (len(hidden) + 1),
         }
-        forwards = [0.0, *accumulate(part.forward for part in self.fixed)]
-        return forwards, {kind: [0.0, *accumulate(each)] for kind, each in kinds.items()}
 
-    def _waits(self, row: Sequence[tuple[int, str, int, int]]) -> float:
+    def _outside_s(self, row: Row) -> float:
         """Return the seconds before the first action of a row and after its last."""
-        forwards, backwards = self._ends
-        end, kind, *_ = row[-1]
-        return forwards[row[0][0]] + backwards[kind][end]
+        first_stage = row[0].stage
+        last_stage, last_kind, *_ = row[-1]
+        return (
+            self._forwards_before_s[first_stage] + self._backwards_before_s[last_kind][last_stage]
+        )
 
     @cached_property
-    def statics(self) -> list[float]:
+    def fixed_bytes(self) -> list[float]:
         """Bytes of weights, gradients and optimizer that each stage has, whatever the cut."""
-        return list(map(self.static, self.fixed))
+        return [self.static_bytes(part) for part in self.fixed]
+
+
+class _FreeMemory(NamedTuple):
+    """Memory at one moment of a rank's row."""
+
+    free_bytes: float
+    """Memory that no fixed part of its stages takes."""
+    bytes_per_layer: list[float]
+    """What one layer more takes, by stage."""
+
+
+class _Passes(NamedTuple):
+    """Seconds of a stage with some number of layers, in pairs."""
+
+    forward_s: float
+    input_s: float
+    hidden_share: float
+    """Share of both that a partner can hide."""
 
 
 class _Ladder:
-    """The least that a rank runs by how many more layers of a kind its stages have."""
+    """The least time of a rank by the number of extra layers of one kind on its stages."""
 
     def __init__(self, cut: CutBound, rank: int, layer: Part) -> None:
         self._cut, self._layer = cut, layer
-        self._mine = mine = cut.table.placement.stages_of[rank]
-        self._pairs, static = cut.uses[rank].pairs, cut.static(layer)
-        parts = [cut.fixed[s] for s in mine]
-        room = cut.limit - max(part.transient for part in parts) - sum(cut.statics[s] for s in mine)
-        # The bytes left at each moment, and of them what one layer more takes, by stage.
-        self._moments: list[tuple[float, list[float]]] = []
-        for moment in cut.uses[rank].moments:
-            left, more = room, []
-            for part, (alive, waiting) in zip(parts, moment, strict=True):
-                left -= alive * part.saved + waiting * part.waiting
-                more.append(static + alive * layer.saved + waiting * layer.waiting)
-            self._moments.append((left, more))
-        # Layers pair one to one, which tells something if all of them are alike.
-        is_alike = len(mine) <= 2 and all(cut.kinds[s] == {layer} for s in mine)
-        self._is_exact = is_alike and bool(self._pairs)
-        # By stage and layers: the whole without that; forward, input gradient and hidden share.
-        self._wholes: list[list[float]] = [[] for _ in mine]
-        self._passes: list[list[tuple[float, float, float]]] = [[] for _ in mine]
+        self._stages = stages = cut.table.placement.stages_of[rank]
+        self._num_pairs = cut.uses[rank].num_pairs
+        parts = [cut.fixed[stage] for stage in stages]
+        free_bytes = cut.memory_bytes - max(part.transient for part in parts)
+        free_bytes -= sum(cut.fixed_bytes[stage] for stage in stages)
+        layer_bytes = cut.static_bytes(layer)
+        self._free_memory: list[_FreeMemory] = []
+        for loads in cut.uses[rank].fullest_moments:
+            moment_bytes = free_bytes
+            bytes_per_layer = []
+            for part, load in zip(parts, loads, strict=True):
+                moment_bytes -= load.live * part.saved + load.waiting * part.waiting
+                bytes_per_layer.append(
+                    layer_bytes + load.live * layer.saved + load.waiting * layer.waiting
+                )
+            self._free_memory.append(_FreeMemory(moment_bytes, bytes_per_layer))
+        # Layers pair one to one. That tells how long a pair takes only if all layers are alike.
+        is_alike = len(stages) <= 2 and all(cut.kinds[stage] == {layer} for stage in stages)
+        self._counts_pairs = is_alike and bool(self._num_pairs)
+        # By stage and number of extra layers, extended on demand.
+        self._row_s: list[list[float]] = [[] for _ in stages]
+        self._passes: list[list[_Passes]] = [[] for _ in stages]
 
-    def least_s(self, count: int) -> float:
-        """Return the seconds of the best way to share out so many layers; infinite if none fits."""
-        while len(self._wholes[0]) <= count:
+    def least_s(self, num_extra: int) -> float:
+        """Return the least seconds of a row with so many extra layers; infinite if none fits."""
+        while len(self._row_s[0]) <= num_extra:
             self._add_layer()
-        if len(self._mine) != 2:
-            if any(count * min(more) > room for room, more in self._moments):
+        if len(self._stages) == 2:
+            return self._least_of_two_s(num_extra)
+        for moment in self._free_memory:
+            if num_extra * min(moment.bytes_per_layer) > moment.free_bytes:
                 return math.inf
-            least = sum(whole[0] for whole in self._wholes)
-            least += min(whole[count] - whole[0] for whole in self._wholes)
-            return least - self._hidden_s(count) if self._is_exact else least
-        one, two = self._wholes
-        fewest, most = 0, count  # of the first stage
-        for room, (more, other) in self._moments:
-            left, change = room - count * other, more - other
-            # Rounding must not rule out a way that fits: the bound would not be one.
-            if change > 0:
-                most = min(most, math.floor(left / change + 1e-9))
-            elif change < 0:
-                fewest = max(fewest, math.ceil(left / change - 1e-9))
-            elif left < 0:
+        least_s = sum(row_s[0] for row_s in self._row_s)
+        least_s += min(row_s[num_extra] - row_s[0] for row_s in self._row_s)
+        if self._counts_pairs:
+            least_s -= self._hidden_s([num_extra])
+        return least_s
+
+    def _least_of_two_s(self, num_extra: int) -> float:
+        """Return the least seconds over all ways to give two stages so many extra layers."""
+        first_s, second_s = self._row_s
+        fewest_on_first, most_on_first = 0, num_extra
+        for moment in self._free_memory:
+            on_first, on_second = moment.bytes_per_layer
+            # With all extra layers on the second stage; moving one to the first changes it.
+            free_bytes = moment.free_bytes - num_extra * on_second
+            moved_bytes = on_first - on_second
+            if moved_bytes > 0:
+                most = math.floor(free_bytes / moved_bytes + _ROUNDING)
+                most_on_first = min(most_on_first, most)
+            elif moved_bytes < 0:
+                fewest = math.ceil(free_bytes / moved_bytes - _ROUNDING)
+                fewest_on_first = max(fewest_on_first, fewest)
+            elif free_bytes < 0:
                 return math.inf
-        ways: Iterable[float] = (one[n] + two[count - n] for n in range(fewest, most + 1))
-        if self._is_exact:
-            ways = (
-                whole - self._hidden_s(n, count - n) for n, whole in enumerate(ways, start=fewest)
-            )
-        return min(ways, default=math.inf)
+        least_s = math.inf
+        for on_first in range(fewest_on_first, most_on_first + 1):
+            row_s = first_s[on_first] + second_s[num_extra - on_first]
+            if self._counts_pairs:
+                row_s -= self._hidden_s([on_first, num_extra - on_first])
+            least_s = min(least_s, row_s)
+        return least_s
 
     def _add_layer(self) -> None:
-        cut, layer, count = self._cut, self._layer, len(self._wholes[0])
-        for at, s in enumerate(self._mine):
-            part = cut.fixed[s]
-            work = part.work + count * layer.work
-            exchange = cut.overlap * (part.exchange + count * layer.exchange)
-            forward = part.forward + count * layer.forward
-            input_s = part.input + count * layer.input
-            share = exchange / (forward + input_s or 1.0)
-            whole = (cut.table.num_microbatches + cut.later) * work - cut.later * exchange
-            if not self._is_exact:
-                for (one, two), number in self._pairs.items():
-                    whole -= number * share * (forward * (one == at) + input_s * (two == at))
-            self._wholes[at].append(whole)
-            self._passes[at].append((forward, input_s, share))
+        """Extend the times of all stages by one extra layer."""
+        cut, layer = self._cut, self._layer
+        num_extra = len(self._row_s[0])
+        num_microbatches = cut.table.num_microbatches + cut.microbatches_beyond
+        for position, stage in enumerate(self._stages):
+            part = cut.fixed[stage]
+            work_s = part.work + num_extra * layer.work
+            exchange_s = cut.overlap * (part.exchange + num_extra * layer.exchange)
+            forward_s = part.forward + num_extra * layer.forward
+            input_s = part.input + num_extra * layer.input
+            # A stage without layers may compute nothing.
+            hidden_share = exchange_s / (forward_s + input_s or 1.0)
+            row_s = num_microbatches * work_s - cut.microbatches_beyond * exchange_s
+            if not self._counts_pairs:
+                # Without a look at the partner's length, a pair hides all that it could.
+                for (forward, backward), num_pairs in self._num_pairs.items():
+                    paired_s = forward_s * (forward == position) + input_s * (backward == position)
+                    row_s -= num_pairs * hidden_share * paired_s
+            self._row_s[position].append(row_s)
+            self._passes[position].append(_Passes(forward_s, input_s, hidden_share))
 
-    def _hidden_s(self, *counts: int) -> float:
-        found, parts = 0.0, [passes[n] for passes, n in zip(self._passes, counts, strict=True)]
-        for (one, two), number in self._pairs.items():
-            (f, _, of_f), (b, input_s, of_b) = parts[one], parts[two]
-            found += number * of_f * min(f, b)
-            found += number * of_b * input_s * min(1.0, min(f, b) / (b or math.inf))
-        return found
+    def _hidden_s(self, num_extra_by_stage: Sequence[int]) -> float:
+        """Return the seconds of exchange that pairs hide with these numbers of extra layers."""
+        passes = [
+            stage_passes[num_extra]
+            for stage_passes, num_extra in zip(self._passes, num_extra_by_stage, strict=True)
+        ]
+        hidden_s = 0.0
+        for (forward_position, backward_position), num_pairs in self._num_pairs.items():
+            forward, backward = passes[forward_position], passes[backward_position]
+            # Layers pair one to one, so what the longer stage has beyond the other runs alone.
+            paired_s = min(forward.forward_s, backward.forward_s)
+            hidden_s += num_pairs * forward.hidden_share * paired_s
+            paired_share = min(1.0, paired_s / (backward.forward_s or math.inf))
+            hidden_s += num_pairs * backward.hidden_share * backward.input_s * paired_share
+        return hidden_s

@@ -21,6 +21,7 @@ from megatron_ext.planning.techniques import Techniques
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.planning.model_sizes import LayerKind, ModelSizes
+    from megatron_ext.planning.techniques import Precision
 
 Kind = Literal["embedding", "mtp", "loss"]
 FULL = frozenset({"full"})
@@ -71,11 +72,11 @@ class Sharding:
     fused_loss: bool = False
 
 
-_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
+_OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
 """Of an operand's element in a product."""
-_CASTS = {"bf16": 0.0, "fp8": 6.0, "mxfp8": 3.5, "nvfp4": 10.0}
+_CAST_BYTES = {"bf16": 0.0, "fp8": 6.0, "mxfp8": 3.5, "nvfp4": 10.0}
 """Bytes of traffic for each element that is quantized, once with and once without transposing."""
-_LAUNCHES = {"bf16": 3, "fp8": 4, "mxfp8": 6, "nvfp4": 8}
+_PRODUCT_KERNELS = {"bf16": 3, "fp8": 4, "mxfp8": 6, "nvfp4": 8}
 """Kernels for the forward of a product with what quantizes its operands."""
 
 
@@ -120,59 +121,76 @@ def total(parts: Sequence[Part]) -> Part:
     """Return what parts cost together."""
     if not parts:
         return Part(*[0.0] * len(Part._fields))
-    *sums, transients, copies, dummies = zip(*parts, strict=True)
-    # Layers of one kind have the same shapes.
-    return Part._make([*map(sum, sums), max(transients), sum(copies), sum(set(dummies))])
+    sums = Part._make(sum(sizes) for sizes in zip(*parts, strict=True))
+    return sums._replace(
+        transient=max(part.transient for part in parts),
+        # Layers of one kind have the same shapes, and share what Transformer Engine keeps of each.
+        dummies=sum({part.dummies for part in parts}),
+    )
 
 
 def beside(part: Part, overlap: float) -> Part:
     """Return a part whose exchange of tokens runs behind computation as far as the device can."""
-    left = 1 - overlap * part.exchange / (part.forward + part.input or 1.0)
-    return part._replace(forward=left * part.forward, input=left * part.input)
+    computed_s = part.forward + part.input or 1.0  # a part may take no time
+    shown_share = 1 - overlap * part.exchange / computed_s
+    return part._replace(forward=shown_share * part.forward, input=shown_share * part.input)
 
 
-def gather_s(device: DeviceKind, size: float, ranks: int, stride: int = 1) -> float:
-    """Return the seconds of a gather or scatter of `size` bytes in all over ranks of a stride."""
-    if ranks == 1:
-        return 0.0
-    near = max(1, min(ranks, device.node_size // stride))
-    if near == ranks:
-        rate = device.link_bytes * device.collective
-        return device.message_s + (ranks - 1) * (device.hop_s + size / ranks / rate)
-    # A ring over nodes: all devices of a node that take part share its adapters.
-    rate = device.network_bytes * near * device.network
-    return device.message_s * 2 + size * (ranks - 1) / ranks / min(
-        rate, device.link_bytes * device.collective
-    )
+def gather_s(device: DeviceKind, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+    """Return the seconds of a gather or scatter over ranks that are a stride apart.
 
-
-def all_to_all_s(device: DeviceKind, size: float, ranks: int, once_of: int = 0) -> float:
-    """Return the seconds in which each of consecutive ranks sends `size` bytes to all.
-
-    With `once_of` k, k copies at random ranks cross the network once for each node.
+    `num_bytes` is the size of the whole tensor, of which each rank has an equal part.
     """
-    if ranks == 1:
+    if num_ranks == 1:
         return 0.0
-    near = min(ranks, device.node_size)
-    inside = size * (near - 1) / ranks / device.link_bytes
-    outside = size * (ranks - near) / ranks / device.network_bytes
-    if once_of:  # by rank in a node, and by node on the network
-        inside *= _distinct(1 / ranks, once_of)
-        outside *= _distinct(near / ranks, once_of)
-    return device.message_s + max(inside, outside) / device.all_to_all
+    ranks_in_node = max(1, min(num_ranks, device.node_size // stride))
+    link_rate = device.link_bytes * device.collective
+    if ranks_in_node == num_ranks:
+        return device.message_s + (num_ranks - 1) * (
+            device.hop_s + num_bytes / num_ranks / link_rate
+        )
+    # A ring over nodes: all devices of a node that take part share its adapters.
+    network_rate = device.network_bytes * ranks_in_node * device.network
+    rate = min(network_rate, link_rate)
+    return device.message_s * 2 + num_bytes * (num_ranks - 1) / num_ranks / rate
 
 
-def _distinct(share: float, copies: int) -> float:
-    """Return which part of so many copies goes to different places of such a share."""
-    return (1 - (1 - share) ** copies) / share / copies
+def all_to_all_s(
+    device: DeviceKind, num_bytes: float, num_ranks: int, copies_sent_once: int = 0
+) -> float:
+    """Return the seconds in which each of consecutive ranks sends `num_bytes` to all together.
+
+    With `copies_sent_once` k, the k copies of a token cross a link once for each rank in a node,
+    and the network once for each node. Without, each copy is sent.
+    """
+    if num_ranks == 1:
+        return 0.0
+    ranks_in_node = min(num_ranks, device.node_size)
+    node_s = num_bytes * (ranks_in_node - 1) / num_ranks / device.link_bytes
+    network_s = num_bytes * (num_ranks - ranks_in_node) / num_ranks / device.network_bytes
+    if copies_sent_once:
+        node_s *= _distinct_share(1 / num_ranks, copies_sent_once)
+        network_s *= _distinct_share(ranks_in_node / num_ranks, copies_sent_once)
+    return device.message_s + max(node_s, network_s) / device.all_to_all
+
+
+def _distinct_share(place_share: float, copies: int) -> float:
+    """Return the share of copies that are the first in their place, at random places."""
+    return (1 - (1 - place_share) ** copies) / place_share / copies
 
 
 def recompute_modes(model: ModelSizes) -> list[frozenset[str]]:
     """Return sets of modules to recompute, from none to whole layers."""
-    norms, up = frozenset({"layernorm"}), frozenset({"mla_up_proj"})
-    modes = [frozenset(), norms, *([up, norms | up] if model.is_latent else [])]
-    more = ("moe_act", "moe") if any(model.moe_layers) else ("mlp",)
-    return [*modes, *(modes[-1] | {module} for module in more), FULL]
+    norms, up_projection = frozenset({"layernorm"}), frozenset({"mla_up_proj"})
+    modes = [frozenset[str](), norms]
+    if model.is_latent:
+        modes += [up_projection, norms | up_projection]
+    cheap_modules = modes[-1]
+    if any(model.moe_layers):
+        modes += [cheap_modules | {"moe_act"}, cheap_modules | {"moe"}]
+    else:
+        modes.append(cheap_modules | {"mlp"})
+    return [*modes, FULL]
 
 
 def mode_name(mode: frozenset[str]) -> str:
@@ -187,25 +205,33 @@ def recompute_flags(mode: frozenset[str]) -> str:
     if mode == FULL:
         return "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     flags = f"--recompute-granularity selective --recompute-modules {' '.join(sorted(mode))}"
-    return flags + (" --moe-grouped-gemm" if "moe_act" in mode else "")
+    if "moe_act" in mode:  # which Megatron takes for grouped experts only
+        flags += " --moe-grouped-gemm"
+    return flags
 
 
 class _Ledger:
     """Adds up the kernels of a part, by the module that would recompute them."""
 
-    def __init__(self, device: DeviceKind, by: Sharding, *, is_low: bool) -> None:
-        self.device, self.by = device, by
-        self.precision = by.techniques.precision if is_low else "bf16"
-        self.rate = device.product_rate(self.precision)
-        self.bytes, self.casts = _BYTES[self.precision], _CASTS[self.precision]
-        self.traffic = device.memory_bytes * device.memory
-        self.forward: defaultdict[str, float] = defaultdict(float)
-        self.saved: defaultdict[str, float] = defaultdict(float)
-        self.input = self.weight = self.waiting = self.exchange = 0.0
-        self.dummies = self.copies = 0.0
-        self.params = self.expert_params = self.operations = self.launches = 0.0
+    def __init__(self, device: DeviceKind, sharding: Sharding, *, in_low_precision: bool) -> None:
+        self.device, self.sharding = device, sharding
+        self.precision: Precision = "bf16"
+        if in_low_precision:
+            self.precision = sharding.techniques.precision
+        self.product_rate = device.product_rate(self.precision)
+        self.operand_bytes = _OPERAND_BYTES[self.precision]
+        self.cast_bytes = _CAST_BYTES[self.precision]
+        self.memory_rate = device.memory_bytes * device.memory
+        self.forward_s: defaultdict[str, float] = defaultdict(float)
+        """By module."""
+        self.saved_bytes: defaultdict[str, float] = defaultdict(float)
+        """By module."""
+        self.input_s = self.weight_s = self.exchange_s = 0.0
+        self.waiting_bytes = self.dummy_bytes = self.copy_bytes = 0.0
+        self.params = self.expert_params = self.operations = 0.0
+        self.num_launches = 0.0
         """Kernels of the forward that the host starts one by one; a backward has twice as many."""
-        self.waits = False
+        self.waits_for_counts = False
         """Whether the host reads from the device how many tokens each expert got."""
 
     def linear(
@@ -216,23 +242,45 @@ class _Ledger:
         With `gathers` the tensor-parallel ranks each have a part of the input.
         """
         self.params += inputs * outputs
-        self._products(module, rows, inputs, outputs, 1, self.rate, self.casts)
+        self._products(
+            module,
+            rows,
+            inputs,
+            outputs,
+            count=1,
+            product_rate=self.product_rate,
+            cast_bytes=self.cast_bytes,
+        )
         # Transformer Engine keeps what it gathered, Megatron's own layers gather it again.
-        parts = self.by.tensor if gathers and self.by.techniques.is_local else 1
+        input_parts = 1
+        if gathers and self.sharding.techniques.is_local:
+            input_parts = self.sharding.tensor
         if module != "router":  # which has its own product, and no gradient that waits
-            self.waiting += self.bytes * rows * (inputs / parts + outputs)
-        self.launch(module, _LAUNCHES[self.precision])
+            self.waiting_bytes += self.operand_bytes * rows * (inputs / input_parts + outputs)
+        self.launch(module, _PRODUCT_KERNELS[self.precision])
 
     def experts(self, rows: float, inputs: float, outputs: float, count: int) -> None:
         """Add products of `count` experts, each of which gets so many rows."""
-        fused = self.by.techniques.fuses_experts
-        share = self.device.gemm_fused if fused else self.device.gemm_grouped
-        casts = 0.5 * self.casts if fused else self.casts
         self.expert_params += inputs * outputs * count
-        self._products("moe", rows, inputs, outputs, count, self.rate * share, casts)
-        self.waiting += self.bytes * rows * count * (inputs + outputs)
-        each = 0.0 if fused else 0.15 * _LAUNCHES[self.precision]
-        self.launch("moe", 6 + each * count)
+        if self.sharding.techniques.fuses_experts:
+            rate_share = self.device.gemm_fused
+            cast_bytes = 0.5 * self.cast_bytes
+            kernels_per_expert = 0.0
+        else:
+            rate_share = self.device.gemm_grouped
+            cast_bytes = self.cast_bytes
+            kernels_per_expert = 0.15 * _PRODUCT_KERNELS[self.precision]
+        self._products(
+            "moe",
+            rows,
+            inputs,
+            outputs,
+            count=count,
+            product_rate=self.product_rate * rate_share,
+            cast_bytes=cast_bytes,
+        )
+        self.waiting_bytes += self.operand_bytes * rows * count * (inputs + outputs)
+        self.launch("moe", 6 + kernels_per_expert * count)
 
     def _products(
         self,
@@ -240,107 +288,142 @@ class _Ledger:
         rows: float,
         inputs: float,
         outputs: float,
+        *,
         count: int,
-        rate: float,
-        casts: float,
+        product_rate: float,
+        cast_bytes: float,
     ) -> None:
-        low, least = self.bytes, self.device.kernel_s
+        """Add `count` products and both of their gradients."""
+        device, techniques = self.device, self.sharding.techniques
+        operand_bytes = self.operand_bytes
+        all_rows, weights = rows * count, inputs * outputs * count
 
-        def of(height: float, width: float, depth: float, size: float) -> float:
+        def product_s(height: float, width: float, depth: float, traffic_bytes: float) -> float:
+            """Return the seconds of products [height, depth] x [depth, width]."""
             # A tile loads for as long as so many bytes take before it computes, and the last wave
             # of tiles takes as long as a full one.
-            waits = 1 + self.device.tile_bytes / (low * depth)
+            load_factor = 1 + device.tile_bytes / (operand_bytes * depth)
             tiles = math.ceil(height / 256) * math.ceil(width / 128) * count
-            waves = math.ceil(tiles / self.device.processors) * self.device.processors / tiles
-            operations = 2 * rows * inputs * outputs * count / rate
-            return max(operations * waits * waves, size / self.traffic, least)
+            wave_factor = math.ceil(tiles / device.processors) * device.processors / tiles
+            operations_s = 2 * rows * inputs * outputs * count / product_rate
+            return max(
+                operations_s * load_factor * wave_factor,
+                traffic_bytes / self.memory_rate,
+                device.kernel_s,
+            )
 
-        everywhere, weights = rows * count, inputs * outputs * count
         self.operations += 2 * rows * weights
-        size = everywhere * (low * inputs + 2 * outputs) + low * weights
-        self.forward[module] += of(rows, outputs, inputs, size)
-        self.forward[module] += casts * everywhere * inputs / self.traffic
-        size = everywhere * (2 * inputs + low * outputs) + low * weights
-        self.input += of(rows, inputs, outputs, size)
-        self.input += casts * everywhere * outputs / self.traffic
-        techniques, size = self.by.techniques, low * everywhere * (inputs + outputs)
-        size += 2 * (techniques.gradient_bytes if techniques.fuses_gradients else 1) * weights
-        self.weight += of(inputs, outputs, rows, size) / self.device.gemm_weight
-        if techniques.copies_weights and self.precision != "bf16":
-            self.copies += 2 * low * weights
-        if techniques.fuses_gradients:
-            self.dummies += 2 * inputs * outputs
+        traffic_bytes = all_rows * (operand_bytes * inputs + 2 * outputs) + operand_bytes * weights
+        self.forward_s[module] += product_s(rows, outputs, inputs, traffic_bytes)
+        self.forward_s[module] += cast_bytes * all_rows * inputs / self.memory_rate
+        traffic_bytes = all_rows * (2 * inputs + operand_bytes * outputs) + operand_bytes * weights
+        self.input_s += product_s(rows, inputs, outputs, traffic_bytes)
+        self.input_s += cast_bytes * all_rows * outputs / self.memory_rate
+        traffic_bytes = operand_bytes * all_rows * (inputs + outputs)
+        if techniques.fuses_gradients:  # reads and writes the sum
+            traffic_bytes += 2 * techniques.gradient_bytes * weights
         else:
-            self.weight += 2 * (1 + techniques.gradient_bytes) * weights / self.traffic
+            traffic_bytes += 2 * weights
+        self.weight_s += product_s(inputs, outputs, rows, traffic_bytes) / device.gemm_weight
+        if techniques.copies_weights and self.precision != "bf16":
+            self.copy_bytes += 2 * operand_bytes * weights
+        if techniques.fuses_gradients:
+            self.dummy_bytes += 2 * inputs * outputs
+        else:
+            self.weight_s += 2 * (1 + techniques.gradient_bytes) * weights / self.memory_rate
 
-    def pass_over(self, module: str, forward: float, backward: float, kernels: int = 1) -> None:
+    def elementwise(
+        self, module: str, forward_bytes: float, backward_bytes: float, kernels: int = 1
+    ) -> None:
         """Add elementwise kernels by their bytes of traffic."""
-        least = kernels * self.device.kernel_s
-        self.forward[module] += max(forward / self.traffic, least)
-        self.input += max(backward / self.traffic, least)
+        shortest_s = kernels * self.device.kernel_s
+        self.forward_s[module] += max(forward_bytes / self.memory_rate, shortest_s)
+        self.input_s += max(backward_bytes / self.memory_rate, shortest_s)
         self.launch(module, kernels)
 
-    def keep(self, module: str, fused: float, local: float) -> None:
+    def keep(self, module: str, fused_bytes: float, local_bytes: float) -> None:
         """Add bytes until the backward, by Transformer Engine's layers and by Megatron's own."""
-        self.saved[module] += local if self.by.techniques.is_local else fused
+        if self.sharding.techniques.is_local:
+            self.saved_bytes[module] += local_bytes
+        else:
+            self.saved_bytes[module] += fused_bytes
 
-    def wait(self, module: str, forward: float, backward: float) -> None:
-        """Add communication that computation does not hide, in seconds."""
-        self.forward[module] += forward
-        self.input += backward
+    def wait(self, module: str, forward_s: float, backward_s: float) -> None:
+        """Add communication that computation does not hide."""
+        self.forward_s[module] += forward_s
+        self.input_s += backward_s
 
     def launch(self, module: str, kernels: float) -> None:
         """Count kernels that are in no graph."""
-        graphs = self.by.techniques.graphs
-        outside = {
+        is_in_experts = module in ("moe", "moe_act")
+        is_outside = {
             "none": True,
             "router": module not in ("router", "shared_experts"),
             "mamba": module != "mamba",
-            "layers": module in ("moe", "moe_act"),
-            "auto": module in ("moe", "moe_act"),
+            "layers": is_in_experts,
+            "auto": is_in_experts,
         }
-        if outside.get(graphs, False):
-            self.launches += kernels
-            self.waits |= module == "moe"
+        if is_outside.get(self.sharding.techniques.graphs, False):
+            self.num_launches += kernels
+            self.waits_for_counts |= module == "moe"
 
-    def delay(self, seconds: float, times: float) -> float:
-        """Return the factor by which so many times the launches slow kernels of `seconds`."""
-        host = times * self.launches * self.device.launch_s
-        shown = hidden = 0.0
-        if self.by.techniques.overlaps_experts:
+    def delay(self, kernels_s: float, launches_factor: float) -> float:
+        """Return the factor by which the launches of the host slow kernels of `kernels_s`.
+
+        `launches_factor` is the number of launches over those of the forward.
+        """
+        launches_s = launches_factor * self.num_launches * self.device.launch_s
+        shown_s = hidden_s = 0.0
+        if self.sharding.techniques.overlaps_experts:
             # A pass outside of pairs has this on top; the host launches behind what is left.
-            hidden = self.device.pair_overlap * self.exchange / 2
-            if self.waits and not self.by.techniques.sends_once:
-                host *= self.device.split_launches
-        elif self.waits:
-            shown = self.device.exposed * min(seconds, host)
-        return (max(seconds - hidden, host) + hidden + shown) / seconds
+            hidden_s = self.device.pair_overlap * self.exchange_s / 2
+            if self.waits_for_counts and not self.sharding.techniques.sends_once:
+                launches_s *= self.device.split_launches
+        elif self.waits_for_counts:
+            shown_s = self.device.exposed * min(kernels_s, launches_s)
+        return (max(kernels_s - hidden_s, launches_s) + hidden_s + shown_s) / kernels_s
 
     def part(
-        self, mode: frozenset[str] = frozenset(), kept_whole: float = 0.0, transient: float = 0.0
+        self,
+        mode: frozenset[str] = frozenset(),
+        *,
+        layer_input_bytes: float = 0.0,
+        transient_bytes: float = 0.0,
     ) -> Part:
-        """Return the part, with the modules of the mode recomputed."""
-        modules = set(self.forward) | set(self.saved) if mode == FULL else set(mode)
+        """Return the part, with the modules of the mode recomputed.
+
+        `layer_input_bytes` is all that full recomputation keeps.
+        """
+        recomputed = set(mode)
+        if mode == FULL:
+            recomputed = set(self.forward_s) | set(self.saved_bytes)
         if "moe" in mode:
-            modules |= {"moe_act", "router", "shared_experts"}
-        again = sum(self.forward[module] for module in modules)
-        dropped = sum(self.saved[module] for module in modules)
-        forward, backward = sum(self.forward.values()), self.input + again + self.weight
-        late = self.delay(backward, 2.0) if backward else 1.0
+            recomputed |= {"moe_act", "router", "shared_experts"}
+        recomputed_s = sum(self.forward_s[module] for module in recomputed)
+        dropped_bytes = sum(self.saved_bytes[module] for module in recomputed)
+        forward_s = sum(self.forward_s.values())
+        backward_s = self.input_s + recomputed_s + self.weight_s
+        forward_delay = self.delay(forward_s, 1.0) if forward_s else 1.0
+        backward_delay = self.delay(backward_s, 2.0) if backward_s else 1.0
+        saved_bytes = layer_input_bytes
+        if mode != FULL:
+            saved_bytes = sum(self.saved_bytes.values()) - dropped_bytes
+        if mode:  # what is recomputed is there while its backward runs
+            transient_bytes += dropped_bytes
         return Part(
-            forward=forward * (self.delay(forward, 1.0) if forward else 1.0),
-            input=late * (self.input + again),
-            weight=late * self.weight,
+            forward=forward_s * forward_delay,
+            input=backward_delay * (self.input_s + recomputed_s),
+            weight=backward_delay * self.weight_s,
             params=self.params,
             expert_params=self.expert_params,
             operations=self.operations,
-            exchange=self.exchange,
-            saved=kept_whole if mode == FULL else sum(self.saved.values()) - dropped,
-            waiting=self.waiting,
+            exchange=self.exchange_s,
+            saved=saved_bytes,
+            waiting=self.waiting_bytes,
             logits=0.0,
-            transient=transient + (dropped if mode else 0.0),
-            copies=self.copies,
-            dummies=self.dummies,
+            transient=transient_bytes,
+            copies=self.copy_bytes,
+            dummies=self.dummy_bytes,
         )
 
 
@@ -348,7 +431,7 @@ class _Ledger:
 def part_of(
     model: ModelSizes,
     kind: Kind | LayerKind,
-    by: Sharding,
+    sharding: Sharding,
     device: DeviceKind,
     mode: frozenset[str] = frozenset(),
     *,
@@ -359,251 +442,385 @@ def part_of(
     `mode` has the modules that are recomputed. With `holds_embedding` the embedding's weights are
     on the rank anyway, so that tied output layers and MTP need no copy.
     """
-    t, hidden = by.tensor, float(model.hidden)
-    rows = by.sequence * by.micro_batch / by.context
-    wide = rows * hidden / t  # elements of [s, b, h] on this rank
-    table = model.vocabulary * hidden / t
-    is_low = kind not in ("embedding", "loss") or (kind == "loss" and by.techniques.outputs_in_8bit)
-    books = _Ledger(device, by, is_low=is_low)
-    # Transformer Engine gathers what a product takes after it is quantized (its function
-    # `gather_along_first_dim`), and scatters sums in bf16.
-    exchange = sum(gather_s(device, size * rows * hidden, t) for size in (books.bytes, 2)) / 2
-    if by.techniques.overlaps_tensor:
-        exchange *= 1 - device.overlap
+    books = _Books(model, sharding, device, kind)
     if kind == "embedding":
-        # A gradient as large as the table is cleared, and added to Megatron's buffer, fused or not.
-        of_table = 2 * (2 + by.techniques.gradient_bytes) * table
-        books.pass_over("base", 4 * wide, 10 * wide + of_table)
-        books.wait("base", exchange, exchange)
-        books.params = table + model.learned_positions * hidden
-        return books.part()
+        return books.embedding()
     if kind == "loss":
-        books.linear("base", rows, hidden, model.vocabulary / t, gathers=True)
-        logits = rows * model.vocabulary / t
-        # Unfused: a copy in fp32, its largest, less that, exponentials, their sum, over that.
-        passes = (10, 10) if by.fused_loss else (38, 10)
-        if by.fused_loss and by.techniques.loses_in_place:
-            passes = (6, 4)
-        books.pass_over("base", passes[0] * logits + 6 * wide, passes[1] * logits + 6 * wide, 8)
-        books.wait("base", exchange, exchange)
-        books.keep("base", 4 * wide, _kept_by_norm(model, wide, hidden) + 2 * wide)
-        shared = table if model.is_tied and holds_embedding else 0.0
-        books.params += hidden * model.norm_weights - shared
-        # The unfused loss has logits or their gradients in bf16 beside probabilities in fp32.
-        at_once = (4 if by.fused_loss else 6) * logits
-        return books.part(transient=at_once)._replace(logits=4 * logits)
+        return books.loss(holds_embedding=holds_embedding)
     if kind == "mtp":
-        layer = part_of(model, model.mtp_kind, by, device, mode)
-        loss = part_of(model, "loss", by, device)
-        books.linear("base", rows, 2 * hidden, hidden / t, gathers=True)
-        books.pass_over("base", 16 * wide, 24 * wide, 3)
-        books.wait("base", exchange, exchange)
-        books.keep("base", 8 * wide, 2 * _kept_by_norm(model, wide, hidden) + 4 * wide)
-        books.params += 3 * hidden * model.norm_weights
-        own = books.part()
-        each = total([own, layer, loss._replace(params=0.0)])
-        heads = Part._make(model.mtp_layers * size for size in each)
-        copy = 0.0 if holds_embedding else table
-        return heads._replace(
-            params=heads.params + copy, transient=each.transient, dummies=own.dummies
-        )
-    act = 0.0
-    if kind in ("dense", "moe", "attention"):
-        _attention(books, model, rows, wide)
-        books.wait("attention", 2 * exchange, 2 * exchange)
-    if kind == "mamba":
-        _scan(books, model, rows, wide)
-        books.wait("mamba", 2 * exchange, 2 * exchange)
-    if kind in ("dense", "mlp"):
-        _norm(books, model, wide)
-        up = model.ffn * (2 if model.gated else 1) / t
-        books.linear("mlp", rows, hidden, up, gathers=True)
-        act = _activation(books, model, "mlp", rows * model.ffn / t)
-        books.linear("mlp", rows, model.ffn / t, hidden)
-        books.wait("mlp", 2 * exchange, 2 * exchange)
-        books.params += (up + hidden) * model.biases
-    if kind in ("moe", "experts"):
-        _norm(books, model, wide)
-        act = _experts(books, model, rows, exchange)
-    return books.part(mode, kept_whole=2 * wide, transient=act + 6 * wide)
+        layer = part_of(model, model.mtp_kind, sharding, device, mode)
+        loss = part_of(model, "loss", sharding, device)
+        return books.multi_token_prediction(layer, loss, holds_embedding=holds_embedding)
+    return books.layer(kind, mode)
 
 
 def parameters(model: ModelSizes, device: DeviceKind) -> tuple[float, float]:
     """Return the weights of a model without multi-token prediction: all, and those of a token."""
-    ends: list[Kind | LayerKind] = ["embedding", "loss"]
-    whole = total([part_of(model, kind, Sharding(sequence=1), device)
-                   for kind in [*ends, *model.kinds]])  # fmt: skip
-    used = whole.expert_params * model.top_k / max(model.num_experts, 1)
-    return whole.params + whole.expert_params, whole.params + used
+    kinds: list[Kind | LayerKind] = ["embedding", "loss", *model.kinds]
+    unsharded = Sharding(sequence=1)
+    whole = total([part_of(model, kind, unsharded, device) for kind in kinds])
+    active_expert_params = whole.expert_params * model.top_k / max(model.num_experts, 1)
+    return whole.params + whole.expert_params, whole.params + active_expert_params
 
 
-def _kept_by_norm(model: ModelSizes, elements: float, width: float) -> float:
-    """Return the bytes that torch's norm keeps of its input: RMSNorm computes in fp32, twice."""
-    return (8 if model.norm_weights == 1 else 2) * elements + 4 * elements / width
+class _Books:
+    """Writes one part of a model into a ledger."""
 
+    def __init__(
+        self, model: ModelSizes, sharding: Sharding, device: DeviceKind, kind: Kind | LayerKind
+    ) -> None:
+        self.model, self.sharding, self.device = model, sharding, device
+        self.tensor = sharding.tensor
+        self.hidden = float(model.hidden)
+        self.tokens = sharding.sequence * sharding.micro_batch / sharding.context
+        """Of a micro-batch on this rank; tensor parallelism divides them between layers."""
+        self.activation_elements = self.tokens * self.hidden / self.tensor
+        """Of [s, b, h] on this rank."""
+        self.table_params = model.vocabulary * self.hidden / self.tensor
+        in_low_precision = kind != "embedding"
+        if kind == "loss":
+            in_low_precision = sharding.techniques.outputs_in_8bit
+        self.ledger = _Ledger(device, sharding, in_low_precision=in_low_precision)
+        # Transformer Engine gathers what a product takes after it is quantized (its function
+        # `gather_along_first_dim`), and scatters sums in bf16.
+        activation_size = self.tokens * self.hidden
+        gather = gather_s(device, self.ledger.operand_bytes * activation_size, self.tensor)
+        scatter = gather_s(device, 2 * activation_size, self.tensor)
+        self.exchange_s = (gather + scatter) / 2
+        """Of a gather or scatter among tensor-parallel ranks."""
+        if sharding.techniques.overlaps_tensor:
+            self.exchange_s *= 1 - device.overlap
 
-def _norm(books: _Ledger, model: ModelSizes, wide: float) -> None:
-    """Add a norm and the sum with the residual."""
-    books.params += model.hidden * model.norm_weights
-    books.keep("base", 2 * wide, _kept_by_norm(model, wide, model.hidden))
-    books.keep("layernorm", books.bytes * wide, 2 * wide)
-    books.pass_over("layernorm", 4 * wide, 6 * wide)
-    books.pass_over("base", 6 * wide, 6 * wide)
+    def embedding(self) -> Part:
+        """Return the part of the embedding."""
+        ledger, elements = self.ledger, self.activation_elements
+        # A gradient as large as the table is cleared, and added to Megatron's buffer, fused or not.
+        gradient_bytes = 2 * (2 + self.sharding.techniques.gradient_bytes) * self.table_params
+        ledger.elementwise("base", 4 * elements, 10 * elements + gradient_bytes)
+        ledger.wait("base", self.exchange_s, self.exchange_s)
+        ledger.params = self.table_params + self.model.learned_positions * self.hidden
+        return ledger.part()
 
+    def loss(self, *, holds_embedding: bool) -> Part:
+        """Return the part of the last norm, the output layer and the loss."""
+        ledger, model, elements = self.ledger, self.model, self.activation_elements
+        ledger.linear(
+            "base", self.tokens, self.hidden, model.vocabulary / self.tensor, gathers=True
+        )
+        logits = self.tokens * model.vocabulary / self.tensor
+        # Bytes of traffic for each logit. Unfused: a copy in fp32, its largest, less that,
+        # exponentials, their sum, over that.
+        forward_bytes, backward_bytes = 38, 10
+        if self.sharding.fused_loss:
+            forward_bytes, backward_bytes = 10, 10
+            if self.sharding.techniques.loses_in_place:
+                forward_bytes, backward_bytes = 6, 4
+        ledger.elementwise(
+            "base",
+            forward_bytes * logits + 6 * elements,
+            backward_bytes * logits + 6 * elements,
+            kernels=8,
+        )
+        ledger.wait("base", self.exchange_s, self.exchange_s)
+        ledger.keep("base", 4 * elements, self._kept_by_norm(elements) + 2 * elements)
+        shared_params = 0.0
+        if model.is_tied and holds_embedding:
+            shared_params = self.table_params
+        ledger.params += self.hidden * model.norm_weights - shared_params
+        # The unfused loss has logits or their gradients in bf16 beside probabilities in fp32.
+        bytes_at_once = 6
+        if self.sharding.fused_loss:
+            bytes_at_once = 4
+        return ledger.part(transient_bytes=bytes_at_once * logits)._replace(logits=4 * logits)
 
-def _experts(books: _Ledger, model: ModelSizes, rows: float, exchange: float) -> float:
-    """Add a mixture of experts; return the bytes of its gradients."""
-    by, device, hidden, width = books.by, books.device, float(model.hidden), model.expert_hidden
-    t = by.tensor
-    tokens, chosen = rows / t, rows / t * model.top_k
-    local = model.num_experts // by.expert
-    up = model.expert_ffn * (2 if model.gated else 1)
-    books.linear("router", tokens, hidden, model.num_experts)
-    books.pass_over("router", 16 * tokens * model.num_experts, 16 * tokens * model.num_experts, 20)
-    if width != hidden:
-        books.linear("moe", tokens, hidden, width)
-        books.linear("moe", tokens, width, hidden)
-        books.saved["moe"] += 4 * tokens * width
-    # Permuted, and sorted by expert, on both ways. 6 bytes are assumed, whatever the dispatcher,
-    # which fits the fitted rows best; a kernel for each way would move 8.
-    passes = 6 * chosen * width
-    books.pass_over("moe", passes, passes, 6)
-    books.saved["moe"] += books.bytes * chosen * width
-    books.experts(chosen / local, width, up, local)
-    act = _activation(books, model, "moe_act", chosen * model.expert_ffn)
-    if model.biases:
-        books.params += model.num_experts
-        books.expert_params += local * (up + width)
-        each = device.biases_fused if by.techniques.fuses_experts else device.biases
-        passes = each * chosen * up
-        books.pass_over("moe", passes, passes, 4)
-    books.experts(chosen / local, model.expert_ffn, width, local)
-    # Scores; of each choice where it goes and comes from in 8 bytes, and its weight.
-    marks = tokens * (3 * model.num_experts + 22 * model.top_k)
-    books.keep("base", 8 * tokens * model.num_experts, marks)
-    if by.techniques.graphs == "step":  # what is kept goes to a buffer of fixed size and back
-        books.pass_over("moe", 2 * books.saved["moe"], 2 * books.saved["moe"], 2)
-    if model.shared_ffn:
-        own = model.shared_ffn / t
-        books.linear("shared_experts", rows, hidden, own * (2 if model.gated else 1), gathers=True)
-        act = max(act, _activation(books, model, "shared_experts", rows * own))
-        books.linear("shared_experts", rows, own, hidden)
-        books.wait("shared_experts", 2 * exchange, 2 * exchange)
-    once = model.top_k if by.techniques.sends_once else 0
-    there = 2 * all_to_all_s(device, 2 * chosen * width, by.expert, once)
-    books.wait("moe", there, there)
-    books.exchange = 2 * there
-    books.launch("moe", 40)
-    return act
+    def multi_token_prediction(self, layer: Part, loss: Part, *, holds_embedding: bool) -> Part:
+        """Return the part of all heads, each with such a layer and loss."""
+        ledger, model, elements = self.ledger, self.model, self.activation_elements
+        ledger.linear("base", self.tokens, 2 * self.hidden, self.hidden / self.tensor, gathers=True)
+        ledger.elementwise("base", 16 * elements, 24 * elements, kernels=3)
+        ledger.wait("base", self.exchange_s, self.exchange_s)
+        ledger.keep("base", 8 * elements, 2 * self._kept_by_norm(elements) + 4 * elements)
+        ledger.params += 3 * self.hidden * model.norm_weights
+        projection = ledger.part()
+        # All heads use the output layer's weights.
+        head = total([projection, layer, loss._replace(params=0.0)])
+        heads = Part._make(model.mtp_layers * size for size in head)
+        copied_params = 0.0 if holds_embedding else self.table_params
+        return heads._replace(
+            params=heads.params + copied_params,
+            transient=head.transient,
+            dummies=projection.dummies,
+        )
 
+    def layer(self, kind: LayerKind, mode: frozenset[str]) -> Part:
+        """Return the part of a layer."""
+        ledger, model = self.ledger, self.model
+        activation_bytes = 0.0
+        if kind in ("dense", "moe", "attention"):
+            self._attention()
+            ledger.wait("attention", 2 * self.exchange_s, 2 * self.exchange_s)
+        if kind == "mamba":
+            self._scan()
+            ledger.wait("mamba", 2 * self.exchange_s, 2 * self.exchange_s)
+        if kind in ("dense", "mlp"):
+            self._norm()
+            projections_up = 2 if model.gated else 1
+            width_up = model.ffn * projections_up / self.tensor
+            ledger.linear("mlp", self.tokens, self.hidden, width_up, gathers=True)
+            activation_bytes = self._activation("mlp", self.tokens * model.ffn / self.tensor)
+            ledger.linear("mlp", self.tokens, model.ffn / self.tensor, self.hidden)
+            ledger.wait("mlp", 2 * self.exchange_s, 2 * self.exchange_s)
+            ledger.params += (width_up + self.hidden) * model.biases
+        if kind in ("moe", "experts"):
+            self._norm()
+            activation_bytes = self._experts()
+        return ledger.part(
+            mode,
+            layer_input_bytes=2 * self.activation_elements,
+            transient_bytes=activation_bytes + 6 * self.activation_elements,
+        )
 
-def _scan(books: _Ledger, model: ModelSizes, rows: float, wide: float) -> None:
-    """Add a Mamba-2 layer with its norm."""
-    t, hidden = books.by.tensor, float(model.hidden)
-    _norm(books, model, wide)
-    inner = model.scan_heads * model.scan_head_size / t
-    states = 2 * model.scan_groups * model.scan_state / t
-    heads = model.scan_heads / t
-    books.linear("mamba", rows, hidden, 2 * inner + states + heads)
-    # Convolution, scan in chunks, gated norm: bound by memory, as Triton's kernels are.
-    size = rows * (inner + states)
-    books.saved["mamba"] += 2 * rows * (4 * inner + 2 * states)
-    scan = books.device.scan_bytes * size
-    books.pass_over("mamba", scan, 2.5 * scan, 14)
-    books.linear("mamba", rows, inner, hidden)
-    books.params += 5 * (inner + states) + inner + 3 * heads
-    books.operations += 7 * rows * inner * model.scan_state
+    def _kept_by_norm(self, elements: float, width: float | None = None) -> float:
+        """Return the bytes that torch's norm keeps of its input, of this width or the hidden size.
 
+        RMSNorm computes in fp32, twice.
+        """
+        bytes_per_element = 2
+        if self.model.norm_weights == 1:
+            bytes_per_element = 8
+        return bytes_per_element * elements + 4 * elements / (width or self.hidden)
 
-def _attention(books: _Ledger, model: ModelSizes, rows: float, wide: float) -> None:
-    """Add attention with its norm."""
-    by, hidden, device = books.by, float(model.hidden), books.device
-    t = by.tensor
-    heads = model.heads / t
-    queries, values = heads * model.head_size, heads * model.value_size
-    _norm(books, model, wide)
-    if model.is_latent:
-        plain, latent = model.head_size - model.rotary_size, model.key_value_rank
-        keys = heads * (plain + model.value_size)
-        books.params += latent * model.qk_norm
-        books.linear("attention", rows / t, hidden, latent + model.rotary_size)
-        books.linear("mla_up_proj", rows, latent, keys)
-        books.waiting -= books.bytes * rows / t * hidden  # queries are made of the same input
-        small = latent + model.rotary_size
-        if rank := model.query_rank:
-            books.linear("attention", rows / t, hidden, rank)
-            books.linear("mla_up_proj", rows, rank, queries)
-            books.params += rank * model.qk_norm
-            small += rank
+    def _norm(self) -> None:
+        """Add a norm and the sum with the residual."""
+        ledger, elements = self.ledger, self.activation_elements
+        ledger.params += self.model.hidden * self.model.norm_weights
+        ledger.keep("base", 2 * elements, self._kept_by_norm(elements))
+        ledger.keep("layernorm", ledger.operand_bytes * elements, 2 * elements)
+        ledger.elementwise("layernorm", 4 * elements, 6 * elements)
+        ledger.elementwise("base", 6 * elements, 6 * elements)
+
+    def _experts(self) -> float:
+        """Add a mixture of experts; return the bytes of its gradients."""
+        ledger, model, device = self.ledger, self.model, self.device
+        techniques, num_ranks = self.sharding.techniques, self.sharding.expert
+        width = model.expert_hidden
+        tokens = self.tokens / self.tensor
+        choices = tokens * model.top_k
+        """Pairs of a token and one of its experts."""
+        num_local = model.num_experts // num_ranks
+        width_up = model.expert_ffn * (2 if model.gated else 1)
+        ledger.linear("router", tokens, self.hidden, model.num_experts)
+        score_bytes = 16 * tokens * model.num_experts
+        ledger.elementwise("router", score_bytes, score_bytes, kernels=20)
+        if width != self.hidden:
+            ledger.linear("moe", tokens, self.hidden, width)
+            ledger.linear("moe", tokens, width, self.hidden)
+            ledger.saved_bytes["moe"] += 4 * tokens * width
+        # Permuted, and sorted by expert, on both ways. 6 bytes are assumed, whatever the
+        # dispatcher, which fits the fitted rows best; a kernel for each way would move 8.
+        permuted_bytes = 6 * choices * width
+        ledger.elementwise("moe", permuted_bytes, permuted_bytes, kernels=6)
+        ledger.saved_bytes["moe"] += ledger.operand_bytes * choices * width
+        ledger.experts(choices / num_local, width, width_up, num_local)
+        gradient_bytes = self._activation("moe_act", choices * model.expert_ffn)
+        if model.biases:
+            ledger.params += model.num_experts
+            ledger.expert_params += num_local * (width_up + width)
+            bias_bytes = device.biases
+            if techniques.fuses_experts:
+                bias_bytes = device.biases_fused
+            traffic_bytes = bias_bytes * choices * width_up
+            ledger.elementwise("moe", traffic_bytes, traffic_bytes, kernels=4)
+        ledger.experts(choices / num_local, model.expert_ffn, width, num_local)
+        # Scores; of each choice where it goes and comes from in 8 bytes, and its weight.
+        local_bytes = tokens * (3 * model.num_experts + 22 * model.top_k)
+        ledger.keep("base", 8 * tokens * model.num_experts, local_bytes)
+        if techniques.graphs == "step":  # what is kept goes to a buffer of fixed size and back
+            copied_bytes = 2 * ledger.saved_bytes["moe"]
+            ledger.elementwise("moe", copied_bytes, copied_bytes, kernels=2)
+        if model.shared_ffn:
+            gradient_bytes = max(gradient_bytes, self._shared_experts())
+        copies_sent_once = model.top_k if techniques.sends_once else 0
+        # To the experts and back.
+        exchange_s = 2 * all_to_all_s(device, 2 * choices * width, num_ranks, copies_sent_once)
+        ledger.wait("moe", exchange_s, exchange_s)
+        ledger.exchange_s = 2 * exchange_s
+        ledger.launch("moe", 40)
+        return gradient_bytes
+
+    def _shared_experts(self) -> float:
+        """Add experts that get all tokens; return the bytes of their gradients."""
+        ledger = self.ledger
+        width = self.model.shared_ffn / self.tensor
+        width_up = width * (2 if self.model.gated else 1)
+        ledger.linear("shared_experts", self.tokens, self.hidden, width_up, gathers=True)
+        gradient_bytes = self._activation("shared_experts", self.tokens * width)
+        ledger.linear("shared_experts", self.tokens, width, self.hidden)
+        ledger.wait("shared_experts", 2 * self.exchange_s, 2 * self.exchange_s)
+        return gradient_bytes
+
+    def _scan(self) -> None:
+        """Add a Mamba-2 layer with its norm."""
+        ledger, model = self.ledger, self.model
+        self._norm()
+        inner_width = model.scan_heads * model.scan_head_size / self.tensor
+        states = 2 * model.scan_groups * model.scan_state / self.tensor
+        heads = model.scan_heads / self.tensor
+        ledger.linear("mamba", self.tokens, self.hidden, 2 * inner_width + states + heads)
+        # Convolution, scan in chunks, gated norm: bound by memory, as Triton's kernels are.
+        channels = self.tokens * (inner_width + states)
+        ledger.saved_bytes["mamba"] += 2 * self.tokens * (4 * inner_width + 2 * states)
+        scan_bytes = self.device.scan_bytes * channels
+        ledger.elementwise("mamba", scan_bytes, 2.5 * scan_bytes, kernels=14)
+        ledger.linear("mamba", self.tokens, inner_width, self.hidden)
+        ledger.params += 5 * (inner_width + states) + inner_width + 3 * heads
+        ledger.operations += 7 * self.tokens * inner_width * model.scan_state
+
+    def _attention(self) -> None:
+        """Add attention with its norm."""
+        model = self.model
+        heads = model.heads / self.tensor
+        query_width, value_width = heads * model.head_size, heads * model.value_size
+        self._norm()
+        if model.is_latent:
+            key_value_width = self._latent_projections(heads, query_width, value_width)
+            rotated_width = model.rotary_size
         else:
-            books.linear("attention", rows, hidden, queries)
-        kept = 2 * rows * small  # latents that norms would copy
-        if model.qk_norm:
-            kept = 2 * rows * (small - model.rotary_size)
-            kept += _kept_by_norm(model, rows * latent, latent)
-            kept += _kept_by_norm(model, rows * rank, rank) if rank else 0.0
-        books.keep("attention", 4 * rows * small / t, kept)
-        books.saved["mla_up_proj"] += 2 * rows * (2 * queries + values)
-        turning = model.rotary_size
+            rotated_width = 0 if model.learned_positions else model.head_size
+            key_value_width = self._projections(heads, query_width, value_width, rotated_width)
+        self._attention_kernels(query_width, value_width, key_value_width)
+        self._keep_attention(heads, value_width, rotated_width)
+        self.ledger.linear("attention", self.tokens, value_width, self.hidden)
+        self.ledger.params += self.hidden * model.biases
+
+    def _latent_projections(self, heads: float, query_width: float, value_width: float) -> float:
+        """Add the projections of multi-latent attention; return the width of keys and values."""
+        ledger, model, tokens = self.ledger, self.model, self.tokens
+        plain_size, key_value_rank = model.head_size - model.rotary_size, model.key_value_rank
+        key_value_outputs = heads * (plain_size + model.value_size)
+        ledger.params += key_value_rank * model.qk_norm
+        ledger.linear(
+            "attention", tokens / self.tensor, self.hidden, key_value_rank + model.rotary_size
+        )
+        ledger.linear("mla_up_proj", tokens, key_value_rank, key_value_outputs)
+        # Queries are made of the same input.
+        ledger.waiting_bytes -= ledger.operand_bytes * tokens / self.tensor * self.hidden
+        latent_width = key_value_rank + model.rotary_size
+        query_rank = model.query_rank
+        if query_rank:
+            ledger.linear("attention", tokens / self.tensor, self.hidden, query_rank)
+            ledger.linear("mla_up_proj", tokens, query_rank, query_width)
+            ledger.params += query_rank * model.qk_norm
+            latent_width += query_rank
+        else:
+            ledger.linear("attention", tokens, self.hidden, query_width)
+        local_bytes = 2 * tokens * latent_width
+        if model.qk_norm:  # norms copy the latents
+            local_bytes = 2 * tokens * (latent_width - model.rotary_size)
+            local_bytes += self._kept_by_norm(tokens * key_value_rank, key_value_rank)
+            if query_rank:
+                local_bytes += self._kept_by_norm(tokens * query_rank, query_rank)
+        ledger.keep("attention", 4 * tokens * latent_width / self.tensor, local_bytes)
+        ledger.saved_bytes["mla_up_proj"] += 2 * tokens * (2 * query_width + value_width)
         # Rotated in place, and keys put together: one kernel each.
-        books.pass_over("mla_up_proj", 5 * rows * queries, 5 * rows * queries, 6)
-        each = queries + values
-    else:
-        groups = max(1.0, model.query_groups / t)
-        each = groups * (model.head_size + model.value_size)
-        books.linear("attention", rows, hidden, queries + each, gathers=True)
-        # A view of what the product gave keeps all of it. Turning copies queries and keys, and
+        traffic_bytes = 5 * tokens * query_width
+        ledger.elementwise("mla_up_proj", traffic_bytes, traffic_bytes, kernels=6)
+        return query_width + value_width
+
+    def _projections(
+        self, heads: float, query_width: float, value_width: float, rotated_width: int
+    ) -> float:
+        """Add the projection of grouped-query attention; return the width of keys and values."""
+        ledger, model, tokens = self.ledger, self.model, self.tokens
+        groups = max(1.0, model.query_groups / self.tensor)
+        key_value_width = groups * (model.head_size + model.value_size)
+        output_width = query_width + key_value_width
+        ledger.linear("attention", tokens, self.hidden, output_width, gathers=True)
+        # A view of what the product gave keeps all of it. Rotation copies queries and keys, and
         # groups are copied for each head.
-        turning = 0 if model.learned_positions else model.head_size
-        product, copied = queries + each, groups < heads
-        kept = 2 * rows * (product if not turning or not copied else queries)
-        kept += 2 * rows * (queries + values if copied else 2 * queries if turning else 0)
+        copies_groups = groups < heads
+        viewed_width = output_width
+        if rotated_width and copies_groups:
+            viewed_width = query_width
+        copied_width = 0.0
+        if copies_groups:
+            copied_width = query_width + value_width
+        elif rotated_width:
+            copied_width = 2 * query_width
+        local_bytes = 2 * tokens * viewed_width
+        local_bytes += 2 * tokens * copied_width
         if model.qk_norm:
-            kept += _kept_by_norm(model, rows * (queries + each / 2), model.head_size)
-        books.keep("attention", 2 * rows * product, kept)
+            normed_elements = tokens * (query_width + key_value_width / 2)
+            local_bytes += self._kept_by_norm(normed_elements, model.head_size)
+        ledger.keep("attention", 2 * tokens * output_width, local_bytes)
         passes = 4 if model.qk_norm else 2
-        books.pass_over("attention", 2 * passes * rows * queries, 2 * passes * rows * queries, 4)
-        books.params += model.qkv_biases * (queries + each)
-        books.params += 2 * model.head_size * model.norm_weights * model.qk_norm
-    # Half of the square: causal. Two products forward, five backward.
-    seen = by.sequence * (1 - model.window_share)
-    seen += min(by.sequence, 2 * model.window) * model.window_share
-    square = seen * by.sequence * by.micro_batch / by.context * (queries + values)
-    books.operations += square
-    # Exponentials take as long for small heads.
-    rate = device.flops * min(1.0, model.head_size / 128)
-    if by.techniques.attends_in_8bit:
-        rate *= device.attention_8bit
-    forward = square / (rate * device.attention_forward) + 5 * device.kernel_s
-    backward = 2.5 * square / (rate * device.attention_backward) + 5 * device.kernel_s
-    books.wait("core_attn", forward, backward)
-    books.launch("attention", 10)
-    if by.context > 1:
-        round_s = gather_s(device, 2 * rows * by.context * each, by.context, t)
-        books.wait("attention", max(0.0, round_s - forward), max(0.0, 2 * round_s - backward))
-    # Attention keeps its output in bf16, a product in fewer bits its own copy. Megatron's own
-    # attention keeps the scores in bf16, and the sines and cosines of queries and keys.
-    copy = books.bytes if books.precision != "bf16" else 0.0
-    scores = 2 * heads * by.micro_batch * (by.sequence / by.context) * by.sequence
-    books.keep(
-        "attention",
-        (2 + copy) * rows * values + 4 * rows * heads,
-        2 * rows * values + 8 * by.sequence * turning,
-    )
-    books.keep("core_attn", 0.0, scores)
-    books.linear("attention", rows, values, hidden)
-    books.params += hidden * model.biases
+        traffic_bytes = 2 * passes * tokens * query_width
+        ledger.elementwise("attention", traffic_bytes, traffic_bytes, kernels=4)
+        ledger.params += model.qkv_biases * output_width
+        ledger.params += 2 * model.head_size * model.norm_weights * model.qk_norm
+        return key_value_width
 
+    def _attention_kernels(
+        self, query_width: float, value_width: float, key_value_width: float
+    ) -> None:
+        """Add the two products of the forward and the five of the backward, causal."""
+        ledger, model, device, sharding = self.ledger, self.model, self.device, self.sharding
+        # Keys that a query sees, twice the mean: the mask leaves out half of the square.
+        seen_keys = sharding.sequence * (1 - model.window_share)
+        seen_keys += min(sharding.sequence, 2 * model.window) * model.window_share
+        operations = (
+            seen_keys
+            * sharding.sequence
+            * sharding.micro_batch
+            / sharding.context
+            * (query_width + value_width)
+        )
+        ledger.operations += operations
+        # Exponentials take as long for small heads.
+        rate = device.flops * min(1.0, model.head_size / 128)
+        if sharding.techniques.attends_in_8bit:
+            rate *= device.attention_8bit
+        forward_s = operations / (rate * device.attention_forward) + 5 * device.kernel_s
+        backward_s = 2.5 * operations / (rate * device.attention_backward) + 5 * device.kernel_s
+        ledger.wait("core_attn", forward_s, backward_s)
+        ledger.launch("attention", 10)
+        if sharding.context > 1:
+            ring_bytes = 2 * self.tokens * sharding.context * key_value_width
+            ring_s = gather_s(device, ring_bytes, sharding.context, self.tensor)
+            shown_in_forward_s = max(0.0, ring_s - forward_s)
+            shown_in_backward_s = max(0.0, 2 * ring_s - backward_s)
+            ledger.wait("attention", shown_in_forward_s, shown_in_backward_s)
 
-def _activation(books: _Ledger, model: ModelSizes, module: str, elements: float) -> float:
-    """Add the activation function; return the bytes of its gradients."""
-    inputs = 2 if model.gated else 1
-    # Recomputed alone, an activation's input stays.
-    books.saved["moe" if module == "moe_act" else module] += 2 * inputs * elements
-    books.saved[module] += books.bytes * elements
-    # Outside the fused kernel, a compiled one multiplies by the experts' probabilities in fp32, and
-    # its backward reads all twice.
-    again = module == "moe_act" and not books.by.techniques.fuses_experts
-    each = elements * (books.device.activation if again else 2.0)
-    books.pass_over(module, each * (inputs + 1), each * (2 * inputs + 1))
-    return 2 * elements * (inputs + 1)
+    def _keep_attention(self, heads: float, value_width: float, rotated_width: int) -> None:
+        """Add the bytes that the products of attention keep."""
+        ledger, sharding = self.ledger, self.sharding
+        # Attention keeps its output in bf16, a product in fewer bits its own copy. Megatron's own
+        # attention keeps the scores in bf16, and the sines and cosines of queries and keys.
+        copy_bytes = 0.0
+        if ledger.precision != "bf16":
+            copy_bytes = ledger.operand_bytes
+        fused_bytes = (2 + copy_bytes) * self.tokens * value_width + 4 * self.tokens * heads
+        local_bytes = 2 * self.tokens * value_width + 8 * sharding.sequence * rotated_width
+        ledger.keep("attention", fused_bytes, local_bytes)
+        keys = sharding.sequence / sharding.context
+        score_bytes = 2 * heads * sharding.micro_batch * keys * sharding.sequence
+        ledger.keep("core_attn", 0.0, score_bytes)
+
+    def _activation(self, module: str, elements: float) -> float:
+        """Add the activation function; return the bytes of its gradients."""
+        ledger = self.ledger
+        num_inputs = 2 if self.model.gated else 1
+        # Recomputed alone, an activation's input stays.
+        input_module = "moe" if module == "moe_act" else module
+        ledger.saved_bytes[input_module] += 2 * num_inputs * elements
+        ledger.saved_bytes[module] += ledger.operand_bytes * elements
+        # Outside the fused kernel, a compiled one multiplies by the experts' probabilities in fp32,
+        # and its backward reads all twice.
+        bytes_per_element = 2.0
+        if module == "moe_act" and not self.sharding.techniques.fuses_experts:
+            bytes_per_element = self.device.activation
+        element_bytes = elements * bytes_per_element
+        forward_bytes = element_bytes * (num_inputs + 1)
+        backward_bytes = element_bytes * (2 * num_inputs + 1)
+        ledger.elementwise(module, forward_bytes, backward_bytes)
+        return 2 * elements * (num_inputs + 1)

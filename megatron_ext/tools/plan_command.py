@@ -10,7 +10,8 @@ import os
 import re
 import sys
 import time
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +19,41 @@ from megatron_ext.config.incompatible import RULES
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.files import cannot_write, write_text
 from megatron_ext.planning.hardware import DEVICES, DeviceKind, parse_devices
-from megatron_ext.planning.layer_costs import ASSUMPTIONS, mode_name, parameters, recompute_modes
-from megatron_ext.planning.layout_search import (
-    FIXABLE,
-    MEGATRONS,
-    Found,
-    Layout,
-    Question,
-    fits,
-    fixed_text,
-    search,
-    timeline_of,
-)
+from megatron_ext.planning.layer_costs import mode_name, recompute_modes
+from megatron_ext.planning.layout_forecast import Layout, timeline_of
+from megatron_ext.planning.layout_search import MEGATRONS, SearchResult, fits, search
 from megatron_ext.planning.model_sizes import ModelSizes, read_model
-from megatron_ext.planning.techniques import PRECISIONS, techniques_of_flags
-from megatron_ext.schedules.commands import aligned, refuse_others
+from megatron_ext.planning.question import FIXABLE, Question, fixed_text
+from megatron_ext.planning.techniques import PRECISIONS, Techniques, techniques_of_flags
+from megatron_ext.schedules.commands import refuse_others
 from megatron_ext.schedules.drawing import svg
 from megatron_ext.schedules.generators.catalog import get
 from megatron_ext.schedules.table.cuts import parse_layout
 from megatron_ext.tools import calibrate
+from megatron_ext.tools.plan_text import (
+    UNLIMITED_GIB,
+    explanation_lines,
+    result_as_dict,
+    result_lines,
+)
 
 _FLAGS = (
     *("model", "size", "devices", "global_batch_size", "seq_length", "fix", "precision"),
     *("picture", "cross_entropy_loss_fusion", "no_overlap", "explain"),
 )
-_CHOSEN = {
+_LAYOUT_FLAGS = {
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
     *("--expert-model-parallel-size", "--micro-batch-size", "--pipeline-model-parallel-layout"),
     *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
     *("--pipeline-schedule", "--enable-bitpipe-schedule", "--pipeline-layout"),
     *("--recompute-granularity", "--recompute-modules"),
 }
-"""Flags of the layout, which are no sizes of the model."""
-_MOST_DOUBLINGS = 6
-_MOST = 10**9
-"""Sequences or tokens that can be planned."""
+"""Flags that the planner chooses itself: they say nothing of the model."""
+_RECIPE_MODULES = frozenset({"core_attn", "mlp", "shared_experts"})
+"""Modules that recipes with experts recompute, and that the search does not try."""
+_MAX_DOUBLINGS = 6
+_MAX_COUNT = 10**9
+"""Sequences of a step, or tokens of a sequence."""
 
 
 def add_to_plan(subparsers: Any) -> None:
@@ -127,94 +128,111 @@ def _run_plan(args: argparse.Namespace) -> int:
     if args.calibrate is not None:
         return calibrate.run(args)
     if args.devices is None:
-        given = [name for name in _FLAGS if getattr(args, name) != args.parser.get_default(name)]
-        if given:
-            flag, example = given[0].replace("_", "-"), "--devices 64xh100"
-            if args.global_batch_size is None:
-                example += " --global-batch-size 1024"
-            raise ArgumentsError(f"--{flag} needs --devices; add, say, {example}")
-        if args.model_flags:
-            raise ArgumentsError(
-                f"unknown argument {args.model_flags[0]}; see megatron-ext plan --help"
-            )
-        return int(args.run_compared(args))
+        return _compare_schedules(args)
     refuse_others(
         args,
         (*_FLAGS, "memory_gib", "json", "trace_dir"),
         "{} compares schedules for sizes, --devices finds the sizes; leave one of them out "
         "(--fix pp=8,schedule=zb-v keeps values)",
     )
-    batch = args.global_batch_size
-    if batch is None or not 0 < batch <= _MOST:
-        example = "--global-batch-size 1024"
-        if args.model is None and not args.model_flags:
-            example = f"--model examples/llama3 {example}"
-        raise ArgumentsError(
-            f"--global-batch-size is {'missing' if batch is None else batch}; give the sequences "
-            f"of a step, say {example}"
-        )
+    _check_batch(args)
     if args.picture is not None and args.picture.suffix != ".svg":
         raise ArgumentsError(f"--picture {args.picture}: unknown file type; use .svg")
     job = _job(args)
-    begun = time.monotonic()
-    shows = sys.stderr.isatty()
-    try:
-        found = search(
-            job,
-            progress=_progress if shows else lambda _found, _left: None,
-            processes=(os.cpu_count() or 1) if hasattr(os, "fork") else 1,  # Windows has none
-        )
-    finally:
-        if shows:
-            print("\r\033[K", end="", file=sys.stderr)
-    if not found.plans:
-        found = _too_large(job, found)
+    began_s = time.monotonic()
+    result = _search_with_progress(job)
+    if not result.plans:
+        result = _too_large(job, result)
     if args.json:
-        content = {
-            "bound_s": found.bound_s,
-            "gap": found.gap,
-            "is_complete": found.is_complete,
-            "sizes": found.num_sizes,
-            "evaluated": found.num_evaluated,
-            "plans": [as_dict(plan) for plan in found.plans],
-        }
-        print(json.dumps(content, indent=1))
+        print(json.dumps(result_as_dict(result), indent=1))
     else:
-        _print(found, time.monotonic() - begun, job.device, explain=args.explain)
+        for line in result_lines(result, time.monotonic() - began_s, job.device):
+            print(line)
+        if args.explain:
+            for line in explanation_lines(result.plans, job.device):
+                print(line)
     if args.picture is not None:
-        _draw(found.plans[0], args.picture, job.device.memory_gib)
+        _draw(result.plans[0], args.picture, job.device.memory_gib)
     return 0
 
 
-def _too_large(job: Question, found: Found) -> Found:
+def _compare_schedules(args: argparse.Namespace) -> int:
+    """Run `plan` without a model, as the schedules have it.
+
+    Raises:
+        ArgumentsError: A flag is for models.
+    """
+    for name in _FLAGS:
+        if getattr(args, name) != args.parser.get_default(name):
+            example = "--devices 64xh100"
+            if args.global_batch_size is None:
+                example += " --global-batch-size 1024"
+            flag = name.replace("_", "-")
+            raise ArgumentsError(f"--{flag} needs --devices; add, say, {example}")
+    if args.model_flags:
+        raise ArgumentsError(
+            f"unknown argument {args.model_flags[0]}; see megatron-ext plan --help"
+        )
+    return int(args.run_compared(args))
+
+
+def _check_batch(args: argparse.Namespace) -> None:
+    batch = args.global_batch_size
+    if batch is not None and 0 < batch <= _MAX_COUNT:
+        return
+    example = "--global-batch-size 1024"
+    if args.model is None and not args.model_flags:
+        example = f"--model examples/llama3 {example}"
+    raise ArgumentsError(
+        f"--global-batch-size is {'missing' if batch is None else batch}; give the sequences "
+        f"of a step, say {example}"
+    )
+
+
+def _search_with_progress(job: Question) -> SearchResult:
+    """Search on all CPUs, with a line of progress on a terminal."""
+    num_processes = 1
+    if hasattr(os, "fork"):  # Windows has none
+        num_processes = os.cpu_count() or 1
+    if not sys.stderr.isatty():
+        return search(job, processes=num_processes)
+    try:
+        return search(job, progress=_show_progress, processes=num_processes)
+    finally:
+        print("\r\033[K", end="", file=sys.stderr)
+
+
+def _too_large(job: Question, result: SearchResult) -> SearchResult:
     """Return the forecast of given sizes that do not fit, with a notice.
 
     Raises:
-        ArgumentsError: Nothing fits, with what would; or nothing was found so far.
+        ArgumentsError: Nothing fits, with what would; or nothing fitted so far.
+        KeyboardInterrupt: The user interrupted the forecast.
     """
-    if not found.is_complete:
+    if not result.is_complete:
         raise ArgumentsError("interrupted before any layout fitted; let it run longer")
     if not job.fixed.keys() >= {"tp", "pp", "micro_batch"}:
         raise ArgumentsError(_what_would_fit(job))
     # A forecast of given sizes, which recipes make fit by what the planner does not search.
-    found = search(replace(job, device=_without_limit(job.device)), keep=1)
-    if not found.is_complete:
+    unlimited = search(replace(job, device=_without_limit(job.device)), keep=1)
+    if not unlimited.is_complete:
         raise KeyboardInterrupt
-    if not found.plans:
+    if not unlimited.plans:
         raise ArgumentsError(_what_would_fit(job))
-    [plan] = found.plans
+    [plan] = unlimited.plans
     # Megatron shards weights under its own schedules, and offloads whole layers in one stage only.
-    shards = plan.sizes.pp == 1 or plan.schedule in MEGATRONS
-    remedy = "shard the weights (--use-megatron-fsdp)" if shards else "fix less"
-    offload = (
-        "cpu-offloading-num-layers" if plan.sizes.pp == 1 else "fine-grained-activation-offloading"
-    )
+    remedy = "fix less"
+    if plan.sizes.pp == 1 or plan.schedule in MEGATRONS:
+        remedy = "shard the weights (--use-megatron-fsdp)"
+    offload_flag = "--fine-grained-activation-offloading"
+    if plan.sizes.pp == 1:
+        offload_flag = "--cpu-offloading-num-layers"
     print(
         f"does not fit: {max(plan.memory_gib):.0f} GiB on the worst rank of "
-        f"{job.device.memory_gib:g}; {remedy}, or keep activations on the host (--{offload})",
+        f"{job.device.memory_gib:g}; {remedy}, or keep activations on the host ({offload_flag})",
         file=sys.stderr,
     )
-    return found
+    return unlimited
 
 
 def _draw(plan: Layout, path: Path, limit_gib: float) -> None:
@@ -222,10 +240,10 @@ def _draw(plan: Layout, path: Path, limit_gib: float) -> None:
         raise ArgumentsError(
             f"--picture {path}: the first layout has no pipeline to draw; --fix pp=2 keeps one"
         )
-    timeline, memory = timeline_of(plan), plan.memory_gib
+    timeline, memory_gib = timeline_of(plan), plan.memory_gib
     if timeline.schedule.placement.twins == 2:  # the second pipeline mirrors the first
-        memory += memory[::-1]
-    text = svg.draw(timeline, unit="s", memory_gib=memory, limit_gib=limit_gib)
+        memory_gib += memory_gib[::-1]
+    text = svg.draw(timeline, unit="s", memory_gib=memory_gib, limit_gib=limit_gib)
     try:
         write_text(path, text)
     except OSError as error:
@@ -234,239 +252,184 @@ def _draw(plan: Layout, path: Path, limit_gib: float) -> None:
 
 def _job(args: argparse.Namespace) -> Question:
     model = read_model(args.model, args.size, args.model_flags)
-    count, device = parse_devices(args.devices)
+    num_devices, device = parse_devices(args.devices)
     if args.memory_gib is not None:
         device = replace(device, memory_gib=args.memory_gib, reserve_gib=0.0)
     if args.trace_dir is not None:
-        measured = calibrate.of_trace(args.trace_dir, model, device)
+        factors = calibrate.of_trace(args.trace_dir, model, device)
         sources = {**device.sources, "measured": "the trace"}
-        device = replace(device, measured=measured, sources=sources)
+        device = replace(device, measured=factors, sources=sources)
     sequence = model.sequence if args.seq_length is None else args.seq_length
-    if sequence is None or not 0 < sequence <= _MOST:
+    if sequence is None or not 0 < sequence <= _MAX_COUNT:
         raise ArgumentsError(
             f"--seq-length is {'missing' if sequence is None else sequence}; give the tokens, say "
             "4096"
         )
     techniques = techniques_of_flags(model.flags, args.precision)
     fixed = _fixed(model, args.fix or "")
-    schedule = fixed.get("schedule", MEGATRONS[0])
-    if techniques.graphs not in ("auto", "none") and schedule not in MEGATRONS:
-        raise ArgumentsError(
-            f"--fix schedule={schedule} excludes CUDA graphs, which are recorded in the order of "
-            "Megatron's own schedules; leave --cuda-graph-impl and --cuda-graph-scope out"
-        )
-    names = [flag.partition("=")[0] for flag in args.model_flags]
-    if chosen := [name for name in names if name in _CHOSEN]:
+    _check_graphs(techniques, fixed)
+    flag_names = [flag.partition("=")[0] for flag in args.model_flags]
+    layout_flags = [name for name in flag_names if name in _LAYOUT_FLAGS]
+    if layout_flags:
         print(
-            f"plan chooses {', '.join(chosen)} itself; --fix keeps values, and "
+            f"plan chooses {', '.join(layout_flags)} itself; --fix keeps values, and "
             f"`megatron-ext doctor --devices {args.devices} -- FLAGS` judges those that you have",
             file=sys.stderr,
         )
     return Question(
         model=model,
         device=device,
-        num_devices=count,
+        num_devices=num_devices,
         global_batch=args.global_batch_size,
         sequence=sequence,
         pair_rules=RULES["pairs"],
         techniques=techniques,
-        fused_loss=args.cross_entropy_loss_fusion or "--cross-entropy-loss-fusion" in names,
+        fused_loss=args.cross_entropy_loss_fusion or "--cross-entropy-loss-fusion" in flag_names,
         overlaps=not args.no_overlap,
         fixed=fixed,
     )
 
 
+def _check_graphs(techniques: Techniques, fixed: dict[str, Any]) -> None:
+    schedule = fixed.get("schedule", MEGATRONS[0])
+    if techniques.graphs not in ("auto", "none") and schedule not in MEGATRONS:
+        raise ArgumentsError(
+            f"--fix schedule={schedule} excludes CUDA graphs, which are recorded in the order of "
+            "Megatron's own schedules; leave --cuda-graph-impl and --cuda-graph-scope out"
+        )
+
+
 def _fixed(model: ModelSizes, text: str) -> dict[str, Any]:
     """Read `--fix`, by key."""
     fixed: dict[str, Any] = {}
-    # A layout has commas of its own: only those in front of a KEY= separate.
-    for item in filter(None, re.split(r",(?=[a-z_]+=)", text)):
-        key, _, value = item.partition("=")
+    # A layout has commas inside: only those in front of a KEY= separate.
+    for assignment in re.split(r",(?=[a-z_]+=)", text):
+        if not assignment:
+            continue
+        key, _, value = assignment.partition("=")
         if key not in FIXABLE:
-            raise ArgumentsError(f"--fix {item}: there is no {key}; use {', '.join(FIXABLE)}")
+            raise ArgumentsError(f"--fix {assignment}: there is no {key}; use {', '.join(FIXABLE)}")
         if key in fixed:
             raise ArgumentsError(f"--fix {text} has {key} twice; keep one of the two")
-        if key == "recompute":
-            fixed[key] = frozenset() if value == "none" else frozenset(value.split("+"))
-            # Of recipes, too, which the search does not try.
-            others = {"core_attn", "mlp", "shared_experts"} if model.num_experts else ()
-            known = set().union(*recompute_modes(model), others)
-            if not fixed[key] <= known:
-                raise ArgumentsError(
-                    f"--fix {item}: {model.name} has {', '.join(sorted(known))}, or none; use these"
-                )
-        elif key == "schedule":
-            fixed[key] = get(value).name
-        elif key == "pairs":
-            if value not in ("yes", "no"):
-                raise ArgumentsError(f"--fix {item} is neither yes nor no; use pairs=no")
-            fixed[key] = value == "yes"
-        elif key == "layout":
-            stages = parse_layout(value)
-            fixed[key] = [stage.count("t") for stage in stages]
-            if "E" in "".join(stages[1:]) or set("mL") & set("".join(stages[:-1])):
-                raise ArgumentsError(
-                    f"--fix {item}: forecasts have the embedding in the first stage, MTP and loss "
-                    "in the last; put E first and mL last"
-                )
-            if sum(fixed[key]) != model.num_layers:
-                raise ArgumentsError(
-                    f"--fix {item} has {sum(fixed[key])} layers, {model.name} has "
-                    f"{model.num_layers}; give t that many times"
-                )
-        elif value.isdecimal() and int(value) > 0:
-            fixed[key] = int(value)
-        else:
-            raise ArgumentsError(f"--fix {item} needs a positive whole number, such as {key}=2")
+        read = _FIXED_READERS.get(key, _positive_number)
+        fixed[key] = read(model, value, assignment)
     return fixed
 
 
-def _progress(found: Found, left: int) -> None:
-    best = f"best {found.plans[0].step_s:.3f} s" if found.plans else "nothing fits yet"
-    line = f"\r\033[K{found.num_evaluated} layouts, {left} sizes left, {best}; Ctrl-C ends it"
-    print(line, end="", flush=True, file=sys.stderr)
+def _modules(model: ModelSizes, value: str, assignment: str) -> frozenset[str]:
+    """Read the modules to recompute."""
+    if value == "none":
+        return frozenset()
+    modules = frozenset(value.split("+"))
+    allowed = set().union(*recompute_modes(model))
+    if model.num_experts:
+        allowed |= _RECIPE_MODULES
+    if not modules <= allowed:
+        raise ArgumentsError(
+            f"--fix {assignment}: {model.name} has {', '.join(sorted(allowed))}, or none; use these"
+        )
+    return modules
+
+
+def _schedule(_model: ModelSizes, value: str, _assignment: str) -> str:
+    return get(value).name
+
+
+def _yes_or_no(_model: ModelSizes, value: str, assignment: str) -> bool:
+    if value not in ("yes", "no"):
+        raise ArgumentsError(f"--fix {assignment} is neither yes nor no; use pairs=no")
+    return value == "yes"
+
+
+def _layers_by_stage(model: ModelSizes, value: str, assignment: str) -> list[int]:
+    """Read a layout as Megatron takes it."""
+    stages = parse_layout(value)
+    layers = [stage.count("t") for stage in stages]
+    if "E" in "".join(stages[1:]) or set("mL") & set("".join(stages[:-1])):
+        raise ArgumentsError(
+            f"--fix {assignment}: forecasts have the embedding in the first stage, MTP and loss "
+            "in the last; put E first and mL last"
+        )
+    if sum(layers) != model.num_layers:
+        raise ArgumentsError(
+            f"--fix {assignment} has {sum(layers)} layers, {model.name} has "
+            f"{model.num_layers}; give t that many times"
+        )
+    return layers
+
+
+def _positive_number(_model: ModelSizes, value: str, assignment: str) -> int:
+    if value.isdecimal() and int(value) > 0:
+        return int(value)
+    key = assignment.partition("=")[0]
+    raise ArgumentsError(f"--fix {assignment} needs a positive whole number, such as {key}=2")
+
+
+_FIXED_READERS: dict[str, Callable[[ModelSizes, str, str], Any]] = {
+    "recompute": _modules,
+    "schedule": _schedule,
+    "pairs": _yes_or_no,
+    "layout": _layers_by_stage,
+}
+"""By key of `--fix`: reads its value; all other keys are positive numbers."""
+
+
+def _show_progress(result: SearchResult, num_left: int) -> None:
+    best = "nothing fits yet"
+    if result.plans:
+        best = f"best {result.plans[0].step_s:.3f} s"
+    line = f"{result.num_evaluated} layouts, {num_left} sizes left, {best}; Ctrl-C ends it"
+    print(f"\r\033[K{line}", end="", flush=True, file=sys.stderr)
 
 
 def _without_limit(device: DeviceKind) -> DeviceKind:
-    return replace(device, memory_gib=1e9)
+    return replace(device, memory_gib=UNLIMITED_GIB)
 
 
 def _what_would_fit(job: Question) -> str:
     """Return the error for sizes that nothing fits, with the change that would.
 
-    The recomputation where it is fixed, else the smallest number of devices: doubled until
-    something fits, then halved in steps of a node.
+    The recomputation where it is fixed, else the smallest number of devices.
     """
     if not fits(replace(job, device=_without_limit(job.device))):
-        given = fixed_text(job.fixed)
-        return f"--fix {given} allows no layout, whatever fits into memory; fix less"
-    own = f"{job.model.name} does not fit on {job.num_devices} x {job.device.name}"
+        return (
+            f"--fix {fixed_text(job.fixed)} allows no layout, whatever fits into memory; fix less"
+        )
+    problem = f"{job.model.name} does not fit on {job.num_devices} x {job.device.name}"
     if "recompute" in job.fixed:
         for mode in recompute_modes(job.model):
             if fits(replace(job, fixed={**job.fixed, "recompute": mode})):
-                given = mode_name(job.fixed["recompute"])
-                return f"{own} with recompute={given}; use --fix recompute={mode_name(mode)}"
-    unit = min(job.device.node_size, job.num_devices)
-    below = job.num_devices // unit
-    for _ in range(_MOST_DOUBLINGS):
-        enough = below * 2
-        if fits(replace(job, num_devices=enough * unit)):
-            while enough - below > 1:
-                middle = (below + enough) // 2
-                if fits(replace(job, num_devices=middle * unit)):
-                    enough = middle
-                else:
-                    below = middle
-            return f"{own} under any layout; use {enough * unit}"
-        below = enough
+                fixed_mode = mode_name(job.fixed["recompute"])
+                remedy = f"use --fix recompute={mode_name(mode)}"
+                return f"{problem} with recompute={fixed_mode}; {remedy}"
+    num_devices = _enough_devices(job)
+    if num_devices is not None:
+        return f"{problem} under any layout; use {num_devices}"
     return (
-        f"{own} with {job.sequence} tokens under any layout, nor on up to {2**_MOST_DOUBLINGS} "
+        f"{problem} with {job.sequence} tokens under any layout, nor on up to {2**_MAX_DOUBLINGS} "
         f"times as many for --global-batch-size {job.global_batch}; use devices with more memory, "
         "or shorter sequences"
     )
 
 
-def _print(found: Found, took_s: float, device: DeviceKind, *, explain: bool) -> None:
-    job = found.plans[0].job
-    weights, active = parameters(job.model, job.device)
-    shown = f"{weights / 1e9:.4g} billion parameters"
-    if active < weights:
-        shown += f", {active / 1e9:.3g} active"
-    print(
-        f"{job.model.name} ({shown}) on {job.num_devices} x {job.device.name}: {job.global_batch} "
-        f"sequences of {job.sequence} tokens, {job.techniques.precision}\n"
-    )
-    heads = "  step s|MFU %|TFLOP/s|GiB|worst share|tp|pp|cp|ep|batch|number|schedule|recompute"
-    rows = [heads.split("|")]
-    for number, plan in enumerate(found.plans, start=1):
-        sizes = plan.sizes
-        name = f"{plan.schedule} x{plan.chunks}" if plan.chunks > 1 else plan.schedule
-        name += f", pairs hide {100 * plan.hidden:.0f} %" if plan.pairs else ""
-        figures = (sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.micro_batch)
-        rows.append(
-            [
-                f"{number} {plan.step_s:.3f}",
-                f"{100 * plan.mfu:.1f}",
-                f"{plan.tflops:.0f}",
-                f"{max(plan.memory_gib):.1f}",
-                f"{100 * max(plan.shares):.2f} %",
-                *map(str, figures),
-                str(sizes.num_microbatches),
-                name,
-                mode_name(sizes.mode),
-            ]
-        )
-    print(aligned(rows))
-    state = "" if found.is_complete else "interrupted; "
-    print(
-        f"\n{state}bound: no choice of sizes, schedule and cut is below {found.bound_s:.3f} s; "
-        f"the first is within {100 * found.gap:.1f} %\n{found.num_evaluated} layouts of "
-        f"{found.num_sizes} sizes in {took_s:.1f} s; worst share: of the work, on the busiest "
-        "rank; batch and number: of micro-batches"
-    )
-    first = found.plans[0]
-    pipeline = "" if len(first.memory_gib) == first.sizes.pp else ", one of two mirrored pipelines"
-    print(f"\nmemory by rank of the first{pipeline}, of {device.memory_gib:g} GiB:")
-    most = max(device.memory_gib, *first.memory_gib)
-    for rank, size in enumerate(first.memory_gib):
-        bar = "#" * round(50 * size / most)
-        print(f"  {rank:>3}  {size:6.1f}  {bar}")
-    print(f"\nflags of the first {len(found.plans)}:" if len(found.plans) > 1 else "\nflags:")
-    for number, plan in enumerate(found.plans, start=1):
-        print(f"  {number}  {_flags(plan)}")
-    if first.techniques:
-        print(f"\nthe forecast of the first is with {first.techniques}")
-    if explain:
-        _explain(found, device)
+def _enough_devices(job: Question) -> int | None:
+    """Return the smallest number of devices on which something fits, in steps of a node.
 
-
-def _flags(plan: Layout) -> str:
-    job = plan.job
-    loss = " --cross-entropy-loss-fusion" if job.fused_loss else ""
-    return f"{plan.flags} {job.techniques.precision_flags}{loss}"
-
-
-def _explain(found: Found, device: DeviceKind) -> None:
-    first, *others = found.plans
-    print(f"\nthe most time beyond useful work: {first.limit}")
-    for second in others[:1]:
-        mine, theirs = as_dict(second), as_dict(first)
-        names = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "pairs", "recompute")
-        changed = [f"{name} {mine[name]}" for name in names if mine[name] != theirs[name]]
-        print(
-            f"the second, with {', '.join(changed)}, is {second.step_s - first.step_s:.3f} s "
-            f"slower: no cut of its schedule is below {second.bound_s:.3f} s against "
-            f"{first.bound_s:.3f}, its pipeline takes {second.pipeline_s:.3f} against "
-            f"{first.pipeline_s:.3f}, reductions and optimizer "
-            f"{second.step_s - second.pipeline_s:.3f} against {first.step_s - first.pipeline_s:.3f}"
-            f"; it needs {max(second.memory_gib):.1f} GiB against {max(first.memory_gib):.1f}"
-        )
-    print("\nassumptions:")
-    for name, text in ASSUMPTIONS.items():
-        print(f"  {name}: {text}")
-    print(f"\n{device.name}:")
-    for each in fields(device):
-        if each.name == "measured":
-            for part, factors in device.measured:
-                print(f"  {part} x {' '.join(f'{factor:.2f}' for factor in factors)}: "
-                      f"{device.sources.get('measured', 'assumed')}")  # fmt: skip
-        elif each.name not in ("name", "sources", "seconds"):
-            source = device.sources.get(each.name, "assumed")
-            print(f"  {each.name} {getattr(device, each.name):g}: {source}")
-
-
-def as_dict(plan: Layout) -> dict[str, Any]:
-    """Return the figures of a plan under the keys of `plan --json`."""
-    own = "step_s bound_s mfu memory_gib static_gib kept_gib schedule pairs hidden layout shares"
-    return {
-        **{name: getattr(plan, name) for name in [*own.split(), "limit", "techniques"]},
-        "flags": _flags(plan),
-        **{name: getattr(plan.sizes, name) for name in ["tp", "pp", "cp", "ep", "micro_batch"]},
-        "num_microbatches": plan.sizes.num_microbatches,
-        "vp": plan.chunks,
-        "recompute": mode_name(plan.sizes.mode),
-        "tokens_per_s_per_gpu": plan.tokens_per_s,
-        "tflops_per_gpu": plan.tflops,
-        # What `_without_limit` gives a device, for a forecast of what does not fit.
-        "fits": plan.job.device.memory_gib < 1e9,
-    }
+    Doubled until something fits, then halved; None: not even many times as many are enough.
+    """
+    node_size = min(job.device.node_size, job.num_devices)
+    too_few_nodes = job.num_devices // node_size
+    for _ in range(_MAX_DOUBLINGS):
+        enough_nodes = too_few_nodes * 2
+        if fits(replace(job, num_devices=enough_nodes * node_size)):
+            break
+        too_few_nodes = enough_nodes
+    else:
+        return None
+    while enough_nodes - too_few_nodes > 1:
+        middle_nodes = (too_few_nodes + enough_nodes) // 2
+        if fits(replace(job, num_devices=middle_nodes * node_size)):
+            enough_nodes = middle_nodes
+        else:
+            too_few_nodes = middle_nodes
+    return enough_nodes * node_size

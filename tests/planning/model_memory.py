@@ -14,8 +14,9 @@ from megatron_ext.config.active import required
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.observer import Observer
 from megatron_ext.planning.hardware import DEVICES
-from megatron_ext.planning.layout_search import Question, search
+from megatron_ext.planning.layout_search import search
 from megatron_ext.planning.model_sizes import sizes_of_flags
+from megatron_ext.planning.question import Question
 from megatron_ext.planning.techniques import techniques_of_flags
 from megatron_ext.runtime.runtime import in_force
 from megatron_ext.schedules.generators.catalog import generate, get, registered

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.planning import layout_search
+from megatron_ext.planning import layout_forecast, layout_search
 from megatron_ext.planning.forked import Caller, callers
 from megatron_ext.planning.hardware import DEVICES
-from megatron_ext.planning.layout_search import Layout, Question, forecast, search
+from megatron_ext.planning.layout_forecast import Layout, forecast, table_bound_s
+from megatron_ext.planning.layout_search import search
 from megatron_ext.planning.model_sizes import ModelSizes, sizes_of_flags
+from megatron_ext.planning.question import Question
 
 TINY = (
     "--num-layers 5 --hidden-size 256 --num-attention-heads 4 --padded-vocab-size 4096 --swiglu "
@@ -107,7 +109,7 @@ def test_the_bound_is_below_every_plan_with_pairs(
         assert plan.bound_s <= plan.step_s * (1 + 1e-9)
     possible = {(plan.sizes.pp, plan.schedule, plan.chunks) for plan in plans if plan.pairs}
     bounds = {
-        (sizes.pp, schedule, chunks): layout_search._table_bound(own, sizes, schedule, chunks)
+        (sizes.pp, schedule, chunks): table_bound_s(own, sizes, schedule, chunks)
         for sizes in layout_search._space(job)
         for own, schedule, chunks in layout_search._orders(job, sizes)
     }
@@ -167,7 +169,7 @@ def test_a_long_step_is_as_long_as_its_whole_table(
     )  # fmt: skip
     [sizes] = layout_search._space(job)
     short = forecast(job, sizes, schedule, chunks)
-    monkeypatch.setattr(layout_search, "_simulated", lambda sizes, _: sizes.num_microbatches)
+    monkeypatch.setattr(layout_forecast, "num_simulated", lambda sizes, _: sizes.num_microbatches)
     assert short is not None
     whole = forecast(job, sizes, schedule, chunks, short.counts)
     assert whole is not None
@@ -210,7 +212,7 @@ def test_an_interrupted_search_gives_the_best_so_far() -> None:
         pair_rules=RULES["pairs"],
     )  # fmt: skip
 
-    def interrupt(found: layout_search.Found, _left: int) -> None:
+    def interrupt(found: layout_search.SearchResult, _left: int) -> None:
         if found.num_evaluated > 3 and found.plans:
             raise KeyboardInterrupt
 

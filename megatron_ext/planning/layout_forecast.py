@@ -1,0 +1,735 @@
+"""Forecasts the step time and the memory of one layout, and bounds those of all its cuts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.planning.bounds import CutBound, RowUse, uses_of
+from megatron_ext.planning.calibration import parts_of
+from megatron_ext.planning.layer_costs import (
+    FULL,
+    Part,
+    Sharding,
+    beside,
+    gather_s,
+    recompute_flags,
+    total,
+)
+from megatron_ext.planning.question import ParallelSizes, Question, runs_pairs
+from megatron_ext.schedules.generators.catalog import generate, get
+from megatron_ext.schedules.search.simulate import simulate
+from megatron_ext.schedules.table.costs import SHORTEST, Costs
+from megatron_ext.schedules.table.cuts import cut, layout_of
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.hardware import DeviceKind
+    from megatron_ext.planning.model_sizes import ModelSizes
+    from megatron_ext.schedules.search.simulate import Timeline
+    from megatron_ext.schedules.table.actions import Row, Schedule
+
+_GIB = 2.0**30
+_STATE_BYTES = 12
+"""Of the optimizer for each parameter: fp32 weights, Adam's two moments."""
+_WEIGHT_BYTES = 2
+_UPDATE_BYTES = 34
+"""Traffic of the optimizer for each parameter of its shard."""
+_CLEAR_BYTES = 8
+"""Traffic for each gradient of the rank, which is cleared and summed into the norm."""
+_ENOUGH_ROUNDS = 3
+"""Micro-batches for each rank after which a table repeats itself: more are extrapolated."""
+_MAX_DIVISIONS = 2**14
+"""Divisions of a micro-batch whose costs are kept: experts on thousands of devices have 4,000."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A layout with its forecast."""
+
+    job: Question
+    sizes: ParallelSizes
+    schedule: str
+    chunks: int
+    counts: tuple[int, ...]
+    """Layers of each stage."""
+    shares: tuple[float, ...]
+    """Share of the work on each rank."""
+    step_s: float
+    pipeline_s: float
+    """Of the step: the table."""
+    memory_gib: tuple[float, ...]
+    """At its worst moment, by rank."""
+    static_gib: tuple[float, ...]
+    """Of it: weights, gradients and states of the optimizer."""
+    kept_gib: tuple[float, ...]
+    """Of it: activations, as many micro-batches of each stage as the schedule keeps."""
+    hidden: float = 0.0
+    """Share of the exchange of tokens that runs behind computation."""
+
+    @cached_property
+    def tokens_per_s(self) -> float:
+        """For each device."""
+        job = self.job
+        return job.global_batch * job.sequence / self.step_s / job.num_devices
+
+    @cached_property
+    def bound_s(self) -> float:
+        """Least time of this schedule with these sizes, whatever the cut."""
+        return table_bound_s(self.job, self.sizes, self.schedule, self.chunks)
+
+    @property
+    def tflops(self) -> float:
+        """For each device, as Megatron counts."""
+        sizes = self.sizes
+        tokens = sizes.micro_batch * self.job.sequence / sizes.tp / sizes.cp
+        forward_operations = _model_cost(self.job, sizes).whole.operations / tokens
+        return 3 * forward_operations * self.tokens_per_s / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Share of the device's peak of the precision in use."""
+        return self.tflops * 1e12 / self.job.device.peak(self.job.techniques.precision)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether forwards and backwards of different micro-batches run as pairs."""
+        return runs_pairs(self.job, self.sizes)
+
+    @property
+    def techniques(self) -> str:
+        """Megatron's flags of what the forecast takes for granted."""
+        sizes = self.sizes
+        return self.job.techniques.flags(set(self.job.model.kinds), sizes.tp, sizes.ep)
+
+    @property
+    def layout(self) -> str | None:
+        """The cut in Megatron's notation; None without a pipeline."""
+        if self.sizes.pp == 1:
+            return None
+        return layout_of(self.counts, self.job.model.mtp_layers)
+
+    @property
+    def limit(self) -> str:
+        """Largest part of the time beyond useful work."""
+        sizes, job = self.sizes, self.job
+        losses_s = {
+            "bubble and uneven stages": self.idle * self.pipeline_s,
+            "step": self.step_s - self.pipeline_s,
+        }
+        if sizes.mode:
+            name = "recomputation"
+            if sizes.mode == FULL:
+                name += " of whole layers"
+            plain_s = _model_cost(job, replace(sizes, mode=frozenset())).whole.work
+            recomputed_s = _model_cost(job, sizes).whole.work - plain_s
+            losses_s[name] = recomputed_s * sizes.num_microbatches / sizes.pp
+        return max(losses_s, key=losses_s.__getitem__)
+
+    @property
+    def idle(self) -> float:
+        """Share of the pipeline's time in which a device waits, the mean of all."""
+        whole = _model_cost(self.job, self.sizes).whole
+        work_s = (whole.work - self.hidden * whole.exchange) / self.sizes.pp
+        return 1 - self.sizes.num_microbatches * work_s / self.pipeline_s
+
+    @property
+    def flags(self) -> str:
+        """Megatron's flags, with ours, that make it so."""
+        groups = [self._parallel_flags(), self._batch_flags(), recompute_flags(self.sizes.mode)]
+        return " ".join(group for group in groups if group)
+
+    def _parallel_flags(self) -> str:
+        sizes, job = self.sizes, self.job
+        flags = [f"--tensor-model-parallel-size {sizes.tp}"]
+        if sizes.tp > 1:
+            flags.append("--sequence-parallel")
+        flags.append(f"--pipeline-model-parallel-size {sizes.pp}")
+        if sizes.pp > 1:
+            # Graphs are for Megatron's own schedules.
+            if job.techniques.graphs == "none":
+                schedule_flags = get(self.schedule).flags or f"--pipeline-schedule {self.schedule}"
+                # The layout says how many stages there are.
+                flags.append(schedule_flags.partition(" --num-virtual")[0])
+            flags.append(f"--pipeline-model-parallel-layout '{self.layout}'")
+        if sizes.cp > 1:
+            flags.append(f"--context-parallel-size {sizes.cp}")
+        if job.model.num_experts:
+            flags.append(f"--expert-model-parallel-size {sizes.ep}")
+            flags.append("--expert-tensor-parallel-size 1")
+            if self.pairs:
+                flags.append("--overlap-moe-expert-parallel-comm")
+        return " ".join(flag for flag in flags if flag)
+
+    def _batch_flags(self) -> str:
+        job = self.job
+        flags = [
+            f"--micro-batch-size {self.sizes.micro_batch}",
+            f"--global-batch-size {job.global_batch} --seq-length {job.sequence}",
+        ]
+        if job.techniques.gradient_bytes == 2:
+            flags.append("--grad-reduce-in-bf16")
+        if job.shards_optimizer:
+            flags.append("--use-distributed-optimizer")
+            if job.overlaps:
+                flags.append("--overlap-grad-reduce --overlap-param-gather")
+        elif job.overlaps:
+            flags.append("--overlap-grad-reduce")
+        return " ".join(flags)
+
+
+# -- costs of a model under a division of the work -----------------------------------------------
+
+
+class _KindCost(NamedTuple):
+    """A kind of layer in a model."""
+
+    layer: Part
+    beside: Part
+    """The layer with its exchange hidden as far as pairs can."""
+    num_layers: int
+
+
+class _ModelCost(NamedTuple):
+    """A whole model with one way of dividing the work on a micro-batch."""
+
+    layers: list[Part]
+    first: Part
+    """Extra part of the first stage."""
+    last: Part
+    """Extra part of the last stage."""
+    whole: Part
+    beside: Part
+    """The whole with its exchange hidden as far as pairs can, except for the embedding's."""
+    kinds: list[_KindCost]
+
+
+def _model_cost(job: Question, sizes: ParallelSizes, overlap: float = 0.0) -> _ModelCost:
+    sharding = Sharding(
+        tensor=sizes.tp,
+        context=sizes.cp,
+        expert=sizes.ep,
+        micro_batch=sizes.micro_batch,
+        sequence=job.sequence,
+        techniques=job.techniques,
+        fused_loss=job.fused_loss,
+    )
+    return _divided(
+        job.model,
+        sharding,
+        job.device,
+        sizes.mode,
+        holds_embedding=sizes.pp == 1,
+        overlap=overlap,
+    )
+
+
+# Many sizes share an entry: the length of a pipeline is not among the arguments.
+@lru_cache(maxsize=_MAX_DIVISIONS)
+def _divided(
+    model: ModelSizes,
+    sharding: Sharding,
+    device: DeviceKind,
+    mode: frozenset[str],
+    *,
+    holds_embedding: bool,
+    overlap: float,
+) -> _ModelCost:
+    """Return a model's costs."""
+    layers, first, last = parts_of(model, sharding, device, mode, holds_embedding=holds_embedding)
+    part_beside = {part: beside(part, overlap) for part in {*layers, last}}
+    return _ModelCost(
+        layers=layers,
+        first=first,
+        last=last,
+        whole=total([*layers, first, last]),
+        beside=total([*(part_beside[layer] for layer in layers), first, part_beside[last]]),
+        kinds=[
+            _KindCost(layer, part_beside[layer], num_layers)
+            for layer, num_layers in Counter(layers).items()
+        ],
+    )
+
+
+def _parts_by_stage(job: Question, sizes: ParallelSizes, counts: Sequence[int]) -> list[list[Part]]:
+    """Return the layers and ends of each stage."""
+    cost = _model_cost(job, sizes)
+    stages = []
+    begin = 0
+    for stage, count in enumerate(counts):
+        parts = cost.layers[begin : begin + count]
+        if stage == 0:
+            parts.append(cost.first)
+        if stage == len(counts) - 1:
+            parts.append(cost.last)
+        stages.append(parts)
+        begin += count
+    return stages
+
+
+def stage_parts(plan: Layout) -> list[Part]:
+    """Return what each stage of a layout costs."""
+    return [total(parts) for parts in _parts_by_stage(plan.job, plan.sizes, plan.counts)]
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def _num_holders(job: Question, sizes: ParallelSizes, twins: int) -> tuple[int, int]:
+    """Return how many devices hold the same weights, and the same experts."""
+    return sizes.replicas * sizes.cp * twins, job.num_devices // (sizes.pp * sizes.ep) * twins
+
+
+def _static_bytes(job: Question, sizes: ParallelSizes, part: Part, twins: int) -> float:
+    """Return the bytes of weights, gradients and optimizer on one device."""
+    num_bytes = part.copies
+    holders = _num_holders(job, sizes, twins)
+    for params, num_holders in zip((part.params, part.expert_params), holders, strict=True):
+        shards = num_holders if job.shards_optimizer else 1
+        parameter_bytes = _WEIGHT_BYTES + job.techniques.gradient_bytes + _STATE_BYTES / shards
+        num_bytes += params * parameter_bytes
+    return num_bytes
+
+
+def _memory_limit_bytes(job: Question) -> float:
+    return (job.device.memory_gib - job.device.reserve_gib) * _GIB
+
+
+def _message_bytes(job: Question, sizes: ParallelSizes) -> float:
+    return 2 * job.sequence * sizes.micro_batch * job.model.hidden / sizes.cp / sizes.tp
+
+
+def _mean_memory_bytes(job: Question, sizes: ParallelSizes, live_microbatches: float) -> float:
+    """Return the bytes of the mean rank while so many micro-batches are alive on its stages."""
+    whole = _model_cost(job, sizes).whole
+    static_bytes = _static_bytes(job, sizes, whole, 2)
+    return (static_bytes + live_microbatches * whole.saved) / sizes.pp
+
+
+def is_tight(job: Question, sizes: ParallelSizes) -> bool:
+    """Return whether 1F1B fits, if at all, with fewer layers on the ranks that keep the most."""
+    mean_live = min(sizes.num_microbatches, (sizes.pp + 1) / 2)
+    return _mean_memory_bytes(job, sizes, mean_live) > _memory_limit_bytes(job)
+
+
+def _peak_kept_bytes(row: Row, stages: Sequence[Part]) -> float:
+    """Return the most bytes of activations that a rank keeps, in the order of its row."""
+    kept_bytes = peak_bytes = 0.0
+    for action in row:
+        part = stages[action.stage]
+        if action.kind == "F":
+            kept_bytes += part.saved + part.logits
+        elif action.kind == "I":  # of all else, only the operands of weight gradients stay
+            kept_bytes += part.waiting - part.saved - part.logits
+        elif action.kind == "B":
+            kept_bytes -= part.saved + part.logits
+        elif action.kind == "W":
+            kept_bytes -= part.waiting
+        peak_bytes = max(peak_bytes, kept_bytes)
+    return peak_bytes
+
+
+class _RankLoad(NamedTuple):
+    """What one rank computes and keeps."""
+
+    part: Part
+    kept_bytes: float
+    """Activations at the fullest moment."""
+    kept_without_logits_bytes: float
+
+    def memory_bytes(self, static_bytes: float, message_bytes: float) -> float:
+        """Return the memory at the worst moment."""
+        # Logits are gone when the backwards of layers begin.
+        in_backward_bytes = self.kept_without_logits_bytes + self.part.transient
+        activation_bytes = max(self.kept_bytes, in_backward_bytes)
+        # One message arrives while another leaves.
+        return static_bytes + activation_bytes + self.part.dummies + 2 * message_bytes
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+class _TableKey(NamedTuple):
+    """Arguments of a generator."""
+
+    schedule: str
+    pp: int
+    num_microbatches: int
+    chunks: int
+    pairs: bool
+
+
+@lru_cache(maxsize=4096)
+def _table(key: _TableKey) -> Schedule:
+    # A generator with a fixed number of chunks does not take one.
+    chunks = key.chunks if get(key.schedule).free_chunks else None
+    return generate(key.schedule, key.pp, key.num_microbatches, chunks, pairs=key.pairs)
+
+
+@lru_cache(maxsize=4096)
+def _uses(key: _TableKey) -> list[RowUse]:
+    return uses_of(_table(key))
+
+
+def num_simulated(sizes: ParallelSizes, schedule: str) -> int:
+    """Return the number of micro-batches after which a table repeats itself, if there are more."""
+    num_microbatches, pp = sizes.num_microbatches, sizes.pp
+    if schedule == "gpipe" or num_microbatches <= 2 * _ENOUGH_ROUNDS * pp:
+        return num_microbatches
+    # The same remainder, for tables that come in rounds.
+    return num_microbatches - (num_microbatches - _ENOUGH_ROUNDS * pp) // (2 * pp) * 2 * pp
+
+
+def _min_layers_of_ends(model: ModelSizes, num_stages: int) -> dict[str, int]:
+    """Return the layers that the ends need, as arguments of `cut`."""
+    num_missing = num_stages - model.num_layers
+    # Too few layers for all stages: embedding and loss have to be stages without layers.
+    least_last = 0 if model.mtp_layers or num_missing > 0 else 1
+    least_first = 0 if num_missing > 1 - bool(model.mtp_layers) else 1
+    return {"least_first": least_first, "least_last": least_last}
+
+
+def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: int) -> Costs:
+    """Return what the simulator takes, in seconds."""
+    device, pp, whole = job.device, sizes.pp, total(list(stages))
+    if job.num_devices // pp * twins >= device.node_size:  # neighbours are on different nodes
+        rate = device.network_bytes * device.network
+    else:
+        rate = device.link_bytes * device.collective
+    exchange_shares, stage_costs = [], []
+    for stage in stages:
+        # A stage may have nothing to compute.
+        exchange_shares.append(stage.exchange / (stage.forward + stage.input or 1.0))
+        stage_costs.append((max(SHORTEST, stage.forward), stage.input, stage.weight))
+    return Costs(
+        whole.forward / pp,
+        whole.input / pp,
+        whole.weight / pp,
+        latency=device.message_s + _message_bytes(job, sizes) / rate,
+        all_to_all=whole.exchange / (whole.forward + whole.input),
+        exchanges=tuple(exchange_shares),
+        hides=device.pair_overlap,
+        stages=tuple(stage_costs),
+    )
+
+
+def timeline_of(plan: Layout) -> Timeline:
+    """Return the simulated table of a layout with a pipeline, in seconds.
+
+    Where it has many micro-batches, as many as it takes until the table repeats itself.
+    """
+    sizes = plan.sizes
+    num_microbatches = num_simulated(sizes, plan.schedule)
+    table = _table(_TableKey(plan.schedule, sizes.pp, num_microbatches, plan.chunks, plan.pairs))
+    costs = _costs(plan.job, sizes, stage_parts(plan), table.placement.twins)
+    return simulate(table, costs)
+
+
+# -- bounds --------------------------------------------------------------------------------------
+
+
+def least_step_s(job: Question, sizes: ParallelSizes, *twins: int) -> float:
+    """Return a time that no order and no cut of these sizes beats; infinite if none fits.
+
+    With the given numbers of pipelines, else with one or twins.
+    """
+    # Between its forwards and its backwards a micro-batch is alive on all stages.
+    if _mean_memory_bytes(job, sizes, 1) > _memory_limit_bytes(job):
+        return math.inf
+    if not twins:
+        twins = (1, 2) if sizes.pp > 1 else (1,)
+    return min(_step_bound_s(job, sizes, num_twins) for num_twins in twins)
+
+
+def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
+    """Return a time that no order and no cut of these sizes beats, with one pipeline or twins.
+
+    The busiest rank has at least the mean of the work, and its share of whole layers; one
+    micro-batch has to pass all stages forwards and backwards; and what some rank reduces, gathers
+    and updates around that is at least the mean of all ranks, as it is convex in their weights.
+    """
+    # No more of the exchange is hidden than the device can.
+    overlap = job.device.pair_overlap if runs_pairs(job, sizes) else 0.0
+    model = _model_cost(job, sizes, overlap)
+    whole, pp, num_microbatches = model.beside, sizes.pp, sizes.num_microbatches
+    # Some rank has as many layers of one kind as if these were dealt out evenly, rounded up. Twins
+    # deal them out to half of the ranks, which run half of the micro-batches.
+    whole_layers_s = 0.0
+    for kind in model.kinds:
+        layers_of_rank = -(-twins * kind.num_layers // pp)
+        rank_s = layers_of_rank * kind.beside.work / twins
+        # Before the first micro-batch has passed all stages there is no backward, and what runs
+        # until then has no partner. Layers pair one to one, so as many backwards have none. A rank
+        # that does anything else meanwhile, waiting included, loses that time.
+        unpaired_share = min(1.0, overlap * kind.layer.exchange / kind.layer.forward)
+        lost_s = unpaired_share * model.whole.forward
+        whole_layers_s = max(whole_layers_s, rank_s + lost_s / num_microbatches)
+    busiest_s = max(whole.work / pp, whole_layers_s)
+    pipeline_s = max(num_microbatches * busiest_s, whole.forward + whole.input)
+    return pipeline_s + _least_around_s(job, sizes, twins)
+
+
+def _least_around_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
+    whole = _model_cost(job, sizes).whole
+    mean_of_ranks = Part._make(size * twins / sizes.pp for size in whole)
+    return _around_step_s(job, sizes, mean_of_ranks, twins)
+
+
+def table_bound_s(job: Question, sizes: ParallelSizes, schedule: str, chunks: int) -> float:
+    """Return a time that no cut of a schedule beats; infinite if none fits into memory."""
+    if sizes.pp == 1:
+        plan = forecast(job, sizes, schedule, chunks)
+        return plan.step_s if plan is not None else math.inf
+    pairs, num_microbatches = runs_pairs(job, sizes), num_simulated(sizes, schedule)
+    twins = get(schedule).twins
+    num_stages = sizes.pp * chunks // twins
+    min_layers = [0] * num_stages
+    if "layout" not in job.fixed:
+        ends = _min_layers_of_ends(job.model, num_stages)
+        min_layers = [ends["least_first"], *[1] * (num_stages - 2), ends["least_last"]]
+    if sum(min_layers) > job.model.num_layers:
+        return math.inf
+    key = _TableKey(schedule, sizes.pp, num_microbatches, chunks, pairs)
+    try:
+        table = _table(key)
+    except ScheduleError:
+        return math.inf
+    cost = _model_cost(job, sizes)
+    span_s = CutBound(
+        table=table,
+        uses=_uses(key),
+        layers=cost.layers,
+        first=cost.first,
+        last=cost.last,
+        min_layers=min_layers,
+        overlap=job.device.pair_overlap if pairs else 0.0,
+        microbatches_beyond=(sizes.num_microbatches - num_microbatches) / twins,
+        memory_bytes=_memory_limit_bytes(job) - 2 * _message_bytes(job, sizes),
+        static_bytes=lambda part: _static_bytes(job, sizes, part, twins),
+    ).span_s()
+    with_span_s = span_s + _least_around_s(job, sizes, twins)
+    return max(_step_bound_s(job, sizes, twins), with_span_s)
+
+
+# -- forecasts -----------------------------------------------------------------------------------
+
+
+def forecast(
+    job: Question,
+    sizes: ParallelSizes,
+    schedule: str,
+    chunks: int,
+    counts: Sequence[int] | None = None,
+    worst_s: float = math.inf,
+) -> Layout | None:
+    """Return the plan of a schedule, or None if it is impossible or too large for the memory.
+
+    Args:
+        job: What is to be planned.
+        sizes: Everything but cut and schedule.
+        schedule: A registered name.
+        chunks: Stages on each rank.
+        counts: Layers of each stage; None: the faster of the cuts into even ranks and even stages.
+        worst_s: Step time that a plan has to beat; of one that does not, the time may be too short.
+    """
+    if sizes.pp == 1:
+        return _forecast_of_one_stage(job, sizes, schedule, chunks)
+    num_microbatches = num_simulated(sizes, schedule)
+    key = _TableKey(schedule, sizes.pp, num_microbatches, chunks, runs_pairs(job, sizes))
+    try:
+        table = _table(key)
+        cuts = [tuple(counts)] if counts is not None else _even_cuts(job, sizes, table, chunks)
+    except ScheduleError:
+        return None
+    plans = [_forecast_of_table(job, sizes, key, counts, worst_s) for counts in cuts]
+    fitting = [plan for plan in plans if plan is not None]
+    return min(fitting, key=lambda plan: plan.step_s, default=None)
+
+
+def _even_cuts(
+    job: Question, sizes: ParallelSizes, table: Schedule, chunks: int
+) -> list[tuple[int, ...]]:
+    """Return the cuts into even ranks and, with several chunks, even stages.
+
+    Raises:
+        ScheduleError: The layers do not divide into the stages.
+    """
+    cost, placement = _model_cost(job, sizes), table.placement
+    overlap = job.device.pair_overlap if runs_pairs(job, sizes) else 0.0
+    layer_works = [beside(layer, overlap).work for layer in cost.layers]
+    last_work = beside(cost.last, overlap).work
+    ends = _min_layers_of_ends(job.model, placement.num_stages)
+    cuts = set()
+    for by_stage in (False, True) if chunks > 1 else (False,):
+        counts = cut(layer_works, cost.first.work, last_work, placement, by_stage=by_stage, **ends)
+        cuts.add(tuple(counts))
+    return sorted(cuts)
+
+
+def _forecast_of_one_stage(
+    job: Question, sizes: ParallelSizes, schedule: str, chunks: int
+) -> Layout | None:
+    """Return the plan without a pipeline; None if it does not fit."""
+    cost, num_microbatches = _model_cost(job, sizes), sizes.num_microbatches
+    whole, num_layers = cost.whole, len(cost.layers)
+    pipeline_s = num_microbatches * whole.work
+    live_microbatches, hidden = 1.0, 0.0
+    if runs_pairs(job, sizes):
+        # All but the first forward and the last backward have a partner.
+        hidden = job.device.pair_overlap * (num_microbatches - 1) / num_microbatches
+        pipeline_s -= hidden * num_microbatches * whole.exchange
+        if num_microbatches > 1:
+            # Layer by layer a pair's backward frees what its forward keeps.
+            live_microbatches += 1 / num_layers
+    kept_bytes = live_microbatches * whole.saved
+    ranks = [_RankLoad(whole, kept_bytes + whole.logits, kept_bytes)]
+    if not _fits(job, sizes, ranks, twins=1):
+        return None
+    span = _Span(pipeline_s, hidden)
+    return _layout(job, sizes, schedule, chunks, (num_layers,), ranks, twins=1, span=span)
+
+
+class _Span(NamedTuple):
+    """Time from the first to the last action of all ranks."""
+
+    pipeline_s: float
+    hidden: float
+    """Share of the exchange of tokens that pairs hide."""
+
+
+def _forecast_of_table(
+    job: Question, sizes: ParallelSizes, key: _TableKey, counts: Sequence[int], worst_s: float
+) -> Layout | None:
+    """Return the plan of a table and a cut; None if it does not fit, or is of another length."""
+    table = _table(key)
+    placement = table.placement
+    if len(counts) != placement.num_stages:
+        return None
+    parts_by_stage = _parts_by_stage(job, sizes, counts)
+    stages = [total(parts) for parts in parts_by_stage]
+    stages_without_logits = [stage._replace(logits=0.0) for stage in stages]
+    ranks = []
+    for rank, row in enumerate(table.rows):
+        rank_parts = []
+        for stage, parts in enumerate(parts_by_stage):
+            if placement.rank_of[stage] == rank:
+                rank_parts += parts
+        kept_bytes = _peak_kept_bytes(row, stages)
+        kept_without_logits_bytes = _peak_kept_bytes(row, stages_without_logits)
+        ranks.append(_RankLoad(total(rank_parts), kept_bytes, kept_without_logits_bytes))
+    twins = placement.twins
+    if not _fits(job, sizes, ranks, twins):  # before the simulation, which takes longer
+        return None
+    span = _simulated_span(job, sizes, key, stages, ranks, worst_s)
+    return _layout(
+        job, sizes, key.schedule, key.chunks, tuple(counts), ranks, twins=twins, span=span
+    )
+
+
+def _simulated_span(
+    job: Question,
+    sizes: ParallelSizes,
+    key: _TableKey,
+    stages: Sequence[Part],
+    ranks: Sequence[_RankLoad],
+    worst_s: float,
+) -> _Span:
+    """Return the span of a table for all micro-batches; beyond `worst_s` it may be too short."""
+    table = _table(key)
+    twins = table.placement.twins
+    costs = _costs(job, sizes, stages, twins)
+    timeline = simulate(table, costs)
+    num_beyond = sizes.num_microbatches - key.num_microbatches
+    # For each micro-batch beyond the simulated ones, at least the work of the busiest rank.
+    busiest_s = max(
+        rank.part.work - hidden_share * rank.part.exchange
+        for rank, hidden_share in zip(ranks, timeline.hidden_in_pairs, strict=True)
+    )
+    pipeline_s = timeline.makespan + num_beyond / twins * busiest_s
+    if num_beyond and pipeline_s + _slowest_around_s(job, sizes, ranks, twins) < worst_s:
+        # A round more shows what ranks wait for in each.
+        longer_key = key._replace(num_microbatches=key.num_microbatches + 2 * sizes.pp)
+        longer = simulate(_table(longer_key), costs)
+        microbatch_s = (longer.makespan - timeline.makespan) / (2 * sizes.pp)
+        pipeline_s = max(pipeline_s, timeline.makespan + num_beyond * microbatch_s)
+    return _Span(pipeline_s, timeline.hidden)
+
+
+def _fits(job: Question, sizes: ParallelSizes, ranks: Sequence[_RankLoad], twins: int) -> bool:
+    memory_bytes = _memory_bytes(job, sizes, ranks, twins)
+    return max(memory_bytes) <= _memory_limit_bytes(job)
+
+
+def _memory_bytes(
+    job: Question, sizes: ParallelSizes, ranks: Sequence[_RankLoad], twins: int
+) -> list[float]:
+    """Return the memory of each rank at its worst moment."""
+    message_bytes = _message_bytes(job, sizes) if sizes.pp > 1 else 0.0
+    return [
+        rank.memory_bytes(_static_bytes(job, sizes, rank.part, twins), message_bytes)
+        for rank in ranks
+    ]
+
+
+def _layout(
+    job: Question,
+    sizes: ParallelSizes,
+    schedule: str,
+    chunks: int,
+    counts: tuple[int, ...],
+    ranks: Sequence[_RankLoad],
+    *,
+    twins: int,
+    span: _Span,
+) -> Layout:
+    """Return the layout with its forecast."""
+    whole = _model_cost(job, sizes).whole
+    memory_bytes = _memory_bytes(job, sizes, ranks, twins)
+    static_bytes = [_static_bytes(job, sizes, rank.part, twins) for rank in ranks]
+    return Layout(
+        job=job,
+        sizes=sizes,
+        schedule=schedule,
+        chunks=chunks,
+        counts=counts,
+        shares=tuple(rank.part.work / whole.work / twins for rank in ranks),
+        step_s=span.pipeline_s + _slowest_around_s(job, sizes, ranks, twins),
+        pipeline_s=span.pipeline_s,
+        memory_gib=tuple(num_bytes / _GIB for num_bytes in memory_bytes),
+        static_gib=tuple(num_bytes / _GIB for num_bytes in static_bytes),
+        kept_gib=tuple(rank.kept_bytes / _GIB for rank in ranks),
+        hidden=span.hidden,
+    )
+
+
+def _slowest_around_s(
+    job: Question, sizes: ParallelSizes, ranks: Sequence[_RankLoad], twins: int
+) -> float:
+    return max(_around_step_s(job, sizes, rank.part, twins) for rank in ranks)
+
+
+def _around_step_s(job: Question, sizes: ParallelSizes, rank: Part, twins: int) -> float:
+    """Return the seconds of a step that the pipeline does not hide: reductions and optimizer."""
+    device = job.device
+    holders, expert_holders = _num_holders(job, sizes, twins)
+    reduced_s, gathered_s, updated_s = 0.0, 0.0, 0.0
+    for params, num_holders, stride in (
+        (rank.params, holders, sizes.tp),
+        (rank.expert_params, expert_holders, sizes.ep),
+    ):
+        if params:
+            gradient_bytes = job.techniques.gradient_bytes * params
+            reduced_s += gather_s(device, gradient_bytes, num_holders, stride)
+            gathered_s += gather_s(device, _WEIGHT_BYTES * params, num_holders, stride)
+            update_bytes = params * (_UPDATE_BYTES / num_holders + _CLEAR_BYTES)
+            updated_s += update_bytes / (device.memory_bytes * device.memory)
+    if not job.overlaps:
+        return updated_s + reduced_s + gathered_s
+    # Reductions run behind the last backward, gathers behind the first forward.
+    shown_reduced_s = max(0.0, reduced_s - rank.input - rank.weight)
+    shown_gathered_s = max(0.0, gathered_s - rank.forward)
+    return updated_s + (shown_reduced_s + shown_gathered_s)

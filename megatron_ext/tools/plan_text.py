@@ -1,0 +1,163 @@
+"""What `megatron-ext plan --devices` prints of a search: tables, reasons, JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.planning.layer_costs import ASSUMPTIONS, mode_name, parameters
+from megatron_ext.schedules.commands import aligned
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.hardware import DeviceKind
+    from megatron_ext.planning.layout_forecast import Layout
+    from megatron_ext.planning.layout_search import SearchResult
+
+UNLIMITED_GIB = 1e9
+"""Memory of a device for a forecast of what does not fit."""
+_BAR_WIDTH = 50
+_TABLE_HEADS = "  step s|MFU %|TFLOP/s|GiB|worst share|tp|pp|cp|ep|batch|number|schedule|recompute"
+_PLAN_FIELDS = (
+    *("step_s", "bound_s", "mfu", "memory_gib", "static_gib", "kept_gib", "schedule", "pairs"),
+    *("hidden", "layout", "shares", "limit", "techniques"),
+)
+_SIZE_FIELDS = ("tp", "pp", "cp", "ep", "micro_batch")
+_COMPARED = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "pairs", "recompute")
+"""Figures whose differences say what another layout is."""
+
+
+def flags_of(plan: Layout) -> str:
+    """Return all flags of a plan, with the precision and the loss."""
+    job = plan.job
+    flags = f"{plan.flags} {job.techniques.precision_flags}"
+    if job.fused_loss:
+        flags += " --cross-entropy-loss-fusion"
+    return flags
+
+
+def as_dict(plan: Layout) -> dict[str, Any]:
+    """Return the figures of a plan under the keys of `plan --json`."""
+    figures = {name: getattr(plan, name) for name in _PLAN_FIELDS}
+    figures["flags"] = flags_of(plan)
+    figures |= {name: getattr(plan.sizes, name) for name in _SIZE_FIELDS}
+    figures |= {
+        "num_microbatches": plan.sizes.num_microbatches,
+        "vp": plan.chunks,
+        "recompute": mode_name(plan.sizes.mode),
+        "tokens_per_s_per_gpu": plan.tokens_per_s,
+        "tflops_per_gpu": plan.tflops,
+        "fits": plan.job.device.memory_gib < UNLIMITED_GIB,
+    }
+    return figures
+
+
+def result_as_dict(result: SearchResult) -> dict[str, Any]:
+    """Return what `plan --json` prints."""
+    return {
+        "bound_s": result.bound_s,
+        "gap": result.gap,
+        "is_complete": result.is_complete,
+        "sizes": result.num_sizes,
+        "evaluated": result.num_evaluated,
+        "plans": [as_dict(plan) for plan in result.plans],
+    }
+
+
+def result_lines(result: SearchResult, took_s: float, device: DeviceKind) -> Iterator[str]:
+    """Yield the lines of the answer: the layouts, the bound, memory and flags."""
+    plans, job = result.plans, result.plans[0].job
+    weights, active_weights = parameters(job.model, job.device)
+    size = f"{weights / 1e9:.4g} billion parameters"
+    if active_weights < weights:
+        size += f", {active_weights / 1e9:.3g} active"
+    yield (
+        f"{job.model.name} ({size}) on {job.num_devices} x {job.device.name}: {job.global_batch} "
+        f"sequences of {job.sequence} tokens, {job.techniques.precision}\n"
+    )
+    rows = [_TABLE_HEADS.split("|")]
+    rows += [_row(number, plan) for number, plan in enumerate(plans, start=1)]
+    yield aligned(rows)
+    state = "" if result.is_complete else "interrupted; "
+    yield (
+        f"\n{state}bound: no choice of sizes, schedule and cut is below {result.bound_s:.3f} s; "
+        f"the first is within {100 * result.gap:.1f} %\n{result.num_evaluated} layouts of "
+        f"{result.num_sizes} sizes in {took_s:.1f} s; worst share: of the work, on the busiest "
+        "rank; batch and number: of micro-batches"
+    )
+    yield from _memory_lines(plans[0], device)
+    yield f"\nflags of the first {len(plans)}:" if len(plans) > 1 else "\nflags:"
+    for number, plan in enumerate(plans, start=1):
+        yield f"  {number}  {flags_of(plan)}"
+    if plans[0].techniques:
+        yield f"\nthe forecast of the first is with {plans[0].techniques}"
+
+
+def _row(number: int, plan: Layout) -> list[str]:
+    sizes = plan.sizes
+    schedule = plan.schedule
+    if plan.chunks > 1:
+        schedule += f" x{plan.chunks}"
+    if plan.pairs:
+        schedule += f", pairs hide {100 * plan.hidden:.0f} %"
+    return [
+        f"{number} {plan.step_s:.3f}",
+        f"{100 * plan.mfu:.1f}",
+        f"{plan.tflops:.0f}",
+        f"{max(plan.memory_gib):.1f}",
+        f"{100 * max(plan.shares):.2f} %",
+        *(str(getattr(sizes, name)) for name in _SIZE_FIELDS),
+        str(sizes.num_microbatches),
+        schedule,
+        mode_name(sizes.mode),
+    ]
+
+
+def _memory_lines(plan: Layout, device: DeviceKind) -> Iterator[str]:
+    """Yield the memory of each rank with a bar."""
+    is_mirrored = len(plan.memory_gib) != plan.sizes.pp
+    pipeline = ", one of two mirrored pipelines" if is_mirrored else ""
+    yield f"\nmemory by rank of the first{pipeline}, of {device.memory_gib:g} GiB:"
+    # A forecast of what does not fit exceeds the device.
+    full_bar_gib = max(device.memory_gib, *plan.memory_gib)
+    for rank, memory_gib in enumerate(plan.memory_gib):
+        bar = "#" * round(_BAR_WIDTH * memory_gib / full_bar_gib)
+        yield f"  {rank:>3}  {memory_gib:6.1f}  {bar}"
+
+
+def explanation_lines(plans: Sequence[Layout], device: DeviceKind) -> Iterator[str]:
+    """Yield why the second layout lost, and the assumptions with their sources."""
+    first = plans[0]
+    yield f"\nthe most time beyond useful work: {first.limit}"
+    if len(plans) > 1:
+        yield _why_slower(plans[1], first)
+    yield "\nassumptions:"
+    for name, text in ASSUMPTIONS.items():
+        yield f"  {name}: {text}"
+    yield f"\n{device.name}:"
+    for device_field in fields(device):
+        name = device_field.name
+        source = device.sources.get(name, "assumed")
+        if name == "measured":
+            for part, factors in device.measured:
+                factor_text = " ".join(f"{factor:.2f}" for factor in factors)
+                yield f"  {part} x {factor_text}: {source}"
+        elif name not in ("name", "sources", "seconds"):
+            yield f"  {name} {getattr(device, name):g}: {source}"
+
+
+def _why_slower(second: Layout, first: Layout) -> str:
+    second_figures, first_figures = as_dict(second), as_dict(first)
+    changes = [
+        f"{name} {second_figures[name]}"
+        for name in _COMPARED
+        if second_figures[name] != first_figures[name]
+    ]
+    return (
+        f"the second, with {', '.join(changes)}, is {second.step_s - first.step_s:.3f} s "
+        f"slower: no cut of its schedule is below {second.bound_s:.3f} s against "
+        f"{first.bound_s:.3f}, its pipeline takes {second.pipeline_s:.3f} against "
+        f"{first.pipeline_s:.3f}, reductions and optimizer "
+        f"{second.step_s - second.pipeline_s:.3f} against {first.step_s - first.pipeline_s:.3f}"
+        f"; it needs {max(second.memory_gib):.1f} GiB against {max(first.memory_gib):.1f}"
+    )
