@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
-import json
 import os
 import random
 import re
@@ -34,8 +33,9 @@ from typing import IO
 import psutil
 
 from megatron_ext.devices import count_devices
-from megatron_ext.errors import MegatronExtError
+from megatron_ext.errors import LaunchError, MegatronExtError
 from megatron_ext.tools.launch import runs
+from megatron_ext.tools.launch.run_folder import RunFolder
 from megatron_ext.tools.launch.runs import RANK_MARK, Json
 from megatron_ext.transport.address import source_address
 from megatron_ext.upstream import parent
@@ -86,21 +86,9 @@ def look(request: Json, log_dir: Path) -> Json:
             f"the work directory {request['workdir']} cannot be entered: {error.strerror}; copy it "
             f"there with rsync"
         )
-    # The folder itself is made at the start only, so that a job that is refused leaves none.
-    # Not Path.exists(), which raises for what lies below a folder that may not be entered.
-    there = next(folder for folder in log_dir.parents if os.access(folder, os.F_OK))
-    found["free_bytes"] = free_bytes = shutil.disk_usage(there).free
-    is_taken = os.access(log_dir, os.F_OK)
-    if is_taken or not os.access(there, os.W_OK | os.X_OK):
-        why = "it belongs to another run" if is_taken else f"{there} is not writable"
-        problems.append(
-            f"logs cannot be written to {log_dir}: {why}; use another --run-id or --log-dir"
-        )
-    elif free_bytes < MIN_FREE_BYTES:
-        problems.append(
-            f"only {free_bytes >> 20} MiB are free for logs in {there}; make room "
-            f"({MIN_FREE_BYTES >> 20} MiB at least), or use another --log-dir"
-        )
+    found["free_bytes"], log_problem = _look_at_logs(log_dir)
+    if log_problem is not None:
+        problems.append(log_problem)
     has_shared = Path(SHARED_MEMORY).is_dir()
     if has_shared and (free := shutil.disk_usage(SHARED_MEMORY).free) < MIN_SHARED_BYTES:
         found["warnings"].append(
@@ -151,6 +139,32 @@ def look(request: Json, log_dir: Path) -> Json:
                 f"address that all others can reach, with addr=IP in the hostfile"
             )
     return found
+
+
+def _look_at_logs(log_dir: Path) -> tuple[int, str | None]:
+    """Return the free bytes for the logs of a run here, and why they cannot be written, if so."""
+    # The folder itself is made at the start only, so that a job that is refused leaves none.
+    # Not Path.exists(), which raises for what lies below a folder that may not be entered.
+    there = next(folder for folder in log_dir.parents if os.access(folder, os.F_OK))
+    free_bytes = shutil.disk_usage(there).free
+    why = None
+    try:
+        with _open(log_dir):
+            why = "it belongs to another run"
+    except LaunchError as error:
+        return free_bytes, f"logs cannot be written: {error}"
+    except OSError:  # there is none yet
+        if not os.access(there, os.W_OK | os.X_OK):
+            why = f"{there} is not writable"
+    if why is not None:
+        remedy = "use another --run-id or --log-dir"
+        return free_bytes, f"logs cannot be written to {log_dir}: {why}; {remedy}"
+    if free_bytes < MIN_FREE_BYTES:
+        return free_bytes, (
+            f"only {free_bytes >> 20} MiB are free for logs in {there}; make room "
+            f"({MIN_FREE_BYTES >> 20} MiB at least), or use another --log-dir"
+        )
+    return free_bytes, None
 
 
 def interface_of(address: str) -> str | None:
@@ -246,12 +260,16 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     ended: Json = {"kind": "ended", "what": "the command" if per_node else "torchrun",
                    "code": _CANNOT_START, "stopped": None, "tail": []}  # fmt: skip
     try:
-        directory.mkdir(parents=True)
-        runs.write_json(directory / "agent.json", runs.record())
-        log = own_log.open("wb", buffering=0)
+        folder = _open(directory, create=True)  # as long as this process
+        if folder.exists("agent.json"):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory))
+        folder.write_json("agent.json", runs.record())
+        log = folder.create(own_log.name)
         job = _Job(start["argv"], environment, request)
-    except OSError as error:
-        reason = f"{error.filename or start['argv'][0]}: {error.strerror}"
+    except (OSError, LaunchError) as error:
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = f"{error.filename or start['argv'][0]}: {error.strerror}"
         send({**ended, "time": time.time(), "tail": [reason]})
         return
     output = job.child.stdout
@@ -263,15 +281,15 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     forwarder.join(_CLOSE_S)
     if code != 0 and job.stopped is None:
         # torchrun's own code says which rank failed first only in its log: `elastic` reports it.
-        ended["tail"] = last_lines(own_log, _TAIL_LINES)
-        with suppress(OSError, ValueError):  # it failed before it had ranks, or was killed
-            failure = json.loads((directory / "failure.json").read_text())
+        ended["tail"] = last_lines(folder.anchor / own_log.name, _TAIL_LINES)
+        # None: it failed before it had ranks, or was killed.
+        if (failure := folder.read_json("failure.json")) is not None:
             ended.update(what=f"rank {failure['rank']}", code=failure["exit_code"])
-            for path in _rank_logs(directory, failure["local_rank"]):
+            for path in _rank_logs(folder, failure["local_rank"]):
                 lines = last_lines(path, _TAIL_LINES)
                 ended["tail"] = lines if any(map(str.strip, lines)) else ended["tail"]
     with suppress(OSError):  # a full disk: the launcher hears of the end all the same
-        runs.write_json(directory / "agent.json", {**runs.record(), **ended})
+        folder.write_json("agent.json", {**runs.record(), **ended})
     last = threading.Thread(target=send, args=(ended,), daemon=True)
     last.start()
     last.join(_CLOSE_S)  # the launcher may have stopped reading
@@ -297,16 +315,24 @@ def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) ->
                 send({"kind": "log", "text": text})
 
 
-def _rank_logs(directory: Path, local_rank: int) -> list[Path]:
-    """Return torchrun's output files of a rank, below the job's directory on its host."""
-    folders = directory.glob(f"ranks/*/attempt_0/{local_rank}")
+def _open(directory: Path, create: bool = False) -> RunFolder:
+    """Open the folder of a run on this host, ROOT/RUN_ID/HOST; see `RunFolder.open`."""
+    run = directory.parent
+    return RunFolder.open(run.parent, run.name, directory.name, create=create)
+
+
+def _rank_logs(folder: RunFolder, local_rank: int) -> list[Path]:
+    """Return torchrun's output files of a rank, below the run's folder on its host."""
+    folders = folder.anchor.glob(f"ranks/*/attempt_0/{local_rank}")
     return [each / f"{stream}.log" for each in folders for stream in ("stdout", "stderr")]
 
 
 def last_lines(path: Path, count: int) -> list[str]:
     """Return the last lines of a file that may be large; none if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        # Opening a pipe would wait for its writer, and a link may lead anywhere.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:  # noqa: PTH123 - of a descriptor
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - (1 << 16)))  # logs of weeks have gigabytes
             text = file.read().decode(errors="replace")
@@ -316,7 +342,9 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def _stop(request: Json, directory: Path) -> Json:
-    agent = runs.recorded(directory / "agent.json")
+    agent = None
+    with suppress(FileNotFoundError), _open(directory) as folder:
+        agent = runs.recorded(folder.read_json("agent.json"))
     if agent is not None:  # it ends its job in order, which takes about the grace
         with suppress(psutil.Error):
             agent.send_signal(signal.SIGUSR1)
@@ -334,11 +362,13 @@ def _stop(request: Json, directory: Path) -> Json:
 
 
 def _status(request: Json, directory: Path) -> Json:
-    if not directory.is_dir():
+    try:
+        with _open(directory) as folder:
+            ended = folder.read_json("agent.json")
+    except FileNotFoundError:
         return {"text": "has no record of this run"}
-    state = "running, " if runs.recorded(directory / "agent.json") else ""
-    with suppress(OSError, ValueError, KeyError):  # it has not ended, or could not write that
-        ended = json.loads((directory / "agent.json").read_text(encoding="utf-8"))
+    state = "running, " if runs.recorded(ended) else ""
+    with suppress(KeyError, TypeError):  # it has not ended, or could not write that
         why = f" ({ended['stopped']})" if ended["stopped"] else ""
         state = f"ended with {ended['code']}{why}, "
     count = len(runs.marked(request["run_id"], request["node"]))
@@ -346,12 +376,15 @@ def _status(request: Json, directory: Path) -> Json:
 
 
 def _logs(request: Json, directory: Path) -> Json:
-    paths = [directory / "output.log", directory / "torchrun.log"]
-    if request["local_rank"] is not None:
-        paths = _rank_logs(directory, request["local_rank"])
-    there = filter(Path.exists, paths)
-    lines = [line for path in there for line in (path, *last_lines(path, request["lines"]))]
-    return {"text": "\n".join(map(str, lines))}
+    lines: list[str] = []
+    with suppress(FileNotFoundError), _open(directory) as folder:
+        paths = [folder.anchor / "output.log", folder.anchor / "torchrun.log"]
+        if request["local_rank"] is not None:
+            paths = _rank_logs(folder, request["local_rank"])
+        for path in filter(Path.exists, paths):
+            lines.append(str(directory / path.relative_to(folder.anchor)))
+            lines += last_lines(path, request["lines"])
+    return {"text": "\n".join(lines)}
 
 
 def main() -> int:
@@ -383,8 +416,12 @@ def main() -> int:
     if request["op"] == "run":
         _run(request, directory, send)
     else:
-        answer = {"stop": _stop, "status": _status, "logs": _logs}[request["op"]]
-        send({"kind": "answer", "failed": False, **answer(request, directory)})
+        operation = {"stop": _stop, "status": _status, "logs": _logs}[request["op"]]
+        try:
+            answer = operation(request, directory)
+        except (OSError, LaunchError) as error:
+            answer = {"failed": True, "text": f"the run's folder cannot be used: {error}"}
+        send({"kind": "answer", "failed": False, **answer})
     return 0
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from psutil import Process
 
 from megatron_ext.tools.launch import runs
+from megatron_ext.tools.launch.run_folder import RunFolder
 
 
 def main() -> int:
@@ -47,7 +48,8 @@ def main() -> int:
         rank, failure = error.get_first_failure()
         with suppress(OSError):  # a full disk, which may be why the rank failed
             about = {"rank": rank, "local_rank": failure.local_rank, "exit_code": failure.exitcode}
-            runs.write_json(report, about)
+            with RunFolder.open(report.parent) as folder:
+                folder.write_json(report.name, about)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except api.SignalException as error:
         return 128 + int(error.sigval)

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -27,6 +27,7 @@ from megatron_ext.files import cannot_write
 from megatron_ext.tools.launch import hostfile, runs, slurm
 from megatron_ext.tools.launch.agent import interface_of
 from megatron_ext.tools.launch.plan import JobPlan, Parallel, flag_value
+from megatron_ext.tools.launch.run_folder import RunFolder
 from megatron_ext.tools.launch.supervise import Agents, Display, Outcome, say, supervise
 from megatron_ext.upstream import failure, parent
 from megatron_ext.upstream.person_view import PersonView
@@ -266,7 +267,8 @@ def _with_restarts(
 def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]:
     """Run a job once, and return how it ended with its plan, which knows all numbers."""
     directory = runs.runs_root() / plan.run_id
-    with Agents(plan) as agents:
+    with ExitStack() as open_here:
+        agents = open_here.enter_context(Agents(plan))
         found = agents.look(args.preflight_timeout)
 
         def lines_of(level: str) -> list[str]:
@@ -278,17 +280,19 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         plan = plan.completed([each["devices"] for each in found])
         show = _shown_ranks(args.show, plan.world_size)
         # Before the start: `stop` finds even a job whose launcher dies now.
-        if (directory / "plan.json").exists():
-            raise LaunchError(f"there is a run {plan.run_id} already; give another --run-id")
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            runs.write_json(directory / "plan.json", plan.record())
-            runs.write_json(directory / "launcher.json", runs.record())
-            # Unbuffered: what a full disk does not take would be an error at the file's end.
-            log = (directory / "output.log").open("wb", buffering=0)
+            folder = open_here.enter_context(
+                RunFolder.open(runs.runs_root(), plan.run_id, create=True)
+            )
+            if folder.exists("plan.json"):
+                raise LaunchError(f"there is a run {plan.run_id} already; give another --run-id")
+            folder.write_json("plan.json", plan.record())
+            folder.write_json("launcher.json", runs.record())
+            log = open_here.enter_context(folder.create("output.log"))
         except OSError as error:
             remedy = "make room, or set MEGATRON_EXT_RUNS to another directory"
             raise LaunchError(cannot_write(directory, error, remedy)) from None
+        log_path = directory / "output.log"
         for warning in lines_of("warnings"):
             say(f"warning: {warning}")
         say(f"run {plan.run_id}: {plan.summary()}")
@@ -297,26 +301,27 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         if not raw:
             show = list(range(plan.world_size)) if len(plan.hosts) == 1 else show
             whose = "the ranks" if len(show) == plan.world_size else f"ranks {args.show}"
-            say(f"everything {whose} print: {log.name}")
+            say(f"everything {whose} print: {log_path}")
         view = None if raw else PersonView()
-        with log, closing(Display(sys.stdout.buffer, log, view)) as display:
+        with closing(Display(sys.stdout.buffer, log, view)) as display:
             outcome = supervise(agents, plan, found, display, show)
+        reason = str(outcome.failure) if outcome.failure else None
+        result = {"exit_code": outcome.code, "failure": reason, "stopped_by": outcome.stopped_by}
+        try:
+            folder.write_json("result.json", result)
+        except OSError as error:
+            say(f"warning: {directory / 'result.json'} cannot be written: {error.strerror}")
     if display.left_out:
         say(f"{display.left_out} lines were not shown, because the output was blocked")
-    reason = str(outcome.failure) if outcome.failure else None
-    result = {"exit_code": outcome.code, "failure": reason, "stopped_by": outcome.stopped_by}
-    try:
-        runs.write_json(directory / "result.json", result)
-    except OSError as error:
-        say(f"warning: {directory / 'result.json'} cannot be written: {error.strerror}")
-    logs = f"logs: megatron-ext logs {plan.run_id}" if raw else f"everything: {log.name}"
+    to_logs = shlex.join(["megatron-ext", "logs", plan.run_id, *plan.flags_to_reach()])
+    logs = f"logs: {to_logs}" if raw else f"everything: {log_path}"
     if outcome.failure is not None:
         lines = [line for line in outcome.failure.tail if line.strip()]
         what = outcome.failure.what
         # The view has what matters of a rank that it was shown, and the file all of it.
         is_seen = view is not None and what in {f"rank {rank}" for rank in show}
         of_rank = f" --{what}" if what.startswith("rank ") else ""
-        logs = logs if is_seen else f"logs: megatron-ext logs {plan.run_id}{of_rank}"
+        logs = logs if is_seen else f"logs: {to_logs}{of_rank}"
         for line in lines[-1:] if is_seen else lines:
             if view is None or not view.has_shown(line):
                 say(f"| {line}")
@@ -342,7 +347,7 @@ def _plan_of(found: runs.Json | None, run_id: str) -> JobPlan:
         raise LaunchError(f"there is no run {run_id} in {root}; {latest}")
     try:
         return JobPlan.of_record(found)
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         raise LaunchError(
             f"{root / run_id / 'plan.json'} is not of this version; launch the run again"
         ) from None
@@ -356,21 +361,44 @@ def _attempts(run_id: str) -> list[str]:
     return found
 
 
+def _state_of(run_id: str, launcher: psutil.Process | None) -> str:
+    """Return how a run ended, or that it has not; `launcher` is its process, if that runs here."""
+    if launcher is not None:
+        return "running"
+    result = runs.load(run_id, "result")
+    if result is None:
+        machine = (runs.load(run_id, "launcher") or {}).get("machine")
+        if machine in (None, socket.gethostname()):
+            return "the launcher has ended without a result"
+        return line_of(f"there is no result yet; the launcher is on {machine}")
+    if result.get("exit_code") == 0:
+        return "succeeded (exit code 0)"
+    why = result.get("failure") or f"stopped by {result.get('stopped_by')}"
+    return line_of(f"failed (exit code {result.get('exit_code')}): {why}")
+
+
 def manage(args: argparse.Namespace) -> int:
     """Run `stop`, `status` or `logs`; return 1 if a host does not answer, or cannot do it.
 
     They read the plan that `launch` wrote on this machine; an agent on each host does the rest.
     """
     run_id, command = runs.check_run_id(args.run_id), args.command
-    root, found = runs.runs_root(), runs.load(run_id, "plan")
+    found = runs.load(run_id, "plan")
     if found is None and run_id.isdecimal() and (state := slurm.state(run_id)) is not None:
         raise LaunchError(
             f"Slurm's job {run_id} is {state} and has started nothing yet; wait for it, or end it "
             f"with `scancel {run_id}`"
         )
     plan = _plan_of(found, run_id)
-    plan = replace(plan, ssh=args.ssh_cmd or plan.ssh)
-    launcher = runs.recorded(root / run_id / "launcher.json")
+    reached_by = plan.flags_to_reach()
+    # No program is taken from a file, whoever wrote it.
+    plan = replace(plan, run_id=run_id, ssh=args.ssh_cmd, python=args.python)
+    if reached_by != plan.flags_to_reach():
+        say(
+            f"its launch had {line_of(shlex.join(reached_by) or 'the default ssh and Python')}; if "
+            f"hosts do not answer, give the same here"
+        )
+    launcher = runs.recorded(runs.load(run_id, "launcher"))
     timeout_s, more = args.timeout, runs.Json()
     if command != "stop" and (again := _attempts(run_id)):
         say(f"this was its first attempt; it was started again as {', '.join(again)}")
@@ -383,19 +411,7 @@ def manage(args: argparse.Namespace) -> int:
                 launcher.wait(plan.grace_s + 5)
         # The agents are asked also after an orderly end, to show that no process is left.
     elif command == "status":
-        result = runs.load(run_id, "result")
-        if launcher is not None:
-            print("running")
-        elif result is None:
-            machine = (runs.load(run_id, "launcher") or {}).get("machine")
-            elsewhere = f"there is no result yet; the launcher is on {machine}"
-            ended = machine in (None, socket.gethostname())
-            print("the launcher has ended without a result" if ended else elsewhere)
-        elif result.get("exit_code") == 0:
-            print("succeeded (exit code 0)")
-        else:
-            why = result.get("failure") or f"stopped by {result.get('stopped_by')}"
-            print(f"failed (exit code {result.get('exit_code')}): {why}")
+        print(_state_of(run_id, launcher))
     else:
         more = {"lines": args.lines, "local_rank": None}
         if (rank := args.rank) is not None:
@@ -421,5 +437,7 @@ def manage(args: argparse.Namespace) -> int:
             failed = True
         else:
             failed |= answer["failed"]
-            print(f"{host.name}: {answer['text']}")
+            # What ranks print to their logs is theirs; all else is words of ours.
+            text = answer["text"] if command == "logs" else line_of(answer["text"])
+            print(f"{host.name}: {text}")
     return int(failed)

@@ -110,8 +110,7 @@ def add_subcommands(subparsers: Any) -> None:
         parser = subparsers.add_parser(name, help=text, description=f"{text.capitalize()}.")
         add = parser.add_argument
         add("run_id", metavar="RUN_ID", help="as launch printed it, or Slurm's job id")
-        add("--ssh-cmd", type=_program, metavar="COMMAND",
-            help="the ssh program, with further options (default: that of the launch)")
+        add_programs(add)
         add("--timeout", type=_seconds, default=60.0, metavar="S",
             help="seconds for each host to answer (default: 60)")
         if name == "stop":
@@ -129,12 +128,17 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     add("--hostfile", type=Path, metavar="FILE", help="one host on each line")
     add("--include", metavar="HOST@...", help="only these hosts")
     add("--exclude", metavar="HOST@...", help="not these hosts")
+    add_programs(add)
+    add("--preflight-timeout", type=_seconds, default=30.0, metavar="S",
+        help="seconds for all hosts to answer (default: 30)")
+
+
+def add_programs(add: Callable[..., Any]) -> None:
+    """Add the flags that name the programs with which hosts are reached."""
     add("--ssh-cmd", type=_program, default=("ssh",), metavar="COMMAND",
         help="the ssh program, with further options (default: ssh)")
     add("--python", default=sys.executable, metavar="PATH",
         help="path of Python on the hosts (default: the path of this one)")
-    add("--preflight-timeout", type=_seconds, default=30.0, metavar="S",
-        help="seconds for all hosts to answer (default: 30)")
 # fmt: on
 
 

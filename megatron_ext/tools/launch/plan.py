@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -230,14 +231,29 @@ class JobPlan:
 
     def record(self) -> Json:
         """Return what `stop`, `status` and `logs` need, as JSON."""
-        # Values of variables stay out: tokens are among them, and the file lies in a home folder.
+        # Values of variables stay out: tokens are among them, and this stays on the disk.
         hosts = tuple(replace(host, env=()) for host in self.hosts)
         return asdict(replace(self, env={}, hosts=hosts))
 
     @classmethod
     def of_record(cls, found: Json) -> JobPlan:
-        """Return the plan of a record; KeyError or TypeError: it is of another version."""
-        return cls(**{**found, "hosts": tuple(Host(**each) for each in found["hosts"])})
+        """Return the plan of a record.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is of another version, or damaged.
+        """
+        hosts = tuple(Host(**each) for each in found["hosts"])
+        for host in hosts:
+            if host.name.startswith("-"):
+                raise ValueError(f"ssh would take the host {host.name} for an option")
+        return cls(**{**found, "hosts": hosts, "ssh": tuple(found["ssh"])})
+
+    def flags_to_reach(self) -> list[str]:
+        """Return the flags with which `stop`, `status` and `logs` reach the hosts as this does."""
+        if all(host.local for host in self.hosts) or self.slurm_job is not None:
+            return []
+        flags = [] if self.ssh == ("ssh",) else ["--ssh-cmd", shlex.join(self.ssh)]
+        return flags if self.python == sys.executable else [*flags, "--python", self.python]
 
     def dry_run(self) -> str:
         """Return the command of each host, to run by hand if there is no ssh."""

@@ -25,8 +25,8 @@ from typing import Any
 import psutil
 from psutil import Process
 
-from megatron_ext import files
 from megatron_ext.errors import LaunchError, reason_of
+from megatron_ext.tools.launch.run_folder import RunFolder
 
 Json = dict[str, Any]
 RANK_MARK = b"\x1e"
@@ -77,21 +77,23 @@ def check_run_id(run_id: str) -> str:
     return run_id
 
 
-def write_json(path: Path, value: object) -> None:
-    """Replace a file by a JSON document."""
-    files.write_text(path, json.dumps(value, indent=1) + "\n")
-
-
 def load(run_id: str, name: str) -> Json | None:
-    """Return the `plan` or the `result` of a run on this machine; None if there is no such file."""
-    path = runs_root() / check_run_id(run_id) / f"{name}.json"
+    """Return the `plan`, `launcher` or `result` of a run on this machine; None if there is none.
+
+    Raises:
+        LaunchError: It cannot be read, or others could have written it.
+    """
+    path = runs_root() / check_run_id(run_id)
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    except (OSError, ValueError, RecursionError) as error:
+        with RunFolder.open(runs_root(), run_id) as folder:
+            content = folder.read_json(f"{name}.json")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
         raise LaunchError(f"{path} cannot be read: {reason_of(error)}; delete it") from None
-    if not isinstance(found, dict | None):
-        raise LaunchError(f"{path} is not of this version; delete it")
-    return found
+    if not isinstance(content, dict | None):
+        raise LaunchError(f"{path / name}.json is not of this version; delete it")
+    return content
 
 
 def record() -> Json:
@@ -107,13 +109,15 @@ def _start(pid: int) -> str:
     return f"{boot} {ticks}"
 
 
-def recorded(path: Path) -> Process | None:
-    """Return the process whose `record` a file holds, or None if there is none or it has ended."""
+def recorded(entry: Any) -> Process | None:
+    """Return the process that a `record` is of, or None if it is of none or that has ended.
+
+    The entry comes from a file, and may be of any type.
+    """
     try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
         process = Process(int(entry["pid"]))
         same = entry["start"] == _start(process.pid)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, psutil.Error):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, psutil.Error):
         return None
     return process if same and _alive(process) else None
 

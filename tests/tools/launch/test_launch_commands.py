@@ -269,16 +269,16 @@ def test_a_command_on_each_host_and_the_commands_about_a_run(tmp_path: Path) -> 
     assert done.returncode == 3
     assert "failed first: b: the command ended with exit code 3" in done.stderr
 
-    status = run_package("status", "r1").stdout  # by the ssh that the launch took
+    status = run_package("status", "r1", "--ssh-cmd", FAKE_SSH).stdout
     assert status.splitlines() == [
         "failed (exit code 3): b: the command ended with exit code 3",
         f"a: ended with 0, no processes, logs in {tmp_path}/runs/r1/000-a",
         f"b: ended with 3, no processes, logs in {tmp_path}/runs/r1/001-b",
     ]
-    assert run_package("logs", "r1").stdout.splitlines()[-2:] == [
+    assert run_package("logs", "r1", "--ssh-cmd", FAKE_SSH).stdout.splitlines()[-2:] == [
         f"b: {tmp_path}/runs/r1/001-b/output.log", "on b",
     ]  # fmt: skip
-    assert run_package("stop", "r1").stdout.splitlines() == [
+    assert run_package("stop", "r1", "--ssh-cmd", FAKE_SSH).stdout.splitlines() == [
         "a: nothing runs", "b: nothing runs",
     ]  # fmt: skip
 
@@ -362,7 +362,7 @@ def test_localhost_needs_no_ssh_and_failures_name_rank_code_and_lines() -> None:
     assert "failed first: localhost: rank 1 ended with exit code 7" in done.stderr
     assert "megatron-ext: | this is what went wrong" in done.stderr
     assert json.loads(Path("runs/r2/result.json").read_text())["exit_code"] == 7
-    log = run_package("logs", "r2", "--rank", "1")
+    log = run_package("logs", "r2", "--ssh-cmd", FAKE_SSH, "--rank", "1")
     assert "this is what went wrong" in log.stdout
 
 
@@ -381,7 +381,7 @@ def test_a_rank_that_was_not_shown_has_its_traceback_shown() -> None:
     assert "| ValueError: the reason" in done.stderr
     assert "in deep" in done.stderr
     assert done.stderr.endswith("logs: megatron-ext logs r5 --rank 1\n")
-    assert "in deep" in run_package("logs", "r5", "--rank", "1").stdout
+    assert "in deep" in run_package("logs", "r5", "--ssh-cmd", FAKE_SSH, "--rank", "1").stdout
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "stop"])
@@ -404,7 +404,7 @@ def test_a_job_can_be_stopped_and_says_goodbye(how: str) -> None:
         seen = list(itertools.islice(launcher.stdout, 3))
         assert sum("started" in line for line in seen) == 2, seen
         if how == "stop":
-            stopped = run_package("stop", "r3")
+            stopped = run_package("stop", "r3", "--ssh-cmd", FAKE_SSH)
             assert stopped.returncode == 0, stopped.stderr
         else:
             launcher.send_signal(signal.SIGINT)
@@ -452,7 +452,7 @@ def test_stop_on_another_machine_ends_a_job_that_would_start_again() -> None:
         seen = list(itertools.islice(launcher.stdout, 4))
         assert sum("started" in line for line in seen) == 2, seen
         Path("runs/r6/launcher.json").unlink()  # no process of that machine
-        stopped = run_package("stop", "r6")
+        stopped = run_package("stop", "r6", "--ssh-cmd", FAKE_SSH)
         assert stopped.returncode == 0, stopped.stderr
         rest = launcher.stdout.read()
         assert launcher.wait(30) == 128 + signal.SIGTERM, rest

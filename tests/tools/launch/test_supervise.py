@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import signal
 import subprocess
@@ -197,20 +196,18 @@ def test_an_agent_leaves_no_zombies_of_orphans_while_its_job_runs(tmp_path: Path
     assert found[-1]["code"] == 0
 
 
-def test_a_record_is_of_one_process_and_not_of_its_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record, file = runs.record(), tmp_path / "agent.json"
+def test_a_record_is_of_one_process_and_not_of_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = runs.record()
     # As where the clock of the host was set since.
     monkeypatch.setattr(psutil.Process, "create_time", lambda _: 0.0)
-    file.write_text(json.dumps(record))
-    found = runs.recorded(file)
-    assert found is not None
-    assert found.pid == os.getpid()
-    file.write_text(json.dumps({**record, "start": record["start"] + "0"}))
-    assert runs.recorded(file) is None, "the id was used again"
+    process = runs.recorded(record)
+    assert process is not None
+    assert process.pid == os.getpid()
+    assert runs.recorded({**record, "start": record["start"] + "0"}) is None, (
+        "the id was used again"
+    )
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
-        file.write_text(json.dumps({"pid": child.pid, "start": runs._start(child.pid)}))
-    assert runs.recorded(file) is None, "it has ended"
-    file.write_text("{}")
-    assert runs.recorded(file) is None
+        entry = {"pid": child.pid, "start": runs._start(child.pid)}
+    assert runs.recorded(entry) is None, "it has ended"
+    for damaged in ({}, [], None, 3, {"pid": "x"}, {"pid": 10**30}, {**record, "pid": [1]}):
+        assert runs.recorded(damaged) is None

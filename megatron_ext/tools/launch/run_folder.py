@@ -1,0 +1,167 @@
+"""The folders of runs, which nobody but their owner can change.
+
+A run folder names the hosts of a job and the process of its launcher, so whoever can write to it
+decides where `stop` connects and which process it ends. It may lie where others write too, such as
+on a shared disk. So a folder of another user, or one that others can write to, is refused, and
+links are not followed. A folder is opened once, and its files are opened relative to it: whatever
+is renamed meanwhile, the folder that was checked is the one that is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron_ext.errors import LaunchError, reason_of
+from megatron_ext.files import parse_json
+
+MAX_JSON_BYTES = 64 << 20
+_NEW_FOLDER_MODE = 0o700
+_NEW_FILE_MODE = 0o600
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class RunFolder:
+    """An open folder of this user, closed at the end of a `with` block.
+
+    `path` is its name in messages. Files are read and written by their names in the folder.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def open(cls, root: Path, *names: str, create: bool = False) -> RunFolder:
+        """Open the folder `root/names[0]/...`; with `create`, make what is missing of it.
+
+        The root is the place that the user chose, so it may be a link and belong to anybody. Each
+        folder below it has to be this user's.
+
+        Raises:
+            FileNotFoundError: There is no such folder.
+            OSError: It cannot be opened or made.
+            LaunchError: Somebody else owns it or can write to it, or it is a link.
+        """
+        if create:
+            root.mkdir(parents=True, exist_ok=True)
+        path, descriptor = root, os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        for name in names:
+            parent, path = descriptor, path / name
+            try:
+                if create:
+                    with suppress(FileExistsError):
+                        os.mkdir(name, _NEW_FOLDER_MODE, dir_fd=parent)
+                descriptor = _open_below(parent, name, path, os.O_DIRECTORY)
+            finally:
+                os.close(parent)
+        return cls(path, descriptor)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    @property
+    def anchor(self) -> Path:
+        """A path to this folder that stays valid if the folder is renamed, for this process."""
+        return Path(f"/proc/self/fd/{self._descriptor}")
+
+    def exists(self, name: str) -> bool:
+        """Return whether the folder has something of this name."""
+        try:
+            os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read_json(self, name: str) -> Any:
+        """Return the content of a JSON file, which may be of any type; None if there is no file.
+
+        Raises:
+            LaunchError: It cannot be read, or somebody else could have written it.
+        """
+        path = self.path / name
+        try:
+            # Without O_NONBLOCK, opening a pipe blocks until it has a writer.
+            with open(_open_below(self._descriptor, name, path, os.O_NONBLOCK), "rb") as file:
+                content = file.read(MAX_JSON_BYTES + 1)
+            if len(content) > MAX_JSON_BYTES:
+                raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
+            return parse_json(content.decode())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"{path} cannot be read: {reason_of(error)}; delete it") from None
+
+    def write_json(self, name: str, value: object) -> None:
+        """Replace a file by a JSON document that only this user can read.
+
+        Raises:
+            OSError: It cannot be written; the old content is intact.
+        """
+        scratch = f".{name}.{secrets.token_hex(4)}"
+        try:
+            with self.create(scratch) as file:
+                file.write(json.dumps(value, indent=1).encode() + b"\n")
+            os.rename(scratch, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(scratch, dir_fd=self._descriptor)
+            raise
+
+    def create(self, name: str) -> BinaryIO:
+        """Open a new or emptied file to write, which only this user can read.
+
+        It has no buffer: what a full disk does not take would be an error when it is closed.
+
+        Raises:
+            OSError: It cannot be made, or is a link.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(name, flags, _NEW_FILE_MODE, dir_fd=self._descriptor)
+        return open(descriptor, "wb", buffering=0)  # noqa: PTH123 - of a descriptor
+
+
+def _open_below(parent: int, name: str, path: Path, flags: int) -> int:
+    """Open a file or folder of an open folder to read; return its descriptor."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=parent)
+    except OSError:
+        with suppress(OSError):
+            mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
+            if stat.S_ISLNK(mode):
+                raise LaunchError(
+                    f"{path} is a link, and links are not followed in folders of runs; remove it, "
+                    f"or take another --run-id"
+                ) from None
+        raise
+    try:
+        _require_private(os.fstat(descriptor), path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _require_private(status: os.stat_result, path: Path) -> None:
+    """Refuse what somebody else owns or can write to, and what is neither a file nor a folder."""
+    if not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
+        raise LaunchError(f"{path} is a pipe or a device; delete it")
+    if status.st_uid != os.geteuid():
+        raise LaunchError(
+            f"{path} belongs to user {status.st_uid}, and this is user {os.geteuid()}: another "
+            f"user's run is not read; take another --run-id, or set MEGATRON_EXT_RUNS to a folder "
+            f"of yours"
+        )
+    if status.st_mode & _OTHERS_MAY_WRITE:
+        raise LaunchError(
+            f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):o}); if you "
+            f"trust its content: chmod -R go-w {path}"
+        )
