@@ -78,6 +78,27 @@ class Run:
         """Settings of the run, as its first rank has them."""
         return self.surveys[0].header.settings
 
+    @cached_property
+    def shared_cpus(self) -> dict[str, str]:
+        """By host whose ranks compute on fewer CPUs than they are: that in words, the worst first.
+
+        Such ranks wait for a CPU, which traces cannot tell from computation or from a message.
+        """
+        cpus_of_ranks: dict[str, list[set[str]]] = defaultdict(list)
+        for each in self.surveys:
+            header = each.header
+            if header.settings.get("device") == "cpu" and header.settings.get("cpus"):
+                cpus_of_ranks[header.host].append(set(header.settings["cpus"].split(",")))
+        ranks_per_cpu: dict[str, float] = {}
+        words: dict[str, str] = {}
+        for host, cpus in cpus_of_ranks.items():
+            num_cpus = len(set[str]().union(*cpus))
+            if len(cpus) > num_cpus:
+                ranks_per_cpu[host] = len(cpus) / num_cpus
+                words[host] = f"{len(cpus)} ranks shared {num_cpus} CPUs"
+        worst_first = sorted(words, key=lambda host: -ranks_per_cpu[host])
+        return {host: words[host] for host in worst_first}
+
     @property
     def links(self) -> list[Link]:
         """Every pair of ranks that exchanged messages, the longest waited for first."""
@@ -261,7 +282,8 @@ def slow(run: Run) -> list[tuple[str, float]]:
     """Return slow ranks and links in words, with their factor over the median, worst first.
 
     A rank is slow if its actions take longer than the same actions on most others, a link if its
-    messages take longer than those of most links.
+    messages take longer than those of most links. Links of hosts whose ranks share CPUs are not
+    judged: their messages wait until the receiving process gets a CPU.
     """
     by_stage: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
     by_name: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -281,10 +303,11 @@ def slow(run: Run) -> list[tuple[str, float]]:
             factors[rank].append(min(factor, peers[rank] / least) if len(peers) == 2 else factor)
     found = [(f"rank {rank}", statistics.fmean(values)) for rank, values in sorted(factors.items())]
     found = [(what, factor) for what, factor in found if factor >= SLOW_RANK]
+    crowded = {each.header.rank for each in run.surveys if each.header.host in run.shared_cpus}
     delays = [
         (f"link from rank {link.source} to rank {link.target}", link.delay_ns)
         for link in run.links
-        if link.delay_ns is not None
+        if link.delay_ns is not None and not crowded & {link.source, link.target}
     ]
     middle = statistics.median_low([delay for _, delay in delays]) if delays else 0
     found += [(what, delay / middle) for what, delay in delays if 0 < SLOW_LINK * middle <= delay]

@@ -263,14 +263,7 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
     found.sort(key=lambda p: (p.step_s, p.memory_bytes or 0))
     policy = run.settings.get("dpp_policy")
     traced = schedule.label + ("" if policy is None else f" dpp {policy}")
-    # Of the hosts whose ranks compute on CPUs, the one with most ranks for a CPU.
-    ranks: dict[str, list[set[str]]] = defaultdict(list)
-    for header in (survey.header for survey in run.surveys):
-        if header.settings.get("device") == "cpu" and header.settings.get("cpus"):
-            ranks[header.host].append(set(header.settings["cpus"].split(",")))
-    sizes = [(len(cpus), len(set[str]().union(*cpus))) for cpus in ranks.values()]
-    count, cpus = max(sizes, key=lambda size: size[0] / size[1], default=(0, 0))
-    shared = f"{count} ranks shared {cpus} CPUs" if count > cpus else None
+    shared = next(iter(run.shared_cpus.values()), None)
     if shared is not None:
         notes.append(f"{shared}: the forecast holds for ranks with a CPU or a device each")
     return Forecast(found, measured.step_s, traced, notes, shared)

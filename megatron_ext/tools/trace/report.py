@@ -137,8 +137,9 @@ def _verdict(
     if found.predictions:
         lines.append(("What to run", found.advice))
     if found.shared_cpus is not None:
-        doubt = f"{found.shared_cpus}, so waits are longer here than with a CPU for each rank."
-        lines.append(("What to mistrust", f"{doubt} The forecast is for the latter."))
+        doubt = f"{found.shared_cpus}, so waits are longer here than with a CPU for each rank"
+        answer = f"{doubt}, and links are not judged. The forecast is for ranks with a CPU each."
+        lines.append(("What to mistrust", answer))
     if slowest:
         named = ", ".join(f"{what} ({factor:.1f} x the median)" for what, factor in slowest[:3])
         lines.append(("What is slow", f"{named}{' and others below' * (len(slowest) > 3)}."))

@@ -148,6 +148,11 @@ def _run_aggregate(args: argparse.Namespace) -> int:
     if not found:
         rank, link = aggregate.SLOW_RANK, aggregate.SLOW_LINK
         print(f"no rank is {rank:g} x and no link {link:g} x slower than the median")
+    for host, shared in run.shared_cpus.items():
+        print(
+            f"{shared} of {host}: their links are not judged, and a rank may be slow because it "
+            "waited for a CPU; trace with a CPU for each rank to know"
+        )
     return 1 if found else 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext import cli
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.tools.trace.aggregate import (
@@ -265,6 +266,21 @@ def test_slow_ranks_and_links_are_named(tmp_path: Path) -> None:
     done = run_package("aggregate", "--trace-dir", str(even), "--detect")
     assert done.returncode == 0
     assert "no rank is 1.2 x and no link 2 x slower" in done.stdout
+
+
+def test_links_of_ranks_that_share_cpus_are_not_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A message to a process without a CPU takes as long as a slow one."""
+    for cpus, links in (("0,1,2,3", ["link from rank 1 to rank 2"]), ("0,1", [])):
+        folder = write_run(tmp_path / cpus, settings={"device": "cpu", "cpus": cpus})
+        run = read_run(folder)
+        for link in run.links:
+            link.delay_ns = 37 * MS if (link.source, link.target) == (1, 2) else MS
+        assert [name for name, _ in slow(run)] == links
+    assert cli.main(["aggregate", "--trace-dir", str(folder), "--detect"]) == 0
+    told = capsys.readouterr().out
+    assert "4 ranks shared 2 CPUs of host: their links are not judged" in told
 
 
 @pytest.mark.parametrize(("of_third", "named"), [((15, 15), []), ((15, 10), ["rank 4"])])
