@@ -39,7 +39,6 @@ from benchmarks.harness.command import options, ratios, size, spread
 from benchmarks.harness.scenarios import simulated
 from benchmarks.harness.systems import Own, ordered
 from megatron_ext.schedules import Costs, generate
-from megatron_ext.schedules.commands import aligned
 from megatron_ext.schedules.search.length_balance import (
     LengthCost,
     best_order,
@@ -48,6 +47,7 @@ from megatron_ext.schedules.search.length_balance import (
     packs_in_file_order,
     shortest,
 )
+from megatron_ext.tools.text_table import aligned
 
 UPSTREAM = "interleaved, file order"
 _KINDS = (

@@ -100,8 +100,7 @@ def lacking(error: ModuleNotFoundError) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the `megatron-ext` command with all subcommands."""
-    from megatron_ext.schedules import commands as schedules
-    from megatron_ext.tools import plan_command
+    from megatron_ext.tools import plan_command, schedule_commands
     from megatron_ext.tools.doctor import doctor_command as doctor
     from megatron_ext.tools.launch import launch_commands as launch
     from megatron_ext.tools.trace import trace_commands as trace
@@ -110,7 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megatron_ext {__version__}")
     subparsers: _Subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_patches(subparsers)
-    schedules.add_subcommand(subparsers)
+    schedule_commands.add_subcommands(subparsers)
     launch.add_subcommands(subparsers)
     doctor.add_subcommand(subparsers)
     trace.add_subcommands(subparsers)

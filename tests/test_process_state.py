@@ -143,7 +143,6 @@ COMMANDS = {
     "upstream/person_view.py",
     "upstream/tree.py",
     "upstream/releases.py",
-    "schedules/commands.py",
     "planning/layout_search.py",  # asks the rules of flags about what it proposes
     "tools/plan_command.py",
     "planning/model_sizes.py",
@@ -191,7 +190,7 @@ BOUNDARIES = (
     "hosts/own_program.py",  # MEGATRON_EXT_DISABLE
     "patches/device.py",
     "patches/drift.py",
-    "schedules/commands.py",  # NO_COLOR
+    "tools/schedule_commands.py",  # NO_COLOR
     "tracing/scalars.py",  # the view of a training log shows them
     "upstream/error_file.py",  # torchrun names its file there
     "upstream/failure.py",

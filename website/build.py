@@ -16,7 +16,7 @@ from pathlib import Path
 
 import reference
 
-from megatron_ext.schedules import commands
+from megatron_ext.schedules.comparison import compare, figures, training_flags
 from megatron_ext.schedules.drawing import palette, svg
 from megatron_ext.schedules.table.costs import Costs
 
@@ -86,14 +86,14 @@ def _explorer() -> tuple[list[dict[str, object]], dict[str, str]]:
     data: list[dict[str, object]] = []
     pictures = {}
     for pp, factor, latency in itertools.product(RANKS, MICROBATCHES_PER_RANK, LATENCIES):
-        timelines, _ = commands.compare("all", pp, pp * factor, Costs(1, 1, 1, latency=latency))
+        timelines, _ = compare("all", pp, pp * factor, Costs(1, 1, 1, latency=latency))
         for timeline in timelines:
             name = f"{len(pictures)}.svg"
             pictures[name] = svg.draw(timeline)
             data.append({
-                **commands.figures(timeline),
+                **figures(timeline),
                 "latency": latency,
-                "flags": commands.training_flags(timeline.schedule, timeline.costs),
+                "flags": training_flags(timeline.schedule, timeline.costs),
                 "picture": name,
             })  # fmt: skip
     return data, pictures

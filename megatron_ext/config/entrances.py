@@ -25,7 +25,7 @@ from megatron_ext.config.hosting import inspect
 from megatron_ext.config.roles import roles_in_words
 from megatron_ext.config.stages import batches_of, with_stash
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.schedules import commands
+from megatron_ext.schedules.comparison import evaluate
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import NOTABLE, quiet
 from megatron_ext.schedules.search.policies import Hint
@@ -165,7 +165,7 @@ def running(pipeline: Pipeline) -> str:
     """Return a line about the pipeline that runs, with its simulated bubble and memory."""
     config = pipeline.config
     if config.dynamic is None:
-        timeline = commands.evaluate(pipeline.full, pipeline.costs)
+        timeline = evaluate(pipeline.full, pipeline.costs)
         order, peak = "", max(activation_peaks(timeline.schedule, config.stash_ratio))
     else:
         timeline = _dynamic_timeline(pipeline, pipeline.costs)

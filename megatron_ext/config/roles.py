@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.schedules import commands
+from megatron_ext.schedules.comparison import evaluate
 from megatron_ext.schedules.generators.catalog import generate
 from megatron_ext.schedules.table.costs import UNIT
 
@@ -290,7 +290,7 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
 def roles_in_words(args: Namespace, job: Job, count: int) -> str:
     """Return a log line about the disaggregated schedule of some micro-batches, with its bubble."""
     replicas = job.ranks.dp // getattr(args, "context_parallel_size", 1)
-    timeline = commands.evaluate(job.schedule(count), UNIT)
+    timeline = evaluate(job.schedule(count), UNIT)
     forwards, backwards = (job.ranks.role_size(role) for role in ("forward", "backward"))
     return (
         f"pipeline schedule: {timeline.schedule.label} on {job.ranks.num_ranks} processes: "

@@ -25,7 +25,6 @@ from megatron_ext.planning.layout_search import MEGATRONS, SearchResult, fits, s
 from megatron_ext.planning.model_sizes import ModelSizes, read_model
 from megatron_ext.planning.question import FIXABLE, Question, fixed_text
 from megatron_ext.planning.techniques import PRECISIONS, Techniques, techniques_of_flags
-from megatron_ext.schedules.commands import refuse_others
 from megatron_ext.schedules.drawing import svg
 from megatron_ext.schedules.generators.catalog import get
 from megatron_ext.schedules.table.cuts import parse_layout
@@ -36,6 +35,7 @@ from megatron_ext.tools.plan_text import (
     result_as_dict,
     result_lines,
 )
+from megatron_ext.tools.schedule_commands import refuse_others
 
 _FLAGS = (
     *("model", "size", "devices", "global_batch_size", "seq_length", "fix", "precision"),

@@ -13,7 +13,8 @@ from megatron_ext import preflight
 from megatron_ext.config import active
 from megatron_ext.config.incompatible import RULES, refusals
 from megatron_ext.errors import UserError
-from megatron_ext.schedules import commands, generate, registered
+from megatron_ext.schedules import generate, registered
+from megatron_ext.schedules.comparison import training_flags
 from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from tests.ranks import parse, require_training, run_ranks, start_script
@@ -89,7 +90,7 @@ def tables() -> list[tuple[str, Any]]:
         for variant in generator.variants:
             for costs in (UNIT, Costs(1, 1.2, 0.8, latency=0.1)):
                 table = generate(generator.name, 4, 8, costs=costs, **variant)  # type: ignore[arg-type]
-                found.append((commands.training_flags(table, costs), table.rows))
+                found.append((training_flags(table, costs), table.rows))
     found.append((f"{PP4}--enable-bitpipe-schedule --bitpipe-routing local",
                   generate("bitpipe", 4, 8, routing="local").rows))  # fmt: skip
     return found

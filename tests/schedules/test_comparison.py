@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules import Costs, commands
+from megatron_ext.schedules import Costs, comparison
 
 
 def test_all_schedules_the_fastest_first() -> None:
-    timelines, left_out = commands.compare("all", 8, 16, Costs())
+    timelines, left_out = comparison.compare("all", 8, 16, Costs())
     assert not left_out
     assert timelines[0].schedule.label == "bitpipe order=zb"
     assert [t.makespan for t in timelines] == sorted(t.makespan for t in timelines)
@@ -19,18 +19,18 @@ def test_all_schedules_the_fastest_first() -> None:
 
 
 def test_what_cannot_run_is_left_out_with_the_reason() -> None:
-    timelines, left_out = commands.compare("all", 3, 5, Costs())
+    timelines, left_out = comparison.compare("all", 3, 5, Costs())
     names = {t.schedule.name for t in timelines}
     assert names == {"1f1b", "dualpipe-v", "gpipe", "interleaved", "v-half", "zb-h1", "zb-v"}
     assert [reason.split()[0] for reason in left_out] == ["bitpipe", "dualpipe"]
     with pytest.raises(ScheduleError, match="no schedule can run") as raised:
-        commands.compare("all", 0, 5, Costs())
+        comparison.compare("all", 0, 5, Costs())
     assert len(str(raised.value).splitlines()) == 2, "one reason, told once"
 
 
 def test_choices_of_the_user_are_kept() -> None:
     options = {"bitpipe": {"order": "paper"}}
-    timelines, _ = commands.compare("all", 4, 8, Costs(), chunks=3, options=options)
+    timelines, _ = comparison.compare("all", 4, 8, Costs(), chunks=3, options=options)
     labels = [t.schedule.label for t in timelines]
     assert "interleaved chunks=3" in labels
     assert "interleaved chunks=2" not in labels
@@ -58,8 +58,8 @@ def test_choices_of_the_user_are_kept() -> None:
 def test_flags_to_paste(name: str, options: dict[str, object], flags: str) -> None:
     chunks = options.pop("chunks", None)
     for slices, of_slices in ((1, ""), (2, " --pipeline-slices 2")):
-        [timeline], _ = commands.compare(
+        [timeline], _ = comparison.compare(
             name, 4, 8, Costs(), chunks, {name: options}, slices=slices
         )
-        found = commands.training_flags(timeline.schedule)
+        found = comparison.training_flags(timeline.schedule)
         assert found == f"--pipeline-model-parallel-size 4{flags}{of_slices}"

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.schedules import UNIT, Costs, commands, generate, registered, simulate
+from megatron_ext.schedules import UNIT, Costs, generate, registered, simulate
+from megatron_ext.schedules.comparison import compare
 from megatron_ext.schedules.drawing import svg
 from megatron_ext.schedules.table import table_files
+from megatron_ext.tools.schedule_commands import comparison_table
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
@@ -52,8 +54,8 @@ def test_there_are_no_other_pictures() -> None:
 def test_the_comparison_is_current() -> None:
     pattern = r"<!-- plan: begin -->\n```text\n(.*)\n```\n<!-- plan: end -->"
     [written] = re.findall(pattern, SCHEDULES, re.DOTALL)
-    timelines, _ = commands.compare("all", 8, 16, UNIT)
-    assert written == commands.table(timelines), "copy what `megatron-ext plan` prints"
+    timelines, _ = compare("all", 8, 16, UNIT)
+    assert written == comparison_table(timelines), "copy what `megatron-ext plan` prints"
 
 
 def test_each_schedule_has_its_formulas() -> None:
@@ -62,16 +64,16 @@ def test_each_schedule_has_its_formulas() -> None:
 
 
 def test_the_comparison_with_pairs_is_what_plan_prints() -> None:
-    timelines, _ = commands.compare("all", 8, 32, Costs(all_to_all=0.4), pairs=True)
-    assert f"```text\n{commands.table(timelines)}\n```" in SCHEDULES
+    timelines, _ = compare("all", 8, 32, Costs(all_to_all=0.4), pairs=True)
+    assert f"```text\n{comparison_table(timelines)}\n```" in SCHEDULES
     drawn = svg.draw(simulate(generate("dualpipe-v", 4, 8, pairs=True), Costs(all_to_all=0.4)))
     assert (IMAGES.parent / "pairs.svg").read_text(encoding="utf-8") == drawn
 
 
 def test_the_page_about_slices_is_what_plan_prints() -> None:
     page = (ROOT / "docs" / "slices.md").read_text(encoding="utf-8")
-    timelines, _ = commands.compare("all", 8, 16, UNIT, slices=8)
-    assert f"```text\n{commands.table(timelines)}\n```" in page
+    timelines, _ = compare("all", 8, 16, UNIT, slices=8)
+    assert f"```text\n{comparison_table(timelines)}\n```" in page
     drawn = svg.draw(*(simulate(generate("zb-h1", 4, 4, slices=count)) for count in (1, 4)))
     assert (IMAGES.parent / "slices.svg").read_text(encoding="utf-8") == drawn
     costs = Costs(attention=0.3)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.files import read_text, replacing
-from megatron_ext.schedules import commands
+from megatron_ext.schedules.comparison import evaluate
 from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.tools.trace.reader import DAMAGED, TraceFile, open_run
@@ -63,7 +63,7 @@ class Run:
             ranks, stages = schedule.pp, schedule.num_stages
             if not (0 < ranks <= _MAX_STAGES and stages <= _MAX_STAGES):
                 raise ScheduleError(f"it has {stages} stages")
-            commands.evaluate(schedule, Costs())  # a table whose order is impossible fails here
+            evaluate(schedule, Costs())  # a table whose order is impossible fails here
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING
 from megatron_ext.config.active import Pipeline
 from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
 from megatron_ext.errors import DataError, ScheduleError
-from megatron_ext.schedules import commands
+from megatron_ext.schedules.comparison import evaluate, training_flags
 from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.policies import POLICIES
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.schedules.table.slices import attention_of
+from megatron_ext.tools.text_table import aligned
 from megatron_ext.tools.trace.survey import figures
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def planned(run: Run, schedule: Schedule) -> Timeline:
     """Return the table of a run, simulated with measured costs; times in seconds."""
     attention = attention_of(schedule.slices)
     costs = replace(measured_costs(run, schedule), jitter=0.0, attention=attention)
-    return commands.evaluate(schedule, costs)
+    return evaluate(schedule, costs)
 
 
 def predict(run: Run, memory_gib: float | None = None) -> Forecast:
@@ -372,9 +373,9 @@ class _Measured:
     def _simulated(self, pipeline: Pipeline, draws: Sequence[Costs]) -> Prediction:
         count, dynamic = pipeline.num_microbatches, pipeline.dynamic
         static = pipeline.full if dynamic is None else pipeline.static().full
-        label, flags = static.label, commands.training_flags(static, pipeline.costs)
+        label, flags = static.label, training_flags(static, pipeline.costs)
         if dynamic is None:
-            steps = [commands.evaluate(pipeline.full, drawn) for drawn in draws]
+            steps = [evaluate(pipeline.full, drawn) for drawn in draws]
         else:
             policies = partial(pipeline.policy, count)
             steps = [
@@ -423,7 +424,7 @@ def table(found: Forecast) -> str:
         traced += f", itself predicted as {1e3 * found.own.step_s:.1f} ms"
     if found.shared_cpus is not None:
         traced += f" for ranks with a CPU or a device each ({found.shared_cpus})"
-    lines = [f"{traced}; predicted:", commands.aligned(rows)]
+    lines = [f"{traced}; predicted:", aligned(rows)]
     if more := len(found.predictions) - len(shown):
         lines.append(f"and {more} more (--json shows all)")
     if not all(p.bounds_memory for p in shown):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_ext import files
 from megatron_ext.errors import ArgumentsError, DataError
-from megatron_ext.schedules.commands import refuse_others
+from megatron_ext.tools.schedule_commands import refuse_others
 
 _Subparsers = argparse._SubParsersAction
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Action, Costs, Schedule, generate, simulate
-from megatron_ext.schedules.commands import evaluate, figures
+from megatron_ext.schedules.comparison import evaluate, figures
 from megatron_ext.schedules.table import placement
 from tests.schedules import reference
 from tests.schedules.strategies import COSTS, schedules

@@ -11,7 +11,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.schedules import Costs, commands, generate, registered
+from megatron_ext.schedules import Costs, generate, registered
+from megatron_ext.schedules.comparison import compare
 from megatron_ext.schedules.drawing import svg
 from megatron_ext.schedules.table import table_files
 
@@ -205,10 +206,10 @@ def test_commands_import_nothing_heavy(command: str) -> None:
 
 
 def test_the_legend_has_what_takes_time() -> None:
-    one = commands.compare("1f1b", 4, 8, Costs())[0]
+    one = compare("1f1b", 4, 8, Costs())[0]
     for activations, shown in (("ship", False), ("recompute", True)):
         options = {"fbd": {"activations": activations}}
-        fbd = commands.compare("fbd", 4, 8, Costs(), options=options)[0]
+        fbd = compare("fbd", 4, 8, Costs(), options=options)[0]
         assert ("forward again" in svg.draw(*one, *fbd)) == shown
 
 

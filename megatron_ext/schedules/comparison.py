@@ -1,0 +1,194 @@
+"""Compares schedules by simulation: their tables, figures and the flags that train with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate, get, registered
+from megatron_ext.schedules.search.simulate import Timeline, simulate
+from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.validation import check_actions
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import Option, Schedule
+
+
+class Choice(NamedTuple):
+    """A schedule to compare, with what distinguishes it from others of its name."""
+
+    name: str
+    options: Mapping[str, Any]
+    """Options of its generator, and `chunks` where it leaves their number open."""
+
+
+def evaluate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Check and simulate a schedule.
+
+    Raises:
+        ScheduleError: The table is wrong.
+    """
+    check_actions(schedule)
+    return simulate(schedule, costs)
+
+
+def compare(
+    name: str,
+    pp: int | None,
+    num_microbatches: int | None,
+    costs: Costs,
+    chunks: int | None = None,
+    options: Mapping[str, Mapping[str, Option]] | None = None,
+    *,
+    pairs: bool = False,
+    slices: int = 1,
+) -> tuple[list[Timeline], list[str]]:
+    """Simulate one schedule, or with `all` every schedule that the sizes allow.
+
+    Args:
+        name: A registered schedule, `csv:FILE`, or `all`.
+        pp: Ranks of the pipeline world.
+        num_microbatches: Micro-batches of that world in one step.
+        costs: Durations of actions and latencies of links.
+        chunks: Stages on each rank; with `all`, for schedules that leave their number open.
+        options: Further options by the name of the schedule.
+        pairs: Whether forwards and backwards run as pairs (`search/pairing.py`).
+        slices: Slices of each micro-batch (`search/slicing.py`).
+
+    Returns:
+        The simulations, shortest first, and with `all` the reasons why others are left out.
+
+    Raises:
+        ScheduleError: The schedule, or with `all` every schedule, is impossible for these sizes.
+    """
+    options = options or {}
+    if name != "all":
+        schedule = generate(
+            name,
+            pp,
+            num_microbatches,
+            chunks,
+            costs,
+            pairs=pairs,
+            slices=slices,
+            **options.get(name, {}),
+        )
+        return [evaluate(schedule, costs)], []
+    schedules, left_out = possible_tables(
+        _choices(chunks, options), pp, num_microbatches, costs, pairs=pairs, slices=slices
+    )
+    if not schedules:
+        raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(left_out))
+    timelines = [evaluate(schedule, costs) for schedule in schedules]
+    timelines.sort(key=lambda timeline: (timeline.makespan, timeline.peak_activations))
+    return timelines, left_out
+
+
+def _choices(chunks: int | None, user_options: Mapping[str, Mapping[str, Option]]) -> list[Choice]:
+    """Return the variants of all schedules, with the user's options in place of their own."""
+    choices: list[Choice] = []
+    for generator in registered().values():
+        fixed = dict(user_options.get(generator.name, {}))
+        if generator.free_chunks and chunks is not None:
+            fixed["chunks"] = chunks
+        for variant in generator.variants:
+            choice = Choice(generator.name, {**variant, **fixed})
+            # Variants that differ in what the user has fixed are now alike.
+            if choice not in choices:
+                choices.append(choice)
+    return choices
+
+
+def possible_tables(
+    choices: Iterable[Choice],
+    pp: int | None,
+    num_microbatches: int | None,
+    costs: Costs,
+    *,
+    pairs: bool = False,
+    slices: int = 1,
+) -> tuple[list[Schedule], list[str]]:
+    """Return the tables that the sizes allow, and the reasons against the others, each once."""
+    schedules: list[Schedule] = []
+    reasons: list[str] = []
+    for choice in choices:
+        try:
+            schedule = generate(
+                choice.name,
+                pp,
+                num_microbatches,
+                costs=costs,
+                pairs=pairs,
+                slices=slices,
+                **choice.options,
+            )
+        except ScheduleError as error:  # noqa: PERF203 - sizes are refused by an exception
+            # Variants of one schedule are refused for the same reason.
+            if str(error) not in reasons:
+                reasons.append(str(error))
+        else:
+            schedules.append(schedule)
+    return schedules, reasons
+
+
+def figures(timeline: Timeline) -> dict[str, Any]:
+    """Return the figures of a simulation under the keys of `plan --json`.
+
+    Times are in the unit of the costs, activations in Ma (`table/memory.py`).
+    """
+    schedule = timeline.schedule
+    numbers: dict[str, Any] = {
+        "schedule": schedule.name,
+        "options": dict(schedule.options),
+        "pp": schedule.pp,
+        "num_microbatches": schedule.total_microbatches,
+        "makespan": _number(timeline.makespan),
+        "ideal": _number(timeline.ideal),
+        "bubble": _number(timeline.bubble),
+        "bubble_ratio": round(timeline.bubble_ratio, 6),
+        "peak_activations": _number(timeline.peak_activations),
+        "peak_activations_per_rank": [_number(peak) for peak in timeline.peak_activations_per_rank],
+    }
+    if schedule.num_slices > 1:
+        numbers["slices"] = list(schedule.slices)
+        numbers["peak_keys_and_values"] = _number(timeline.keys_and_values)
+    numbers["weight_copies"] = schedule.weight_copies
+    numbers["p2p_messages"] = timeline.messages
+    if timeline.costs.all_to_all:
+        numbers["all_to_all_hidden"] = _number(timeline.hidden)
+    return numbers
+
+
+def _number(value: float) -> float | int:
+    """Return a number without rounding errors of sums, a whole one as an integer."""
+    rounded = round(value, 9)
+    if rounded == int(rounded):
+        return int(rounded)
+    return rounded
+
+
+def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
+    """Return the training flags of a schedule for some costs."""
+    # A disaggregated job has a forward and a backward rank for each of Megatron's pipeline ranks.
+    size = schedule.num_stages if schedule.disaggregated else schedule.pp
+    flags = [f"--pipeline-model-parallel-size {size}"]
+    by_name = f"--pipeline-schedule {schedule.name}"
+    if schedule.name.startswith(CSV_PREFIX):
+        flags.append(by_name)
+    else:
+        generator = get(schedule.name)
+        chunks = schedule.num_stages // schedule.placement.num_ranks
+        flags.append((generator.flags or by_name).format(chunks=chunks))
+        for key, values in generator.options.items():
+            value = schedule.options.get(key, values[0])
+            if value != values[0]:
+                flags.append(f"{generator.flag(key)} {value}")
+    if schedule.num_slices > 1:
+        flags.append(f"--pipeline-slices {schedule.num_slices}")
+    # Shares of attention and of all-to-all are not in this text: they serve the simulation alone.
+    if str(costs) != str(UNIT):
+        flags.append(f"--pipeline-costs {costs}")
+    if schedule.pairs:
+        flags.append("--overlap-moe-expert-parallel-comm")
+    return " ".join(flags)

@@ -1,0 +1,177 @@
+"""Predicts what balancing by cost gains with the lengths of a data set, by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.comparison import Choice, possible_tables
+from megatron_ext.schedules.generators.catalog import registered
+from megatron_ext.schedules.search.length_balance import (
+    LengthCost,
+    best_order,
+    deal_out,
+    fills_of,
+    makespan_of,
+    packs_in_file_order,
+    shortest,
+)
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.schedules.table.costs import Costs
+
+MAX_BATCHES = 4
+"""Global batches that are simulated: the first ones of the file."""
+
+
+class Sizes(NamedTuple):
+    """How much one step takes."""
+
+    pp: int
+    num_microbatches: int
+    """Of one replica."""
+    num_replicas: int
+    max_tokens: int
+    """Of a micro-batch."""
+
+
+class LengthGains(NamedTuple):
+    """Steps of one schedule, in forwards of the mean micro-batch on 1/pp of the model.
+
+    All are means over the global batches.
+    """
+
+    schedule: str
+    """With its options."""
+    in_file_order: float
+    order: float
+    """With `--pipeline-balance order`."""
+    pack: float
+    """With `--pipeline-balance pack`: replicas share out the micro-batches, and order them."""
+    bound: float
+    """No packing and no order can beat it."""
+
+
+class _Batch(NamedTuple):
+    """A global batch; costs are over that of its mean micro-batch."""
+
+    microbatches: list[float]
+    """Cost of each micro-batch, as replicas take turns to read them."""
+    samples: list[float]
+    """Cost of each sample."""
+
+
+def predict_lengths(
+    lengths: Sequence[int], name: str, sizes: Sizes, length_cost: LengthCost, costs: Costs
+) -> tuple[list[LengthGains], list[str]]:
+    """Simulate schedules with the lengths of a data set.
+
+    Args:
+        lengths: Tokens of each sample, in the order in which a sampler reads them.
+        name: A registered schedule, or `all`, which leaves mirrored pipelines out.
+        sizes: Those of a step.
+        length_cost: The cost of a sample by its length.
+        costs: Durations of actions on the mean micro-batch, and latencies.
+
+    Returns:
+        The predictions, shortest step with `pack` first, and why other schedules are left out.
+
+    Raises:
+        ScheduleError: The lengths do not fill one global batch, a sample is longer than a
+            micro-batch, or no schedule can run these sizes.
+    """
+    batches = _global_batches(lengths, sizes, length_cost)
+    choices: list[Choice] = []
+    left_out: list[str] = []
+    for generator in registered().values():
+        if name not in ("all", generator.name):
+            continue
+        if generator.twins > 1:
+            left_out.append(
+                f"{generator.name} mirrors two pipelines, whose lengths are not simulated; take "
+                "another schedule"
+            )
+            continue
+        for variant in generator.variants:
+            choices.append(Choice(generator.name, variant))
+    schedules, reasons = possible_tables(choices, sizes.pp, sizes.num_microbatches, costs)
+    left_out += reasons
+    if not schedules:
+        if not left_out:
+            left_out = [f"--lengths simulates registered schedules, not {name}; name one"]
+        raise ScheduleError("; ".join(left_out))
+    gains = [_gains(schedule, batches, sizes.num_replicas, costs) for schedule in schedules]
+    return sorted(gains, key=lambda gains: gains.pack), left_out
+
+
+def _global_batches(lengths: Sequence[int], sizes: Sizes, length_cost: LengthCost) -> list[_Batch]:
+    """Return the first global batches that samples of these lengths fill.
+
+    Raises:
+        ScheduleError: They do not fill one, or a sample is longer than a micro-batch.
+    """
+    batch_size = sizes.num_microbatches * sizes.num_replicas
+    packs = list(islice(packs_in_file_order(lengths, sizes.max_tokens), batch_size * MAX_BATCHES))
+    if len(packs) < batch_size:
+        raise ScheduleError(
+            f"the lengths fill {len(packs)} micro-batches of {sizes.max_tokens} tokens, one step "
+            f"takes {sizes.num_microbatches} on each of {sizes.num_replicas} replicas; give more "
+            "lengths, or lower --microbatches, --replicas or --max-tokens"
+        )
+    batches: list[_Batch] = []
+    for first in range(0, len(packs) - batch_size + 1, batch_size):
+        batch_packs = packs[first : first + batch_size]
+        samples = [length for pack in batch_packs for length in pack]
+        mean_cost = length_cost.of_pack(samples) / batch_size
+        batches.append(
+            _Batch(
+                [length_cost.of_pack(pack) / mean_cost for pack in batch_packs],
+                [length_cost.of_length(length) / mean_cost for length in samples],
+            )
+        )
+    return batches
+
+
+def _gains(
+    schedule: Schedule, batches: Sequence[_Batch], num_replicas: int, costs: Costs
+) -> LengthGains:
+    """Return the mean steps of one schedule over the global batches."""
+
+    def in_file_order(microbatches: Sequence[float]) -> Sequence[int]:
+        return range(len(microbatches))
+
+    def in_best_order(microbatches: Sequence[float]) -> Sequence[int]:
+        return best_order(schedule, microbatches, costs)
+
+    def step(
+        replicas: Sequence[Sequence[float]], order_of: Callable[[Sequence[float]], Sequence[int]]
+    ) -> float:
+        """Return the time of a step, which ends with its last replica."""
+        return max(
+            makespan_of(schedule, microbatches, order_of(microbatches), costs)
+            for microbatches in replicas
+        )
+
+    file_steps: list[float] = []
+    order_steps: list[float] = []
+    pack_steps: list[float] = []
+    bounds: list[float] = []
+    for batch in batches:
+        as_read = [batch.microbatches[replica::num_replicas] for replica in range(num_replicas)]
+        shares = deal_out(batch.microbatches, num_replicas, fills_of(schedule.placement))
+        dealt = [[batch.microbatches[number] for number in share] for share in shares]
+        file_steps.append(step(as_read, in_file_order))
+        order_steps.append(step(as_read, in_best_order))
+        pack_steps.append(step(dealt, in_best_order))
+        bounds.append(shortest(batch.samples, num_replicas, schedule.placement, costs))
+    return LengthGains(
+        schedule=schedule.label,
+        in_file_order=fmean(file_steps),
+        order=fmean(order_steps),
+        pack=fmean(pack_steps),
+        bound=fmean(bounds),
+    )

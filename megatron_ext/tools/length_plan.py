@@ -1,0 +1,159 @@
+"""`megatron-ext plan --lengths`: what balancing by cost gains with the lengths of a data set."""
+
+# ruff: noqa: T201 - commands report on stdout and stderr
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.files import parse_json, read_text
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX
+from megatron_ext.schedules.length_gains import (
+    MAX_BATCHES,
+    LengthGains,
+    Sizes,
+    predict_lengths,
+)
+from megatron_ext.schedules.search.length_balance import LengthCost
+from megatron_ext.tools.text_table import aligned
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.costs import Costs
+
+_MAX_LENGTHS_BYTES = 1 << 30
+_LENGTH_FIELDS = ("length", "num_tokens", "tokens")
+
+
+def run(args: argparse.Namespace, costs: Costs) -> int:
+    """Predict what balancing by cost gains, and print it.
+
+    Raises:
+        ScheduleError: A flag does not fit, or the lengths allow no prediction.
+    """
+    name = args.schedule[0]
+    for flag, is_set in (
+        ("--use-dpp", args.use_dpp),
+        ("--chunks", args.chunks),
+        ("--pairs", args.pairs),
+        ("--slices", args.slices != 1),
+    ):
+        if is_set:
+            raise ScheduleError(f"{flag} cannot be combined with --lengths; leave it out")
+    if name.startswith(CSV_PREFIX):
+        raise ScheduleError(f"--lengths simulates registered schedules, not {name}; name one")
+    if args.max_tokens is None:
+        raise ScheduleError("--max-tokens is missing; give what a micro-batch holds at most")
+    length_cost = _length_cost(args)
+    replicas = 1 if args.replicas is None else args.replicas
+    for flag, value in (
+        ("--replicas", replicas),
+        ("--max-tokens", args.max_tokens),
+        ("--microbatches", args.microbatches),
+    ):
+        if value < 1:
+            raise ScheduleError(f"{flag} {value} must be 1 or more")
+    sizes = Sizes(args.pp, args.microbatches, replicas, args.max_tokens)
+    lengths = read_lengths(args.lengths)
+    predictions, left_out = predict_lengths(lengths, name, sizes, length_cost, costs)
+    if args.json:
+        entries = [prediction._asdict() for prediction in predictions]
+        print(json.dumps(entries, indent=1))
+    else:
+        print(_table(predictions))
+        print(
+            f"\nsteps, mean of at most {MAX_BATCHES} global batches; 1 = forward of the mean "
+            "micro-batch on 1/pp of the model\norder, pack: train with --pipeline-balance order or "
+            "pack"
+        )
+    for reason in left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+    return 0
+
+
+def _length_cost(args: argparse.Namespace) -> LengthCost:
+    """Return the cost of a sample by its length.
+
+    Raises:
+        ScheduleError: Neither of its flags is there, or both.
+    """
+    if (args.length_costs is None) == (args.hidden_size is None):
+        raise ScheduleError(
+            "--lengths needs --length-costs A,B or --hidden-size H, one of them, to know what a "
+            "length costs; for example --hidden-size 4096"
+        )
+    if args.length_costs is not None:
+        return LengthCost.parse(args.length_costs)
+    return LengthCost.of_model(args.hidden_size)
+
+
+def _table(predictions: Sequence[LengthGains]) -> str:
+    rows = [["schedule", "file order", "order", "pack", "bound", "gain of pack"]]
+    for prediction in predictions:
+        rows.append(
+            [
+                prediction.schedule,
+                f"{prediction.in_file_order:.4g}",
+                f"{prediction.order:.4g}",
+                f"{prediction.pack:.4g}",
+                f"{prediction.bound:.4g}",
+                f"{prediction.in_file_order / prediction.pack:.3f}",
+            ]
+        )
+    return aligned(rows)
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Read the lengths of samples in tokens: one number a line, or JSON lines.
+
+    A JSON line is a number, a list (its length counts), or an object with `length`, `num_tokens` or
+    `tokens`, which hold either. Empty lines do not count.
+
+    Raises:
+        ScheduleError: The file cannot be read, or a line holds no length.
+    """
+    try:
+        lines = read_text(path, _MAX_LENGTHS_BYTES).splitlines()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ScheduleError(
+            f"--lengths {path} cannot be read: {reason}; give a file with one length a line"
+        ) from error
+    lengths = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        length = _length_in(line)
+        if length is None:
+            raise ScheduleError(
+                f"--lengths {path}, line {number}: {line.strip()[:40]!r} is not a length; write a "
+                f"whole number of 1 or more, or JSON with {', '.join(_LENGTH_FIELDS)}"
+            )
+        lengths.append(length)
+    if not lengths:
+        raise ScheduleError(f"--lengths {path} holds no length; write one number a line")
+    return lengths
+
+
+def _length_in(line: str) -> int | None:
+    """Return the length that a line holds, None if it holds none."""
+    try:
+        value: Any = parse_json(line)
+    except ValueError:
+        return None
+    if isinstance(value, dict):
+        fields = [name for name in _LENGTH_FIELDS if name in value]
+        if not fields:
+            return None
+        value = value[fields[0]]
+    if isinstance(value, list):
+        value = len(value)
+    # To Python, True is a whole number.
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        return None
+    return value

@@ -1,0 +1,496 @@
+"""The subcommands `plan` and `plot`: schedules compared by simulation, and drawn.
+
+They start fast, importing neither torch nor Megatron.
+"""
+
+# ruff: noqa: T201 - commands report on stdout and stderr
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.files import cannot_write, write_text
+from megatron_ext.schedules.comparison import compare, figures, training_flags
+from megatron_ext.schedules.drawing import render, svg
+from megatron_ext.schedules.generators.catalog import (
+    CSV_PREFIX,
+    MAX_PASSES,
+    MAX_RANKS,
+    registered,
+)
+from megatron_ext.schedules.search.patience import gains, while_late
+from megatron_ext.schedules.table import table_files
+from megatron_ext.schedules.table.costs import Costs
+from megatron_ext.tools import length_plan
+from megatron_ext.tools.text_table import aligned
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.search.simulate import Timeline
+    from megatron_ext.schedules.table.actions import Option
+
+_Subparsers = argparse._SubParsersAction
+# Among the parsed arguments, but not flags: this module and others in `tools` set them for `plan`.
+_INTERNAL = (
+    "run",
+    "run_compared",
+    "run_simulated",
+    "parser",
+    "command",
+    "model_flags",  # without a model they are unknown arguments
+)
+
+
+def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    """Register `plan` and `plot`; the parsed namespace's `run` attribute executes the command."""
+    parser = subparsers.add_parser(
+        "plan",
+        usage="%(prog)s --pp P --microbatches M [options]\n"
+        "       %(prog)s --trace-dir DIR [options]\n"
+        "       %(prog)s --model PATH --devices NxKIND --global-batch-size B [options] [-- FLAGS]",
+        help="compare pipeline schedules by simulation",
+        description="Simulate pipeline schedules and rank them by the time of one step.",
+    )
+    parser.add_argument(
+        "--schedule",
+        nargs=1,
+        default=["all"],
+        metavar="NAME|all",
+        help=f"{_names()} (default: all of them)",
+    )
+    _add_sizes(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--use-dpp",
+        action="store_true",
+        help="also show the gain or loss of a dynamic order over each table",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="lengths of the samples in tokens, one a line, or JSON lines: predict what balancing "
+        "by cost gains",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="T", help="most tokens of a micro-batch, with --lengths"
+    )
+    parser.add_argument(
+        "--replicas", type=int, metavar="D", help="data-parallel replicas, with --lengths"
+    )
+    parser.add_argument(
+        "--length-costs",
+        metavar="A,B",
+        help="with --lengths: a sample of L tokens costs A*L + B*L^2, in any unit",
+    )
+    parser.add_argument(
+        "--hidden-size",
+        type=int,
+        metavar="H",
+        help="instead of --length-costs: width of a model with a feed-forward network of 4H",
+    )
+    parser.set_defaults(run=_run_plan)
+
+    parser = subparsers.add_parser(
+        "plot",
+        usage="%(prog)s NAME [NAME ...] --pp P --microbatches M [-o FILE] [options]",
+        help="draw pipeline schedules",
+        description="Draw one pipeline schedule, or several below each other, in the terminal or "
+        "into a file.",
+    )
+    names = parser.add_argument("schedule", metavar="NAME", nargs="+", help=_names())
+    names.completer = lambda **_: list(registered())  # type: ignore[attr-defined] # argcomplete's
+    _add_sizes(parser)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=".svg (picture), .csv (the table, as torch.distributed.pipelining writes it) or .json",
+    )
+    parser.add_argument(
+        "--use-dpp",
+        action="store_true",
+        help="draw each schedule twice while messages are late at random: in its own order, and in "
+        "the dynamic one",
+    )
+    parser.set_defaults(run=_run_plot)
+
+
+def _names() -> str:
+    """Return the names of schedules for the help."""
+    return f"{', '.join(registered(unlisted=True))} or csv:FILE"
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `plan` and `plot` share: sizes, options of schedules, costs."""
+    parser.add_argument("--pp", type=int, metavar="P", help="ranks of the pipeline")
+    parser.add_argument(
+        "--microbatches", type=int, metavar="M", help="micro-batches of the pipeline in one step"
+    )
+    parser.add_argument("--chunks", type=int, metavar="V", help="stages on each rank (interleaved)")
+    for generator in registered(unlisted=True).values():
+        for key, values in generator.options.items():
+            parser.add_argument(
+                generator.flag(key),
+                dest=f"{generator.name} {key}",
+                choices=values,
+                help=f"{key} of {generator.name} (default: {values[0]})",
+            )
+    parser.add_argument(
+        "--costs",
+        default="1,1,1",
+        metavar="F,I,W",
+        help="durations of forward, input gradient and weight gradient on 1/pp of the model, in "
+        "any consistent unit (default: 1,1,1)",
+    )
+    parser.add_argument(
+        "--slices",
+        type=int,
+        default=1,
+        metavar="K",
+        help="cut each micro-batch along its sequence into K slices of equal cost (default: 1)",
+    )
+    parser.add_argument(
+        "--pairs",
+        action="store_true",
+        help="run forwards and backwards of different micro-batches as pairs, each with its expert "
+        "communication behind the computation of the other",
+    )
+    of_forward = "a forward that is core attention, which grows with the square of the length"
+    of_both = "a forward and of an input gradient that is expert communication"
+    for flag, default, share in (
+        ("--attention", 0.0, f"{of_forward}, for --slices"),
+        ("--all-to-all", 0.0, f"{of_both}, for --pairs"),
+        ("--hides", 1.0, "what could run behind computation in a pair that does"),
+    ):
+        parser.add_argument(
+            flag,
+            type=float,
+            default=default,
+            metavar="SHARE",
+            help=f"share of {share} (default: {default:g})",
+        )
+    parser.add_argument(
+        "--comm",
+        type=float,
+        default=0.0,
+        metavar="C",
+        help="latency of a message, in the unit of --costs (default: 0)",
+    )
+
+
+def _costs(args: argparse.Namespace) -> Costs:
+    """Return the costs that the flags describe.
+
+    Raises:
+        ScheduleError: A flag lacks the one that it refines, or a number is impossible.
+    """
+    try:
+        forward, input_gradient, weight = map(float, args.costs.split(","))
+    except ValueError:
+        raise ScheduleError(
+            f"--costs needs three numbers F,I,W, got {args.costs!r}; for example --costs 1,1,1"
+        ) from None
+    # A table from a file may have slices and pairs without any flag.
+    is_file = any(name.startswith(CSV_PREFIX) for name in args.schedule)
+    if args.attention > 0 and args.slices == 1 and not is_file:
+        raise ScheduleError("--attention is for --slices; add it, or leave --attention out")
+    if args.hides != 1 and not args.pairs and not is_file:
+        raise ScheduleError("--hides is for --pairs; add it, or leave --hides out")
+    return Costs(
+        forward,
+        input_gradient,
+        weight,
+        latency=args.comm,
+        attention=args.attention,
+        all_to_all=args.all_to_all,
+        hides=args.hides,
+    )
+
+
+def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
+    """Return the options that the user chose, by schedule and by key.
+
+    Raises:
+        ScheduleError: One is for a schedule that is not asked for.
+    """
+    options: dict[str, dict[str, Option]] = {}
+    for destination, value in vars(args).items():
+        # Only options of schedules have a space there (`_add_sizes`).
+        name, _, key = destination.partition(" ")
+        if not key or value is None:
+            continue
+        if name not in args.schedule and "all" not in args.schedule:
+            named = ", ".join(args.schedule)
+            raise ScheduleError(f"--{name}-{key} is for {name}, not for {named}; leave it out")
+        options.setdefault(name, {})[key] = value
+    return options
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    """Check that the sizes are there, and small enough to be planned.
+
+    Raises:
+        ScheduleError: One is missing or too large, or there is only one rank.
+    """
+    if all(name.startswith(CSV_PREFIX) for name in args.schedule):
+        return
+    missing = []
+    if args.pp is None:
+        missing.append("--pp")
+    if args.microbatches is None:
+        missing.append("--microbatches")
+    if missing:
+        verb, them = ("are", "them") if len(missing) > 1 else ("is", "it")
+        raise ScheduleError(
+            f"{' and '.join(missing)} {verb} missing; give {them} (only csv:FILE has its own size)"
+        )
+    if args.pp > MAX_RANKS:
+        raise ScheduleError(f"--pp {args.pp} is more than can be planned; use at most {MAX_RANKS}")
+    max_microbatches = MAX_PASSES // max(args.pp, 1)
+    if args.microbatches > max_microbatches:
+        raise ScheduleError(
+            f"--microbatches {args.microbatches} is more than can be planned for {args.pp} ranks; "
+            f"use at most {max_microbatches}"
+        )
+    if args.pp == 1:
+        raise ScheduleError("--pp 1 is not a pipeline, there is nothing to schedule; use 2 or more")
+
+
+def refuse_others(args: argparse.Namespace, accepted: Collection[str], reason: str) -> None:
+    """Refuse flags that one use of `plan` does not accept.
+
+    Args:
+        args: The parsed arguments.
+        accepted: Destinations of the flags that it accepts.
+        reason: What is wrong with any other, with the flag in place of `{}`.
+
+    Raises:
+        ArgumentsError: The reason.
+    """
+    for destination, value in vars(args).items():
+        if destination in accepted or destination in _INTERNAL:
+            continue
+        if value != args.parser.get_default(destination):
+            raise ArgumentsError(reason.format("--" + re.sub("[_ ]", "-", destination)))
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keep the cycle collector off: it would visit millions of tuples, which form no cycles."""
+    # A program that calls this may have turned it off for its own reasons.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_garbage_collection()
+def _run_plan(args: argparse.Namespace) -> int:
+    """Compare schedules, or predict what balancing lengths gains."""
+    for destination in ("max_tokens", "replicas", "length_costs", "hidden_size"):
+        if args.lengths is None and getattr(args, destination) is not None:
+            flag = "--" + destination.replace("_", "-")
+            raise ScheduleError(f"{flag} is for --lengths FILE; add it, or leave {flag} out")
+    _check_sizes(args)
+    if args.lengths is not None:
+        return length_plan.run(args, _costs(args))
+    costs = _costs(args)
+    timelines, left_out = _compared(args, args.schedule[0], costs)
+    if args.json:
+        print(_as_json(timelines, costs, use_dpp=args.use_dpp))
+    else:
+        print(comparison_table(timelines))
+        _print_notes(timelines, costs_text=args.costs)
+        if not args.pairs and args.slices == 1:
+            _print_recommendation(timelines)
+        if args.use_dpp:
+            _print_gains(timelines, costs)
+    for reason in left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+    return 0
+
+
+def _compared(
+    args: argparse.Namespace, name: str, costs: Costs
+) -> tuple[list[Timeline], list[str]]:
+    return compare(
+        name,
+        args.pp,
+        args.microbatches,
+        costs,
+        args.chunks,
+        _options(args),
+        pairs=args.pairs,
+        slices=args.slices,
+    )
+
+
+def _as_json(timelines: Sequence[Timeline], costs: Costs, *, use_dpp: bool) -> str:
+    entries = []
+    for timeline in timelines:
+        entry = figures(timeline)
+        if use_dpp:
+            entry["use_dpp"] = gains(timeline.schedule, costs)._asdict()
+        entries.append(entry)
+    return json.dumps(entries, indent=1)
+
+
+def _print_notes(timelines: Sequence[Timeline], costs_text: str) -> None:
+    """Print the units of the comparison."""
+    unit = "in the unit of --costs"
+    if costs_text == "1,1,1":
+        unit = "1 = forward of 1/pp of the model"
+    print(f"\ntimes: {unit}; activations: in micro-batches on 1/pp of the model")
+    if any(timeline.schedule.num_slices > 1 for timeline in timelines):
+        print("keys, values: of micro-batches in slices, with their gradients, 1 = as activations")
+
+
+# Schedules whose flags `plan` prints; `--schedule NAME` prints those of any.
+_WITH_FLAGS = 3
+
+
+def _print_recommendation(timelines: Sequence[Timeline]) -> None:
+    """Print which of several schedules to take, and the flags of the first ones."""
+    best, *slower = timelines
+    if slower:
+        advice = f"\nrecommended: {best.schedule.label}"
+        copies = best.schedule.weight_copies
+        stored_once = [timeline for timeline in slower if timeline.schedule.weight_copies == 1]
+        # The fastest may hold every weight twice, for which a large model has no room.
+        if copies > 1 and stored_once:
+            fallback = stored_once[0].schedule.label
+            advice += f" where {copies} copies of the weights fit, else {fallback}"
+        print(advice)
+    shown = timelines[:_WITH_FLAGS]
+    print(f"\nflags{' of the first three' if len(shown) < len(timelines) else ''}:")
+    width = _label_width(timelines)
+    for timeline in shown:
+        label = timeline.schedule.label.ljust(width)
+        print(f"  {label}  {training_flags(timeline.schedule, timeline.costs)}")
+
+
+def _print_gains(timelines: Sequence[Timeline], costs: Costs) -> None:
+    """Print what `--use-dpp` gains or loses over each table."""
+    print("\nwith --use-dpp, time of the table's own order over time of the dynamic one:")
+    width = _label_width(timelines)
+    for timeline in timelines:
+        gain = gains(timeline.schedule, costs)
+        label = timeline.schedule.label.ljust(width)
+        print(
+            f"  {label}  {gain.quiet:.3f} on quiet links, {gain.late:.3f} where messages are "
+            f"late at random: {gain.advice}"
+        )
+
+
+def _label_width(timelines: Sequence[Timeline]) -> int:
+    return max(len(timeline.schedule.label) for timeline in timelines)
+
+
+_HEADS = ("schedule", "makespan", "ideal", "bubble", "bubble %", "peak act.", "weights", "messages")
+
+
+def comparison_table(timelines: Sequence[Timeline]) -> str:
+    """Return a comparison as text, a line for each simulation in the order given."""
+    has_pairs = any(timeline.costs.all_to_all for timeline in timelines)
+    has_slices = any(timeline.schedule.num_slices > 1 for timeline in timelines)
+    heads = list(_HEADS)
+    if has_pairs:
+        heads.append("hidden %")
+    if has_slices:
+        heads.append("keys, values")
+    rows = [heads]
+    for timeline in timelines:
+        cells = [
+            timeline.schedule.label,
+            f"{timeline.makespan:g}",
+            f"{timeline.ideal:g}",
+            f"{timeline.bubble:g}",
+            f"{100 * timeline.bubble_ratio:.1f}",
+            f"{timeline.peak_activations:g}",
+            f"{timeline.schedule.weight_copies}x",
+            str(timeline.messages),
+        ]
+        if has_pairs:
+            cells.append(f"{100 * timeline.hidden:.0f}")
+        if has_slices:
+            cells.append(f"{timeline.keys_and_values:g}")
+        rows.append(cells)
+    return aligned(rows)
+
+
+@_without_garbage_collection()
+def _run_plot(args: argparse.Namespace) -> int:
+    """Draw schedules in the terminal, or into a file."""
+    _check_sizes(args)
+    if "all" in args.schedule:
+        raise ScheduleError("plot draws schedules by name; name them, or compare all with plan")
+    costs = _costs(args)
+    timelines: list[Timeline] = []
+    for name in args.schedule:
+        [timeline], _ = _compared(args, name, costs)
+        if args.use_dpp:
+            timelines += while_late(timeline)
+        else:
+            timelines.append(timeline)
+    if args.output is None:
+        _draw_in_terminal(timelines)
+    else:
+        _write_drawing(args.output, timelines)
+    return 0
+
+
+def _draw_in_terminal(timelines: Sequence[Timeline]) -> None:
+    width, coloured = 100, False
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size((100, 24)).columns
+        coloured = not os.environ.get("NO_COLOR")
+    pictures = [render.picture(timeline, width, coloured=coloured) for timeline in timelines]
+    print("\n\n".join(pictures))
+
+
+def _write_drawing(path: Path, timelines: Sequence[Timeline]) -> None:
+    """Write a picture, or one table, by the suffix of the path.
+
+    Raises:
+        ScheduleError: The suffix is unknown, the file holds one table only, or cannot be written.
+    """
+    timeline = timelines[0]
+    schedule = timeline.schedule
+    if path.suffix not in (".svg", ".csv", ".json"):
+        raise ScheduleError(f"{path}: unknown file type; use .svg, .csv or .json")
+    if path.suffix != ".svg" and len(timelines) > 1:
+        raise ScheduleError(f"{path} holds one schedule; name one, or draw several as .svg")
+    if path.suffix == ".svg":
+        text = svg.draw(*timelines)
+    elif path.suffix == ".csv":
+        text = table_files.csv_text(schedule)
+    else:
+        text = table_files.json_text(schedule, starts=timeline.starts, ends=timeline.ends)
+    try:
+        write_text(path, text)
+    except OSError as error:
+        remedy = "make room, or give another file with -o"
+        raise ScheduleError(cannot_write(path, error, remedy)) from error
+    for timeline in timelines:
+        print(render.caption(timeline))
+    print(f"wrote {path}")
+    if path.suffix == ".csv" and schedule.placement.twins == 2:
+        print(
+            f"the CSV holds one of the two mirrored pipelines ({schedule.pp // 2} ranks)",
+            file=sys.stderr,
+        )

@@ -1,0 +1,21 @@
+"""Tables of text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as lines with aligned columns: the first to the left, the others to the right.
+
+    Raises:
+        ValueError: The rows differ in their number of cells.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        for cell, width in zip(row[1:], widths[1:], strict=True):
+            cells.append(cell.rjust(width))
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
