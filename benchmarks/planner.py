@@ -45,7 +45,7 @@ from megatron_ext.planning.hardware import DEVICES, parse_devices
 from megatron_ext.planning.layer_costs import Sharding
 from megatron_ext.planning.layout_forecast import Layout, forecast, stage_parts
 from megatron_ext.planning.layout_search import search
-from megatron_ext.planning.model_sizes import sizes_of_flags
+from megatron_ext.planning.model_flags import sizes_of_flags
 from megatron_ext.planning.question import Question
 from megatron_ext.planning.techniques import Techniques, techniques_of_flags
 from megatron_ext.schedules import Kind

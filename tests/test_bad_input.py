@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from megatron_ext import cli
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.planning.hardware import DeviceKind, parse_devices
-from megatron_ext.planning.model_sizes import read_model, sizes_of_flags
+from megatron_ext.planning.model_flags import sizes_of_flags
+from megatron_ext.planning.model_source import read_model
 from megatron_ext.tracing.records import SCHEDULE_FILE
 from tests.tools.trace.runs import trace_of, write_run
 

@@ -145,7 +145,7 @@ COMMANDS = {
     "upstream/releases.py",
     "planning/layout_search.py",  # asks the rules of flags about what it proposes
     "tools/plan_command.py",
-    "planning/model_sizes.py",
+    "planning/model_flags.py",
     "planning/techniques.py",  # Megatron's flags describe a model
     "planning/training_cut.py",
     "upstream/signatures.py",  # calls Megatron's functions that take parsed arguments

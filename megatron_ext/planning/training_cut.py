@@ -8,7 +8,7 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.planning.calibration import parts_of
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layer_costs import FULL, Sharding
-from megatron_ext.planning.model_sizes import sizes_of_arguments
+from megatron_ext.planning.model_flags import sizes_of_arguments
 from megatron_ext.schedules.table.cuts import cut, layout_of
 
 if TYPE_CHECKING:

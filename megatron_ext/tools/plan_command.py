@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.errors import ArgumentsError
@@ -22,7 +22,7 @@ from megatron_ext.planning.hardware import DEVICES, DeviceKind, parse_devices
 from megatron_ext.planning.layer_costs import mode_name, recompute_modes
 from megatron_ext.planning.layout_forecast import Layout, timeline_of
 from megatron_ext.planning.layout_search import MEGATRONS, SearchResult, fits, search
-from megatron_ext.planning.model_sizes import ModelSizes, read_model
+from megatron_ext.planning.model_source import read_model
 from megatron_ext.planning.question import FIXABLE, Question, fixed_text
 from megatron_ext.planning.techniques import PRECISIONS, Techniques, techniques_of_flags
 from megatron_ext.schedules.drawing import svg
@@ -36,6 +36,9 @@ from megatron_ext.tools.plan_text import (
     result_lines,
 )
 from megatron_ext.tools.schedule_commands import refuse_others
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.model_sizes import ModelSizes
 
 _FLAGS = (
     *("model", "size", "devices", "global_batch_size", "seq_length", "fix", "precision"),

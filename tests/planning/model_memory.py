@@ -15,7 +15,7 @@ from megatron_ext.config.incompatible import RULES
 from megatron_ext.observer import Observer
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layout_search import search
-from megatron_ext.planning.model_sizes import sizes_of_flags
+from megatron_ext.planning.model_flags import sizes_of_flags
 from megatron_ext.planning.question import Question
 from megatron_ext.planning.techniques import techniques_of_flags
 from megatron_ext.runtime.runtime import in_force

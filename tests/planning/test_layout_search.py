@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -19,8 +20,11 @@ from megatron_ext.planning.forked import Caller, callers
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layout_forecast import Layout, forecast, table_bound_s
 from megatron_ext.planning.layout_search import search
-from megatron_ext.planning.model_sizes import ModelSizes, sizes_of_flags
+from megatron_ext.planning.model_flags import sizes_of_flags
 from megatron_ext.planning.question import Question
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.model_sizes import ModelSizes
 
 TINY = (
     "--num-layers 5 --hidden-size 256 --num-attention-heads 4 --padded-vocab-size 4096 --swiglu "

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layer_costs import Sharding, part_of
-from megatron_ext.planning.model_sizes import sizes_of_flags
+from megatron_ext.planning.model_flags import sizes_of_flags
 from tests.planning.model_memory import Case, compared
 from tests.ranks import require_training, run_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,7 +13,11 @@ from megatron_ext.errors import ArgumentsError
 from megatron_ext.planning.calibration import parts_of
 from megatron_ext.planning.hardware import DEVICES, DeviceKind, kind_of, parse_devices
 from megatron_ext.planning.layer_costs import Sharding, parameters, total
-from megatron_ext.planning.model_sizes import ModelSizes, read_model, sizes_of_flags
+from megatron_ext.planning.model_flags import sizes_of_flags
+from megatron_ext.planning.model_source import read_model
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.model_sizes import ModelSizes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -17,7 +17,7 @@ import pytest
 from megatron_ext import cli
 from megatron_ext.config.hosting import preflight
 from megatron_ext.planning.hardware import DEVICES
-from megatron_ext.planning.model_sizes import read_model
+from megatron_ext.planning.model_source import read_model
 from tests.config.test_schedule_flags import outcomes
 from tests.ranks import require_training, run_ranks
 

@@ -14,7 +14,7 @@ from megatron_ext.planning.calibration import Passes, factors, part_of
 from megatron_ext.planning.hardware import DEVICES, parse_devices
 from megatron_ext.planning.layer_costs import FULL, Sharding
 from megatron_ext.planning.layer_costs import part_of as by_formula
-from megatron_ext.planning.model_sizes import sizes_of_flags
+from megatron_ext.planning.model_flags import sizes_of_flags
 from megatron_ext.schedules import Costs
 from megatron_ext.tools import calibrate
 from tests.ranks import run_ranks

@@ -24,7 +24,7 @@ from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.layout_forecast import Layout, forecast
 from megatron_ext.planning.layout_search import search
-from megatron_ext.planning.model_sizes import sizes_of_flags
+from megatron_ext.planning.model_flags import sizes_of_flags
 from megatron_ext.planning.question import ParallelSizes, Question, with_graphs
 from megatron_ext.planning.techniques import techniques_of_flags
 from megatron_ext.rules import read_rules

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ext.errors import DataError
-from megatron_ext.tools.trace.checks import MAX_NUMBER, check_figures, check_header, check_span
+from megatron_ext.tools.trace.file_checks import MAX_NUMBER, check_figures, check_header, check_span
 from megatron_ext.tracing.records import FILE_NAME, FORMAT, Header
 
 

@@ -1,0 +1,182 @@
+"""Megatron's flags for the model of a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_ext.planning.model_sizes import HYBRID_KINDS, MAX_LAYERS, MAX_SIZE
+
+_FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
+"""By the kind of a model whose configuration has no `layer_types`: one layer of so many attends to
+all tokens, the others slide."""
+_NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+
+
+def flags_of_config(config: Mapping[str, Any]) -> list[str]:
+    """Return Megatron's flags for the model of a Hugging Face `config.json`.
+
+    Raises:
+        KeyError: The configuration is not of a decoder that these flags describe.
+        ValueError: A size is not a number that a model can have.
+    """
+    pattern = _pattern(config)
+    num_layers = len(pattern) or _size(config, "num_hidden_layers", MAX_LAYERS)
+    values = {
+        "num-layers": num_layers,
+        "hidden-size": config["hidden_size"],
+        # Llama 4 has a size for layers without experts.
+        "ffn-hidden-size": config.get("intermediate_size_mlp") or config["intermediate_size"],
+        "num-attention-heads": config["num_attention_heads"],
+        "padded-vocab-size": config["vocab_size"],
+        "max-position-embeddings": config.get("max_position_embeddings", 4096),
+        "normalization": "RMSNorm",
+        "position-embedding-type": "rope",
+        "mtp-num-layers": config.get("num_nextn_predict_layers"),
+    }
+    if pattern:
+        values |= _hybrid_values(config, pattern)
+    values |= _attention_values(config) | _window_values(config)
+    values |= _expert_values(config, num_layers)
+    flags = []
+    for name, value in values.items():
+        if value:
+            flags += [f"--{name}", str(value)]
+    flags += [f"--{switch}" for switch in _switches(config, pattern)]
+    return flags
+
+
+def _size(config: Mapping[str, Any], name: str, limit: int = MAX_SIZE) -> int:
+    """Return a size of a configuration that is computed with.
+
+    Raises:
+        KeyError: It is missing.
+        ValueError: It is not a whole number from 1 to `limit`.
+    """
+    size = config[name]
+    if not isinstance(size, int) or not 1 <= size <= limit:
+        raise ValueError(f"{name} is {str(size)[:40]!r}, not a whole number from 1 to {limit}")
+    return size
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    return str(config.get("model_type", ""))
+
+
+def _pattern(config: Mapping[str, Any]) -> str:
+    """Return Megatron's pattern of a hybrid model; empty for others."""
+    pattern = config.get("hybrid_override_pattern")
+    if pattern:
+        return str(pattern)
+    letters = {kind: letter for letter, kind in HYBRID_KINDS.items()} | {"moe": "E"}
+    return "".join(letters[block] for block in config.get("layers_block_type") or ())
+
+
+def _hybrid_values(config: Mapping[str, Any], pattern: str) -> dict[str, Any]:
+    return {
+        "hybrid-layer-pattern": pattern,
+        "mamba-num-heads": config["mamba_num_heads"],
+        "mamba-head-dim": config["mamba_head_dim"],
+        "mamba-state-dim": config["ssm_state_size"],
+        "mamba-num-groups": config["n_groups"],
+        "moe-latent-size": config.get("moe_latent_size"),
+    }
+
+
+def _has_groups(config: Mapping[str, Any]) -> bool:
+    heads = config["num_attention_heads"]
+    return bool(config.get("num_key_value_heads", heads) != heads)
+
+
+def _attention_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    if config.get("kv_lora_rank"):
+        return {
+            "q-lora-rank": config.get("q_lora_rank"),
+            "kv-lora-rank": config["kv_lora_rank"],
+            "qk-head-dim": config["qk_nope_head_dim"],
+            "qk-pos-emb-head-dim": config["qk_rope_head_dim"],
+            "v-head-dim": config["v_head_dim"],
+        }
+    values = {"kv-channels": config.get("head_dim")}
+    if _has_groups(config):
+        values["num-query-groups"] = config["num_key_value_heads"]
+    return values
+
+
+def _window_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    if not (config.get("sliding_window") and config.get("use_sliding_window", True)):
+        return {}
+    period = _FULL_ATTENTION_EVERY.get(_model_type(config))
+    skips = config.get("sliding_window_pattern", period)
+    layer_types = config.get("layer_types")
+    if layer_types:
+        skips = str([int(layer_type == "sliding_attention") for layer_type in layer_types])
+    return {"window-size": f"{config['sliding_window']},0", "window-attn-skip-freq": skips}
+
+
+def _expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    num_experts = _first_of(config, _NUM_EXPERTS)
+    if not num_experts:
+        return {}
+    width_name = "moe_intermediate_size"
+    if not config.get(width_name):
+        width_name = "intermediate_size"
+    width = _size(config, width_name)
+    num_shared = int(_model_type(config).startswith("llama4"))
+    if config.get("n_shared_experts"):
+        num_shared = _size(config, "n_shared_experts")
+    shared_width = _first_of(
+        config, ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    )
+    return {
+        "num-experts": num_experts,
+        "moe-router-topk": config["num_experts_per_tok"],
+        "moe-ffn-hidden-size": width,
+        "moe-shared-expert-intermediate-size": shared_width or num_shared * width or None,
+        "moe-layer-freq": str(_expert_marks(config, num_layers)),
+    }
+
+
+def _expert_marks(config: Mapping[str, Any], num_layers: int) -> list[int]:
+    """Return 1 for each layer with experts, 0 for each without."""
+    period = _first_of(config, ("decoder_sparse_step", "interleave_moe_layer_step")) or 1
+    first = config.get("first_k_dense_replace") or 0
+    dense_layers = config.get("mlp_only_layers") or ()
+    marks = []
+    for layer in range(num_layers):
+        has_experts = (layer + 1) % period == 0 and layer >= first and layer not in dense_layers
+        marks.append(int(has_experts))
+    return marks
+
+
+def _switches(config: Mapping[str, Any], pattern: str) -> list[str]:
+    kind = _model_type(config)
+    switches = []
+    # Files do not say which networks have a gate: those with SiLU, and of those with GELU Gemma's.
+    activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
+    if not pattern and (activation == "silu" or kind.startswith("gemma")):
+        switches.append("swiglu")
+    # Nor do those of GPT-OSS and Qwen2 say which biases their code has.
+    if kind != "gpt_oss" and not config.get("use_bias"):
+        switches.append("disable-bias-linear")
+    if config.get("attention_bias") or kind.startswith("qwen2"):
+        switches.append("add-qkv-bias")
+    # A file leaves out what its class has by default.
+    if not config.get("tie_word_embeddings", kind.startswith(("gemma", "cohere"))):
+        switches.append("untie-embeddings-and-output-weights")
+    if config.get("kv_lora_rank"):
+        switches += ["multi-latent-attention", "qk-layernorm"]
+        return switches
+    if _has_groups(config):
+        switches.append("group-query-attention")
+    if config.get("use_qk_norm") or kind.startswith(("qwen3", "gemma3")):
+        switches.append("qk-layernorm")
+    return switches
+
+
+def _first_of(config: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return the first of these values that is neither missing nor empty; else None."""
+    for name in names:
+        if config.get(name):
+            return config[name]
+    return None

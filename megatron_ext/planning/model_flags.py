@@ -1,0 +1,319 @@
+"""Reads the sizes of a model from Megatron's flags."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.planning.model_sizes import (
+    HYBRID_KINDS,
+    MAX_LAYERS,
+    MAX_SIZE,
+    LayerKind,
+    ModelSizes,
+)
+
+_INTEGERS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *("kv_channels", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
+    *("max_position_embeddings", "seq_length", "num_experts", "moe_router_topk"),
+    *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"),
+    *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers", "moe_latent_size"),
+    *("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
+)
+_SWITCHES = (
+    *("swiglu", "disable_bias_linear", "group_query_attention", "add_qkv_bias"),
+    *("multi_latent_attention", "qk_layernorm", "untie_embeddings_and_output_weights"),
+)
+_TEXTS = (
+    *("moe_layer_freq", "normalization", "position_embedding_type", "hybrid_layer_pattern"),
+    *("window_size", "window_attn_skip_freq"),
+)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
+    """Return the sizes that flags of Megatron's describe, with its defaults; others are ignored.
+
+    Raises:
+        ArgumentsError: A size is missing or not a number.
+    """
+    args = _parsed(flags)
+    # Behind a slash are the layers of each depth of multi-token prediction.
+    pattern, *depths = (args.hybrid_layer_pattern or "").replace("|", "").split("/")
+    num_layers = len(pattern) or args.num_layers
+    _check_present(args, num_layers)
+    _check_range(args)
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    query_groups = heads
+    if args.group_query_attention:
+        query_groups = args.num_query_groups or 1
+    _check_divisions(args, query_groups)
+    # Here and below: the defaults of Megatron's arguments, which its configuration does not all
+    # share.
+    is_latent = args.multi_latent_attention
+    rotary_size = 0
+    head_size = value_size = args.kv_channels or hidden // heads
+    if is_latent:
+        rotary_size = args.qk_pos_emb_head_dim or 64
+        head_size = (args.qk_head_dim or 128) + rotary_size
+        value_size = args.v_head_dim or 128
+    learned_positions = 0
+    if args.position_embedding_type == "learned_absolute":
+        learned_positions = args.max_position_embeddings or args.seq_length or 0
+    ffn = _ffn_size(args)
+    window = _window_size(args)
+    return ModelSizes(
+        name=name,
+        hidden=hidden,
+        heads=heads,
+        query_groups=query_groups,
+        head_size=head_size,
+        value_size=value_size,
+        ffn=ffn,
+        gated=args.swiglu,
+        vocabulary=_padded_vocabulary(args),
+        is_tied=not args.untie_embeddings_and_output_weights,
+        learned_positions=learned_positions,
+        biases=not args.disable_bias_linear,
+        qkv_biases=args.add_qkv_bias or not args.disable_bias_linear,
+        norm_weights=1 if args.normalization == "RMSNorm" else 2,
+        qk_norm=args.qk_layernorm,
+        window=window,
+        window_share=_window_share(args, num_layers) if window else 0.0,
+        kinds=_kinds(args, pattern, num_layers),
+        num_experts=args.num_experts or 0,
+        top_k=args.moe_router_topk or 2,
+        expert_ffn=args.moe_ffn_hidden_size or ffn,
+        shared_ffn=args.moe_shared_expert_intermediate_size or 0,
+        expert_hidden=args.moe_latent_size or hidden,
+        scan_heads=args.mamba_num_heads or 2 * hidden // (args.mamba_head_dim or 64),
+        scan_head_size=args.mamba_head_dim or 64,
+        scan_state=args.mamba_state_dim or 128,
+        scan_groups=args.mamba_num_groups or 8,
+        is_latent=is_latent,
+        query_rank=args.q_lora_rank or 0,
+        key_value_rank=args.kv_lora_rank or 32,
+        rotary_size=rotary_size,
+        mtp_layers=len(depths) or args.mtp_num_layers or 0,
+        sequence=args.seq_length,
+        flags=tuple(flags),
+    )
+
+
+def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
+    """Return the sizes of Megatron's parsed arguments.
+
+    Raises:
+        ArgumentsError: A size is missing.
+    """
+    flags = []
+    for name in (*_INTEGERS, *_TEXTS):
+        value = getattr(args, name, None)
+        if value is not None:
+            flags += [_flag(name), str(value)]
+    for name in _SWITCHES:
+        if getattr(args, name, False):
+            flags.append(_flag(name))
+    if not getattr(args, "add_bias_linear", True):
+        flags.append("--disable-bias-linear")
+    return sizes_of_flags(flags, "the model")
+
+
+def _parsed(flags: Sequence[str]) -> argparse.Namespace:
+    # An error of argparse's would end the process, of which the planner is only a part.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in _INTEGERS:
+        parser.add_argument(_flag(name), type=int)
+    for name in _SWITCHES:
+        parser.add_argument(_flag(name), action="store_true")
+    parser.add_argument("--moe-layer-freq", default="1")
+    parser.add_argument("--hybrid-layer-pattern", "--hybrid-override-pattern")
+    parser.add_argument("--window-size")
+    parser.add_argument("--window-attn-skip-freq")
+    parser.add_argument("--normalization", default="LayerNorm")
+    parser.add_argument("--position-embedding-type", default="learned_absolute")
+    try:
+        args, _ = parser.parse_known_args(_without_empty_values(flags))
+    except argparse.ArgumentError as error:
+        raise ArgumentsError(f"{error}; give a whole number") from error
+    return args
+
+
+def _without_empty_values(flags: Sequence[str]) -> list[str]:
+    """Return the flags with empty values, such as that of an example's vocabulary, left out."""
+    words = list(flags)
+    for index in range(len(words) - 1, 0, -1):
+        if words[index : index + 1] == [""]:  # the end may be gone already
+            del words[index - 1 : index + 1]
+    return words
+
+
+def _check_present(args: argparse.Namespace, num_layers: int | None) -> None:
+    needed = {
+        "--num-layers": num_layers,
+        "--hidden-size": args.hidden_size,
+        "--num-attention-heads": args.num_attention_heads,
+        "--padded-vocab-size": args.padded_vocab_size or args.vocab_size,
+    }
+    for flag, value in needed.items():
+        if value is None or value < 1:
+            raise ArgumentsError(f"{flag} is {value or 'missing'}; give the size of the model")
+
+
+def _check_range(args: argparse.Namespace) -> None:
+    for name in _INTEGERS:
+        value = getattr(args, name)
+        limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
+        if value is not None and not 0 <= value <= limit:
+            raise ArgumentsError(f"{_flag(name)} {value} cannot be planned; use 0 to {limit}")
+
+
+def _check_divisions(args: argparse.Namespace, query_groups: int) -> None:
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    _check_divides("--num-query-groups", query_groups, heads)
+    if not args.kv_channels:
+        _check_divides("--num-attention-heads", heads, hidden)
+    _check_at_most("--num-attention-heads", heads, hidden)
+    if args.num_experts:
+        _check_at_most("--moe-router-topk", args.moe_router_topk or 1, args.num_experts)
+
+
+def _check_divides(flag: str, value: int, size: int) -> None:
+    if size % value:
+        raise ArgumentsError(
+            f"{flag} {value} does not divide {size}, which Megatron refuses; give the model's own"
+        )
+
+
+def _check_at_most(flag: str, value: int, limit: int) -> None:
+    if value > limit:
+        raise ArgumentsError(
+            f"{flag} {value} is more than {limit}, which Megatron refuses; give the model's own"
+        )
+
+
+def _padded_vocabulary(args: argparse.Namespace) -> int:
+    if args.padded_vocab_size is not None:
+        return int(args.padded_vocab_size)
+    unit = args.make_vocab_size_divisible_by or 128
+    return -(-int(args.vocab_size) // unit) * unit
+
+
+def _ffn_size(args: argparse.Namespace) -> int:
+    if args.ffn_hidden_size is not None:
+        return int(args.ffn_hidden_size)
+    if args.swiglu:  # Megatron's rule
+        return int(8 * args.hidden_size / 3 / 64) * 64
+    return 4 * int(args.hidden_size)
+
+
+def _window_size(args: argparse.Namespace) -> int:
+    """Return the tokens before a query that sliding attention sees; 0: all."""
+    tokens_before = (args.window_size or "0").strip("( )").partition(",")[0]
+    try:
+        return max(0, int(tokens_before))  # -1 means all, too
+    except ValueError:
+        raise ArgumentsError(
+            f"--window-size {args.window_size} is no window; give the tokens before and after, "
+            "such as 128,0"
+        ) from None
+
+
+def _window_share(args: argparse.Namespace, num_layers: int) -> float:
+    """Return the share of layers whose attention slides."""
+    if args.window_attn_skip_freq is None:
+        return 1.0
+    skips = _by_layer("--window-attn-skip-freq", args.window_attn_skip_freq, num_layers)
+    if isinstance(skips, int):
+        num_sliding = sum(layer % skips != 0 for layer in range(1, num_layers + 1))
+    else:
+        num_sliding = sum(mark != 0 for mark in skips)
+    return num_sliding / num_layers
+
+
+def _kinds(args: argparse.Namespace, pattern: str, num_layers: int) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer, of the pattern of a hybrid model or of the other flags."""
+    if pattern:
+        return _hybrid_kinds(args, pattern)
+    if not args.num_experts:
+        without_experts: list[LayerKind] = ["dense"] * num_layers
+        return tuple(without_experts)
+    marks = _by_layer("--moe-layer-freq", args.moe_layer_freq, num_layers)
+    if isinstance(marks, int):
+        period = marks
+        marks = [int(layer % period == 0) for layer in range(num_layers)]
+    kinds: list[LayerKind] = []
+    for mark in marks:
+        kinds.append("moe" if mark else "dense")
+    return tuple(kinds)
+
+
+def _hybrid_kinds(args: argparse.Namespace, pattern: str) -> tuple[LayerKind, ...]:
+    unknown = set(pattern) - set(HYBRID_KINDS)
+    if unknown:
+        raise ArgumentsError(
+            f"--hybrid-layer-pattern has {min(unknown)!r}; the planner knows "
+            f"{' '.join(HYBRID_KINDS)}"
+        )
+    if "E" in pattern and not args.num_experts:
+        raise ArgumentsError("--hybrid-layer-pattern has E, layers of experts; add --num-experts")
+    return tuple(HYBRID_KINDS[letter] for letter in pattern)
+
+
+def _by_layer(flag: str, text: str, num_layers: int) -> int | list[int]:
+    """Return a number, or the marks of all layers, of an expression as `([0]*3+[1]*58)`."""
+    try:
+        marks: int | list[int] = _evaluated(ast.parse(text.strip("'\""), mode="eval").body)
+        is_valid = marks >= 1 if isinstance(marks, int) else len(marks) == num_layers
+        if not is_valid:
+            raise ValueError(text)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        # MemoryError is what Python's parser raises for too many brackets.
+        raise ArgumentsError(
+            f"{flag} {text[:200]} does not describe {num_layers} layers; use a number or "
+            f"a list, such as ([0]*1+[1]*{num_layers - 1})"
+        ) from error
+    return marks
+
+
+def _evaluated(node: ast.expr) -> Any:
+    """Evaluate an expression of numbers and lists, with sums and products.
+
+    Megatron evaluates the text as Python; here it may come out of anybody's file.
+
+    Raises:
+        ValueError: The expression has anything else, or a list is too long.
+        TypeError: The operands do not fit.
+    """
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.List):
+        marks = []
+        for element in node.elts:
+            mark = _evaluated(element)
+            if not isinstance(mark, int):
+                raise ValueError(ast.dump(element))
+            marks.append(mark)
+        return marks
+    if isinstance(node, ast.BinOp):
+        left, right = _evaluated(node.left), _evaluated(node.right)
+        if isinstance(node.op, ast.Add):
+            return left + right
+        if isinstance(node.op, ast.Mult):
+            _check_length(left, right)
+            return left * right
+    raise ValueError(ast.dump(node))
+
+
+def _check_length(left: int | list[int], right: int | list[int]) -> None:
+    """Refuse a product such as [0]*10**12 before it fills the memory."""
+    for marks, times in ((left, right), (right, left)):
+        if isinstance(marks, list) and isinstance(times, int) and times * len(marks) > MAX_LAYERS:
+            raise ValueError(f"{times} x {len(marks)} layers")

@@ -1,0 +1,132 @@
+"""Reads a model from an example, a Hugging Face config or Megatron's flags."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.files import read_json
+from megatron_ext.planning.hugging_face import flags_of_config
+from megatron_ext.planning.model_flags import sizes_of_flags
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.model_sizes import ModelSizes
+
+_MAX_FILE_BYTES = 1 << 20
+_EXAMPLE_TIMEOUT_S = 30
+_UNKNOWN_SIZE_CODE = 3
+"""Exit code of the script below for a size that the example does not have."""
+_EXAMPLE_SCRIPT = (
+    'source "$1"; SIZE=${2:-$DEFAULT_SIZE}; LLM_TRAINING=() SHARDED=() TINY_TRAINING=(); '
+    'declare -F "size_$SIZE" >/dev/null || { compgen -A function size_ | cut -c6- | '
+    f'paste -sd" "; exit {_UNKNOWN_SIZE_CODE}; }}; VOCAB_SIZE=; size_"$SIZE"; '
+    'printf "%s\\n" "$TITLE $SIZE" '
+    '--vocab-size "$VOCAB_SIZE" "${ARCHITECTURE[@]}" "${MODEL[@]}"'
+)
+"""Prints the title and the flags of an example, which are arrays of a shell script."""
+_UNKNOWN_FEATURES = {
+    "peft_type": "an adapter (LoRA)",
+    "lora_rank": "an adapter (LoRA)",
+    "compress_ratios": "compressed attention (DeepSeek-V4)",
+    "hc_mult": "hyper-connections (DeepSeek-V4)",
+    "index_topk": "sparse attention",
+    "linear_num_value_heads": "linear attention",
+    "experimental_attention_variant": "sparse or linear attention",
+    "linear_attention_freq": "linear attention",
+    "linear_attn_config": "linear attention",
+    "moe_num_experts": "experts of Ernie's kind",
+    "enable_hyper_connections": "hyper-connections",
+}
+"""Features whose time and memory the formulas do not know, by the key or flag that asks for
+them."""
+
+
+def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> ModelSizes:
+    """Return the sizes of a model.
+
+    Args:
+        source: A folder with `model.env` (an example) or `config.json` (Hugging Face), or such a
+            `config.json`; None: the flags say everything.
+        size: Which size of an example; None: its default.
+        flags: Megatron's flags, which win over those of the source.
+
+    Raises:
+        ArgumentsError: The source cannot be read, a size is missing, or the planner does not know
+            such models.
+    """
+    _refuse_unknown_flags(flags)
+    if source is None:
+        if not flags:
+            raise ArgumentsError(
+                "there is no model; use --model examples/llama3, --model config.json, or flags of "
+                "Megatron's behind --, such as -- --num-layers 32 --hidden-size 4096 ..."
+            )
+        return sizes_of_flags(flags, "flags")
+    if (source / "model.env").is_file():
+        name, source_flags = _read_example(source, size)
+    elif size is not None:
+        raise ArgumentsError(f"--size {size} is for a folder with model.env; leave it out")
+    else:
+        name, source_flags = _read_config(source)
+    return sizes_of_flags([*source_flags, *flags], name)
+
+
+def _refuse_unknown_flags(flags: Sequence[str]) -> None:
+    for flag in flags:
+        if not flag.startswith("--"):
+            continue
+        name = flag.partition("=")[0].removeprefix("--").replace("-", "_")
+        if name in _UNKNOWN_FEATURES:
+            raise ArgumentsError(
+                f"{flag}: the planner does not know {_UNKNOWN_FEATURES[name]}; leave it out for a "
+                "forecast without"
+            )
+
+
+def _read_config(source: Path) -> tuple[str, list[str]]:
+    """Return the name and the flags of a Hugging Face model."""
+    path = source / "config.json" if source.is_dir() else source
+    try:
+        config = read_json(path, _MAX_FILE_BYTES)
+        config |= config.get("text_config") or {}  # the language model of a multimodal one
+        for key, feature in _UNKNOWN_FEATURES.items():
+            if config.get(key):
+                raise ArgumentsError(
+                    f"--model {source} has {key}: the planner does not know {feature}; give flags "
+                    "of a model without it behind --, and no --model"
+                )
+        flags = flags_of_config(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, KeyError):
+            reason = f"it has no {error}"
+        raise ArgumentsError(
+            f"--model {source} gives no sizes ({reason}); use a folder with model.env, such as "
+            "examples/llama3, a Hugging Face config.json, or Megatron's flags behind --"
+        ) from error
+    return str(config.get("_name_or_path") or path.parent.name or path.stem), flags
+
+
+def _read_example(folder: Path, size: str | None) -> tuple[str, list[str]]:
+    """Return the name and the flags of an example."""
+    path = folder / "model.env"
+    command = ["bash", "-c", _EXAMPLE_SCRIPT, "plan", str(path), size or ""]
+    try:
+        shell = subprocess.run(
+            command, capture_output=True, text=True, timeout=_EXAMPLE_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ArgumentsError(
+            f"{path} did not end within {_EXAMPLE_TIMEOUT_S} s; run it with bash"
+        ) from error
+    if shell.returncode == _UNKNOWN_SIZE_CODE:
+        raise ArgumentsError(
+            f"--size {size}: {folder} has {shell.stdout.strip()}; use one of these"
+        )
+    if shell.returncode:
+        raise ArgumentsError(f"{path} cannot be read: {shell.stderr.strip()}; run it with bash")
+    name, *flags = shell.stdout.splitlines()
+    return name, flags
