@@ -68,6 +68,13 @@ class Prediction:
     """Ranks that hold the weights of one stage."""
     all_to_all_hidden: float | None = None
     """Part of the experts' exchanges that runs behind computation; None: the trace has none."""
+    choice: str = ""
+    """Of `flags`, those that choose the schedule and its order, without sizes and costs."""
+
+    @property
+    def schedule_name(self) -> str:
+        """The name of the schedule, without options and order."""
+        return self.schedule.partition(" ")[0]
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,14 @@ class Forecast:
         return [p for p in self.predictions if p.bounds_memory and p.is_known_to_fit]
 
     @property
+    def best_of_schedules(self) -> list[Prediction]:
+        """Of each schedule the fastest candidate, whichever its options and its order."""
+        best: dict[str, Prediction] = {}
+        for candidate in self.candidates:
+            best.setdefault(candidate.schedule_name, candidate)
+        return list(best.values())
+
+    @property
     def recommended(self) -> list[Prediction]:
         """Of the fastest candidates, the one that needs least memory.
 
@@ -110,7 +125,7 @@ class Forecast:
 
     @property
     def advice(self) -> str:
-        """One sentence on the schedule to take and the gain to expect."""
+        """One sentence on the flags to take and the gain to expect."""
         own = self.own
         # Against its own prediction: what slowed the traced run down would slow any other.
         before_s = self.measured_s if own is None else own.step_s
@@ -122,7 +137,7 @@ class Forecast:
             gain = f"{1e3 * best.step_s:.1f} ms a step, {before_s / best.step_s:.2f} x as fast"
             if best.memory_bytes is not None:
                 gain += f", {best.memory_bytes / 2**30:.2f} GiB on a rank"
-            choices.append(f"{best.schedule} ({gain})")
+            choices.append(f"{best.choice} ({gain})")
         if len(choices) > 1:
             choices[0] += f" where {self.recommended[0].weight_copies} copies of the weights fit"
         return f"{', else '.join(choices)}." if choices else "no schedule that bounds memory fits."
@@ -374,6 +389,9 @@ class _Measured:
         count, dynamic = pipeline.num_microbatches, pipeline.dynamic
         static = pipeline.full if dynamic is None else pipeline.static().full
         label, flags = static.label, training_flags(static, pipeline.costs)
+        # Behind the flag of the number of ranks.
+        choice = "--" + training_flags(static).partition(" --")[2]
+        order_flags = ""
         if dynamic is None:
             steps = [evaluate(pipeline.full, drawn) for drawn in draws]
         else:
@@ -383,9 +401,9 @@ class _Measured:
                 for drawn in draws
             ]
             label += f" dpp {dynamic.policy}"
-            flags += f" --use-dpp --dpp-policy {dynamic.policy}"
+            order_flags = f" --use-dpp --dpp-policy {dynamic.policy}"
             if dynamic.extra_activations is not None:
-                flags += f" --dpp-extra-activations {dynamic.extra_activations}"
+                order_flags += f" --dpp-extra-activations {dynamic.extra_activations}"
         # Gradients and optimizer state come with each copy of the weights.
         weights = static.weight_copies / self.schedule.weight_copies
         outside_s = self.outside_s + (weights - 1) * self.optimizer_s
@@ -396,7 +414,8 @@ class _Measured:
         hidden = [step.hidden for step in steps] if self.costs.all_to_all else []
         return Prediction(
             label,
-            flags,
+            flags + order_flags,
+            choice=choice + order_flags,
             step_s=statistics.fmean(step.makespan for step in steps) + outside_s,
             bubble_ratio=statistics.fmean(step.bubble_ratio for step in steps),
             memory_bytes=memory,

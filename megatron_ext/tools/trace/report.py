@@ -74,7 +74,7 @@ def page(run: Run) -> str:
         found = predict(run)
     except (DataError, ScheduleError) as error:
         notes.append(f"no forecast: {error}")
-    predictions = found.candidates[:8]
+    predictions = found.best_of_schedules
     if found.own is not None and found.own not in predictions:
         predictions.append(found.own)
     total, slowest = figures(run.surveys), slow(run)[:_MAX_ROWS]

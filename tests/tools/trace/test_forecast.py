@@ -239,7 +239,9 @@ def test_the_command_prints_flags_to_paste(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "traced: 1f1b, step " in done.stdout
     advice = next(line for line in done.stdout.splitlines() if line.startswith("recommended: "))
-    assert re.search(r"bitpipe.* x as fast\) where 2 copies of the weights fit, else ", advice)
+    assert re.search(
+        r"--enable-bitpipe-schedule.* x as fast\) where 2 copies of the weights fit, else ", advice
+    )
     listed = done.stdout.partition("flags (--json has those of all):\n")[2].splitlines()
     assert 3 <= len(listed) <= 5
     assert not any("first" in line for line in listed), "those that bound memory"

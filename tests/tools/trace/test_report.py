@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.schedules import Costs, generate, simulate
+from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.tools.trace import forecast, report
 from megatron_ext.tools.trace.aggregate import read_run
 from megatron_ext.tools.trace.survey import Step
@@ -131,6 +132,13 @@ def test_the_page_begins_with_a_verdict(tmp_path: Path) -> None:
     assert best.bounds_memory
     assert modest.bounds_memory
     assert shown["flags"] == [best.flags, modest.flags]
+    words = re.sub(r"\(.*?\)", "", found.advice).replace(", else", "").strip(" .").split()
+    assert "=" not in found.advice, "flags, which pages explain, and no options of ours"
+    assert {word for word in words if word.startswith("--")} <= set(best.flags.split()) | set(
+        modest.flags.split()
+    )
+    schedules = [row["schedule"].partition(" ")[0] for row in shown["forecast"]]
+    assert set(schedules) == set(registered()), "each schedule, however many are faster"
     [own] = [p for p in found.predictions if p.schedule == "1f1b"]
     assert f"{own.step_s / best.step_s:.2f} x as fast" in verdict["What to run"]
     assert verdict["What to mistrust"].startswith("4 ranks shared 2 CPUs, so waits are longer")
