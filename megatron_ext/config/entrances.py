@@ -143,8 +143,8 @@ def _what_runs(args: Namespace, found: Active) -> Iterator[str]:
     if found.config.tracing is not None and getattr(args, "skip_train", False):
         yield "--trace records training steps; --skip-train leaves none to record"
     if found.transport_only is not None:
-        over = found.transport_only.transport
-        yield f"pipeline schedule: Megatron's own; messages over {over}"
+        wires = _wires_in_words(found.transport_only.transport)
+        yield f"pipeline schedule: Megatron's own; messages over {wires}"
     if pipeline is None:
         return
     yield running(pipeline)
@@ -184,8 +184,16 @@ def running(pipeline: Pipeline) -> str:
         f"pipeline schedule: {schedule.label} on {pipeline.pp} ranks{hosted}, "
         f"{schedule.total_microbatches} micro-batches: {order}bubble {timeline.bubble:g} "
         f"({100 * timeline.bubble_ratio:.1f} %), peak {peak:g} activations, "
-        f"simulated for costs {pipeline.costs}; messages over {pipeline.transport}{at_once}"
+        f"simulated for costs {pipeline.costs}; messages over "
+        f"{_wires_in_words(pipeline.transport)}{at_once}"
     )
+
+
+def _wires_in_words(transport: str) -> str:
+    """Return what carries messages; `auto` is decided when ranks connect, pair by pair."""
+    if transport == "auto":
+        return "the fastest wire of each pair of ranks (auto)"
+    return transport
 
 
 def order_in_words(pipeline: Pipeline) -> str:

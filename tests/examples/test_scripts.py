@@ -122,7 +122,8 @@ def test_dynamic_order_changes_no_loss(model: str, data: str, tmp_path: Path) ->
     static_logs = run_script(4, script, [*static, "--microbatch-rng"])
     first, last = re.findall(r"pipeline schedule: (.*)", "".join(dynamic_logs))
     assert re.search(
-        r"dynamic order by hint, at most [\d.]+ activations \(\+1\); .*; messages over auto", first
+        r"dynamic order by hint, at most [\d.]+ activations \(\+1\); .*; messages over the fast",
+        first,
     )
     assert re.search(
         r"order by hint, measured over 2 steps: [\d.]+ % of actions out of order, "
