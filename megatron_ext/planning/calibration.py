@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from megatron_ext.planning.layer_costs import Part, Sharding
     from megatron_ext.planning.model_sizes import ModelSizes
 
-_LEAST = 0.01
-"""Of a factor: a difference of two measurements can come out as nothing."""
+_MIN_FACTOR = 0.01
+"""The difference of two measurements can come out as nothing."""
 
 
 class Passes(NamedTuple):
@@ -33,17 +33,17 @@ class Passes(NamedTuple):
 
 @lru_cache(maxsize=100_000)
 def computation(
-    model: ModelSizes, kind: Any, by: Sharding, device: DeviceKind, mode: frozenset[str]
+    model: ModelSizes, kind: Any, sharding: Sharding, device: DeviceKind, mode: frozenset[str]
 ) -> Part:
     """Return what a part costs by formula where links take no time."""
-    free = replace(device, link_bytes=1e30, network_bytes=1e30, message_s=0.0, hop_s=0.0)
-    return layer_costs.part_of(model, kind, by, free, mode)
+    instant_links = replace(device, link_bytes=1e30, network_bytes=1e30, message_s=0.0, hop_s=0.0)
+    return layer_costs.part_of(model, kind, sharding, instant_links, mode)
 
 
 def part_of(
     model: ModelSizes,
     kind: Any,
-    by: Sharding,
+    sharding: Sharding,
     device: DeviceKind,
     mode: frozenset[str] = frozenset(),
     *,
@@ -53,49 +53,58 @@ def part_of(
 
     Multi-token prediction counts as the layers that it has.
     """
-    part = layer_costs.part_of(model, kind, by, device, mode, holds_embedding=holds_embedding)
-    name = model.mtp_kind if kind == "mtp" else kind
-    found = dict(device.measured).get(name)
-    if found is None:
+    part = layer_costs.part_of(model, kind, sharding, device, mode, holds_embedding=holds_embedding)
+    measured_kind = model.mtp_kind if kind == "mtp" else kind
+    factors = dict(device.measured).get(measured_kind)
+    if factors is None:
         return part
-    alone = computation(model, kind, by, device, mode)
-    plain = computation(model, kind, by, device, frozenset())
-    again = alone.input - plain.input  # recomputed forwards
+    forward_factor, input_factor, weight_factor = factors
+    computed = computation(model, kind, sharding, device, mode)
+    # Without recomputation: a factor of the input gradient says nothing of recomputed forwards.
+    plain = computation(model, kind, sharding, device, frozenset())
+    recomputed_s = computed.input - plain.input
     return part._replace(
-        forward=part.forward + (found[0] - 1) * alone.forward,
-        input=part.input + (found[1] - 1) * plain.input + (found[0] - 1) * again,
-        weight=part.weight + (found[2] - 1) * plain.weight,
+        forward=part.forward + (forward_factor - 1) * computed.forward,
+        input=part.input + (input_factor - 1) * plain.input + (forward_factor - 1) * recomputed_s,
+        weight=part.weight + (weight_factor - 1) * plain.weight,
     )
 
 
 def parts_of(
     model: ModelSizes,
-    by: Sharding,
+    sharding: Sharding,
     device: DeviceKind,
     mode: frozenset[str] = frozenset(),
     *,
     holds_embedding: bool = True,
 ) -> tuple[list[Part], Part, Part]:
-    """Return all layers, what the first stage has besides, and what the last has."""
-    kinds = {kind: part_of(model, kind, by, device, mode) for kind in set(model.kinds)}
-    ends = [part_of(model, "loss", by, device, holds_embedding=holds_embedding)]
+    """Return all layers, the extra part of the first stage, and that of the last."""
+    part_by_kind = {kind: part_of(model, kind, sharding, device, mode) for kind in set(model.kinds)}
+    layers = [part_by_kind[kind] for kind in model.kinds]
+    first = part_of(model, "embedding", sharding, device)
+    ends = [part_of(model, "loss", sharding, device, holds_embedding=holds_embedding)]
     if model.mtp_layers:
-        ends.append(part_of(model, "mtp", by, device, mode, holds_embedding=holds_embedding))
-    first = part_of(model, "embedding", by, device)
-    return [kinds[kind] for kind in model.kinds], first, layer_costs.total(ends)
+        ends.append(part_of(model, "mtp", sharding, device, mode, holds_embedding=holds_embedding))
+    return layers, first, layer_costs.total(ends)
 
 
 def factors(
     measured: Mapping[str, Passes], by_formula: Mapping[str, Part]
 ) -> tuple[tuple[str, Passes], ...]:
     """Return the factors of parts, in the form of `DeviceKind.measured`."""
-    found = []
+    factors_by_part = []
     for name, seconds in measured.items():
         part = by_formula[name]
-        expected = (part.forward, part.input, part.weight)
-        ratios = [
-            max(_LEAST, own / formula) if formula else 1.0
-            for own, formula in zip(seconds, expected, strict=True)
-        ]
-        found.append((name, Passes(*ratios)))
-    return tuple(found)
+        part_factors = Passes(
+            _factor(seconds.forward, part.forward),
+            _factor(seconds.input, part.input),
+            _factor(seconds.weight, part.weight),
+        )
+        factors_by_part.append((name, part_factors))
+    return tuple(factors_by_part)
+
+
+def _factor(measured_s: float, formula_s: float) -> float:
+    if not formula_s:  # an input gradient of an embedding, say
+        return 1.0
+    return max(_MIN_FACTOR, measured_s / formula_s)

@@ -35,18 +35,18 @@ class Caller:
 
 
 class _ForkedCaller(Caller):
-    """Calls a function in a process of its own."""
+    """Calls a function in a forked process."""
 
     def __init__(self, function: Callable[..., Any], pipes: list[Any]) -> None:
         # A fresh interpreter would begin with empty caches.
         fork = multiprocessing.get_context("fork")
-        self.pipe, theirs = fork.Pipe()
+        self.pipe, child_end = fork.Pipe()
         pipes.append(self.pipe)
         self._process = fork.Process(
-            target=_serve, args=(os.getpid(), function, theirs, pipes), daemon=True
+            target=_serve, args=(os.getpid(), function, child_end, pipes), daemon=True
         )
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     def begin(self, *args: Any) -> None:
         with self._explained():
@@ -103,8 +103,8 @@ def _serve(caller_pid: int, function: Callable[..., Any], pipe: Any, inherited: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends us
     if sys.platform == "linux":
         parent.die_with_caller(caller_pid)  # a call may take minutes
-    for end in inherited:  # else a parent that was killed would leave all of us waiting
-        end.close()
+    for parent_end in inherited:  # else a parent that was killed would leave all of us waiting
+        parent_end.close()
     with suppress(EOFError, OSError):
         while True:
             args = pipe.recv()

@@ -136,6 +136,7 @@ _HALF = (
 )
 _ESTIMATE = "as on B200; not measured on this device"
 _MAX_FILE_BYTES = 1 << 20
+_MAX_DEVICES = 1_000_000
 
 _MAY_BE_ZERO = (
     *("reserve_gib", "flops_4bit", "kernel_s", "launch_s", "message_s", "hop_s"),
@@ -233,9 +234,9 @@ DEVICES = {
                 network_bytes=network * _GB,
                 **dict(zip(_GEMM, shares, strict=True)),
                 **_BLACKWELL,
-                **own,
+                **exceptions,
             )
-            for name, memory_gib, peaks, network, shares, own in _BLACKWELLS
+            for name, memory_gib, peaks, network, shares, exceptions in _BLACKWELLS
         ),
         DeviceKind(
             name="mi300x",
@@ -296,7 +297,7 @@ DEVICES = {
             message_s=200e-6,
             launch_s=0.0,
             sources=dict.fromkeys(
-                (each.name for each in fields(DeviceKind)),
+                (device_field.name for device_field in fields(DeviceKind)),
                 "a stand-in for one core, so that small models can be planned",
             ),
         ),
@@ -319,41 +320,58 @@ def parse_devices(text: str) -> tuple[int, DeviceKind]:
     Raises:
         ArgumentsError: The text is not of this form.
     """
-    found = re.fullmatch(r"(\d+)x(.+)", text)
-    if found is None or not 0 < int(found[1]) <= 1_000_000:
+    match = re.fullmatch(r"(\d+)x(.+)", text)
+    if match is None or not 0 < int(match[1]) <= _MAX_DEVICES:
         raise ArgumentsError(f"--devices {text!r} is not a number and a kind; use, say, 64xh100")
-    name = found[2]
+    num_devices, name = int(match[1]), match[2]
     if name.lower() in DEVICES:
-        return int(found[1]), DEVICES[name.lower()]
+        return num_devices, DEVICES[name.lower()]
     if not name.endswith(".json"):
-        known = ", ".join(DEVICES)
-        raise ArgumentsError(f"--devices: {name} is unknown; use {known}, or a file: 64xmine.json")
+        kinds = ", ".join(DEVICES)
+        raise ArgumentsError(f"--devices: {name} is unknown; use {kinds}, or a file: 64xmine.json")
+    return num_devices, _read_device(Path(name))
+
+
+def _read_device(path: Path) -> DeviceKind:
+    """Return the device that a file describes.
+
+    Raises:
+        ArgumentsError: It describes none.
+    """
     try:
-        given: dict[str, Any] = read_json(Path(name), _MAX_FILE_BYTES)
-        base = given.pop("base", None)
-        given.setdefault("name", Path(name).stem)
-        given["measured"] = tuple(
+        content: dict[str, Any] = read_json(path, _MAX_FILE_BYTES)
+        base = content.pop("base", None)
+        content.setdefault("name", path.stem)
+        content["measured"] = tuple(
             (part, (float(forward), float(input_), float(weight)))
-            for part, (forward, input_, weight) in given.get("measured", {}).items()
+            for part, (forward, input_, weight) in content.get("measured", {}).items()
         )
-        own = dict.fromkeys(given, f"given by {name}")
-        given["sources"] = own | given.get("sources", {})
+        sources = dict.fromkeys(content, f"given by {path}")
+        content["sources"] = sources | content.get("sources", {})
         if base is not None:
-            given = (
-                vars(DEVICES[base]) | given | {"sources": DEVICES[base].sources | given["sources"]}
-            )
-        device = DeviceKind(**given)
-        for each in fields(device):
-            value, like = getattr(device, each.name), getattr(DEVICES["h100"], each.name)
-            if isinstance(like, int | float) and not (
-                isinstance(value, int | float)
-                and (0 < value < math.inf or (value == 0 and each.name in _MAY_BE_ZERO))
-            ):
-                raise ValueError(f"{each.name} is {value!r}, no positive number")
-        return int(found[1]), device
+            inherited = vars(DEVICES[base])
+            all_sources = DEVICES[base].sources | content["sources"]
+            content = inherited | content | {"sources": all_sources}
+        device = DeviceKind(**content)
+        _check_numbers(device)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        names = ", ".join(each.name for each in fields(DeviceKind))
+        names = ", ".join(device_field.name for device_field in fields(DeviceKind))
         reason = getattr(error, "strerror", None) or error
         raise ArgumentsError(
-            f"--devices: {name} describes no device ({reason}); give {names}, or base and changes"
+            f"--devices: {path} describes no device ({reason}); give {names}, or base and changes"
         ) from error
+    return device
+
+
+def _check_numbers(device: DeviceKind) -> None:
+    """Raise a ValueError for a rate or size that no device has."""
+    for device_field in fields(device):
+        name = device_field.name
+        if not isinstance(getattr(DEVICES["h100"], name), int | float):
+            continue
+        value = getattr(device, name)
+        is_number = isinstance(value, int | float)
+        if is_number and value == 0 and name in _MAY_BE_ZERO:
+            continue
+        if not (is_number and 0 < value < math.inf):
+            raise ValueError(f"{name} is {value!r}, not a positive number")

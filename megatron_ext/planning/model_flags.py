@@ -33,6 +33,22 @@ _TEXTS = (
     *("window_size", "window_attn_skip_freq"),
 )
 
+# Of Megatron's arguments, whose defaults its configuration does not all share.
+_DEFAULTS = {
+    "qk_pos_emb_head_dim": 64,
+    "qk_head_dim": 128,
+    "v_head_dim": 128,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 0,
+    "num_experts": 0,
+    "moe_router_topk": 2,
+    "moe_shared_expert_intermediate_size": 0,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 128,
+    "mamba_num_groups": 8,
+    "mtp_num_layers": 0,
+}
+
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
@@ -55,18 +71,16 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
     if args.group_query_attention:
         query_groups = args.num_query_groups or 1
     _check_divisions(args, query_groups)
-    # Here and below: the defaults of Megatron's arguments, which its configuration does not all
-    # share.
+    for argument, default in _DEFAULTS.items():
+        if not getattr(args, argument):
+            setattr(args, argument, default)
     is_latent = args.multi_latent_attention
     rotary_size = 0
     head_size = value_size = args.kv_channels or hidden // heads
     if is_latent:
-        rotary_size = args.qk_pos_emb_head_dim or 64
-        head_size = (args.qk_head_dim or 128) + rotary_size
-        value_size = args.v_head_dim or 128
-    learned_positions = 0
-    if args.position_embedding_type == "learned_absolute":
-        learned_positions = args.max_position_embeddings or args.seq_length or 0
+        rotary_size = args.qk_pos_emb_head_dim
+        head_size = args.qk_head_dim + rotary_size
+        value_size = args.v_head_dim
     ffn = _ffn_size(args)
     window = _window_size(args)
     return ModelSizes(
@@ -80,7 +94,7 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
         gated=args.swiglu,
         vocabulary=_padded_vocabulary(args),
         is_tied=not args.untie_embeddings_and_output_weights,
-        learned_positions=learned_positions,
+        learned_positions=_learned_positions(args),
         biases=not args.disable_bias_linear,
         qkv_biases=args.add_qkv_bias or not args.disable_bias_linear,
         norm_weights=1 if args.normalization == "RMSNorm" else 2,
@@ -88,20 +102,20 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
         window=window,
         window_share=_window_share(args, num_layers) if window else 0.0,
         kinds=_kinds(args, pattern, num_layers),
-        num_experts=args.num_experts or 0,
-        top_k=args.moe_router_topk or 2,
+        num_experts=args.num_experts,
+        top_k=args.moe_router_topk,
         expert_ffn=args.moe_ffn_hidden_size or ffn,
-        shared_ffn=args.moe_shared_expert_intermediate_size or 0,
+        shared_ffn=args.moe_shared_expert_intermediate_size,
         expert_hidden=args.moe_latent_size or hidden,
-        scan_heads=args.mamba_num_heads or 2 * hidden // (args.mamba_head_dim or 64),
-        scan_head_size=args.mamba_head_dim or 64,
-        scan_state=args.mamba_state_dim or 128,
-        scan_groups=args.mamba_num_groups or 8,
+        scan_heads=args.mamba_num_heads or 2 * hidden // args.mamba_head_dim,
+        scan_head_size=args.mamba_head_dim,
+        scan_state=args.mamba_state_dim,
+        scan_groups=args.mamba_num_groups,
         is_latent=is_latent,
-        query_rank=args.q_lora_rank or 0,
-        key_value_rank=args.kv_lora_rank or 32,
+        query_rank=args.q_lora_rank,
+        key_value_rank=args.kv_lora_rank,
         rotary_size=rotary_size,
-        mtp_layers=len(depths) or args.mtp_num_layers or 0,
+        mtp_layers=len(depths) or args.mtp_num_layers,
         sequence=args.seq_length,
         flags=tuple(flags),
     )
@@ -212,6 +226,12 @@ def _ffn_size(args: argparse.Namespace) -> int:
     if args.swiglu:  # Megatron's rule
         return int(8 * args.hidden_size / 3 / 64) * 64
     return 4 * int(args.hidden_size)
+
+
+def _learned_positions(args: argparse.Namespace) -> int:
+    if args.position_embedding_type != "learned_absolute":
+        return 0
+    return int(args.max_position_embeddings or args.seq_length or 0)
 
 
 def _window_size(args: argparse.Namespace) -> int:

@@ -73,9 +73,9 @@ class Techniques:
         if self.graphs == "step":
             graphs = "--cuda-graph-impl local --cuda-graph-scope full_iteration"
         elif self.graphs != "none" and any(modules.values()):
-            scope = " ".join(name for name, is_there in modules.items() if is_there)
+            scope = " ".join(module for module, is_in_model in modules.items() if is_in_model)
             graphs = f"--cuda-graph-impl transformer_engine --cuda-graph-scope {scope}"
-        words = {
+        asked_by_flag = {
             graphs: True,
             "--moe-token-dispatcher-type flex": self.sends_once and mixes and expert > 1,
             "--use-transformer-engine-op-fuser": self.fuses_experts and mixes,
@@ -86,7 +86,7 @@ class Techniques:
             "--transformer-impl local": self.is_local,
             "--no-gradient-accumulation-fusion": not self.fuses_gradients,
         }
-        return " ".join(word for word, is_asked in words.items() if word and is_asked)
+        return " ".join(flag for flag, is_asked in asked_by_flag.items() if flag and is_asked)
 
     @property
     def precision_flags(self) -> str:
@@ -132,39 +132,45 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision | None = None
     for name in switches.split():
         parser.add_argument(f"--{name}", action="store_true")
     try:
-        given, _ = parser.parse_known_args(list(flags))
+        args, _ = parser.parse_known_args(list(flags))
     except argparse.ArgumentError as error:
         raise ArgumentsError(f"{error}; give it as Megatron takes it") from error
-    scope = set(given.cuda_graph_scope)
-    graphs: Graphs = "auto"
-    if given.cuda_graph_impl == "none":
-        graphs = "none"
-    elif "full_iteration" in (given.cuda_graph_impl, *scope):
-        graphs = "step"
-    elif scope and "attn" not in scope:
-        graphs = "mamba" if "mamba" in scope else "router"
-    elif scope or given.cuda_graph_impl is not None:
-        graphs = "layers"
     if precision is None:
-        precision = "bf16"
-        if given.fp4_format:
-            precision = "nvfp4"
-        elif given.fp8_format:
-            precision = "mxfp8" if given.fp8_recipe == "mxfp8" else "fp8"
+        precision = _precision_of(args)
     return Techniques(
         precision=precision,
-        attends_in_8bit=given.fp8_dot_product_attention,
-        outputs_in_8bit=precision == "mxfp8" and given.fp8_output_proj,
-        loses_in_place=given.cross_entropy_fusion_impl == "te",
-        graphs=graphs,
-        fuses_experts=given.use_transformer_engine_op_fuser,
-        sends_once="flex" in given.moe_token_dispatcher_type,
-        overlaps_experts=given.overlap_moe_expert_parallel_comm,
+        attends_in_8bit=args.fp8_dot_product_attention,
+        outputs_in_8bit=precision == "mxfp8" and args.fp8_output_proj,
+        loses_in_place=args.cross_entropy_fusion_impl == "te",
+        graphs=_graphs_of(args),
+        fuses_experts=args.use_transformer_engine_op_fuser,
+        sends_once="flex" in args.moe_token_dispatcher_type,
+        overlaps_experts=args.overlap_moe_expert_parallel_comm,
         # Products in 4 bits have no communication that overlaps.
-        overlaps_tensor=precision != "nvfp4" and not given.disable_tp_comm_overlap_ag,
-        is_local=given.transformer_impl == "local",
-        fuses_gradients=not given.no_gradient_accumulation_fusion,
-        copies_weights=precision != "bf16"
-        and not (given.fp8_param_gather or given.fp4_param_gather),
-        gradient_bytes=2 if given.grad_reduce_in_bf16 else 4,
+        overlaps_tensor=precision != "nvfp4" and not args.disable_tp_comm_overlap_ag,
+        is_local=args.transformer_impl == "local",
+        fuses_gradients=not args.no_gradient_accumulation_fusion,
+        copies_weights=precision != "bf16" and not (args.fp8_param_gather or args.fp4_param_gather),
+        gradient_bytes=2 if args.grad_reduce_in_bf16 else 4,
     )
+
+
+def _graphs_of(args: argparse.Namespace) -> Graphs:
+    scope = set(args.cuda_graph_scope)
+    if args.cuda_graph_impl == "none":
+        return "none"
+    if "full_iteration" in (args.cuda_graph_impl, *scope):
+        return "step"
+    if scope and "attn" not in scope:
+        return "mamba" if "mamba" in scope else "router"
+    if scope or args.cuda_graph_impl is not None:
+        return "layers"
+    return "auto"
+
+
+def _precision_of(args: argparse.Namespace) -> Precision:
+    if args.fp4_format:
+        return "nvfp4"
+    if args.fp8_format:
+        return "mxfp8" if args.fp8_recipe == "mxfp8" else "fp8"
+    return "bf16"

@@ -27,7 +27,7 @@ def layout_for(args: Namespace, placement: Placement) -> str:
         ScheduleError: The layers do not divide into the stages.
     """
     model = sizes_of_arguments(args)
-    by = Sharding(
+    sharding = Sharding(
         tensor=args.tensor_model_parallel_size,
         context=getattr(args, "context_parallel_size", None) or 1,
         expert=getattr(args, "expert_model_parallel_size", None) or 1,
@@ -39,10 +39,12 @@ def layout_for(args: Namespace, placement: Placement) -> str:
         mode = FULL
     elif getattr(args, "recompute_granularity", None) == "selective":
         mode = frozenset(getattr(args, "recompute_modules", None) or ("core_attn",))
-    layers, *ends = parts_of(model, by, DEVICES["h100"], mode)
-    works, (first, last) = ([part.work for part in parts] for parts in (layers, ends))
+    layers, first, last = parts_of(model, sharding, DEVICES["h100"], mode)
+    layer_works = [layer.work for layer in layers]
+    # Multi-token prediction alone is enough for the last stage.
+    least_last = 0 if model.mtp_layers else 1
     try:
-        counts = cut(works, first, last, placement, least_last=0 if model.mtp_layers else 1)
+        counts = cut(layer_works, first.work, last.work, placement, least_last=least_last)
     except ScheduleError as error:
         raise ScheduleError(
             f"--pipeline-layout auto: {error}; leave --pipeline-layout out"

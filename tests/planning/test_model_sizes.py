@@ -304,10 +304,10 @@ def test_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("8xh900", "h900 is unknown; use h100"),
         ("8xbad.json", "describes no device"),
         ("8xmissing.json", "describes no device"),
-        ("8xword.json", "gemm is 'x', no positive number"),
-        ("8xnone.json", "gemm is 0, no positive number"),
-        ("8xless.json", "gemm is -1, no positive number"),
-        ("8xendless.json", "gemm is inf, no positive number"),
+        ("8xword.json", "gemm is 'x', not a positive number"),
+        ("8xnone.json", "gemm is 0, not a positive number"),
+        ("8xless.json", "gemm is -1, not a positive number"),
+        ("8xendless.json", "gemm is inf, not a positive number"),
     ):
         with pytest.raises(ArgumentsError, match=message):
             parse_devices(text)
