@@ -46,7 +46,16 @@ class LaunchError(UserError):
 
 
 class HangError(MegatronExtError):
-    """No rank makes progress; the message names the one that the others wait for."""
+    """No rank makes progress; the message names the one that the others wait for.
+
+    Args:
+        message: The waits, from one rank to the next.
+        rank: Global rank of that one; None if several wait for each other.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class PatchConflict(MegatronExtError):
@@ -70,7 +79,16 @@ class PeerDied(TransportError):
 
 
 class PeerAborted(TransportError):
-    """A peer aborted; the message repeats its reason."""
+    """A peer aborted; the message repeats its reason.
+
+    Args:
+        message: What could not be carried, and why.
+        reason: Why the first rank gave up, with its number: what further peers are told.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class PeerClosed(TransportError):
@@ -163,6 +181,16 @@ def reason_of(error: BaseException) -> str:
         return error.strerror
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return shortened(first.strip()) or type(error).__name__
+
+
+def reason_for_peers(error: BaseException) -> str:
+    """Return why this rank gives up, for its peers: the first rank's reason if that is another."""
+    if isinstance(error, PeerAborted) and error.reason:
+        return error.reason
+    if isinstance(error, MegatronExtError):
+        return str(error)
+    name = type(error).__name__
+    return f"{name}: {error}" if str(error) else name
 
 
 class UpstreamMismatch(MegatronExtError):

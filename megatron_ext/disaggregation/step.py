@@ -22,7 +22,7 @@ from megatron_ext.disaggregation.role_compute import BackwardCompute, ForwardCom
 from megatron_ext.disaggregation.ship import layers_of
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
 from megatron_ext.disaggregation.worlds import RoleRuntime, beat, hand_over, roles_in_force
-from megatron_ext.errors import ScheduleError, TransportError
+from megatron_ext.errors import ScheduleError, TransportError, reason_for_peers
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute
 from megatron_ext.runtime.connect import open_native, through_host
 from megatron_ext.runtime.executor import Executor
@@ -77,7 +77,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     try:
         compute = _run(runtime, call, chunks)
     except BaseException as error:
-        runtime.wire.abort(str(error))
+        runtime.wire.abort(reason_for_peers(error))
         raise
     compute.finalize(default_groups(), force_all_reduce=call.get("force_all_reduce"))
     if timer:
@@ -229,9 +229,9 @@ def _explaining_failures(wire: Transport) -> Iterator[None]:
         try:
             find_lost_peer(wire, _NOTICED_S)
         except TransportError as found:
-            wire.abort(str(found))
+            wire.abort(reason_for_peers(found))
             raise found from error
-        wire.abort(str(error))
+        wire.abort(reason_for_peers(error))
         raise
 
 

@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_ext.config import active
 from megatron_ext.devices import device_of
-from megatron_ext.errors import ScheduleError
+from megatron_ext.errors import ScheduleError, reason_for_peers
 from megatron_ext.runtime.connect import open_transport, pairs_of
 from megatron_ext.runtime.program import Peers, Table, make_table, shape_between_stages
 from megatron_ext.transport.base import Expected
@@ -186,7 +186,7 @@ class StockPipelines:
             result = schedule(**keywords)
             stock.transport.flush(pipeline.timeout_s)
         except BaseException as error:
-            stock.transport.abort(str(error) or type(error).__name__)
+            stock.transport.abort(reason_for_peers(error))
             raise
         finally:
             self.running = None

@@ -20,7 +20,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ext import devices
 from megatron_ext.config import active
-from megatron_ext.errors import ScheduleError
+from megatron_ext.errors import ScheduleError, reason_for_peers
 from megatron_ext.observer import Observer, overrides
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute, swapped
 from megatron_ext.runtime.connect import open_transport, pairs_of
@@ -339,7 +339,7 @@ class Runtime:
             # Peers end their waits with this error now, if the wire can, not with their time-outs.
             self.splits.clear()
             self.kept.clear()
-            self.transport.abort(str(error) or type(error).__name__)  # of Ctrl-C
+            self.transport.abort(reason_for_peers(error))  # of Ctrl-C
             raise
         if trains and not self._has_split:
             self._check_split(table, call.chunks)

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,8 +21,12 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
+from psutil import Process
+
 from megatron_ext.config import active
 from megatron_ext.errors import HangError
+from megatron_ext.upstream import cause
 
 if TYPE_CHECKING:
     from megatron_ext.message import Message
@@ -33,6 +38,7 @@ _SIGNAL = signal.SIGRTMIN + 7
 """Wakes the training thread out of a system call; nothing else uses it."""
 
 OUTSIDE = "is between training steps"
+_SILENT = "its process is gone, is stopped, or reaches nobody"
 
 
 class RankState(NamedTuple):
@@ -85,6 +91,11 @@ class Verdict(NamedTuple):
     """The ranks that the others wait for."""
 
     @property
+    def culprit(self) -> int | None:
+        """The rank that all others wait for; None: several wait for each other."""
+        return self.culprits[0] if len(self.culprits) == 1 else None
+
+    @property
     def message(self) -> str:
         """Return the error text."""
         who = ", ".join(map(str, self.culprits))
@@ -93,13 +104,21 @@ class Verdict(NamedTuple):
         return f"ranks {who} hold each other up: {self.chain}"
 
 
-def explain(states: Mapping[int, RankState], num_ranks: int, start: int) -> Verdict:
-    """Follow the waits from a rank to the one that waits for nobody, or has not answered."""
+def explain(
+    states: Mapping[int, RankState],
+    num_ranks: int,
+    start: int,
+    state_of_silent: Callable[[int], str] = lambda _rank: _SILENT,
+) -> Verdict:
+    """Follow the waits from a rank to the one that waits for nobody, or has not answered.
+
+    `state_of_silent` says what is known of the process of a rank without a state.
+    """
     path, parts = [start], []
     while True:
         state = states.get(path[-1])
         if state is None:
-            parts.append("says nothing: its process is gone, is stopped, or reaches nobody")
+            parts.append(f"says nothing: {state_of_silent(path[-1])}")
             break
         steps = state.waits_for
         if state.in_collective:
@@ -122,6 +141,23 @@ def explain(states: Mapping[int, RankState], num_ranks: int, start: int) -> Verd
             return Verdict(f"rank {start} {', which '.join(parts)}", tuple(sorted(circle)))
         path.append(rank)
     return Verdict(f"rank {start} {', which '.join(parts)}", (path[-1],))
+
+
+def process_state(host: str, pid: int) -> str:
+    """Say what holds a process that does not answer, as far as this host knows."""
+    if host != socket.gethostname():
+        return f"its process {pid} on {host} is gone, is stopped, or reaches nobody"
+    try:
+        status = Process(pid).status()
+    except psutil.NoSuchProcess:
+        return f"its process {pid} on {host} is gone"
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return f"its process {pid} on {host} is stopped, by SIGSTOP or a debugger"
+    if status == psutil.STATUS_ZOMBIE:
+        return f"its process {pid} on {host} has ended"
+    if status == psutil.STATUS_DISK_SLEEP:
+        return f"its process {pid} on {host} waits for a device or a file system"
+    return f"its process {pid} on {host} runs, but reaches nobody"
 
 
 def _connected_again(store: Any) -> Any:
@@ -174,6 +210,8 @@ class Watchdog:
             default, rank, num_ranks = roles_in_force().store, job.rank, job.ranks.num_ranks
         store = _connected_again(default)  # the connection of the training may be blocked
         store.set_timeout(timedelta(seconds=_ANSWER_S))
+        # A rank that is stopped cannot say so: others look at its process.
+        store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
         self._training = threading.get_ident()
         # Python's handlers run in the main thread, which some hosts do not train in.
         self._is_main = threading.current_thread() is threading.main_thread()
@@ -249,7 +287,14 @@ class Watchdog:
             self._stop.wait(0.1)
         waiting = [rank for rank, it in states.items() if it.waits_for or it.in_collective]
         start = min(waiting, default=int(store.get("alarm")))
-        verdict = explain(states, num_ranks, start)
+
+        def state_of_silent(silent: int) -> str:
+            if not store.check([f"process/{silent}"]):
+                return _SILENT
+            host, pid = json.loads(store.get(f"process/{silent}"))
+            return process_state(host, pid)
+
+        verdict = explain(states, num_ranks, start, state_of_silent)
         _LOG.error("nothing goes on: %s", verdict.chain)
         store.set("verdict", json.dumps(verdict))
         return verdict
@@ -268,7 +313,7 @@ class Watchdog:
     def _raise(self, _number: int, _frame: FrameType | None) -> None:
         """Runs in the training thread as soon as that executes Python again."""
         if self._verdict is not None:
-            raise HangError(self._verdict.message)
+            raise HangError(self._verdict.message, self._verdict.culprit)
 
     def _end(self, rank: int, verdict: Verdict) -> None:
         """Raise the verdict in the training thread; if that does not end it, end the process."""
@@ -280,4 +325,5 @@ class Watchdog:
                 return
         sys.stderr.write(f"[rank {rank}] megatron_ext: error: {verdict.message}\n")
         sys.stderr.flush()
+        cause.write(cause.of_error(HangError(verdict.message, verdict.culprit)), verdict.message)
         os._exit(1)  # no handlers: what hangs would hang in them too

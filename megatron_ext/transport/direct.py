@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_ext.errors import DeviceError, MessageMismatch, TransportError
+from megatron_ext.errors import DeviceError, MessageMismatch, PeerAborted, TransportError
 from megatron_ext.transport.address import Address
 from megatron_ext.transport.afterwards import Afterwards
 from megatron_ext.transport.base import Expected, Stats, find_lost_peer
@@ -378,8 +378,10 @@ class DirectTransport:
         """Raise the cause of a failed copy: a peer's death if there was one, else the device."""
         try:
             find_lost_peer(self._host, _NOTICED_S)
-        except TransportError as found:
-            raise type(found)(f"{what} ({error}); {found}") from error
+        except PeerAborted as lost:
+            raise PeerAborted(f"{what} ({error}); {lost}", lost.reason) from error
+        except TransportError as lost:
+            raise type(lost)(f"{what} ({error}); {lost}") from error
         self.abort(f"{what}: {error}")
         raise TransportError(f"{what}: {error}") from error
 

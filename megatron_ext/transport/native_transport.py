@@ -431,7 +431,10 @@ class NativeTransport:
             self._expected.clear()
             # File names may hold bytes that are not UTF-8; an error here would hide the real one.
             text = reason.encode(errors="replace").decode()
-            self._endpoint.abort(f"rank {self._rank}: {text}")
+            # Passed on as it came: each rank on the way would add a line before the cause.
+            if text not in [report.reason for report in self._endpoint.peers()]:
+                text = f"rank {self._rank}: {text}"
+            self._endpoint.abort(text)
 
     def close(self) -> None:
         """Close all links and release all memory except that of tensors still in use."""
@@ -497,7 +500,8 @@ class NativeTransport:
         reports = sorted(self._usable().peers(), key=lambda report: report.rank != peer)
         for report in reports:
             if report.state == "aborted":
-                return PeerAborted(f"{what}; {place(report)} gave up: {report.reason}")
+                text = f"{what}; {place(report)} gave up: {report.reason}"
+                return PeerAborted(text, report.reason)
         for report in reports:
             why = f" ({report.reason})" if report.reason else ""
             if report.state == "died":

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -224,3 +229,19 @@ def test_a_step_without_an_optimizer_of_megatrons_ends_with_its_schedule() -> No
     assert session.state.what == "is in the optimizer step"
     session.end_collective("optimizer")
     assert session.state.what == OUTSIDE
+
+
+def test_the_process_of_a_silent_rank_is_looked_at() -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(sleep) as process:
+        try:
+            place = f"its process {process.pid} on {socket.gethostname()}"
+            assert hang.process_state(socket.gethostname(), process.pid).startswith(place)
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            said = hang.process_state(socket.gethostname(), process.pid)
+            assert said == f"{place} is stopped, by SIGSTOP or a debugger"
+        finally:
+            process.kill()
+    assert hang.process_state(socket.gethostname(), process.pid) == f"{place} is gone"
+    assert "is gone, is stopped, or" in hang.process_state("elsewhere", process.pid)

@@ -73,7 +73,7 @@ def hang(kind: str) -> tuple[RankRun, str]:
         pytest.param(
             "stop",
             "rank 1 holds the job up: rank ",
-            "rank 1, which says nothing: its process",
+            " is stopped, by SIGSTOP or a debugger",
             marks=pytest.mark.slow,
         ),
         ("wrong schedule", "ranks 1, 2 hold each other up", "their tables do not fit each other"),

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from megatron_ext.errors import PeerAborted, PeerClosed, PeerDied, TransportError, TransportTimeout
+from megatron_ext.errors import (
+    PeerAborted,
+    PeerClosed,
+    PeerDied,
+    TransportError,
+    TransportTimeout,
+    reason_for_peers,
+)
 from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.rendezvous import connect_peers
@@ -158,6 +165,30 @@ def test_the_reason_for_giving_up_reaches_the_peers() -> None:
     for message in run_ranks(2, on_each_wire, _aborting)[0]:
         assert "did not come from rank 1" in message
         assert "gave up: rank 1: ran out of memory at /tmp/?" in message
+
+
+def _passing_on(wire: Wire) -> str:
+    """Each rank waits for the next one; the last gives up for an error with a long text."""
+    transport = open_transport(wire)
+    key, me = Message("F", 0, 0), rank()
+    last = int(os.environ["WORLD_SIZE"]) - 1
+    transport.begin([Expected(me + 1, key, None, torch.float32)] if me < last else [], 1)
+    try:
+        if me == last:
+            raise ValueError(f"no weights {'x' * 1000}")
+        transport.recv(me + 1, key, 1000)
+    except (ValueError, TransportError) as error:
+        told = str(error)
+        transport.abort(reason_for_peers(error))
+    transport.close()
+    return told
+
+
+def test_a_reason_stays_as_long_as_it_was_however_many_ranks_pass_it_on() -> None:
+    for messages in zip(*run_ranks(4, on_each_wire, _passing_on), strict=True):
+        for message in messages[:-1]:
+            assert message.endswith("gave up: rank 3: ValueError: no weights " + "x" * 1000)
+            assert message.count("gave up") == 1
 
 
 def _aborted_by_another_thread(wire: Wire, waiting: str) -> None:

@@ -1,0 +1,234 @@
+"""Why a rank ended, written by the rank and read by its launcher.
+
+torchrun gives each rank a file for its error and reports the rank that ended first. That is often a
+rank that only lost its peer: the one with the cause may still be in the interpreter's exit. So each
+rank also notes what kind of end it had, and `first` picks the cause from the notes of all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ext import files
+from megatron_ext.errors import (
+    HangError,
+    MegatronExtError,
+    TransportError,
+    UserError,
+    line_of,
+    message_of,
+    shortened,
+)
+from megatron_ext.upstream.signatures import megatron_arguments
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the path of the file that torchrun reads when a rank fails."""
+
+# From the surest cause to the surest consequence. A process that was stopped or killed did not fail
+# because of its peers. Megatron's check of results ends all ranks, also those with good results.
+KINDS = ("stopped", "killed", "rejected", "error", "exit", "hang", "unknown", "effect")
+
+_MAX_REASON = 600
+_RESULTS_REJECTED = (16, 17)
+"""Exit codes of Megatron's rerun state machine: the last result was NaN, infinite or too large."""
+# torch.distributed raises plain RuntimeErrors for connections; these phrases are gloo's and NCCL's.
+_PEER_LOST = re.compile(
+    r"gloo/|Connection (?:closed|reset|refused) by|Connection was likely closed|remote process "
+    r"exited|ncclRemoteError|Timed out waiting \d+ ?ms"
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why one rank ended, or stands still."""
+
+    rank: int
+    """Global rank; that of the culprit if this rank knows it to be another one."""
+    kind: str
+    """One of `KINDS`."""
+    reason: str
+    """One line: the words of the exception."""
+    at: float
+    """When it ended, by the clock of its host (seconds since 1970)."""
+    iteration: int | None = None
+    """The training iteration, from 1; None before the training and in programs without."""
+    order: int = 0
+    """Place within one step, of results that were rejected: losses come before gradients."""
+    code: int | None = None
+    """Exit code of the rank, negative for a signal; None: it does not end by itself."""
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it cannot be the consequence of a job that is being stopped."""
+        return self.kind in ("stopped", "rejected", "error", "hang")
+
+    @property
+    def precedence(self) -> tuple[int, int, float]:
+        """Return the key by which the first cause is the smallest."""
+        return KINDS.index(self.kind), self.order, self.at
+
+
+def first(causes: Sequence[Cause]) -> Cause | None:
+    """Return the cause that explains the others, with the iteration that any of them knows."""
+    if not causes:
+        return None
+    earliest = min(causes, key=lambda cause: cause.precedence)
+    iterations = [cause.iteration for cause in causes if cause.iteration is not None]
+    if earliest.iteration is None and iterations:
+        # A rank that was killed or stopped says nothing, but its peers were in the same step.
+        earliest = replace(earliest, iteration=max(iterations))
+    return earliest
+
+
+def of_error(error: BaseException) -> Cause:
+    """Return the cause for an exception that ends this rank."""
+    rank = int(os.environ.get("RANK", "0"))
+    code = 2 if isinstance(error, UserError) else 1
+    if isinstance(error, SystemExit):
+        code = 1
+        if isinstance(error.code, int | None):
+            code = error.code or 0
+    ending = Cause(rank, "error", _words(error), time.time(), current_iteration(), code=code)
+    if isinstance(error, TransportError) or _is_lost_peer(error):
+        return replace(ending, kind="effect")
+    if (message := _rejected_result()) is not None:
+        return replace(ending, kind="rejected", reason=message, order=_order_in_step(message))
+    if isinstance(error, HangError):
+        if error.rank in (None, rank):
+            return replace(ending, kind="hang")
+        return replace(ending, kind="hang", rank=error.rank, code=None)
+    if isinstance(error, SystemExit):
+        if code in _RESULTS_REJECTED and "megatron.core.rerun_state_machine" in sys.modules:
+            reason = "Megatron's check of results failed on another rank"
+            return replace(ending, kind="effect", reason=reason)
+        return replace(ending, kind="exit", reason=_exit_words(error))
+    return ending
+
+
+def current_iteration() -> int | None:
+    """Return the number of the training iteration that Megatron is in, from 1, if it is in one."""
+    completed = getattr(
+        megatron_arguments(), "curr_iteration", None
+    )  # it is counted when the next one begins
+    return None if completed is None else completed + 1
+
+
+def write(cause: Cause, callstack: str) -> None:
+    """Write the file that torchrun and the launcher's agent read; without torchrun, do nothing.
+
+    Whole or not at all: when a rank is killed, its peers fail, and torchrun sends them SIGTERM
+    while they write. Half a file would end torchrun with a traceback of its own.
+    """
+    path = os.environ.get(_ERROR_FILE)
+    if not path:
+        return
+    # torchrun counts whole seconds, and takes the lowest rank for the first one within a second.
+    shift_s = 1 if cause.kind == "effect" else -1
+    extra = {"py_callstack": callstack, "timestamp": str(int(cause.at) + shift_s)}
+    message = {"message": cause.reason, "extraInfo": extra}
+    with suppress(OSError):  # a full disk, which may be why the rank failed
+        files.write_text(Path(path), json.dumps({"message": message, "cause": asdict(cause)}))
+
+
+def read(folder: Path) -> list[Cause]:
+    """Return the causes in a job's error files on this host, below torchrun's folder for logs."""
+    causes = []
+    for path in folder.glob("*/attempt_0/*/error.json"):
+        # Programs that do not start through this package leave torch's own form.
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            causes.append(from_json(json.loads(path.read_text(encoding="utf-8"))["cause"]))
+    return causes
+
+
+def from_json(fields: Any) -> Cause:
+    """Return a cause from its JSON form.
+
+    Raises:
+        TypeError, ValueError: It is not of this version.
+    """
+    cause = Cause(**fields)
+    if cause.kind not in KINDS or not math.isfinite(cause.at):
+        raise ValueError(f"unknown cause {cause.kind} at {cause.at}")
+    return cause
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Return whether a call of torch.distributed failed because of another rank."""
+    kind = type(error)
+    if kind.__module__.startswith("torch") and kind.__name__.startswith("Dist"):
+        return True
+    return isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
+
+
+def _rejected_result() -> str | None:
+    """Return the NaN or the like that Megatron's rerun state machine saw on this rank in this step.
+
+    It ends all ranks, with an exit code, or with an error of upstream's where there is no `--save`.
+    """
+    module: Any = sys.modules.get("megatron.core.rerun_state_machine")
+    machine: Any = getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    call = getattr(machine, "failed_validation_call", None)
+    if call is None or machine.continue_requested:
+        return None
+    is_checking = machine.rerun_requested or "CHECKPOINT" in machine.state.name
+    if not is_checking:
+        return None  # the call is one of an earlier step
+    return line_of(f"{call.caller.message} (result: {machine.initial_result})")
+
+
+def _order_in_step(message: str) -> int:
+    """Return the place of a rejected result within a step: losses come before gradients."""
+    if "loss" in message:
+        return 0
+    # A gradient that is NaN makes those of all earlier stages NaN, so the last stage was first.
+    groups: Any = sys.modules["megatron.core.parallel_state"]
+    num_stages = groups.get_pipeline_model_parallel_world_size()
+    return int(num_stages - groups.get_pipeline_model_parallel_rank())
+
+
+def _words(error: BaseException) -> str:
+    """Return an exception in one line, the exception that caused it first."""
+    causing = error
+    while causing.__cause__ is not None:
+        causing = causing.__cause__
+    words = _own_words(causing)
+    if causing is not error:
+        words = f"{words}; this led to {_own_words(error)}"
+    return shortened(line_of(words), _MAX_REASON)
+
+
+def _own_words(error: BaseException) -> str:
+    message = str(error)
+    if error.__traceback__ is not None:
+        message = message_of(error)
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    # A worker of a DataLoader sends its whole traceback, whose last line has the error.
+    is_workers = any("Original Traceback" in line for line in lines)
+    line = lines[-1] if is_workers else next(iter(lines), "")
+    if isinstance(error, MegatronExtError) or is_workers:
+        return line
+    if isinstance(error, KeyError):
+        line = str(error)
+    name = type(error).__name__
+    return f"{name}: {line}" if line else name
+
+
+def _exit_words(error: SystemExit) -> str:
+    """Return which line of the program called `sys.exit`, and with what."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    words = f"sys.exit({'' if error.code is None else error.code}){place}"
+    if isinstance(error.code, str):
+        words = f"{error.code} (sys.exit{place})"
+    return shortened(line_of(words), _MAX_REASON)
