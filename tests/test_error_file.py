@@ -19,13 +19,13 @@ def _fail() -> None:
 def test_torchrun_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    dump = json.dump
+    write_text = Path.write_text
 
-    def look(*args: Any, **kwargs: Any) -> None:
-        assert not path.exists()
-        dump(*args, **kwargs)
+    def look(written: Path, *args: Any, **kwargs: Any) -> int:
+        assert written != path
+        return write_text(written, *args, **kwargs)
 
-    monkeypatch.setattr(json, "dump", look)
+    monkeypatch.setattr(Path, "write_text", look)
     with pytest.raises(ValueError, match="no more ranks"):
         record(_fail, WholeErrorFile())()
     assert json.loads(path.read_text())["message"]["message"] == "ValueError: no more ranks"

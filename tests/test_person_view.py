@@ -102,6 +102,20 @@ def test_warnings_that_matter_and_our_lines_are_shown() -> None:
     ]
 
 
+def test_logged_errors_are_shown_once_for_all_ranks_and_steps() -> None:
+    rejected = "ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank {}"
+    assert short(
+        rejected.format(3),
+        rejected.format(2),
+        "CRITICAL:root:the disk is full",
+        "ERROR: no kernels",
+    ) == [
+        "error: Unexpected result nan on rank 3",
+        "error: the disk is full",
+        "error: no kernels",
+    ]
+
+
 def test_equal_tracebacks_of_several_ranks_are_shown_once_and_whole() -> None:
     view = PersonView()
     shown = [

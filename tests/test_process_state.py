@@ -192,7 +192,7 @@ BOUNDARIES = (
     "patches/drift.py",
     "tools/schedule_commands.py",  # NO_COLOR
     "tracing/scalars.py",  # the view of a training log shows them
-    "upstream/error_file.py",  # torchrun names its file there
+    "upstream/cause.py",  # torchrun names its file there
     "upstream/failure.py",
     "upstream/parent.py",
     "training/runner.py",

@@ -181,6 +181,9 @@ def run(script: str, argv: Sequence[str]) -> int:
             if interrupted.is_set():
                 failure.report_interrupt()
                 return 128 + signal.SIGINT
+            if isinstance(error, SystemExit):
+                failure.report_exit(error)
+                raise
             explained = _explained(error)
             if explained is None:
                 raise

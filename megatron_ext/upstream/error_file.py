@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import traceback
 
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-_PATH = "TORCHELASTIC_ERROR_FILE"
+from megatron_ext.upstream import cause
 
 
 class WholeErrorFile(ErrorHandler):
-    """Writes the file whole or not at all.
-
-    When a rank is killed, its peers fail, and torchrun sends them SIGTERM while they write. Half a
-    file ends torchrun with a traceback of its own, and its report of the first failure is lost.
-    """
+    """Writes the file whole or not at all, with the cause that the launcher shows."""
 
     def record_exception(self, e: BaseException) -> None:
         """Write the exception that ends this rank."""
-        path = os.environ.get(_PATH)
-        if not path:
-            super().record_exception(e)
-            return
-        os.environ[_PATH] = part = f"{path}.part"
-        super().record_exception(e)
-        Path(part).replace(path)
+        cause.write(cause.of_error(e), "".join(traceback.format_exception(e)))

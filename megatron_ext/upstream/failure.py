@@ -24,8 +24,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext import files
 from megatron_ext.errors import TransportError, line_of
+from megatron_ext.upstream import cause
+from megatron_ext.upstream.signatures import megatron_arguments
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -52,7 +53,7 @@ def report(error: BaseException) -> None:
         prefix = f"[rank {rank}] " if connected else ""
         sys.stderr.write(f"{prefix}megatron_ext: error: {line}\n")
         sys.stderr.flush()
-        _tell_torchrun(line, is_effect=isinstance(error, TransportError))
+        cause.write(cause.of_error(error), line)
         # Once connected, the other hosts notice by themselves: their collectives fail.
         if not connected and _has_other_hosts():
             with suppress(RuntimeError):  # the host of the store has ended: so do its ranks
@@ -67,17 +68,23 @@ def report(error: BaseException) -> None:
         time.sleep(_HELD_S if is_first else _OTHERS_S)
 
 
-def _tell_torchrun(line: str, *, is_effect: bool) -> None:
-    """Let torchrun's report of failures end with this rank's line, unless another has the cause."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    # Of the failures of one second torchrun takes the lowest rank for the first.
-    at = int(time.time()) + (1 if is_effect else -1)
-    extra = {"py_callstack": line, "timestamp": str(at)}
-    text = json.dumps({"message": {"message": line, "extraInfo": extra}})
-    with suppress(OSError):  # a full disk, which may be why the rank failed
-        files.write_text(Path(path), text)
+def report_exit(error: SystemExit) -> None:
+    """Note which line ended this rank; print that if nothing else says it.
+
+    The other ranks lose their connection to this one, and name it as the one with the reason.
+    """
+    ending = cause.of_error(error)
+    cause.write(ending, ending.reason)
+    is_quiet = isinstance(error.code, str)  # Python prints it
+    if not error.code:
+        # Megatron leaves so when it finds no checkpoint, perhaps on one rank alone; later on it is
+        # how a training ends.
+        is_quiet = megatron_arguments() is None or ending.iteration is not None
+    # All ranks leave when Megatron rejects a result of one of them: that one has the reason.
+    if not is_quiet and ending.kind != "effect" and _is_first(ending.reason):
+        prefix = f"[rank {ending.rank}] " if _is_connected() else ""
+        sys.stderr.write(f"{prefix}megatron_ext: error: {ending.reason}\n")
+        sys.stderr.flush()
 
 
 def report_interrupt() -> None:
@@ -85,8 +92,7 @@ def report_interrupt() -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     line = "interrupted before the training began"
-    variables = sys.modules.get("megatron.training.global_vars")
-    args = getattr(variables, "_GLOBAL_ARGS", None)
+    args = megatron_arguments()
     if args is not None and getattr(args, "curr_iteration", None):
         # Megatron counts a step when the next one begins, and saves before that.
         saved = None if args.save is None else _last_saved(args.save)

@@ -28,6 +28,8 @@ _OURS = re.compile(r"(?:\[rank \d+\] )?megatron_ext(?:: |\s+runs )")
 _WARNING = re.compile(r"WARNING[: ]|.*?:\d+: \w*Warning: |\S*: ?warning: ", re.IGNORECASE)
 # What precedes the text of a warning: the place in Megatron that raised it.
 _WARNED_AT = re.compile(r"^(?:WARNING:?\s?(?:[\w.]+:)?|.*?:\d+: \w*Warning: )")
+# Lines of Megatron's loggers about what it goes on from, or ends with: a loss that is NaN.
+_LOGGED_ERROR = re.compile(r"(?:ERROR|CRITICAL)[: ](?:[\w.]+:)?\s*")
 _ERROR = re.compile(r"\w[\w.]*(?:Error|Exception|Interrupt|Exit|Mismatch|Died|Timeout)\b(?:: |$)")
 _TORCHRUN = re.compile(r"[EWI]\d{4} [\d:.]+ \d+ torch/distributed/(?:elastic|run)")
 
@@ -168,6 +170,11 @@ class PersonView:
             if _HARMLESS.search(line):
                 return []
             return self._once(f"warning: {_WARNED_AT.sub('', line).strip()}")
+        if logged := _LOGGED_ERROR.match(line):
+            # Once for all ranks, micro-batches and iterations that have it.
+            if not self._once(_without_numbers(line)):
+                return []
+            return [f"error: {line[logged.end() :]}"]
         return self._stage(line)
 
     def _stage(self, line: str) -> list[str]:

@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
@@ -38,7 +39,8 @@ from megatron_ext.tools.launch import runs
 from megatron_ext.tools.launch.run_folder import RunFolder
 from megatron_ext.tools.launch.runs import RANK_MARK, Json
 from megatron_ext.transport.address import source_address
-from megatron_ext.upstream import parent
+from megatron_ext.upstream import cause, parent
+from megatron_ext.upstream.cause import Cause
 from megatron_ext.version import code_hash, installed
 
 MIN_FREE_BYTES = 64 << 20
@@ -257,8 +259,15 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     if hello.get("interface"):
         environment.setdefault("GLOO_SOCKET_IFNAME", hello["interface"])
     own_log = directory / ("output.log" if per_node else "torchrun.log")
-    ended: Json = {"kind": "ended", "what": "the command" if per_node else "torchrun",
-                   "code": _CANNOT_START, "stopped": None, "tail": []}  # fmt: skip
+    ended: Json = {
+        "kind": "ended",
+        "what": "the command" if per_node else "torchrun",
+        "code": _CANNOT_START,
+        "stopped": None,
+        "tail": [],
+        "cause": None,
+        "log": None,
+    }
     try:
         folder = _open(directory, create=True)  # as long as this process
         if folder.exists("agent.json"):
@@ -279,15 +288,8 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     job.end()  # torchrun's end is not that of all it has started, and may take seconds
     ended.update(code=code, stopped=job.stopped)
     forwarder.join(_CLOSE_S)
-    if code != 0 and job.stopped is None:
-        # torchrun's own code says which rank failed first only in its log: `elastic` reports it.
-        ended["tail"] = last_lines(folder.anchor / own_log.name, _TAIL_LINES)
-        # None: it failed before it had ranks, or was killed.
-        if (failure := folder.read_json("failure.json")) is not None:
-            ended.update(what=f"rank {failure['rank']}", code=failure["exit_code"])
-            for path in _rank_logs(folder, failure["local_rank"]):
-                lines = last_lines(path, _TAIL_LINES)
-                ended["tail"] = lines if any(map(str.strip, lines)) else ended["tail"]
+    if code != 0:
+        ended.update(_failure(folder, directory, own_log.name, is_stopped=job.stopped is not None))
     with suppress(OSError):  # a full disk: the launcher hears of the end all the same
         folder.write_json("agent.json", {**runs.record(), **ended})
     last = threading.Thread(target=send, args=(ended,), daemon=True)
@@ -319,6 +321,42 @@ def _open(directory: Path, create: bool = False) -> RunFolder:
     """Open the folder of a run on this host, ROOT/RUN_ID/HOST; see `RunFolder.open`."""
     run = directory.parent
     return RunFolder.open(run.parent, run.name, directory.name, create=create)
+
+
+def _failure(folder: RunFolder, directory: Path, own_log: str, *, is_stopped: bool) -> Json:
+    """Return what failed here, for the launcher: the failed part, its exit code, last lines, cause.
+
+    A host that was stopped may have the cause all the same: its ranks were slower to end.
+    """
+    # None: it failed before it had ranks, or was killed.
+    report: Json = folder.read_json("failure.json") or {}
+    causes = cause.read(folder.anchor / "ranks")
+    now = time.time()
+    for stopped in report.get("stopped", ()):
+        reason = f"its process {stopped['pid']} is stopped, by SIGSTOP or a debugger"
+        causes.append(Cause(stopped["rank"], "stopped", reason, now))
+    if "rank" in report:
+        rank, code = report["rank"], report["exit_code"]
+        if code < 0:
+            causes.append(Cause(rank, "killed", "", now, code=code))
+        elif rank not in [ending.rank for ending in causes]:
+            causes.append(Cause(rank, "unknown", "", now, code=code))
+    tail = last_lines(folder.anchor / own_log, _TAIL_LINES)
+    first = cause.first(causes)
+    if first is None or (is_stopped and not first.is_sure):
+        return {} if is_stopped else {"tail": tail}
+    # torchrun's own code says which rank failed first only in its log.
+    failure: Json = {"what": f"rank {first.rank}", "cause": asdict(first), "tail": tail}
+    if first.code is not None:
+        failure["code"] = first.code
+    elif "exit_code" in report:
+        failure["code"] = report["exit_code"]
+    first_rank = report.get("rank", 0) - report.get("local_rank", 0)
+    for path in _rank_logs(folder, first.rank - first_rank):
+        failure["log"] = str(directory / path.parent.relative_to(folder.anchor))
+        lines = last_lines(path, _TAIL_LINES)
+        failure["tail"] = lines if any(map(str.strip, lines)) else failure["tail"]
+    return failure
 
 
 def _rank_logs(folder: RunFolder, local_rank: int) -> list[Path]:

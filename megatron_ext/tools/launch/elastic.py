@@ -15,7 +15,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from psutil import Process
+from psutil import STATUS_STOPPED, STATUS_TRACING_STOP, Error, Process
 
 from megatron_ext.tools.launch import runs
 from megatron_ext.tools.launch.run_folder import RunFolder
@@ -30,11 +30,13 @@ def main() -> int:
     report, grace_s, arguments = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     killer = threading.Timer(grace_s, lambda: runs.end(Process().children(recursive=True)))
     killer.daemon = True
+    failure: dict[str, object] = {}
 
     def bound_the_end(record: logging.LogRecord) -> bool:
-        if record.funcName == "_close":
-            with suppress(RuntimeError):  # it runs already: there is a warning for each rank
-                killer.start()
+        if record.funcName == "_close" and "stopped" not in failure:
+            # Before the first signal: afterwards a stopped rank looks like one that ends slowly.
+            failure["stopped"] = stopped_ranks()
+            killer.start()
         return True
 
     # torchrun warns before it asks its ranks to end. It gives them 30 s; from PyTorch 2.12 on more,
@@ -45,15 +47,29 @@ def main() -> int:
     try:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        with suppress(OSError):  # a full disk, which may be why the rank failed
-            about = {"rank": rank, "local_rank": failure.local_rank, "exit_code": failure.exitcode}
-            with RunFolder.open(report.parent) as folder:
-                folder.write_json(report.name, about)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        rank, first = error.get_first_failure()
+        failure.update(rank=rank, local_rank=first.local_rank, exit_code=first.exitcode)
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     except api.SignalException as error:
         return 128 + int(error.sigval)
+    finally:
+        if failure:
+            # A full disk may be why the rank failed.
+            with suppress(OSError), RunFolder.open(report.parent) as folder:
+                folder.write_json(report.name, failure)
     return 0
+
+
+def stopped_ranks() -> list[dict[str, int]]:
+    """Return the ranks of this process that SIGSTOP or a debugger holds."""
+    stopped = []
+    for process in Process().children():
+        with suppress(Error, KeyError, ValueError):  # it has ended meanwhile, or is no rank
+            if process.status() in (STATUS_STOPPED, STATUS_TRACING_STOP):
+                variables = process.environ()
+                rank, local_rank = int(variables["RANK"]), int(variables["LOCAL_RANK"])
+                stopped.append({"rank": rank, "local_rank": local_rank, "pid": process.pid})
+    return stopped
 
 
 if __name__ == "__main__":

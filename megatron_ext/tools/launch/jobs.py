@@ -28,7 +28,7 @@ from megatron_ext.tools.launch import hostfile, runs, slurm
 from megatron_ext.tools.launch.agent import interface_of
 from megatron_ext.tools.launch.plan import JobPlan, Parallel, flag_value
 from megatron_ext.tools.launch.run_folder import RunFolder
-from megatron_ext.tools.launch.supervise import Agents, Display, Outcome, say, supervise
+from megatron_ext.tools.launch.supervise import Agents, Display, Failure, Outcome, say, supervise
 from megatron_ext.upstream import failure, parent
 from megatron_ext.upstream.person_view import PersonView
 
@@ -305,27 +305,27 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         view = None if raw else PersonView()
         with closing(Display(sys.stdout.buffer, log, view)) as display:
             outcome = supervise(agents, plan, found, display, show)
-        reason = str(outcome.failure) if outcome.failure else None
-        result = {"exit_code": outcome.code, "failure": reason, "stopped_by": outcome.stopped_by}
+        # The view has what matters of a rank that it was shown, and the file all of it.
+        is_seen = view is not None and outcome.failed_rank in show
+        logs = f"everything: {log_path}"
+        if outcome.failure is not None and not is_seen:
+            logs = _logs_of(plan, outcome.failure)
+        elif raw:
+            logs = _logs_of(plan)
+        result = {
+            "exit_code": outcome.code,
+            "failure": None if outcome.failure is None else str(outcome.failure),
+            "stopped_by": outcome.stopped_by,
+            "logs": logs,
+        }
         try:
             folder.write_json("result.json", result)
         except OSError as error:
             say(f"warning: {directory / 'result.json'} cannot be written: {error.strerror}")
     if display.left_out:
         say(f"{display.left_out} lines were not shown, because the output was blocked")
-    to_logs = shlex.join(["megatron-ext", "logs", plan.run_id, *plan.flags_to_reach()])
-    logs = f"logs: {to_logs}" if raw else f"everything: {log_path}"
     if outcome.failure is not None:
-        lines = [line for line in outcome.failure.tail if line.strip()]
-        what = outcome.failure.what
-        # The view has what matters of a rank that it was shown, and the file all of it.
-        is_seen = view is not None and what in {f"rank {rank}" for rank in show}
-        of_rank = f" --{what}" if what.startswith("rank ") else ""
-        logs = logs if is_seen else f"logs: {to_logs}{of_rank}"
-        for line in lines[-1:] if is_seen else lines:
-            if view is None or not view.has_shown(line):
-                say(f"| {line}")
-        say(f"failed first: {reason}; the job was stopped on all hosts; {logs}")
+        _say_failure(outcome.failure, logs, view, is_seen=is_seen)
     elif outcome.stopped_by == "SIGINT" and (display.iteration or not raw):
         saved = [flag_value(plan.command, flag) for flag in ("--save", "--load")]
         when = f"at iteration {display.iteration}; {failure.to_resume(*saved)}"
@@ -337,6 +337,28 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
     else:
         say(f"run {plan.run_id} succeeded; {logs}")
     return outcome, plan
+
+
+def _logs_of(plan: JobPlan, failure: Failure | None = None) -> str:
+    """Say how to see what the ranks have printed, or the failed one, and where that lies."""
+    words = ["megatron-ext", "logs", plan.run_id, *plan.flags_to_reach()]
+    if failure is not None and failure.rank is not None:
+        words += ["--rank", str(failure.rank)]
+    place = ""
+    if failure is not None and failure.log is not None:
+        place = f" ({failure.host}:{failure.log})"
+    return f"logs: {shlex.join(words)}{place}"
+
+
+def _say_failure(failure: Failure, logs: str, view: PersonView | None, *, is_seen: bool) -> None:
+    """Show the last output of what failed, unless the view did, and then the cause."""
+    reason = str(failure)
+    lines = [line for line in failure.tail if line.strip()]
+    for line in lines[-1:] if is_seen else lines:
+        is_repeated = view is not None and view.has_shown(line)
+        if not is_repeated and line not in reason:
+            say(f"| {line}")
+    say(f"failed first: {line_of(reason)}; {logs}")
 
 
 def _plan_of(found: runs.Json | None, run_id: str) -> JobPlan:
@@ -374,7 +396,8 @@ def _state_of(run_id: str, launcher: psutil.Process | None) -> str:
     if result.get("exit_code") == 0:
         return "succeeded (exit code 0)"
     why = result.get("failure") or f"stopped by {result.get('stopped_by')}"
-    return line_of(f"failed (exit code {result.get('exit_code')}): {why}")
+    logs = f"; {result['logs']}" if result.get("logs") else ""
+    return line_of(f"failed (exit code {result.get('exit_code')}): {why}{logs}")
 
 
 def manage(args: argparse.Namespace) -> int:
@@ -417,7 +440,7 @@ def manage(args: argparse.Namespace) -> int:
         if (rank := args.rank) is not None:
             if not 0 <= rank < plan.world_size:
                 raise LaunchError(f"--rank is {rank}; the job has ranks 0 to {plan.world_size - 1}")
-            index = next(i for i in range(len(plan.hosts)) if rank < plan.first_rank(i + 1))
+            index = plan.host_of(rank)
             more["local_rank"] = rank - plan.first_rank(index)
             plan = replace(plan, hosts=plan.hosts[index : index + 1])
     if plan.slurm_job is not None:

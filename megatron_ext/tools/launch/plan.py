@@ -188,6 +188,10 @@ class JobPlan:
                 added += [*host.rdma, host.address][:1] * (1 if is_even else host.slots or 0)
         return replace(plan, command=(*plan.command, *added))
 
+    def host_of(self, rank: int) -> int:
+        """Return the index of the host that a global rank runs on."""
+        return next(index for index in range(len(self.hosts)) if rank < self.first_rank(index + 1))
+
     def environment(self, index: int) -> dict[str, str]:
         """Return the variables that the job gets on a host, in addition to those of the login."""
         return {**self.env, **dict(self.hosts[index].env)}

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from megatron_ext.tools.launch import slurm
 from megatron_ext.tools.launch.runs import RANK_MARK, STOPPED, Json, decode, encode
+from megatron_ext.upstream import cause
+from megatron_ext.upstream.cause import KINDS, Cause
 from megatron_ext.upstream.releases import parse_release
 
 if TYPE_CHECKING:
@@ -338,13 +340,42 @@ class Failure:
     """When, by the launcher's clock."""
     tail: Sequence[str] = ()
     note: str = ""
+    cause: Cause | None = None
+    """The note that the rank has left, or what its agent has seen of it."""
+    log: str | None = None
+    """The folder with the rank's output on its host."""
 
     def __str__(self) -> str:
+        ending = self.cause
         how = f"ended with exit code {self.code}"
         if self.code < 0:
             names = {each.value: each.name for each in signal.Signals}  # lacks most real-time ones
             how = f"was ended by {names.get(-self.code, f'signal {-self.code}')}"
-        return f"{self.host}: {self.what} {how}{self.note}"
+        if ending is not None and ending.kind == "stopped":
+            how = "stands still"
+        elif ending is not None and ending.code is None:
+            how = "holds the job up"
+        when = ""
+        if ending is not None and ending.iteration is not None:
+            when = f" in iteration {ending.iteration}"
+        reason = ""
+        if ending is not None and ending.reason:
+            reason = f": {ending.reason}"
+        return f"{self.host}: {self.what} {how}{when}{self.note}{reason}"
+
+    @property
+    def rank(self) -> int | None:
+        """The global rank that failed; None if another part did."""
+        return None if self.cause is None else self.cause.rank
+
+    @property
+    def precedence(self) -> tuple[int, int, float]:
+        """Return the key by which the first failure is the smallest."""
+        if self.cause is not None:
+            return (*self.cause.precedence[:2], self.at)
+        # An agent or torchrun that died did not fail because of the other hosts.
+        has_died = self.code < 0 or self.code == CONNECTION_FAILED
+        return KINDS.index("killed" if has_died else "unknown"), 0, self.at
 
 
 @dataclass(frozen=True)
@@ -358,14 +389,28 @@ class Outcome:
     stopped_by: str | None = None
     """The signal that the user ended it with, which may have come after the failure."""
 
+    @property
+    def failed_rank(self) -> int | None:
+        """The global rank that failed first, if the failed part is a rank."""
+        return None if self.failure is None else self.failure.rank
 
-def first_failure(failures: Sequence[Failure]) -> Failure:
-    """Return the failure that explains the others.
+
+def first_failure(failures: Sequence[Failure], last_iteration: int = 0) -> Failure:
+    """Return the failure that explains the others, with the iteration that any host knows of.
 
     Other ranks fail within milliseconds after the loss of a rank, on hosts whose clocks differ. A
     process ended by a signal, or an agent that died, did not fail for that reason.
     """
-    return min(failures, key=lambda one: (one.code >= 0 and one.code != CONNECTION_FAILED, one.at))
+    first = min(failures, key=lambda failure: failure.precedence)
+    causes = [failure.cause for failure in failures if failure.cause is not None]
+    iterations = [ending.iteration for ending in causes if ending.iteration is not None]
+    if first.cause is None or first.cause.iteration is not None:
+        return first
+    if iterations:
+        return replace(first, cause=replace(first.cause, iteration=max(iterations)))
+    if last_iteration:
+        return replace(first, note=f" after iteration {last_iteration}{first.note}")
+    return first
 
 
 def supervise(
@@ -410,8 +455,34 @@ def supervise(
             note = f"; the agent (pid {found[index]['pid']}) died; {left['killed']} processes "
             note += "of the job were left and have been killed"
         failures[index] = replace(failures[index], note=failures[index].note + note)
-    failure = first_failure(list(failures.values()))
+    failure = first_failure(list(failures.values()), display.iteration)
     return Outcome(failure.code if failure.code >= 0 else 128 - failure.code, failure, name)
+
+
+def _failure_of(
+    message: Json, ending: Cause | None, plan: JobPlan, index: int, ahead_s: float
+) -> Failure:
+    """Return the failure that the agent of a host reports."""
+    host = plan.hosts[index].name
+    # Hosts' clocks differ: which failure came first is decided on the launcher's.
+    at = message["time"] - ahead_s
+    note = ""
+    if ending is not None:
+        at = ending.at - ahead_s
+        # A rank that waits may name one of another host.
+        host = plan.hosts[plan.host_of(ending.rank)].name
+    elif message["stopped"]:
+        note = f" ({message['stopped']})"
+    return Failure(
+        host,
+        message["what"],
+        message["code"],
+        at,
+        message["tail"],
+        note,
+        ending,
+        message.get("log"),
+    )
 
 
 def _watch(
@@ -450,14 +521,13 @@ def _watch(
             is_stopping = True
         if isinstance(message, dict) and index in running:
             del running[index]
-            # What ends because it was stopped is no failure of its own.
+            noted = message.get("cause")
+            ending = None if noted is None else cause.from_json(noted)
+            # What ends because it was stopped did not fail, unless it was the slower one to end.
             is_effect = message["stopped"] and (is_stopping or failures)
-            if message["code"] != 0 and not is_effect:
-                note = f" ({message['stopped']})" if message["stopped"] else ""
-                # Hosts' clocks differ: what came first is decided on the launcher's.
-                at = message["time"] - found[index]["ahead_s"]
-                what, code, tail = message["what"], message["code"], message["tail"]
-                failures[index] = Failure(plan.hosts[index].name, what, code, at, tail, note)
+            is_cause = bool(failures) and ending is not None and ending.is_sure
+            if message["code"] != 0 and (is_cause or not is_effect):
+                failures[index] = _failure_of(message, ending, plan, index, found[index]["ahead_s"])
         silent = {i for i, one in running.items() if now - one.heard_at > plan.silence_s}
         for each in silent | (running.keys() & {index} if message is None else set()):
             one = running.pop(each)

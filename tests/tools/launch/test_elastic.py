@@ -32,7 +32,12 @@ def test_deaf_ranks_are_killed_after_the_grace_and_the_first_failure_is_reported
         "--nproc-per-node", "2", str(tmp_path / "ranks.py"),
     )  # fmt: skip
     assert done.returncode == 7, done.stderr
-    assert json.loads(report.read_text()) == {"rank": 1, "local_rank": 1, "exit_code": 7}
+    assert json.loads(report.read_text()) == {
+        "stopped": [],
+        "rank": 1,
+        "local_rank": 1,
+        "exit_code": 7,
+    }
     assert 0 < done.stdout.count("beats") < 20, "torchrun alone lets it live for 30 seconds"
 
 

@@ -56,11 +56,16 @@ def test_a_failure_ends_in_its_reason_and_the_path_of_the_log() -> None:
     flags = ["--pipeline-model-parallel-size", "2", "--fails"]
     done = run_package("launch", "--", "pretrain_long.py", *flags)
     assert done.returncode == 1
-    reason, end = done.stderr.splitlines()[-2:]
-    assert reason == "megatron-ext: | the data ends here"
-    assert "failed first: localhost: rank 1 ended with exit code 1; " in end
+    end = done.stderr.splitlines()[-1]
+    assert re.search(
+        r"failed first: localhost: rank 1 ended with exit code 1 after iteration 3: the data "
+        r"ends here \(sys\.exit at pretrain_long\.py:\d+\); everything: ",
+        end,
+    )
     log = Path(end.rpartition("everything: ")[2])
     assert "the data ends here" in log.read_text()
+    said = run_package("status", log.parent.name).stdout
+    assert said.startswith("failed (exit code 1): " + end.partition("failed first: ")[2]), said
     assert "iteration    3/1000  loss 4.8550" in done.stdout
     # Ranks on the CPU are not counted by the devices of the machine.
     raw = run_package(
@@ -86,7 +91,28 @@ def test_the_rank_with_the_cause_failed_first_though_it_ends_later() -> None:
     assert done.returncode == 1
     assert "megatron_ext: error: rank 1 died" in done.stdout
     assert "KeyError: 'the cause'" in done.stdout
-    assert "failed first: localhost: rank 1 ended with exit code 1" in done.stderr
+    end = "failed first: localhost: rank 1 ended with exit code 1: KeyError: 'the cause'; every"
+    assert end in done.stderr
+
+
+STOPPED = """\
+import os, signal, sys, time
+from megatron_ext.errors import TransportTimeout
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(1)
+raise TransportTimeout("2F0 did not come from rank 1: waited 1.0 s")
+"""
+
+
+def test_a_stopped_rank_is_named_and_not_one_that_waited_for_it() -> None:
+    Path("pretrain_stopped.py").write_text(STOPPED)
+    done = run_package("launch", "--nproc", "2", "--grace", "1", "--", "pretrain_stopped.py")
+    assert done.returncode == 1
+    end = done.stderr.splitlines()[-1]
+    assert re.search(
+        r"failed first: localhost: rank 1 stands still: its process \d+ is stopped, by SIGSTOP", end
+    ), done.stderr
 
 
 def test_ctrl_c_names_the_iteration_and_the_checkpoint(tmp_path: Path) -> None:
