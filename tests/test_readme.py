@@ -133,10 +133,13 @@ REMOVED_FLAGS = {
 }
 """Flags of earlier versions, which only the changelog still names."""
 
-# Of torchrun, pytest, slime, ms-swift, DPP's aggregate.py, and Megatron-LM in any release.
+# Of torchrun, pytest, slime, ms-swift, DPP's aggregate.py, and Megatron-LM in any release or on
+# its dev branch.
 FOREIGN_FLAGS = {
     "--benchmark_dir",
+    "--custom-megatron-before-train-step-hook-path",
     "--custom-megatron-init-path",
+    "--dynamic-context-parallel",
     "--external_plugins",
     "--measure",  # of pytest, by tests/conftest.py
     "--nproc-per-node",

@@ -378,7 +378,7 @@ _TEXTS = {
         fp8_recipe=delayed & fp8
             forward ranks run without gradients, and then Transformer Engine leaves scales as they
             are; use --fp8-recipe tensorwise
-        hybrid_context_parallel
+        hybrid_context_parallel | dynamic_context_parallel
             Megatron has a schedule of its own for it; leave one of them out
         freeze_all_layers
             backward ranks have nothing to do; leave one of them out

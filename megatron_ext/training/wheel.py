@@ -42,6 +42,7 @@ _SPIKE = 10
 # Settings that upstream's script itself acts on, with the value that has no effect.
 _SCRIPT_ONLY = {
     "dataloader_inter_document_masking": False,
+    "dynamic_context_parallel": False,
     "fim_data": False,
     "hybrid_context_parallel": False,
     "logits_load_dir": None,

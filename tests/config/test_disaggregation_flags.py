@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import fields
 
 import pytest
 
 from megatron_ext.config import active
 from megatron_ext.config.entrances import prepare
+from megatron_ext.config.incompatible import RULES, refusals
 from megatron_ext.errors import ArgumentsError
 from tests.ranks import parse
 from tests.runtime.capture import GPT, PP2
@@ -188,3 +190,10 @@ def test_what_depends_on_a_dropped_setting_is_dropped_too(
     assert args.tensorboard_dir == ("tensorboard" if is_backward else None)
     assert args.logits_save_dir == ("logits" if is_backward else None)
     assert ("profiles backward ranks only" in caplog.text) is (rank == 0)
+
+
+@pytest.mark.parametrize("name", ["hybrid_context_parallel", "dynamic_context_parallel"])
+def test_both_names_of_hybrid_context_parallelism_are_refused(name: str) -> None:
+    """Megatron's dev branch has the second."""
+    [refusal] = refusals(FBD.strip(), Namespace(**{name: True}), RULES["roles"])
+    assert refusal.reason.endswith("Megatron has a schedule of its own for it")
