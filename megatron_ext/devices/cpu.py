@@ -69,8 +69,7 @@ class CpuDevice(Device):
                 the evaluation never ends; leave it out
             async_save & use_persistent_ckpt_worker
                 --use-persistent-ckpt-worker would read parameters from shared memory while training
-                changes them (on a GPU they are copied to the host first); leave it out,
-                --async-save forks then
+                changes them (on a GPU they are copied to the host first); leave --async-save out
         """),
     )
     known_lacks = (
