@@ -28,10 +28,11 @@ def arm() -> None:
 
 def _begin() -> None:
     from megatron_ext.config.flags import requested_flags
-    from megatron_ext.hosts import bridge
+    from megatron_ext.hosts import bridge, bridge_weights
     from megatron_ext.hosts.bridge_requirements import check_installed
 
     REGISTRY.register(bridge.PATCHES)
+    REGISTRY.register(bridge_weights.PATCHES)
     found = active.active()
     if requested_flags() or (found is not None and not found.is_sized):
         check_installed()

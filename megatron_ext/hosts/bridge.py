@@ -326,21 +326,6 @@ def _remove_hook(model: Any) -> None:
     hooks[:] = [hook for hook in hooks if hook is not _tie]
 
 
-@PATCHES.row(
-    "bridge.shared_embeddings",
-    "megatron.bridge.models.conversion.model_bridge:"
-    "MegatronModelBridge._broadcast_shared_embeddings",
-    kind="replace",
-    when=active.is_folded,
-)
-def _tie_imported(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Bridge gets the copy of a tied embedding from another rank when it loads weights of Hugging
-    Face: on one rank it would have what the memory holds.
-    """
-    chunks = args[0] if args else kwargs["megatron_model"]
-    _tie(chunks if isinstance(chunks, list) else [chunks])
-
-
 # -- checkpoints ---------------------------------------------------------------------------------
 
 

@@ -183,7 +183,9 @@ class PlacedLayout(PipelineParallelLayerLayout):
         # Arguments and checkpoints keep the plain string in stage order, so that checkpoints do not
         # depend on the placement.
         super().__init__(layout, placement.num_ranks)
-        self.placement = placement
+        # Plain tuples: hosts copy a configuration by assigning to every attribute that they can
+        # reach from it, which a frozen `Placement` refuses.
+        self.stages_of = placement.stages_of
         self.stages = stages
         self.layout = [[stages[stage] for stage in held] for held in placement.stages_of]
 
@@ -202,7 +204,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         """Count the layers of one type in all stages before a chunk of a rank, by default this."""
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        chunks = self.placement.stages_of[pp_rank]
+        chunks = self.stages_of[pp_rank]
         assert vp_stage is not None or len(chunks) == 1, "ranks hold several chunks: give vp_stage"
         stage = chunks[vp_stage or 0]
         return sum(earlier.count(layer_type) for earlier in self.stages[:stage])

@@ -75,6 +75,13 @@ def _fill(chunks: list[Any]) -> list[Any]:
     return chunks
 
 
+def short_data() -> None:
+    """Make Megatron's mock data as small as a test needs it."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 1000
+
+
 def recipe(changes: Mapping[str, Any], *, builder: bool = False) -> Any:
     """Return the example's configuration with changes, and weights that ranks agree on.
 
@@ -82,9 +89,7 @@ def recipe(changes: Mapping[str, Any], *, builder: bool = False) -> Any:
         changes: By dotted name.
         builder: Whether the model is a `GPTModelConfig`, the newer form, with the same settings.
     """
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-
-    MockGPTLowLevelDataset.size = 1000
+    short_data()
     config = example().recipe()
     for name, value in changes.items():
         *path, last = name.split(".")
@@ -159,7 +164,8 @@ Sizes = tuple[int, int, int] | None
 """Pipeline ranks, micro-batches and layers for `configure`; None: they are left out."""
 
 
-def _configure(settings: Mapping[str, Any] | None, sizes: Sizes = None) -> None:
+def configure(settings: Mapping[str, Any] | None, sizes: Sizes = None) -> None:
+    """Call `megatron_ext.configure` with settings of a `PipelineConfig`; None: do not call it."""
     if settings is None:
         return
     names = ("pipeline_ranks", "num_microbatches", "num_layers")
@@ -183,7 +189,7 @@ def train(
     """
     stand_ins.install()
     config = recipe(changes, builder=builder)
-    _configure(settings, sizes)
+    configure(settings, sizes)
     return pretrain(config)
 
 
@@ -212,7 +218,7 @@ def filled_from_hugging_face() -> list[str | None]:
             told.append(differing_copies(context.model))
 
     stand_ins.install()
-    _configure({"schedule": "zb-v"})
+    configure({"schedule": "zb-v"})
     pretrain(recipe({}), Import())
     return told
 
@@ -225,7 +231,7 @@ def refused(
     config = recipe(changes)
     model = config.model
     before = {f.name: getattr(model, f.name) for f in fields(model)}
-    _configure(settings, sizes)
+    configure(settings, sizes)
     with pytest.raises(UserError) as caught:
         pretrain(config)
     after = {f.name: getattr(model, f.name) for f in fields(model)}
@@ -261,10 +267,12 @@ def undone() -> list[str]:
     stand_ins.install()
     import megatron.bridge.training.pretrain  # noqa: F401
 
-    from megatron_ext.hosts.bridge import PATCHES
+    from megatron_ext.hosts import bridge, bridge_weights
+
+    patches = [*bridge.PATCHES, *bridge_weights.PATCHES]
 
     def found() -> dict[str, Any]:
-        return {p.target: resolve_path(sys.modules[p.module], p.path)[2] for p in PATCHES}
+        return {p.target: resolve_path(sys.modules[p.module], p.path)[2] for p in patches}
 
     patched = found()
     megatron_ext.deactivate()
@@ -298,8 +306,6 @@ def train_without_hook() -> str:
 def run_example(*words: str) -> None:
     """Run the example's file as its command does."""
     stand_ins.install()
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-
-    MockGPTLowLevelDataset.size = 1000
+    short_data()
     sys.argv = ["tiny_gpt.py", *words]
     runpy.run_path(str(EXAMPLE), run_name="__main__")

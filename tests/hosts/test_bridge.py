@@ -5,9 +5,8 @@ These run in an environment with megatron-bridge: `bash tests/hosts/run.sh`.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +16,15 @@ import pytest
 
 from megatron_ext import DynamicOrder
 from tests.hosts import bridge_runs
-from tests.rank_server import PRELOAD
 from tests.ranks import run_ranks, start_ranks
 
-pytestmark = pytest.mark.skipif(
-    find_spec("megatron.bridge") is None,
-    reason="no megatron-bridge here: bash tests/hosts/run.sh makes an environment with it",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("megatron.bridge") is None,
+        reason="no megatron-bridge here: bash tests/hosts/run.sh makes an environment with it",
+    ),
+    pytest.mark.usefixtures("bridge_loaded"),
+]
 
 PP2 = {"model.pipeline_model_parallel_size": 2}
 UNTIED = {"model.share_embeddings_and_output_weights": False}
@@ -36,16 +37,6 @@ SHARDED = {
     **PP2,
 }
 DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def loaded() -> Iterator[None]:
-    """Import Bridge once, not in each rank: that takes a minute."""
-    before = os.environ.get(PRELOAD)
-    os.environ[PRELOAD] = "tests.hosts.bridge_loaded"
-    yield
-    if before is None:
-        del os.environ[PRELOAD]
 
 
 def trained(
@@ -254,6 +245,12 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
             {"schedule": "zb-h1"},
             "",
             "model.dist_train.use_dist_train gives encoder and language model ranks",
+        ),
+        (
+            {"checkpoint.async_save": True, "checkpoint.save": "unused"},
+            {"schedule": "zb-v"},
+            "",
+            "leave checkpoint.async_save out",
         ),
         ({}, None, "--pipeline-schedul zb-v", "unrecognized arguments: --pipeline-schedul"),
         ({}, None, "--pipeline-schedule zb-v --trace-dir x", "--trace-dir is for --trace"),

@@ -87,7 +87,7 @@ def test_stage_order_and_copies(drawn: tuple[Placement, list[int], int, str]) ->
     assert layout.validate_layer_layout(sum(layers), mtp or None) is False
     for copied in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
         assert type(copied) is PlacedLayout
-        assert (copied.layout, copied.placement) == (layout.layout, placement)
+        assert (copied.layout, copied.stages_of) == (layout.layout, placement.stages_of)
 
 
 def test_offsets_of_the_folds() -> None:
@@ -126,6 +126,23 @@ def test_a_configuration_takes_it() -> None:
     assert config.virtual_pipeline_model_parallel_size == 2
     assert config.mtp_standalone is False
     assert copy.deepcopy(config).pipeline_model_parallel_layout.layout == layout.layout
+
+
+def _reassigned(value: Any, levels: int) -> Any:
+    """Copy an object by assigning to each of its attributes, as Megatron-Bridge exports weights."""
+    if levels == 0 or isinstance(value, type) or not hasattr(value, "__dict__"):
+        return value
+    copied = copy.copy(value)
+    for name in vars(copied):
+        setattr(copied, name, _reassigned(getattr(copied, name), levels - 1))
+    return copied
+
+
+def test_a_host_may_assign_to_every_attribute() -> None:
+    layout = PlacedLayout("Et|t|t|tL", places.v(2))
+    copied = _reassigned(layout, 2)
+    assert (copied.layout, copied.stages_of) == (layout.layout, layout.stages_of)
+    assert pickle.loads(pickle.dumps(copied)).layout == layout.layout
 
 
 def test_one_object_for_each_layout() -> None:

@@ -1,0 +1,123 @@
+"""Moves weights between Hugging Face and folded pipelines through Megatron-Bridge.
+
+Bridge identifies a weight by its name in the whole model, and converts one chunk's weight for each
+name on a rank. In a folded pipeline the first and the last stage share a rank, which then holds two
+copies of the word embedding, with multi-token prediction under one name.
+
+One rule applies to all copies on a rank: the first stage's copy is the weight. An import writes it
+and then copies it to the later chunks, and an export reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config import active
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
+
+if TYPE_CHECKING:
+    import torch
+
+_MODEL_BRIDGE = "megatron.bridge.models.conversion.model_bridge:MegatronModelBridge"
+
+PATCHES = PatchTable(feature="Megatron-Bridge", when=active.is_folded)
+
+
+@dataclass(frozen=True)
+class _LaterCopy:
+    """A weight that a chunk holds although an earlier chunk of the same rank holds it, too."""
+
+    name: str
+    """Name of the parameter in either chunk, without those of wrappers."""
+    chunk_index: int
+    weight: torch.nn.Parameter
+    first_chunk_index: int
+    first_module: torch.nn.Module
+    """Module of the first chunk that owns the weight."""
+    first_weight: torch.nn.Parameter
+
+
+def _later_copies(chunks: Sequence[torch.nn.Module]) -> Iterator[_LaterCopy]:
+    """Yield the copies that later chunks of this rank hold of weights of earlier ones."""
+    from megatron.core.utils import unwrap_model
+
+    models = unwrap_model(list(chunks))
+    first_chunk_of: dict[str, int] = {}
+    for chunk_index, model in enumerate(models):
+        for name, weight in model.named_parameters():
+            # Each layer is on one stage, and local numbers of layers start anew in every chunk.
+            if "layers." in name:
+                continue
+            first_chunk_index = first_chunk_of.setdefault(name, chunk_index)
+            if first_chunk_index == chunk_index:
+                continue
+            module_path, _, attribute = name.rpartition(".")
+            first_module = models[first_chunk_index].get_submodule(module_path)
+            yield _LaterCopy(
+                name=name,
+                chunk_index=chunk_index,
+                weight=weight,
+                first_chunk_index=first_chunk_index,
+                first_module=first_module,
+                first_weight=getattr(first_module, attribute),
+            )
+
+
+def _chunks(call: Call, args: Args, kwargs: Kwargs) -> list[torch.nn.Module]:
+    """Return the model that a method of Bridge converts, which may be a single chunk."""
+    model = by_name(call, args, kwargs)["megatron_model"]
+    return model if isinstance(model, list) else [model]
+
+
+@PATCHES.row("bridge.conversion_tasks", f"{_MODEL_BRIDGE}.build_conversion_tasks")
+@PATCHES.row("bridge.quantized_tasks", f"{_MODEL_BRIDGE}.build_export_fp8_tasks")
+def _convert_first_copies(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> list[Any]:
+    """Bridge converts the last copy of a rank, which is neither the one that it fills others from
+    when it imports nor one that it exports.
+    """
+    later_copies = {id(copy.weight): copy for copy in _later_copies(_chunks(call, args, kwargs))}
+    tasks: list[Any] = call(*args, **kwargs)
+    for index, task in enumerate(tasks):
+        # None: Bridge knows no name at Hugging Face for the weight.
+        copy = None if task is None else later_copies.get(id(task.param_weight))
+        if copy is not None:
+            tasks[index] = replace(
+                task,
+                vp_stage=copy.first_chunk_index,
+                megatron_module=copy.first_module,
+                param_weight=copy.first_weight,
+            )
+    return tasks
+
+
+@PATCHES.row("bridge.streamed_weights", f"{_MODEL_BRIDGE}.stream_weights_hf_to_megatron")
+def _stream_to_all_copies(
+    call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """Bridge streams a weight to one chunk of a rank: other copies would keep their values."""
+    later_copies = list(_later_copies(_chunks(call, args, kwargs)))
+    for streamed in call(*args, **kwargs):
+        yield streamed
+        for copy in later_copies:
+            if copy.name == streamed.param_name and copy.first_chunk_index == streamed.vp_stage:
+                yield streamed._replace(vp_stage=copy.chunk_index)
+
+
+@PATCHES.row(
+    "bridge.shared_embeddings", f"{_MODEL_BRIDGE}._broadcast_shared_embeddings", kind="replace"
+)
+def _fill_copies(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Bridge fills the copy of a tied embedding from another rank after it has loaded weights of
+    Hugging Face: on one rank it would have what the memory holds.
+    """
+    import torch
+
+    from megatron_ext.runtime.folded import tie_embeddings
+
+    chunks = _chunks(call, args, kwargs)
+    tie_embeddings(chunks)  # the output layer's copy has a name that differs from the embedding's
+    with torch.no_grad():
+        for copy in _later_copies(chunks):
+            copy.weight.copy_(copy.first_weight)
