@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+import torch
 
 import megatron_ext
 from megatron_ext import PipelineConfig, hosts
@@ -19,12 +20,15 @@ from megatron_ext.config import active
 from megatron_ext.config.flags import parse_words, requested_flags
 from megatron_ext.config.incompatible import RULES, refusals
 from megatron_ext.errors import ArgumentsError, UserError
-from megatron_ext.hosts import bridge_requirements
+from megatron_ext.hosts import bridge_requirements, bridge_weights
 from megatron_ext.hosts.bridge import Settings
 from megatron_ext.tools.doctor import checks
 from megatron_ext.upstream import releases
 from tests.commands import run_python
 from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 REPO = Path(__file__).parents[2]
 PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
@@ -289,3 +293,79 @@ def test_packed_sequences_of_bridge_have_no_pairs(packing: str) -> None:
     found.raise_refusals()
     assert found.arguments["overlap_moe_expert_parallel_comm"] is False
     assert any("beside packed sequences" in line for line in found.changes)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The fields of Bridge's conversion tasks that tell two copies of a weight apart."""
+
+    vp_stage: int
+    megatron_module: Any
+    param_weight: Any
+
+
+class _Streamed(NamedTuple):
+    param_name: str
+    weight: Any
+    vp_stage: int
+
+
+def _chunk(**modules: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.ModuleDict({"layers": torch.nn.Linear(2, 2), **modules})
+
+
+@pytest.fixture
+def folded_chunks() -> list[torch.nn.Module]:
+    """Return chunks of a rank that holds the embedding in its first and its last chunk."""
+    return [
+        _chunk(embedding=torch.nn.Embedding(3, 2)),
+        _chunk(),
+        _chunk(embedding=torch.nn.Embedding(3, 2), output_layer=torch.nn.Linear(2, 3)),
+    ]
+
+
+def _tasks(chunks: list[torch.nn.Module], names: list[str]) -> list[_Task | None]:
+    """Make tasks as Bridge does, of the last chunk that holds a name."""
+    tasks: list[_Task | None] = []
+    for name in names:
+        for stage, chunk in enumerate(chunks):
+            if name in chunk:
+                task = _Task(stage, chunk[name], chunk[name].weight)
+        tasks.append(task)
+    return [*tasks, None]
+
+
+def test_bridge_converts_the_first_copy_of_a_rank(folded_chunks: list[Any]) -> None:
+    def build_conversion_tasks(hf_pretrained: Any, megatron_model: Any) -> list[_Task | None]:
+        return _tasks(megatron_model, ["embedding", "layers", "output_layer"])
+
+    convert = bridge_weights._convert_first_copies
+    embedding, layers, output, unknown = convert(
+        build_conversion_tasks, None, (None, folded_chunks), {}
+    )
+    first, _, last = folded_chunks
+    assert embedding.vp_stage == 0
+    assert embedding.megatron_module is first["embedding"]
+    assert embedding.param_weight is first["embedding"].weight
+    # Layers have local numbers: those of two chunks are not two copies.
+    assert layers.vp_stage == 2
+    assert layers.param_weight is last["layers"].weight
+    assert output.param_weight is last["output_layer"].weight
+    assert unknown is None
+
+
+def test_bridge_streams_weights_to_every_copy_of_a_rank(folded_chunks: list[Any]) -> None:
+    def stream_weights_hf_to_megatron(
+        hf_pretrained: Any, megatron_model: Any, conversion_tasks: Any = None
+    ) -> Iterator[_Streamed]:
+        yield _Streamed("embedding.weight", 1, 0)
+        yield _Streamed("layers.weight", 2, 0)
+
+    streamed = bridge_weights._stream_to_all_copies(
+        stream_weights_hf_to_megatron, None, (None, folded_chunks), {}
+    )
+    assert list(streamed) == [
+        ("embedding.weight", 1, 0),
+        ("embedding.weight", 1, 2),
+        ("layers.weight", 2, 0),
+    ]
