@@ -228,23 +228,20 @@ def _stream(bridge: Any, model: list[Any], moved: Moved) -> None:
                 moved.streamed.append(f"{chunk_index} {bare_name}")
 
 
-def export_checkpoint(folder: Path, kind: str, checkpoints: Path, target: Path) -> dict[str, str]:
-    """Convert the newest checkpoint to files of Hugging Face; return the digests of the weights.
+def export_checkpoint(folder: Path, kind: str, checkpoints: Path) -> dict[str, str]:
+    """Load the newest checkpoint into one process and export it; return the digests.
 
     Args:
         folder: Of the files that the training began with.
         kind: Of the model.
         checkpoints: Of the training.
-        target: Folder for the files.
     """
     stand_ins.install()
     from megatron.bridge import AutoBridge
-    from safetensors.torch import load_file
+    from megatron.bridge.training.model_load_save import temporary_distributed_context
 
     bridge = AutoBridge.from_hf_pretrained(folder)
     _suit(bridge.to_megatron_provider(load_weights=False), kind, {})
-    bridge.export_ckpt(checkpoints, target, show_progress=False)
-    weights: dict[str, torch.Tensor] = {}
-    for file in target.glob("*.safetensors"):
-        weights.update(load_file(file))
-    return dict(_digests(weights.items()))
+    with temporary_distributed_context(backend="gloo"):
+        model = bridge.load_megatron_model(checkpoints, wrap_with_ddp=False)
+        return dict(_digests(bridge.export_hf_weights(model, show_progress=False)))

@@ -127,7 +127,6 @@ def test_a_checkpoint_of_a_folded_pipeline_becomes_files_of_hugging_face(
         folder,
         "deepseek-v3",
         checkpoints,
-        tmp_path / "exported",
         timeout_s=280,
     )
     assert exported == trained[0].trained
