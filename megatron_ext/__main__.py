@@ -25,7 +25,9 @@ def _record(script: str, argv: list[str]) -> int:
     from megatron_ext.training import runner
     from megatron_ext.upstream import parent
 
-    parent.die_with_parent()  # if `megatron-ext launch` started it
+    # If `megatron-ext launch` started it.
+    parent.die_with_parent()
+    parent.use_sockets_folder()
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from megatron_ext.upstream.error_file import WholeErrorFile

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 
 AGENT_PID = "MEGATRON_EXT_AGENT_PID"
 """Environment variable of every process of a job: the agent that it must not outlive."""
+
+SOCKETS = "MEGATRON_EXT_SOCKETS"
+"""Environment variable of every process of a job: the agent's folder for sockets of workers."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -37,6 +41,17 @@ def die_with_parent(agent_pid: int | None = None) -> None:
     # The parent may have ended before the call: the chain up to the agent must be unbroken.
     if agent_pid not in [parent.pid for parent in psutil.Process().parents()]:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def use_sockets_folder() -> None:
+    """Let this rank and its workers put their sockets into the agent's folder, if there is one.
+
+    Each worker of a DataLoader makes a folder `pymp-*` for the socket that it sends tensors by, and
+    removes it when it ends by itself. A job that fails ends its workers by signals.
+    """
+    if folder := os.environ.get(SOCKETS):
+        # Where `multiprocessing.util.get_temp_dir` keeps it; child processes inherit the setting.
+        multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
 def die_with_caller(pid: int) -> None:

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO
 
 import psutil
@@ -274,6 +275,8 @@ def _run(request: Json, directory: Path, send: Send) -> None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory))
         folder.write_json("agent.json", runs.record())
         log = folder.create(own_log.name)
+        sockets = TemporaryDirectory(prefix="pymp-", ignore_cleanup_errors=True)
+        environment[parent.SOCKETS] = sockets.name
         job = _Job(start["argv"], environment, request)
     except (OSError, LaunchError) as error:
         reason = str(error)
@@ -286,6 +289,7 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     forwarder.start()
     code, ended["time"] = job.child.wait(), time.time()  # of several hosts, the first is named
     job.end()  # torchrun's end is not that of all it has started, and may take seconds
+    sockets.cleanup()
     ended.update(code=code, stopped=job.stopped)
     forwarder.join(_CLOSE_S)
     if code != 0:

@@ -346,22 +346,23 @@ class Failure:
     """The folder with the rank's output on its host."""
 
     def __str__(self) -> str:
-        ending = self.cause
         how = f"ended with exit code {self.code}"
         if self.code < 0:
             names = {each.value: each.name for each in signal.Signals}  # lacks most real-time ones
             how = f"was ended by {names.get(-self.code, f'signal {-self.code}')}"
-        if ending is not None and ending.kind == "stopped":
+        if self.cause is None:
+            return f"{self.host}: {self.what} {how}{self.note}"
+        reason = self.cause.reason
+        blamed = f"{self.what} holds the job up: "  # by the watchdog
+        if self.cause.kind == "stopped":
             how = "stands still"
-        elif ending is not None and ending.code is None:
-            how = "holds the job up"
+        elif reason.startswith(blamed):
+            how, reason = "holds the job up", reason.removeprefix(blamed)
         when = ""
-        if ending is not None and ending.iteration is not None:
-            when = f" in iteration {ending.iteration}"
-        reason = ""
-        if ending is not None and ending.reason:
-            reason = f": {ending.reason}"
-        return f"{self.host}: {self.what} {how}{when}{self.note}{reason}"
+        if self.cause.iteration is not None:
+            when = f" in iteration {self.cause.iteration}"
+        because = f": {reason}" if reason else ""
+        return f"{self.host}: {self.what} {how}{when}{self.note}{because}"
 
     @property
     def rank(self) -> int | None:

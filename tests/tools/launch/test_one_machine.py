@@ -115,6 +115,29 @@ def test_a_stopped_rank_is_named_and_not_one_that_waited_for_it() -> None:
     ), done.stderr
 
 
+SOCKETS = """\
+import os, signal, time
+from multiprocessing import Process, util
+def work():
+    open(f"{util.get_temp_dir()}/listener-{os.getpid()}", "w").close()
+    time.sleep(100)
+Process(target=work).start()
+util.get_temp_dir()
+time.sleep(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_job_that_is_killed_leaves_no_sockets_of_its_workers(tmp_path: Path) -> None:
+    Path("pretrain_workers.py").write_text(SOCKETS)
+    (tmp_path / "temporary").mkdir()
+    done = run_package(
+        "launch", "--nproc", "1", "--", "pretrain_workers.py", TMPDIR=str(tmp_path / "temporary")
+    )
+    assert "failed first: localhost: rank 0 was ended by SIGKILL; " in done.stderr
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
 def test_ctrl_c_names_the_iteration_and_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")

@@ -31,6 +31,7 @@ from megatron_ext.tools.launch.supervise import (
     reach,
 )
 from megatron_ext.upstream import parent
+from megatron_ext.upstream.cause import Cause
 
 
 def test_a_process_that_was_killed_explains_those_that_missed_it() -> None:
@@ -41,6 +42,25 @@ def test_a_process_that_was_killed_explains_those_that_missed_it() -> None:
     assert first_failure([missed, Failure("a", "rank 1", 1, at=9.0)]).what == "rank 1"
     assert str(killed) == "b: rank 5 was ended by SIGKILL"
     assert str(replace(killed, code=-40)) == "b: rank 5 was ended by signal 40"  # a real-time one
+
+
+def test_the_cause_of_a_failure_is_told_with_its_iteration_and_words() -> None:
+    waited = Failure("a", "rank 0", 1, at=9.0, cause=Cause(0, "effect", "rank 5 died", 9.0, 3))
+    failed = Failure("b", "rank 5", 1, at=9.5, cause=Cause(5, "error", "ValueError: no", 9.5))
+    stopped = Failure("b", "rank 5", 1, at=9.9, cause=Cause(5, "stopped", "its process", 9.9))
+    words = "rank 5 holds the job up: rank 0 waits for it"
+    hangs = replace(failed, cause=Cause(5, "hang", words, 9.5, 2))
+    told = [
+        str(first_failure([waited, failure], last_iteration=2))
+        for failure in (failed, stopped, hangs)
+    ]
+    assert told == [
+        "b: rank 5 ended with exit code 1 in iteration 3: ValueError: no",
+        "b: rank 5 stands still in iteration 3: its process",
+        "b: rank 5 holds the job up in iteration 2: rank 0 waits for it",
+    ]
+    alone = str(first_failure([failed], last_iteration=2))
+    assert alone == "b: rank 5 ended with exit code 1 after iteration 2: ValueError: no"
 
 
 @pytest.mark.parametrize(
