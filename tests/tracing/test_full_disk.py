@@ -74,7 +74,7 @@ def test_training_goes_on_when_the_disk_of_the_trace_is_full(small_disk: Path) -
     check_warnings(run, small_disk / "run", "No space left on device")
     assert losses(run.logs) == losses(train(None).logs)
     recorded = read_run(small_disk / "run")
-    assert any(1 <= survey.iterations < _ITERATIONS for survey in recorded.surveys)
+    assert any(1 <= survey.num_iterations < _ITERATIONS for survey in recorded.surveys)
 
 
 def test_training_goes_on_when_there_is_no_room_for_a_trace_at_all(small_disk: Path) -> None:
@@ -90,7 +90,7 @@ def test_training_goes_on_when_a_trace_exceeds_what_a_file_may_have(tmp_path: Pa
     run = train(tmp_path / "run", _ROOM_BYTES)
     check_warnings(run, tmp_path / "run", "File too large")
     recorded = read_run(tmp_path / "run")
-    assert all(1 <= survey.iterations < _ITERATIONS for survey in recorded.surveys)
+    assert all(1 <= survey.num_iterations < _ITERATIONS for survey in recorded.surveys)
 
 
 def test_a_trace_that_ended_keeps_nothing_and_says_so_once(

@@ -58,7 +58,7 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     logs, run = train(dynamic, tmp_path / "run")
     plain, _ = train(dynamic, None)
     assert losses(logs) == losses(plain), "recording changes nothing"
-    assert [survey.iterations for survey in run.surveys] == [3] * 4
+    assert [survey.num_iterations for survey in run.surveys] == [3] * 4
     assert not any(survey.file.damaged for survey in run.surveys)
     table = table_files.from_json((tmp_path / "run" / "schedule.json").read_text())
     for rank in range(4):
@@ -211,7 +211,7 @@ def test_iterations_have_megatrons_numbers(tmp_path: Path) -> None:
 def test_upstreams_script_is_recorded(tmp_path: Path, megatron_lm_path: Path) -> None:
     _, run = train(f"{GPT}{PP2}--pipeline-schedule zb-h1 ", tmp_path)
     assert {"forward", "input_gradient", "weight_gradient", "reduce", "optimizer"} <= names(run, 0)
-    assert [survey.iterations for survey in run.surveys] == [3] * 4
+    assert [survey.num_iterations for survey in run.surveys] == [3] * 4
 
 
 @pytest.mark.parametrize("schedule", ["", "--use-dpp "])
@@ -227,7 +227,7 @@ def test_a_batch_that_grows_is_planned_from_its_full_steps(
     for survey in run.surveys:
         assert [step.microbatches for step in survey.steps] == [2, 2, 4, 6, 6]
         assert [step.number for step in survey.complete_steps] == [4, 5]
-        assert survey.counted == 2
+        assert survey.num_sampled == 2
     assert any("do not count: 2 of 2, 1 of 4" in note for note in run.notes)
     found = forecast.predict(run)
     steps = [max(s.steps[index].duration_ns for s in run.surveys) for index in (3, 4)]

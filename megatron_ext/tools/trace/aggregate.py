@@ -1,4 +1,4 @@
-"""All traces of a run: their clocks, what is slow, and one Chrome trace of them.
+"""All traces of a run: what is in them, what is slow, and one Chrome trace of them.
 
 The Chrome trace, for ui.perfetto.dev or chrome://tracing, has a row for each rank and arrows from
 sends to receives.
@@ -18,20 +18,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.files import read_text, replacing
 from megatron_ext.schedules.comparison import evaluate
 from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.costs import Costs
+from megatron_ext.tools.trace.clocks import use_one_clock
 from megatron_ext.tools.trace.reader import DAMAGED, TraceFile, open_run
 from megatron_ext.tools.trace.survey import Link, RankSurvey, Step, survey
 from megatron_ext.tracing.records import SCHEDULE_FILE
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
-    from megatron_ext.tracing.records import Header
 
 SLOW_RANK, SLOW_LINK = 1.2, 2.0
 """Times the median from which a rank, or a link, is slow."""
@@ -48,7 +48,7 @@ class Run:
     surveys: list[RankSurvey]
     """By global rank."""
     notes: list[str]
-    """Notes about missing or damaged traces."""
+    """Sentences about missing or damaged traces."""
 
     @cached_property
     def schedule(self) -> Schedule | None:
@@ -60,9 +60,8 @@ class Run:
         path = self.directory / SCHEDULE_FILE
         try:
             schedule = table_files.from_json(read_text(path, _MAX_TABLE_BYTES))
-            ranks, stages = schedule.pp, schedule.num_stages
-            if not (0 < ranks <= _MAX_STAGES and stages <= _MAX_STAGES):
-                raise ScheduleError(f"it has {stages} stages")
+            if not 0 < schedule.pp <= _MAX_STAGES or schedule.num_stages > _MAX_STAGES:
+                raise ScheduleError(f"it has {schedule.num_stages} stages")
             evaluate(schedule, Costs())  # a table whose order is impossible fails here
         except FileNotFoundError:
             return None
@@ -85,8 +84,8 @@ class Run:
         Such ranks wait for a CPU, which traces cannot tell from computation or from a message.
         """
         cpus_of_ranks: dict[str, list[set[str]]] = defaultdict(list)
-        for each in self.surveys:
-            header = each.header
+        for rank in self.surveys:
+            header = rank.header
             if header.settings.get("device") == "cpu" and header.settings.get("cpus"):
                 cpus_of_ranks[header.host].append(set(header.settings["cpus"].split(",")))
         ranks_per_cpu: dict[str, float] = {}
@@ -102,17 +101,20 @@ class Run:
     @property
     def links(self) -> list[Link]:
         """Every pair of ranks that exchanged messages, the longest waited for first."""
-        found = [link for each in self.surveys for link in each.links.values()]
-        return sorted(found, key=lambda link: -link.waited_ns)
+        links: list[Link] = []
+        for rank in self.surveys:
+            links += rank.links.values()
+        return sorted(links, key=lambda link: -link.waited_ns)
 
     @cached_property
     def steps(self) -> dict[int, list[Step]]:
         """By number: the complete steps of all ranks, the last of those that ran more than once."""
-        found: dict[int, list[Step]] = defaultdict(list)
-        for each in self.surveys:
-            for number, step in {step.number: step for step in each.complete_steps}.items():
-                found[number].append(step)
-        return found
+        steps: dict[int, list[Step]] = defaultdict(list)
+        for rank in self.surveys:
+            last_by_number = {step.number: step for step in rank.complete_steps}
+            for number, step in last_by_number.items():
+                steps[number].append(step)
+        return steps
 
 
 def read_run(directory: Path | str) -> Run:
@@ -124,194 +126,162 @@ def read_run(directory: Path | str) -> Run:
     directory = Path(directory)
     files, notes = open_run(directory)
     surveys: list[RankSurvey] = []
-    run, table = Run(directory, surveys, notes), None
+    run = Run(directory, surveys, notes)
+    table = None
     with suppress(DataError):  # whoever needs the table says what is wrong with it
         table = run.schedule
-    full, slices = (0, (1.0,)) if table is None else (table.num_microbatches, table.slices)
-    for found in _surveys(files, full, slices):
-        if isinstance(found, str):
-            notes.append(found)
+    full_microbatches = 0
+    slices: tuple[float, ...] = (1.0,)
+    if table is not None:
+        full_microbatches, slices = table.num_microbatches, table.slices
+
+    for result in _survey_files(files, full_microbatches, slices):
+        if isinstance(result, str):
+            notes.append(result)
             continue
-        surveys.append(found)
-        if damaged := found.file.damaged:
-            notes.append(f"{found.file.path.name}: {len(damaged)} damaged lines were skipped")
-    counts = sorted({found.iterations for found in surveys})
-    if not any(counts):
+        surveys.append(result)
+        if damaged := result.file.damaged:
+            notes.append(f"{result.file.path.name}: {len(damaged)} damaged lines were skipped")
+    if not any(rank.num_iterations for rank in surveys):
         raise DataError(f"{directory}: no iteration was recorded yet; {'; '.join(notes)}")
-    if len(counts) > 1:
-        notes.append(f"ranks recorded between {counts[0]} and {counts[-1]} iterations")
-    if (kept := max(len(found.steps) for found in surveys)) < counts[-1]:
-        notes.append(f"of {counts[-1]} iterations the first {kept} count")
-    if others := Counter(step.microbatches for step in surveys[0].steps if not step.is_full):
-        sizes = ", ".join(f"{count} of {size}" for size, count in sorted(others.items()))
-        notes.append(
-            f"steps of other sizes than the table's {full} micro-batches do not count: {sizes}"
-        )
-    if failed := {step.number for each in surveys for step in each.steps if step.failed}:
-        numbers = ", ".join(map(str, sorted(failed)[:8]))
-        notes.append(f"steps that failed or were discarded do not count: {numbers}")
-    notes += _use_one_clock(surveys)
+    notes += _notes_on_iterations(surveys, full_microbatches)
+    notes += use_one_clock(surveys)
     return run
 
 
-def _use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
-    """Shift the times of all ranks to one clock; return notes about that.
-
-    What takes two clocks to know follows: how long messages were under way, and from when to when
-    the pipeline of a step ran. Only its own messages tell how its clocks differ, so that other
-    replicas do not count.
-    """
-    # By link: the time of each message from the begin of its send to the end of its receive, as the
-    # two clocks have it, and whether its receiver waited for it.
-    under_way: dict[tuple[int, int], list[tuple[int, bool]]] = defaultdict(list)
-    # By sender, too: a file that names another rank than its peers do proves nothing about a clock.
-    sent = {
-        (each.header.rank, number): begin_ns
-        for each in surveys
-        for number, begin_ns in each.sends.items()
-    }
-    for each in surveys:
-        for number, (source, end_ns, was_late) in each.receives.items():
-            begin_ns = sent.get((source, number))
-            if begin_ns is not None:
-                under_way[source, each.header.rank].append((end_ns - begin_ns, was_late))
-    headers = {each.header.rank: each.header for each in surveys}
-    fastest = {link: min(took)[0] for link, took in under_way.items()}
-    shifts = align(headers, fastest)
-    notes = []
-    for clock, (shift, error) in shifts.items() if len(shifts) > 1 else ():
-        how = "by the time of day" if error is None else f"+- {error / 1e3:.0f} us by messages"
-        notes.append(f"clock {clock}: {shift / 1e6:+.3f} ms, {how}")
-    # By replica and number of a step: when the actions of its ranks began, and ended.
-    begins: dict[tuple[int, int], list[float]] = defaultdict(list)
-    ends: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for each in surveys:
-        shift_ns = each.file.shift_ns = shifts[each.header.clock][0]
-        each.steps = [step._replace(begin_ns=step.begin_ns + shift_ns) for step in each.steps]
-        for step in (step for step in each.steps if step.actions and not step.failed):
-            begins[each.header.data, step.number].append(step.begin_ns + step.first_ns)
-            ends[each.header.data, step.number].append(step.begin_ns + step.pipeline_ns)
-    for each in surveys:
-        for index, step in enumerate(each.steps):
-            key = each.header.data, step.number
-            if key in ends and not step.failed:
-                each.steps[index] = step.within(min(begins[key]), max(ends[key]))
-        for source, link in each.links.items():
-            late = [took for took, was_late in under_way[source, each.header.rank] if was_late]
-            if late:
-                shift = each.file.shift_ns - shifts[headers[source].clock][0]
-                # Clocks agree to within an error: a fast message may seem to arrive early.
-                link.delay_ns = max(0, statistics.median_low(late) + shift)
+def _notes_on_iterations(surveys: Sequence[RankSurvey], full_microbatches: int) -> list[str]:
+    """Return notes about iterations that some ranks lack, or that do not count."""
+    notes: list[str] = []
+    counts = sorted({rank.num_iterations for rank in surveys})
+    if len(counts) > 1:
+        notes.append(f"ranks recorded between {counts[0]} and {counts[-1]} iterations")
+    num_steps = max(len(rank.steps) for rank in surveys)
+    if num_steps < counts[-1]:
+        notes.append(f"of {counts[-1]} iterations the first {num_steps} count")
+    steps_by_size = Counter(step.microbatches for step in surveys[0].steps if not step.is_full)
+    if steps_by_size:
+        sizes = ", ".join(f"{count} of {size}" for size, count in sorted(steps_by_size.items()))
+        notes.append(
+            f"steps of other sizes than the table's {full_microbatches} micro-batches do not "
+            f"count: {sizes}"
+        )
+    failed: set[int] = set()
+    for rank in surveys:
+        failed |= {step.number for step in rank.steps if step.failed}
+    if failed:
+        numbers = ", ".join(str(number) for number in sorted(failed)[:8])
+        notes.append(f"steps that failed or were discarded do not count: {numbers}")
     return notes
 
 
-def align(
-    headers: Mapping[int, Header], fastest: Mapping[tuple[int, int], int]
-) -> dict[str, tuple[int, int | None]]:
-    """Find the shift of each clock's times so that all agree with the clock of the lowest rank.
-
-    Messages relate two clocks, as in NTP; hosts that exchange none are related through others that
-    do. The time since 1970 that each rank recorded at its start places what is left: the clock of
-    the lowest rank there, and by messages those that it is related to.
-
-    Args:
-        headers: By rank.
-        fastest: By sending and receiving rank: the nanoseconds of the fastest message between the
-            two, from its begin on the one clock to its end on the other.
-
-    Returns:
-        By clock: its shift and its uncertainty in nanoseconds, half of the distance between the two
-        bounds; None: of its own or a related clock's time since 1970, which may be wrong.
-    """
-    # What was sent at s on one clock and arrived at r on the other proves the other ahead by r - s
-    # at most; the smallest difference in each direction bounds the offset from both sides.
-    bounds: dict[tuple[str, str], int] = {}
-    for (source, target), took in fastest.items():
-        pair = headers[source].clock, headers[target].clock
-        bounds[pair] = min(bounds.get(pair, took), took)
-    here = headers[min(headers)]
-    shifts: dict[str, tuple[int, int | None]] = {}
-    for _, header in sorted(headers.items()):
-        if header.clock in shifts:
-            continue
-        by_day = (header.wall_ns - header.clock_ns) - (here.wall_ns - here.clock_ns)
-        shifts[header.clock] = by_day, 0 if header is here else None
-        # Breadth first, so that each clock is as few steps from this one as can be.
-        waiting = [header.clock]
-        for known in waiting:
-            shift, error = shifts[known]
-            for (ahead, clock), bound in sorted(bounds.items()):
-                back = bounds.get((clock, ahead))
-                if ahead == known and clock not in shifts and back is not None:
-                    # clock - known is at most `bound`, and at least `-back`; if the first is
-                    # smaller, one of the clocks has drifted by the difference.
-                    more = abs(bound + back) // 2
-                    whole = None if error is None else error + more
-                    shifts[clock] = shift - (bound - back) // 2, whole
-                    waiting.append(clock)
-    return shifts
-
-
-def _surveys(
-    files: Sequence[TraceFile], full: int, slices: Sequence[float]
+def _survey_files(
+    files: Sequence[TraceFile], full_microbatches: int, slices: Sequence[float]
 ) -> Iterator[RankSurvey | str]:
     """Survey every file, in their order, with a process for each core."""
-    task = partial(_survey, full, slices)
+    survey_file = partial(_survey_file, full_microbatches, slices)
     # Below 16 MiB the start of a process costs more than it saves.
-    size = sum(file.path.stat().st_size for file in files)
+    num_bytes = sum(file.path.stat().st_size for file in files)
     workers = min(len(files), len(os.sched_getaffinity(0)), 16)
-    if workers < 2 or size < 16 << 20:
-        yield from map(task, files)
+    if workers < 2 or num_bytes < 16 << 20:
+        yield from map(survey_file, files)
         return
     # Records form no cycles, and the cycle collector would take a third of the time.
     context = multiprocessing.get_context("fork")  # a fresh interpreter would import all of this
     with ProcessPoolExecutor(workers, context, initializer=gc.disable) as pool:
-        yield from pool.map(task, files)
+        yield from pool.map(survey_file, files)
 
 
-def _survey(full: int, slices: Sequence[float], file: TraceFile) -> RankSurvey | str:
+def _survey_file(
+    full_microbatches: int, slices: Sequence[float], file: TraceFile
+) -> RankSurvey | str:
+    """Return the survey of a file, or why there is none."""
     try:
-        return survey(file, full, slices)
+        return survey(file, full_microbatches, slices)
     except DataError as error:
         return str(error)
     except DAMAGED as error:  # no rank of ours wrote it like that
         return f"{file.path.name} is damaged and left out: {error}"
 
 
-def slow(run: Run) -> list[tuple[str, float]]:
-    """Return slow ranks and links in words, with their factor over the median, worst first.
+class Slow(NamedTuple):
+    """A rank or a link that is slower than most."""
+
+    name: str
+    factor: float
+    """Its time over the median."""
+
+
+def slow(run: Run) -> list[Slow]:
+    """Return slow ranks and links, the worst first.
 
     A rank is slow if its actions take longer than the same actions on most others, a link if its
     messages take longer than those of most links. Links of hosts whose ranks share CPUs are not
     judged: their messages wait until the receiving process gets a CPU.
     """
-    by_stage: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
-    by_name: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for each in run.surveys:
-        for (name, stage, part), sample in each.actions.items():
-            by_stage[name, stage, part][each.header.rank] = statistics.median(sample)
-            by_name[name, part][each.header.rank].append(statistics.median(sample))
+    return sorted([*_slow_ranks(run), *_slow_links(run)], key=lambda item: -item.factor)
+
+
+def _slow_ranks(run: Run) -> list[Slow]:
+    # By name, stage and slice of an action: the median of each rank that runs it.
+    medians: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
+    for survey_of_rank in run.surveys:
+        for action, sample in survey_of_rank.actions.items():
+            medians[action][survey_of_rank.header.rank] = statistics.median(sample)
+    means = _means_over_stages(medians)
+
     factors: dict[int, list[float]] = defaultdict(list)
-    for (name, _, part), peers in by_stage.items():
-        means = {rank: statistics.fmean(found) for rank, found in by_name[name, part].items()}
-        # Stages differ, so a rank is compared with those of its own. Two do not tell which is the
+    for (name, _, slice_index), peers in medians.items():
+        # Stages differ, so a rank is compared with those of its stage. Two do not tell which is the
         # slow one, which is slower than the ranks of other stages, too.
-        times = means if len(peers) < 3 else peers
-        middle, least = statistics.median_low(times.values()), min(peers.values())
-        for rank in peers if middle and least else ():
-            factor = times[rank] / middle
-            factors[rank].append(min(factor, peers[rank] / least) if len(peers) == 2 else factor)
-    found = [(f"rank {rank}", statistics.fmean(values)) for rank, values in sorted(factors.items())]
-    found = [(what, factor) for what, factor in found if factor >= SLOW_RANK]
-    crowded = {each.header.rank for each in run.surveys if each.header.host in run.shared_cpus}
-    delays = [
-        (f"link from rank {link.source} to rank {link.target}", link.delay_ns)
-        for link in run.links
-        if link.delay_ns is not None and not crowded & {link.source, link.target}
+        times = peers if len(peers) > 2 else means[name, slice_index]
+        median, fastest = statistics.median_low(times.values()), min(peers.values())
+        if not median or not fastest:
+            continue
+        for rank, time in peers.items():
+            factor = times[rank] / median
+            if len(peers) == 2:
+                factor = min(factor, time / fastest)
+            factors[rank].append(factor)
+
+    slow_ranks = []
+    for rank, of_actions in sorted(factors.items()):
+        factor = statistics.fmean(of_actions)
+        if factor >= SLOW_RANK:
+            slow_ranks.append(Slow(f"rank {rank}", factor))
+    return slow_ranks
+
+
+def _means_over_stages(
+    medians: Mapping[tuple[str, int, int], Mapping[int, float]],
+) -> dict[tuple[str, int], dict[int, float]]:
+    """Return by name and slice of an action: its mean over the stages of each rank."""
+    times: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (name, _, slice_index), by_rank in medians.items():
+        for rank, time in by_rank.items():
+            times[name, slice_index][rank].append(time)
+    means: dict[tuple[str, int], dict[int, float]] = {}
+    for action, of_ranks in times.items():
+        means[action] = {rank: statistics.fmean(of_stages) for rank, of_stages in of_ranks.items()}
+    return means
+
+
+def _slow_links(run: Run) -> list[Slow]:
+    sharing_ranks = {
+        rank.header.rank for rank in run.surveys if rank.header.host in run.shared_cpus
+    }
+    delays_ns: dict[str, int] = {}
+    for link in run.links:
+        is_judged = not sharing_ranks & {link.source, link.target}
+        if link.delay_ns is not None and is_judged:
+            delays_ns[f"link from rank {link.source} to rank {link.target}"] = link.delay_ns
+    if not delays_ns:
+        return []
+    median_ns = statistics.median_low(delays_ns.values())
+    return [
+        Slow(name, delay_ns / median_ns)
+        for name, delay_ns in delays_ns.items()
+        if 0 < SLOW_LINK * median_ns <= delay_ns
     ]
-    middle = statistics.median_low([delay for _, delay in delays]) if delays else 0
-    found += [(what, delay / middle) for what, delay in delays if 0 < SLOW_LINK * middle <= delay]
-    return sorted(found, key=lambda item: -item[1])
 
 
 def aggregated_name(directory: Path) -> Path:
@@ -321,16 +291,17 @@ def aggregated_name(directory: Path) -> Path:
 
 def write_chrome_trace(run: Run, output: Path) -> int:
     """Write the Chrome trace of a run, on the clock of its first rank; return its bytes."""
-    size = 0
-    with replacing(output) as merged, merged.open("w", encoding="utf-8") as out:
-        for file in (survey.file for survey in run.surveys):
+    num_bytes = 0
+    with replacing(output) as scratch, scratch.open("w", encoding="utf-8") as out:
+        for rank in run.surveys:
+            file = rank.file
             for number, text in file.lines():
                 if number >= file.num_lines:
                     break  # it has grown, and its last line may be half of one
                 if number not in file.damaged:
-                    before = ",\n" if size else "[\n"
-                    size += out.write(before + _shifted(text, file.shift_ns / 1e3))
-        return size + out.write("\n]\n")
+                    separator = ",\n" if num_bytes else "[\n"
+                    num_bytes += out.write(separator + _shifted(text, file.shift_ns / 1e3))
+        return num_bytes + out.write("\n]\n")
 
 
 def _shifted(text: str, shift_us: float) -> str:

@@ -55,7 +55,7 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
     for survey in run.surveys:
         if survey.header.tensor:
             continue  # tensor-parallel ranks do the same as the first of them
-        for (stage, step, microbatch, part), took in survey.took.items():
+        for (stage, step, microbatch, part), took in survey.microbatch_ns.items():
             tokens, pairs = lengths.get((survey.header.data, step, microbatch), (0, 0))
             if tokens:
                 # The tokens of a slice attend to all before them, too.

@@ -9,20 +9,22 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, SPANS, ink, variables
-from megatron_ext.tools.trace.aggregate import Run, slow
+from megatron_ext.tools.trace.aggregate import Run, Slow, slow
 from megatron_ext.tools.trace.forecast import Forecast, planned, predict
 from megatron_ext.tools.trace.survey import Step, figures
 from megatron_ext.tracing.records import ACTION_NAMES
 
 if TYPE_CHECKING:
-    from megatron_ext.tools.trace.reader import Span
+    from megatron_ext.schedules.search.simulate import Timeline
+    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.tools.trace.reader import Iteration, Span
 
 # A page of a run of any size has to open in a browser.
 _MAX_SPANS = 150_000
@@ -51,62 +53,57 @@ _PEERS = {"on": "for", "to": "to", "from": "from"}
 
 def page(run: Run) -> str:
     """Return the HTML of the report on a run."""
-    notes, timelines = list(run.notes), _measured(run)
-    title = str(run.settings.get("pipeline_schedule", "A run"))
-    per_step, plan, found = "", None, Forecast([], 0.0, "", [])
-    # A table or a forecast that is missing leaves a note: the rest of the page is of use alone.
+    notes = list(run.notes)
+    timelines = _measured_timelines(run)
+    # A table or a forecast that is missing leaves a note: the other parts of the page are of use.
+    plan = None
     try:
         if (schedule := run.schedule) is not None:
             plan = planned(run, schedule)
-            rows = [
-                [[a.kind, 1e6 * begin, 1e6 * (end - begin), str(a.microbatch)]
-                 for a, begin, end in bars]
-                for bars in plan.bars[:_MAX_RANKS]
-            ]  # fmt: skip
-            labels = (f"pipeline rank {rank}" for rank in range(len(rows)))
-            timelines.append(_timeline(f"planned: {schedule.label}", labels, rows, plan.makespan))
-            title, policy = schedule.label, run.settings.get("dpp_policy")
-            title += "" if policy is None else f" in dynamic order ({policy})"
-            per_step = f", {schedule.total_microbatches} micro-batches a step"
+            timelines.append(_planned_timeline(schedule, plan))
     except DataError as error:
         notes.append(f"no planned step: {error}")
+    forecast = Forecast([], 0.0, "", [])
     try:
-        found = predict(run)
+        forecast = predict(run)
     except (DataError, ScheduleError) as error:
         notes.append(f"no forecast: {error}")
-    predictions = found.best_of_schedules
-    if found.own is not None and found.own not in predictions:
-        predictions.append(found.own)
-    total, slowest = figures(run.surveys), slow(run)[:_MAX_ROWS]
+    predictions = forecast.best_of_schedules
+    if forecast.own is not None and forecast.own not in predictions:
+        predictions.append(forecast.own)
+    total = figures(run.surveys)
+    slow_items = slow(run)[:_MAX_ROWS]
+    shown_ranks = run.surveys[:_MAX_ROWS]
     # Ranks that stopped early have fewer columns, which are as wide as those of the others.
-    longest = max((survey.steps for survey in run.surveys), key=len)
-    width = -(-len(longest) // _MAX_COLUMNS)
+    longest = max((rank.steps for rank in run.surveys), key=len)
+    steps_per_column = -(-len(longest) // _MAX_COLUMNS)
     content = {
-        "title": f"{title} on {len(run.surveys)} ranks{per_step}",
+        "title": _title(run, None if plan is None else plan.schedule),
         "folder": run.directory.resolve().name,
-        "verdict": _verdict(total, found, slowest),
-        "flags": [best.flags for best in found.recommended],
-        "forecast": [asdict(p) for p in predictions],
-        "traced": found.measured,
+        "verdict": _verdict(total, forecast, slow_items),
+        "flags": [prediction.flags for prediction in forecast.recommended],
+        "forecast": [asdict(prediction) for prediction in predictions],
+        "traced": forecast.measured,
         "notes": notes[:_MAX_ROWS],
         "total": {**total._asdict(), "ranks": len(run.surveys)},
         "plan": plan and {"makespan_s": plan.makespan, "bubble_ratio": plan.bubble_ratio},
         "legend": _LEGEND,
-        "inks": {
-            **{kind: ink(even) for kind, (even, _) in KINDS.items()},
-            **{name: ink(colour) for name, colour in SPANS.items()},
-        },
+        "inks": _inks(),
         "timelines": timelines,
         "ranks": [
-            {"label": survey.header.label, **figures([survey])._asdict()}
-            for survey in run.surveys[:_MAX_ROWS]
+            {"label": rank.header.label, **figures([rank])._asdict()} for rank in shown_ranks
         ],
-        "heat": [_idle_shares(survey.steps, width) for survey in run.surveys[:_MAX_ROWS]],
+        "heat": [_idle_shares(rank.steps, steps_per_column) for rank in shown_ranks],
         "steps": [step.number for step in longest],
         "links": [asdict(link) for link in run.links[:_MAX_ROWS]],
-        "slow": [[what, f"{factor:.2f}"] for what, factor in slowest],
+        "slow": [[item.name, f"{item.factor:.2f}"] for item in slow_items],
         "settings": _settings(run),
     }
+    return _filled_template(content)
+
+
+def _filled_template(content: Mapping[str, Any]) -> str:
+    """Return the page with this content, which its script reads as JSON."""
     text = json.dumps(content, separators=(",", ":"))
     # What traces say is data and never markup: nothing in it may end the script element, or begin
     # a comment in it.
@@ -117,109 +114,174 @@ def page(run: Run) -> str:
     return template.replace("@DATA@", text)
 
 
-def _verdict(
-    total: Step, found: Forecast, slowest: list[tuple[str, float]]
-) -> list[tuple[str, str]]:
+def _title(run: Run, schedule: Schedule | None) -> str:
+    """Return the heading: the schedule, the ranks and the size of a step."""
+    title = str(run.settings.get("pipeline_schedule", "A run"))
+    step_size = ""
+    if schedule is not None:
+        title = schedule.label
+        policy = run.settings.get("dpp_policy")
+        if policy is not None:
+            title += f" in dynamic order ({policy})"
+        step_size = f", {schedule.total_microbatches} micro-batches a step"
+    return f"{title} on {len(run.surveys)} ranks{step_size}"
+
+
+def _inks() -> dict[str, str]:
+    """Return the colour of the text on each kind of bar."""
+    inks = {kind: ink(even_colour) for kind, (even_colour, _) in KINDS.items()}
+    for name, colour in SPANS.items():
+        inks[name] = ink(colour)
+    return inks
+
+
+def _verdict(total: Step, forecast: Forecast, slow_items: Sequence[Slow]) -> list[tuple[str, str]]:
     """Return (question, answer) pairs: where the time goes, what to change, what to mistrust."""
-    for_others = "input", "leader", "credit", "end of the pipeline"
-    waits = sum(ns for cause, ns in total.idle_ns.items() if cause.startswith(for_others))
-    times = {
+    causes_of_others = "input", "leader", "credit", "end of the pipeline"
+    waits_ns = 0.0
+    for cause, time_ns in total.idle_ns.items():
+        if cause.startswith(causes_of_others):
+            waits_ns += time_ns
+    times_ns = {
         "in actions": total.busy_ns,
-        "waiting for other ranks": waits,
-        "in other gaps": sum(total.idle_ns.values()) - waits,
+        "waiting for other ranks": waits_ns,
+        "in other gaps": sum(total.idle_ns.values()) - waits_ns,
         "in the reduction of gradients and the optimizer": total.after_ns,
     }
-    whole = sum(times.values()) or 1
-    parts = ", ".join(
-        f"{100 * ns / whole:.0f} % {what}" for what, ns in times.items() if ns >= 0.005 * whole
-    )
-    lines = [("Where the time goes", f"Of its step, a rank spends {parts}.")]
-    if found.predictions:
-        lines.append(("What to run", found.advice))
-    if found.shared_cpus is not None:
-        doubt = f"{found.shared_cpus}, so waits are longer here than with a CPU for each rank"
+    step_ns = sum(times_ns.values()) or 1
+    shares = [
+        f"{100 * time_ns / step_ns:.0f} % {activity}"
+        for activity, time_ns in times_ns.items()
+        if time_ns >= 0.005 * step_ns
+    ]
+    answers = [("Where the time goes", f"Of its step, a rank spends {', '.join(shares)}.")]
+    if forecast.predictions:
+        answers.append(("What to run", forecast.advice))
+    if forecast.shared_cpus is not None:
+        doubt = f"{forecast.shared_cpus}, so waits are longer here than with a CPU for each rank"
         answer = f"{doubt}, and links are not judged. The forecast is for ranks with a CPU each."
-        lines.append(("What to mistrust", answer))
-    if slowest:
-        named = ", ".join(f"{what} ({factor:.1f} x the median)" for what, factor in slowest[:3])
-        lines.append(("What is slow", f"{named}{' and others below' * (len(slowest) > 3)}."))
-    return lines
+        answers.append(("What to mistrust", answer))
+    if slow_items:
+        worst = [f"{item.name} ({item.factor:.1f} x the median)" for item in slow_items[:3]]
+        others = " and others below" if len(slow_items) > 3 else ""
+        answers.append(("What is slow", f"{', '.join(worst)}{others}."))
+    return answers
 
 
-def _idle_shares(steps: Sequence[Step], width: int) -> list[float]:
-    """Return the idle shares of a rank's steps, averaged over so many for a column of the page."""
-    idle = [step.bubble_ratio for step in steps]
-    groups = (idle[first : first + width] for first in range(0, len(idle), width))
-    return [round(statistics.fmean(group), 3) for group in groups]
+def _idle_shares(steps: Sequence[Step], steps_per_column: int) -> list[float]:
+    """Return the idle shares of a rank's steps, averaged for each column of the page."""
+    ratios = [step.bubble_ratio for step in steps]
+    shares = []
+    for first in range(0, len(ratios), steps_per_column):
+        mean = statistics.fmean(ratios[first : first + steps_per_column])
+        shares.append(round(mean, 3))
+    return shares
 
 
 def _settings(run: Run) -> list[list[str]]:
     """Return settings that all ranks share, and those of single ranks with their ranks."""
-    values: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for header in (survey.header for survey in run.surveys):
+    ranks_by_value: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank in run.surveys:
+        header = rank.header
         for name, value in {**header.settings, "host": header.host}.items():
-            values[name][str(value)].append(header.rank)
+            ranks_by_value[name][str(value)].append(header.rank)
     rows = []
-    for name, found in values.items():
-        for value, ranks in found.items():
-            few = len(found) > 1
-            rows.append([f"{name} (rank {', '.join(map(str, ranks[:8]))})" if few else name, value])
+    for name, values in ranks_by_value.items():
+        for value, ranks in values.items():
+            label = name
+            if len(values) > 1:
+                label += f" (rank {', '.join(str(rank) for rank in ranks[:8])})"
+            rows.append([label, value])
     return rows[:_MAX_ROWS]
 
 
-def _measured(run: Run) -> list[dict[str, Any]]:
+def _planned_timeline(schedule: Schedule, plan: Timeline) -> dict[str, Any]:
+    """Return the timeline of the table, simulated with the measured times."""
+    rows = []
+    for bars in plan.bars[:_MAX_RANKS]:
+        rows.append(
+            [
+                [action.kind, 1e6 * begin_s, 1e6 * (end_s - begin_s), str(action.microbatch)]
+                for action, begin_s, end_s in bars
+            ]
+        )
+    labels = [f"pipeline rank {rank}" for rank in range(len(rows))]
+    return _timeline(f"planned: {schedule.label}", labels, rows, plan.makespan)
+
+
+def _measured_timelines(run: Run) -> list[dict[str, Any]]:
     """Return the timelines of the median and of the slowest step that all ranks have."""
+    timelines = []
+    for title, number in _chosen_steps(run).items():
+        iterations: dict[str, Iteration] = {}
+        for rank in run.surveys[:_MAX_RANKS]:
+            for iteration in rank.file.iterations(only=number):
+                # The last one, of a step that Megatron's rerun state machine has run twice.
+                iterations[rank.header.label] = iteration
+        begin_ns = min(iteration.begin_ns for iteration in iterations.values())
+        end_ns = max(
+            iteration.begin_ns + iteration.duration_ns for iteration in iterations.values()
+        )
+        num_spans = sum(len(iteration.spans) for iteration in iterations.values())
+        # What is thinner than its share of the picture could not be seen anyway.
+        finest_ns = 0
+        if num_spans > _MAX_SPANS:
+            finest_ns = (end_ns - begin_ns) * len(iterations) // _MAX_SPANS
+        rows = [
+            _bars(iteration.spans, iteration.begin_ns - begin_ns, finest_ns)
+            for iteration in iterations.values()
+        ]
+        length_s = (end_ns - begin_ns) / 1e9
+        timelines.append(_timeline(f"{title} ({number})", iterations, rows, length_s))
+    return timelines
+
+
+def _chosen_steps(run: Run) -> dict[str, int]:
+    """Return the numbers of the steps that are shown, by their titles."""
     # A rank that died early has fewer steps: only those that all others have can be compared.
-    most = max(map(len, run.steps.values()))
-    durations = {
-        number: max(step.duration_ns for step in steps)
-        for number, steps in run.steps.items()
-        if len(steps) == most
-    }
-    ranked = sorted(durations, key=durations.__getitem__)
+    num_ranks = max(len(steps) for steps in run.steps.values())
+    durations_ns: dict[int, float] = {}
+    for number, steps in run.steps.items():
+        if len(steps) == num_ranks:
+            durations_ns[number] = max(step.duration_ns for step in steps)
+    ranked = sorted(durations_ns, key=durations_ns.__getitem__)
     # One that happened, rather than a mean of several, which no rank has run.
     chosen = {"median step": ranked[(len(ranked) - 1) // 2]}
     if len(ranked) > 1:
         chosen["slowest step"] = ranked[-1]
-    timelines = []
-    for title, number in chosen.items():
-        # The last one, of a step that Megatron's rerun state machine has run twice.
-        by_label = {
-            survey.header.label: each
-            for survey in run.surveys[:_MAX_RANKS]
-            for each in survey.file.iterations(only=number)
-        }
-        iterations = by_label.values()
-        begin_ns = min(each.begin_ns for each in iterations)
-        length_ns = max(each.begin_ns + each.duration_ns for each in iterations) - begin_ns
-        total = sum(len(each.spans) for each in iterations)
-        # What is thinner than its share of the picture could not be seen anyway.
-        finest_ns = 0 if total <= _MAX_SPANS else length_ns * len(iterations) // _MAX_SPANS
-        rows = [_bars(each.spans, each.begin_ns - begin_ns, finest_ns) for each in iterations]
-        timelines.append(_timeline(f"{title} ({number})", by_label, rows, length_ns / 1e9))
-    return timelines
+    return chosen
 
 
 def _timeline(
     title: str, labels: Iterable[str], rows: Sequence[list[Any]], length_s: float
 ) -> dict[str, Any]:
-    named = [{"label": label, "spans": bars} for label, bars in zip(labels, rows, strict=True)]
-    return {"title": title, "rows": named, "length": max(1e-3, 1e6 * length_s)}
+    named_rows = [{"label": label, "spans": bars} for label, bars in zip(labels, rows, strict=True)]
+    return {"title": title, "rows": named_rows, "length": max(1e-3, 1e6 * length_s)}
 
 
-def _bars(spans: list[Span], shift_ns: int, finest_ns: int) -> list[list[Any]]:
+def _bars(spans: Sequence[Span], shift_ns: int, finest_ns: int) -> list[list[Any]]:
     """Return the bars of a rank; spans shorter than `finest_ns` merge with the next one."""
     bars: list[list[Any]] = []
-    for name, begin_ns, end_ns, about, _ in spans:
-        if (kind := _KINDS.get(name)) is None:
+    for span in spans:
+        kind = _KINDS.get(span.name)
+        if kind is None:
             continue
-        begin_us, length_us = (begin_ns + shift_ns) / 1e3, (end_ns - begin_ns) / 1e3
+        begin_us = (span.begin_ns + shift_ns) / 1e3
+        length_us = (span.end_ns - span.begin_ns) / 1e3
         if bars and max(length_us, bars[-1][2]) < finest_ns / 1e3:
             bars[-1][2:] = begin_us + length_us - bars[-1][1], ""
             continue
-        peers = [f"{word} rank {about[key]}" for key, word in _PEERS.items() if key in about]
-        title = str(about.get("cause", about.get("microbatch", name)))
-        if part := about.get("slice"):
-            title += f".{part}"
-        bars.append([kind, begin_us, length_us, *(peers or [title])])
+        bars.append([kind, begin_us, length_us, *_bar_titles(span)])
     return bars
+
+
+def _bar_titles(span: Span) -> list[str]:
+    """Return the words on a bar: the rank at the other end, or the micro-batch."""
+    attributes = span.attributes
+    peers = [f"{word} rank {attributes[key]}" for key, word in _PEERS.items() if key in attributes]
+    if peers:
+        return peers
+    title = str(attributes.get("cause", attributes.get("microbatch", span.name)))
+    if slice_index := attributes.get("slice"):
+        title += f".{slice_index}"
+    return [title]

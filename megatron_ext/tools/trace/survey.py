@@ -17,15 +17,15 @@ from megatron_ext.schedules.table.memory import most_alive
 from megatron_ext.tracing.records import ACTION_NAMES, Header
 
 if TYPE_CHECKING:
-    from megatron_ext.tools.trace.reader import Iteration, TraceFile
+    from megatron_ext.tools.trace.reader import Iteration, Span, TraceFile
 
 # Bounds on a survey: those of all ranks are in memory together, and travel between processes.
 _MAX_STEPS = 20_000
-_MAX_ITERATIONS = 16
-_MAX_SPANS = 40_000
-_GOLDEN = (5**0.5 - 1) / 2
+_MAX_SAMPLED_ITERATIONS = 16
+_MAX_SAMPLED_SPANS = 40_000
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
 _MAX_LINES = 16
-"""Ranks that have a line of text of their own."""
+"""Ranks that the text lists one by one."""
 
 _KINDS: dict[str, Kind] = {name: kind for kind, name in ACTION_NAMES.items()}
 _IDLE = ("wait", "send", "weights")
@@ -37,34 +37,36 @@ class Step(NamedTuple):
 
     number: int = 0
     begin_ns: int = 0
-    """On the clock of the rank; in a `Run` on that of all ranks."""
+    """On the clock of the rank; in a `Run` on the one clock of all ranks."""
     duration_ns: float = 0
     first_ns: float = 0
-    """From the begin of the step to that of its first action; in a `Run`, to that of its pipeline,
-    which another rank may have begun before."""
+    """Time from the start of the step to its first action; in a `Run`, to the start of the pipeline
+    on any rank."""
     pipeline_ns: float = 0
-    """From the begin of the step to the end of its last action; in a `Run`, to that of its
-    pipeline."""
+    """Time from the start of the step to the end of its last action; in a `Run`, to the end of the
+    pipeline on any rank."""
     busy_ns: float = 0
-    """Of that, in actions."""
+    """The part of `pipeline_ns` in actions."""
     idle_ns: Mapping[str, float] = MappingProxyType({})
-    """The rest of `pipeline_ns` by cause: `input of rank 3`, `slot`, `leader`, `send`, `other`, and
-    `end of the pipeline`, when only other ranks have actions left."""
+    """The remaining part of `pipeline_ns` by cause: `input of rank 3`, `slot`, `leader`, `send`,
+    `other`, and `end of the pipeline`, when only other ranks have actions left."""
     after_ns: float = 0
-    """What follows of the step: reduction, optimizer and so on."""
+    """Time behind the pipeline: reduction of gradients, optimizer and so on."""
     optimizer_ns: float = 0
     memory_bytes: int = 0
     peak_live: float = 0
     """Most activations of one stage that it kept at once; a weight stash may count more than 1."""
     actions: int = 0
+    """Number of actions."""
     out_of_order: int = 0
     """Actions that ran although an earlier one of the table had not run."""
     activation_bytes: int = 0
     """Bytes that a forward of one stage keeps; 0: not known."""
     microbatches: int = 0
-    """Of one pipeline."""
+    """Number of micro-batches of one pipeline."""
     is_full: bool = True
-    """Whether it has those of the table; others, of a batch that still grows, take another time."""
+    """True if the step has as many micro-batches as the table. Steps of a batch that still grows
+    take another time."""
     failed: bool = False
     """True if the step ended with an error, perhaps after a time-out."""
 
@@ -76,30 +78,44 @@ class Step(NamedTuple):
 
     def within(self, begin_ns: float, end_ns: float) -> Step:
         """Return the step with a pipeline that begins and ends at these times."""
-        rest_ns = min(self.after_ns, max(0, end_ns - self.begin_ns - self.pipeline_ns))
+        wait_ns = min(self.after_ns, max(0, end_ns - self.begin_ns - self.pipeline_ns))
+        idle_ns = dict(self.idle_ns)
+        if wait_ns:
+            idle_ns["end of the pipeline"] = wait_ns
         return self._replace(
             first_ns=begin_ns - self.begin_ns,
-            pipeline_ns=self.pipeline_ns + rest_ns,
-            idle_ns={**self.idle_ns, "end of the pipeline": rest_ns} if rest_ns else self.idle_ns,
-            after_ns=self.after_ns - rest_ns,
+            pipeline_ns=self.pipeline_ns + wait_ns,
+            idle_ns=idle_ns,
+            after_ns=self.after_ns - wait_ns,
         )
+
+
+class Receive(NamedTuple):
+    """The receiving end of a message."""
+
+    source: int
+    """The global rank that sent it."""
+    end_ns: int
+    was_late: bool
+    """True for a tensor of the pipeline for which the rank had waited."""
 
 
 @dataclass
 class Link:
-    """Messages that a rank received from another one."""
+    """Messages that a rank received from another rank."""
 
     source: int
     target: int
     messages: int = 0
+    """Number of messages."""
     bytes: int = 0
     waited_ns: int = 0
     steps: int = 0
-    """Iterations that these are of."""
+    """Number of iterations that these messages are from."""
     wire: str = ""
     """What carries the messages."""
     delay_ns: int | None = None
-    """Median from the begin of a send to the end of its receive, of messages that were waited for;
+    """Median from the start of a send to the end of its receive, of messages that were waited for;
     None: both ends of no such message are known. It takes the surveys of both ranks."""
 
 
@@ -109,30 +125,31 @@ class RankSurvey:
 
     file: TraceFile
     steps: list[Step] = field(default_factory=list)
-    iterations: int = 0
-    spans: int = 0
+    num_iterations: int = 0
+    num_spans: int = 0
     wires: dict[int, str] = field(default_factory=dict)
     """By the global rank of each peer: what carries messages between the two."""
-    counted: int = 0
-    """Iterations that the fields below are about: some, evenly spread."""
+    num_sampled: int = 0
+    """Number of iterations that the fields below are about, evenly spread over the run."""
     actions: dict[tuple[str, int, int], list[int]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """Nanoseconds by name, stage and slice: from the begin of an action to the begin of what
-    follows it, without waiting, so that what the runtime does around an action belongs to it."""
-    took: dict[tuple[int, int, int, int], int] = field(default_factory=lambda: defaultdict(int))
+    """Nanoseconds by name, stage and slice: from the start of an action to the start of what
+    follows it, without waiting, so that the overhead of the runtime belongs to the action."""
+    microbatch_ns: dict[tuple[int, int, int, int], int] = field(
+        default_factory=lambda: defaultdict(int)
+    )
     """Nanoseconds of all actions by stage, iteration, micro-batch and slice."""
     exchanges: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """By stage: what a forward exchanges between experts, alone as in pairs."""
+    """By stage: nanoseconds in which a forward exchanges tokens between experts."""
     lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """By iteration and micro-batch: its tokens, and the pairs of tokens of one sample."""
     links: dict[int, Link] = field(default_factory=dict)
     """By the global rank that sent."""
     sends: dict[int, int] = field(default_factory=dict)
-    """When the `send` of a message began; by number of the message."""
-    receives: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
-    """By number: the rank that sent the message, when its `receive` ended, and whether it is a
-    tensor of the pipeline for which the rank had waited."""
+    """When the `send` of a message began, in nanoseconds; by number of the message."""
+    receives: dict[int, Receive] = field(default_factory=dict)
+    """By number of the message."""
 
     @property
     def header(self) -> Header:
@@ -151,137 +168,234 @@ class RankSurvey:
         If there are none: that one, or all of another size, and those that failed.
         """
         full = [step for step in self.steps if step.is_full and not step.failed]
-        return [step for step in full if step is not self.steps[0]] or full or self.steps
+        warm = [step for step in full if step is not self.steps[0]]
+        return warm or full or self.steps
 
 
-def survey(file: TraceFile, full: int = 0, slices: Sequence[float] = (1.0,)) -> RankSurvey:
+class _Sample:
+    """Some iterations of a run, evenly spread over it, and the same ones on all ranks.
+
+    Weeks of iterations must not grow what is kept. Those whose multiples of the golden ratio have
+    the smallest fractions are spread evenly, wherever the run ends.
+    """
+
+    def __init__(self) -> None:
+        self._iterations: dict[tuple[bool, float], Iteration] = {}
+
+    def add(self, iteration: Iteration, *, is_measure: bool) -> None:
+        """Take an iteration in; leave another one out if there are too many.
+
+        The first iteration, failed ones and those of other sizes are no measure: they go first.
+        """
+        self._iterations[not is_measure, iteration.number * _GOLDEN_RATIO % 1] = iteration
+        while len(self._iterations) > 1 and self._is_too_large():
+            del self._iterations[max(self._iterations)]
+
+    def _is_too_large(self) -> bool:
+        num_spans = sum(len(iteration.spans) for iteration in self._iterations.values())
+        return len(self._iterations) > _MAX_SAMPLED_ITERATIONS or num_spans > _MAX_SAMPLED_SPANS
+
+    @property
+    def iterations(self) -> list[Iteration]:
+        """All iterations of the sample."""
+        return list(self._iterations.values())
+
+    @property
+    def measures(self) -> list[Iteration]:
+        """The iterations whose durations count."""
+        return [
+            iteration
+            for (is_no_measure, _), iteration in self._iterations.items()
+            if not is_no_measure
+        ]
+
+
+def survey(
+    file: TraceFile, full_microbatches: int = 0, slices: Sequence[float] = (1.0,)
+) -> RankSurvey:
     """Read the trace of a rank once.
 
     Args:
         file: The trace.
-        full: Micro-batches of the table of the run; 0: not known.
+        full_microbatches: Micro-batches of the table of the run; 0: not known.
         slices: Share of a micro-batch that each of its slices is.
 
     Raises:
         DataError: See `reader.TraceFile.lines`.
     """
-    found = RankSurvey(file)
-    # Every iteration has its figures; single durations and messages are those of some, because
-    # weeks of iterations must not grow what is kept: of those whose multiples of the golden ratio
-    # have the smallest fractions, which are spread evenly, and the same on all ranks. The first
-    # one and those of other sizes are no measure, and make room for all others.
-    kept: dict[tuple[bool, float], Iteration] = {}
+    result = RankSurvey(file)
+    sample = _Sample()
     for iteration in file.iterations():
-        found.iterations += 1
-        found.spans += len(iteration.spans)
-        found.wires |= {
-            int(peer): wire for peer, wire in iteration.figures.get("wires", {}).items()
-        }
-        step = _step(iteration, found.stash_ratio, full, slices)
-        if len(found.steps) < _MAX_STEPS:
-            found.steps.append(step)
-        is_measure = step.is_full and not step.failed and found.iterations > 1
-        kept[not is_measure, iteration.number * _GOLDEN % 1] = iteration
-        while len(kept) > 1 and (
-            len(kept) > _MAX_ITERATIONS or sum(len(one.spans) for one in kept.values()) > _MAX_SPANS
-        ):
-            del kept[max(kept)]
-    measures = [iteration for (is_other, _), iteration in kept.items() if not is_other]
-    for iteration in measures or kept.values():
-        _count(found, iteration)
-    if not measures:  # messages align clocks in any case
-        found.actions.clear()
-    for source, link in found.links.items():
-        link.steps = found.counted
+        result.num_iterations += 1
+        result.num_spans += len(iteration.spans)
+        for peer, wire in iteration.figures.get("wires", {}).items():
+            result.wires[int(peer)] = wire
+        step = _step_of(iteration, result.stash_ratio, full_microbatches, slices)
+        if len(result.steps) < _MAX_STEPS:
+            result.steps.append(step)
+        is_first = result.num_iterations == 1
+        sample.add(iteration, is_measure=step.is_full and not step.failed and not is_first)
+
+    # Messages align clocks in any case, so those of other iterations have to do.
+    for iteration in sample.measures or sample.iterations:
+        _IterationCounter(result, iteration).count()
+    if not sample.measures:
+        result.actions.clear()
+    for source, link in result.links.items():
+        link.steps = result.num_sampled
         # Messages of Megatron's own transport have no wire that we know.
-        link.wire = found.wires.get(source, found.header.settings.get("transport", ""))
-    return found
+        link.wire = result.wires.get(source, result.header.settings.get("transport", ""))
+    return result
 
 
-def _step(iteration: Iteration, stash_ratio: float, full: int, slices: Sequence[float]) -> Step:
-    work = [span for span in iteration.spans if span.name in _KINDS]
-    end = max((span.end_ns for span in work), default=0)
-    busy = covered = 0
+def _step_of(
+    iteration: Iteration, stash_ratio: float, full_microbatches: int, slices: Sequence[float]
+) -> Step:
+    """Return the times and figures of an iteration."""
+    actions = [span for span in iteration.spans if span.name in _KINDS]
+    busy_ns = covered_ns = 0
     row: list[Action] = []
-    for name, started, ended, about, _ in work:
-        busy += max(0, ended - max(started, covered))  # those of a pair overlap
-        covered = max(covered, ended)
-        part = about.get("slice", 0) if full else 0  # of unknown size without the table
-        row.append(Action(about["stage"], _KINDS[name], about["microbatch"], part))
-    idle: dict[str, int] = defaultdict(int)
-    optimizer = 0
-    for name, started, ended, about, _ in iteration.spans:
-        if name in _IDLE and started < end:
-            cause = str(about.get("cause", name))
-            idle[f"{cause} of rank {about['on']}" if "on" in about else cause] += ended - started
-        elif name == "optimizer":
-            optimizer += ended - started
-    other = end - busy - sum(idle.values())
-    if other > 0:  # data, Python, and whatever else no span is about
-        idle["other"] = other
-    noted = ("memory_bytes", "out_of_order", "activation_bytes", "microbatches", "failed")
+    for span in actions:
+        busy_ns += max(0, span.end_ns - max(span.begin_ns, covered_ns))  # those of a pair overlap
+        covered_ns = max(covered_ns, span.end_ns)
+        attributes = span.attributes
+        # Without the table the sizes of slices are not known.
+        slice_index = attributes.get("slice", 0) if full_microbatches else 0
+        row.append(
+            Action(attributes["stage"], _KINDS[span.name], attributes["microbatch"], slice_index)
+        )
+    idle_ns, optimizer_ns = _idle_times(iteration.spans, covered_ns)
+    other_ns = covered_ns - busy_ns - sum(idle_ns.values())
+    if other_ns > 0:  # data, Python, and whatever else no span is about
+        idle_ns["other"] = other_ns
+    figures = iteration.figures
     return Step(
         iteration.number,
         iteration.begin_ns,
         iteration.duration_ns,
-        first_ns=work[0].begin_ns if work else 0,
-        pipeline_ns=end,
-        busy_ns=busy,
-        idle_ns=dict(idle),
-        after_ns=iteration.duration_ns - end,
-        optimizer_ns=optimizer,
+        first_ns=actions[0].begin_ns if actions else 0,
+        pipeline_ns=covered_ns,
+        busy_ns=busy_ns,
+        idle_ns=idle_ns,
+        after_ns=iteration.duration_ns - covered_ns,
+        optimizer_ns=optimizer_ns,
+        memory_bytes=figures.get("memory_bytes", 0),
         peak_live=most_alive(tuple(row), stash_ratio, slices),
-        actions=len(work),
-        is_full=full in (0, iteration.figures.get("microbatches")),
-        **{name: iteration.figures.get(name, 0) for name in noted},
+        actions=len(actions),
+        out_of_order=figures.get("out_of_order", 0),
+        activation_bytes=figures.get("activation_bytes", 0),
+        microbatches=figures.get("microbatches", 0),
+        is_full=full_microbatches in (0, figures.get("microbatches")),
+        failed=figures.get("failed", False),
     )
 
 
-def _count(found: RankSurvey, iteration: Iteration) -> None:
-    """Add what an iteration's actions took, and what it sent and received."""
-    found.counted += 1
-    for microbatch, (tokens, pairs) in iteration.figures.get("lengths", {}).items():
-        found.lengths[iteration.number, int(microbatch)] = tokens, pairs
-    action: tuple[str, int, int] | None = None
-    begun = ended = 0
-    exchanged: dict[tuple[int, int], int] = defaultdict(int)
-    waited: set[tuple[object, ...]] = set()
-    for name, begin, end, about, number in iteration.spans:
-        if name == "exchange":
-            if about["of"] == "F":
-                exchanged[about["stage"], about["microbatch"]] += end - begin
-            continue
-        if name in _KINDS:
-            place = about["stage"], iteration.number, about["microbatch"], about.get("slice", 0)
-            found.took[place] += end - begin
-            # The two of a pair begin together, and neither has a price of its own.
-            if 2 * begin < begun + ended:
-                action, ended = None, max(ended, end)
-                continue
-        if action is not None and (name in _KINDS or name in ("wait", "receive")):
-            # What is done until the rank waits or computes again is the price of the action.
-            found.actions[action].append(max(begin, ended) - begun)
-            action = None
-        if name in _KINDS:
-            action, begun, ended = (name, about["stage"], about.get("slice", 0)), begin, end
-        elif name == "send":
-            found.sends[number] = iteration.begin_ns + begin
-        elif name == "receive" or (name == "wait" and "on" in about):
-            other = about["on" if name == "wait" else "from"]
-            link = found.links.setdefault(other, Link(other, found.header.rank))
-            message = other, *map(about.get, ("for", "stage", "microbatch", "slice"))
-            if name == "wait":
-                link.waited_ns += end - begin
-                waited.add(message)
-                continue
-            link.messages += 1
-            link.bytes += about["bytes"]
-            was_late = message in waited and about["for"] in ("F", "B")
-            found.receives[number] = other, iteration.begin_ns + end, was_late
-    if action is not None:
-        found.actions[action].append(ended - begun)
-    for (stage, _), exchanged_ns in exchanged.items():
-        found.exchanges[stage].append(exchanged_ns)
+def _idle_times(spans: Iterable[Span], pipeline_ns: int) -> tuple[dict[str, float], int]:
+    """Return the idle nanoseconds of the pipeline by cause, and those of the optimizer."""
+    idle_ns: dict[str, float] = {}
+    optimizer_ns = 0
+    for span in spans:
+        took_ns = span.end_ns - span.begin_ns
+        if span.name == "optimizer":
+            optimizer_ns += took_ns
+        elif span.name in _IDLE and span.begin_ns < pipeline_ns:
+            cause = str(span.attributes.get("cause", span.name))
+            if "on" in span.attributes:
+                cause += f" of rank {span.attributes['on']}"
+            idle_ns[cause] = idle_ns.get(cause, 0) + took_ns
+    return idle_ns, optimizer_ns
+
+
+class _IterationCounter:
+    """Adds the actions and messages of one iteration to a survey."""
+
+    def __init__(self, result: RankSurvey, iteration: Iteration) -> None:
+        self._result = result
+        self._iteration = iteration
+        self._open_action: tuple[str, int, int] | None = None
+        """Name, stage and slice of the last action, while what follows may belong to it."""
+        self._begin_ns = self._end_ns = 0
+        """Of the last action, or of the pair that it is in."""
+        self._awaited: set[tuple[object, ...]] = set()
+        """Messages for which the rank has waited."""
+
+    def count(self) -> None:
+        """Add everything."""
+        number = self._iteration.number
+        for microbatch, (tokens, pairs) in self._iteration.figures.get("lengths", {}).items():
+            self._result.lengths[number, int(microbatch)] = tokens, pairs
+        for span in self._iteration.spans:
+            if span.name in _KINDS:
+                self._add_action(span)
+            elif span.name == "send":
+                self._result.sends[span.message] = self._iteration.begin_ns + span.begin_ns
+            elif span.name == "receive":
+                self._close_action(span.begin_ns)
+                self._add_receive(span)
+            elif span.name == "wait":
+                self._close_action(span.begin_ns)
+                self._add_wait(span)
+        self._close_action(self._end_ns)
+        self._add_exchanges()
+        self._result.num_sampled += 1
+
+    def _add_action(self, span: Span) -> None:
+        stage, microbatch = span.attributes["stage"], span.attributes["microbatch"]
+        slice_index = span.attributes.get("slice", 0)
+        place = stage, self._iteration.number, microbatch, slice_index
+        self._result.microbatch_ns[place] += span.end_ns - span.begin_ns
+        if 2 * span.begin_ns < self._begin_ns + self._end_ns:
+            # The two of a pair begin together, and neither has a price by itself.
+            self._open_action = None
+            self._end_ns = max(self._end_ns, span.end_ns)
+            return
+        self._close_action(span.begin_ns)
+        self._open_action = span.name, stage, slice_index
+        self._begin_ns, self._end_ns = span.begin_ns, span.end_ns
+
+    def _close_action(self, next_ns: int) -> None:
+        """Record the price of the last action, which lasts until the rank waits or computes."""
+        if self._open_action is not None:
+            price_ns = max(next_ns, self._end_ns) - self._begin_ns
+            self._result.actions[self._open_action].append(price_ns)
+            self._open_action = None
+
+    def _add_receive(self, span: Span) -> None:
+        source = span.attributes["from"]
+        link = self._link(source)
+        link.messages += 1
+        link.bytes += span.attributes["bytes"]
+        is_awaited = self._message(source, span) in self._awaited
+        self._result.receives[span.message] = Receive(
+            source,
+            self._iteration.begin_ns + span.end_ns,
+            was_late=is_awaited and span.attributes["for"] in ("F", "B"),
+        )
+
+    def _add_wait(self, span: Span) -> None:
+        source = span.attributes.get("on")
+        if source is not None:  # no single rank ends a wait for a slot
+            self._link(source).waited_ns += span.end_ns - span.begin_ns
+            self._awaited.add(self._message(source, span))
+
+    def _link(self, source: int) -> Link:
+        return self._result.links.setdefault(source, Link(source, self._result.header.rank))
+
+    def _message(self, source: int, span: Span) -> tuple[object, ...]:
+        """Return what tells the messages of this iteration apart."""
+        attributes = span.attributes
+        names = ("for", "stage", "microbatch", "slice")
+        return source, *(attributes.get(name) for name in names)
+
+    def _add_exchanges(self) -> None:
+        """Add what each forward exchanged between experts, which may be several spans."""
+        exchanged_ns: dict[tuple[int, int], int] = defaultdict(int)
+        for span in self._iteration.spans:
+            if span.name == "exchange" and span.attributes["of"] == "F":
+                forward = span.attributes["stage"], span.attributes["microbatch"]
+                exchanged_ns[forward] += span.end_ns - span.begin_ns
+        for (stage, _), took_ns in exchanged_ns.items():
+            self._result.exchanges[stage].append(took_ns)
 
 
 def figures(surveys: Iterable[RankSurvey]) -> Step:
@@ -291,15 +405,15 @@ def figures(surveys: Iterable[RankSurvey]) -> Step:
     activations are those of the worst step, and numbers of actions sums.
     """
     steps = [step for survey in surveys for step in survey.complete_steps] or [Step()]
-    idle: dict[str, float] = defaultdict(float)
+    idle_ns: dict[str, float] = defaultdict(float)
     for step in steps:
         for cause, time_ns in step.idle_ns.items():
-            idle[cause] += time_ns / len(steps)
+            idle_ns[cause] += time_ns / len(steps)
     return Step(
         duration_ns=statistics.median(step.duration_ns for step in steps),
         pipeline_ns=statistics.median(step.pipeline_ns for step in steps),
         busy_ns=statistics.fmean(step.busy_ns for step in steps),
-        idle_ns=dict(sorted(idle.items(), key=lambda item: -item[1])),
+        idle_ns=dict(sorted(idle_ns.items(), key=lambda item: -item[1])),
         after_ns=statistics.fmean(step.after_ns for step in steps),
         memory_bytes=max(step.memory_bytes for step in steps),
         peak_live=max(step.peak_live for step in steps),
@@ -312,20 +426,23 @@ def figures(surveys: Iterable[RankSurvey]) -> Step:
 def text(surveys: Sequence[RankSurvey]) -> str:
     """Return the figures of a run: all ranks together, then what each waits for."""
     total = figures(surveys)
-    spans, iterations = sum(s.spans for s in surveys), max(s.iterations for s in surveys)
-    jumped = 100 * total.out_of_order / max(1, total.actions)
-    lines = [f"{len(surveys)} ranks, {iterations} iterations, {spans} spans"]
+    num_spans = sum(survey.num_spans for survey in surveys)
+    num_iterations = max(survey.num_iterations for survey in surveys)
+    jumped_percent = 100 * total.out_of_order / max(1, total.actions)
+    lines = [f"{len(surveys)} ranks, {num_iterations} iterations, {num_spans} spans"]
     lines.append(
         f"step {total.duration_ns / 1e6:.1f} ms, bubble {100 * total.bubble_ratio:.1f} % of the "
-        f"pipeline's time, {jumped:.1f} % of the actions out of order"
+        f"pipeline's time, {jumped_percent:.1f} % of the actions out of order"
     )
     for survey in surveys[:_MAX_LINES]:
-        mine = figures([survey])
-        longest = list(mine.idle_ns.items())[:3]
-        causes = ", ".join(f"{cause} {time_ns / 1e6:.1f} ms" for cause, time_ns in longest)
+        rank = figures([survey])
+        causes = [
+            f"{cause} {time_ns / 1e6:.1f} ms" for cause, time_ns in list(rank.idle_ns.items())[:3]
+        ]
         lines.append(
-            f"  {survey.header.label}: busy {mine.busy_ns / 1e6:.1f} ms; {causes or 'never idle'}; "
-            f"peak memory {mine.memory_bytes / 2**30:.2f} GiB"
+            f"  {survey.header.label}: busy {rank.busy_ns / 1e6:.1f} ms; "
+            f"{', '.join(causes) or 'never idle'}; "
+            f"peak memory {rank.memory_bytes / 2**30:.2f} GiB"
         )
     if len(surveys) > _MAX_LINES:
         lines.append(f"  and {len(surveys) - _MAX_LINES} further ranks")

@@ -17,13 +17,12 @@ from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.tools.trace.aggregate import (
     Run,
-    _use_one_clock,
     aggregated_name,
-    align,
     read_run,
     slow,
     write_chrome_trace,
 )
+from megatron_ext.tools.trace.clocks import align, use_one_clock
 from megatron_ext.tools.trace.forecast import planned
 from megatron_ext.tools.trace.reader import TraceFile
 from megatron_ext.tools.trace.survey import RankSurvey, Step, figures
@@ -212,7 +211,7 @@ def test_replicas_whose_clocks_differ_do_not_wait_for_each_other(tmp_path: Path)
     for data, wall_ns in ((0, 1), (1, 1000 * MS)):
         header = Header(data, data, 0, 0, (2, 1, 1), 2, clock=f"{data}", wall_ns=wall_ns)
         surveys.append(RankSurvey(TraceFile(tmp_path, header), steps=[step]))
-    assert "by the time of day" in _use_one_clock(surveys)[1]
+    assert "by the time of day" in use_one_clock(surveys)[1]
     for survey in surveys:
         assert survey.steps == [step._replace(begin_ns=survey.file.shift_ns)]
 
@@ -231,7 +230,7 @@ def test_steps_that_failed_do_not_count(tmp_path: Path) -> None:
     trace_of(folder, 1).write_text(f'{before}"failed":true,"microbatches":8{last}')
     run = read_run(folder)
     assert [[s.number for s in each.complete_steps] for each in run.surveys[:2]] == [[2, 3], [2]]
-    assert [each.counted for each in run.surveys[:2]] == [2, 1]
+    assert [each.num_sampled for each in run.surveys[:2]] == [2, 1]
     assert "steps that failed or were discarded do not count: 3" in run.notes
 
 
@@ -328,13 +327,13 @@ def test_surveys_of_long_runs_stay_small_and_are_of_all_of_them(
     trace_of(run, 1).write_text("\n".join(lines))
     first, second = read_run(run).surveys
     assert second.file.damaged == {4}
-    assert len(first.steps) == first.iterations == 80 // interval
-    assert 8 <= first.counted <= 16
-    assert {len(times) for times in first.actions.values()} == {2 * first.counted}
+    assert len(first.steps) == first.num_iterations == 80 // interval
+    assert 8 <= first.num_sampled <= 16
+    assert {len(times) for times in first.actions.values()} == {2 * first.num_sampled}
     begins = [step.begin_ns for step in first.steps]
     numbers = sorted({bisect(begins, sent) for sent in first.sends.values()})
     assert 1 < numbers[0] < 15 // interval
     assert numbers[-1] > 65 // interval
     assert max(after - before for before, after in pairwise(numbers)) < 15 // interval
     common = first.sends.keys() & second.receives.keys()
-    assert len(common) >= 2 * (first.counted - 1), "all but the damaged one are the same"
+    assert len(common) >= 2 * (first.num_sampled - 1), "all but the damaged one are the same"

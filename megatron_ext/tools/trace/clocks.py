@@ -1,0 +1,190 @@
+"""Puts the traces of all ranks on one clock, by the messages that they exchanged.
+
+Ranks of one boot of a host share a clock. Messages relate the clocks of two hosts, as in NTP.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.trace.survey import RankSurvey
+    from megatron_ext.tracing.records import Header
+
+_RankPair = tuple[int, int]
+"""Global ranks of sender and receiver."""
+_ClockPair = tuple[str, str]
+"""The clocks of a sender and a receiver."""
+
+
+class Transit(NamedTuple):
+    """A message whose two ends were recorded."""
+
+    took_ns: int
+    """From the begin of its send on one clock to the end of its receive on the other."""
+    was_late: bool
+    """Whether its receiver waited for it."""
+
+
+class ClockShift(NamedTuple):
+    """What to add to the times of a clock so that they agree with those of the first rank."""
+
+    shift_ns: int
+    error_ns: int | None
+    """Half of the distance between the two bounds; None: the shift is from the time since 1970,
+    which may be wrong."""
+
+
+def use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
+    """Shift the times of all ranks to one clock; return notes about the shifts.
+
+    This also fills in what takes two ranks to know: how long messages were under way, and from when
+    to when the pipeline of a step ran.
+    """
+    transits = _transits(surveys)
+    fastest_ns: dict[_RankPair, int] = {}
+    for ranks, messages in transits.items():
+        fastest_ns[ranks] = min(message.took_ns for message in messages)
+    headers = {survey.header.rank: survey.header for survey in surveys}
+    shifts = align(headers, fastest_ns)
+
+    for survey in surveys:
+        shift_ns = shifts[survey.header.clock].shift_ns
+        survey.file.shift_ns = shift_ns
+        survey.steps = [step._replace(begin_ns=step.begin_ns + shift_ns) for step in survey.steps]
+    _extend_steps_to_pipelines(surveys)
+    _measure_delays(surveys, transits)
+    return _notes(shifts)
+
+
+def _transits(surveys: Sequence[RankSurvey]) -> dict[_RankPair, list[Transit]]:
+    """Return the messages of each pair of ranks, as the clocks of the two have them."""
+    send_begins_ns: dict[tuple[int, int], int] = {}
+    for survey in surveys:
+        for number, begin_ns in survey.sends.items():
+            # By rank, too: a file whose rank is not the one that its peers wrote proves nothing.
+            send_begins_ns[survey.header.rank, number] = begin_ns
+    transits: dict[_RankPair, list[Transit]] = defaultdict(list)
+    for survey in surveys:
+        for number, receive in survey.receives.items():
+            send_ns = send_begins_ns.get((receive.source, number))
+            if send_ns is not None:
+                transit = Transit(receive.end_ns - send_ns, receive.was_late)
+                transits[receive.source, survey.header.rank].append(transit)
+    return transits
+
+
+def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
+    """Let the pipeline of each step last from its first action on any rank to its last one.
+
+    Only ranks of one replica are compared, because a replica waits for no other in its pipeline.
+    """
+    begins_ns: dict[tuple[int, int], list[float]] = defaultdict(list)
+    ends_ns: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for survey in surveys:
+        for step in survey.steps:
+            if step.actions and not step.failed:
+                pipeline = survey.header.data, step.number
+                begins_ns[pipeline].append(step.begin_ns + step.first_ns)
+                ends_ns[pipeline].append(step.begin_ns + step.pipeline_ns)
+    for survey in surveys:
+        for index, step in enumerate(survey.steps):
+            pipeline = survey.header.data, step.number
+            if pipeline in ends_ns and not step.failed:
+                survey.steps[index] = step.within(min(begins_ns[pipeline]), max(ends_ns[pipeline]))
+
+
+def _measure_delays(
+    surveys: Sequence[RankSurvey], transits: Mapping[_RankPair, Sequence[Transit]]
+) -> None:
+    """Set the delay of each link: the median of the messages that were waited for."""
+    shifts_ns = {survey.header.rank: survey.file.shift_ns for survey in surveys}
+    for survey in surveys:
+        target = survey.header.rank
+        for source, link in survey.links.items():
+            messages = transits.get((source, target), ())
+            late_ns = [message.took_ns for message in messages if message.was_late]
+            if late_ns:
+                delay_ns = statistics.median_low(late_ns) + shifts_ns[target] - shifts_ns[source]
+                # Clocks agree to within an error: a fast message may seem to arrive early.
+                link.delay_ns = max(0, delay_ns)
+
+
+def _notes(shifts: Mapping[str, ClockShift]) -> list[str]:
+    """Return how the clocks were aligned, if there are several."""
+    if len(shifts) < 2:
+        return []
+    notes = []
+    for clock, shift in shifts.items():
+        means = "by the time of day"
+        if shift.error_ns is not None:
+            means = f"+- {shift.error_ns / 1e3:.0f} us by messages"
+        notes.append(f"clock {clock}: {shift.shift_ns / 1e6:+.3f} ms, {means}")
+    return notes
+
+
+def align(
+    headers: Mapping[int, Header], fastest_ns: Mapping[_RankPair, int]
+) -> dict[str, ClockShift]:
+    """Find the shift of each clock's times so that all agree with the clock of the lowest rank.
+
+    Messages relate two clocks; hosts that exchange none are related through others that do. The
+    time since 1970 that each rank recorded at its start places the remaining clocks: that of the
+    lowest rank among them, and by messages those that it is related to.
+
+    Args:
+        headers: By rank.
+        fastest_ns: By sending and receiving rank: the time of the fastest message between the two,
+            from its begin on the one clock to its end on the other.
+
+    Returns:
+        The shift of each clock.
+    """
+    bounds_ns = _bounds_between_clocks(headers, fastest_ns)
+    first = headers[min(headers)]
+    shifts: dict[str, ClockShift] = {}
+    for _, header in sorted(headers.items()):
+        if header.clock in shifts:
+            continue
+        by_time_of_day_ns = (header.wall_ns - header.clock_ns) - (first.wall_ns - first.clock_ns)
+        error_ns = 0 if header is first else None
+        shifts[header.clock] = ClockShift(by_time_of_day_ns, error_ns)
+        _relate(header.clock, bounds_ns, shifts)
+    return shifts
+
+
+def _bounds_between_clocks(
+    headers: Mapping[int, Header], fastest_ns: Mapping[_RankPair, int]
+) -> dict[_ClockPair, int]:
+    """Return by how much the second clock of a pair is ahead of the first one, at most.
+
+    A message that was sent at s on one clock and arrived at r on the other proves the other ahead
+    by r - s at most.
+    """
+    bounds_ns: dict[_ClockPair, int] = {}
+    for (source, target), took_ns in fastest_ns.items():
+        clocks = headers[source].clock, headers[target].clock
+        bounds_ns[clocks] = min(bounds_ns.get(clocks, took_ns), took_ns)
+    return bounds_ns
+
+
+def _relate(root: str, bounds_ns: Mapping[_ClockPair, int], shifts: dict[str, ClockShift]) -> None:
+    """Add the shifts of all clocks that messages relate to a clock whose shift is known."""
+    # Breadth first, so that each clock is as few steps from the root as can be: errors add up.
+    queue = [root]
+    for reference in queue:
+        for (ahead, clock), upper_ns in sorted(bounds_ns.items()):
+            backward_ns = bounds_ns.get((clock, ahead))
+            if ahead != reference or clock in shifts or backward_ns is None:
+                continue
+            # The clock is ahead of the reference by at most `upper_ns`, and at least by the
+            # negative of `backward_ns`; if the first is smaller, one of them has drifted.
+            error_ns = shifts[reference].error_ns
+            if error_ns is not None:
+                error_ns += abs(upper_ns + backward_ns) // 2
+            shift_ns = shifts[reference].shift_ns - (upper_ns - backward_ns) // 2
+            shifts[clock] = ClockShift(shift_ns, error_ns)
+            queue.append(clock)
