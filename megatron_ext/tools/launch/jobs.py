@@ -26,17 +26,12 @@ from megatron_ext.errors import LaunchError, line_of
 from megatron_ext.files import cannot_write
 from megatron_ext.tools.launch import hostfile, runs, slurm
 from megatron_ext.tools.launch.agent import interface_of
-from megatron_ext.tools.launch.plan import JobPlan, Parallel, flag_value
+from megatron_ext.tools.launch.plan import FORWARDED, JobPlan, Parallel, flag_value
 from megatron_ext.tools.launch.run_folder import RunFolder
 from megatron_ext.tools.launch.supervise import Agents, Display, Failure, Outcome, say, supervise
 from megatron_ext.upstream import failure, parent
 from megatron_ext.upstream.person_view import PersonView
 
-_FORWARDED = (
-    "NCCL_", "MCCL_", "NVSHMEM_", "GLOO_", "UCX_", "TORCH_", "PYTORCH_", "NVTE_", "CUDA_",
-    "CUBLAS_", "CUDNN_", "MUSA_", "OMP_", "MEGATRON_", "HF_", "PYTHONPATH", "PYTHONWARNINGS",
-)  # fmt: skip
-"""Beginnings of the environment variables that every host gets from the launcher's environment."""
 # Of one machine or one process: a job that starts another must not pass on its own.
 _NOT_FORWARDED = ("MEGATRON_EXT_RUNS", runs.RUN_ID, runs.NODE, parent.AGENT_PID)
 _DEFAULTS = {
@@ -114,8 +109,13 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         own = [
             word for word in words[: -len(args.command_words)] if word not in ("--dry-run", "--")
         ]
-        submission = slurm.submission(args.slurm, [*own, "--", *command], workdir)
-        print(shlex.join(submission) if args.dry_run else slurm.run(*submission).strip())
+        submission = slurm.submission(
+            args.slurm, [*slurm.without_values(own), "--", *command], workdir
+        )
+        if args.dry_run:
+            print(shlex.join(submission))
+        else:
+            print(slurm.run(*submission, environment=dict(args.env)).strip())
         return 0
     if args.slurm is not None:
         say(f"inside of Slurm's job {os.environ['SLURM_JOB_ID']}: --slurm submits no other")
@@ -135,7 +135,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
     exported = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
+        if name.startswith(FORWARDED) and name not in _NOT_FORWARDED
     }
     plan = JobPlan(
         run_id=run_id,

@@ -6,6 +6,7 @@ Their implementations are imported when they run, so every command of this packa
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,9 +36,15 @@ _seconds = _number(float, 0, 1e9, "of seconds, 0 or more")
 
 def _assignment(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE, for example --env A=1")
-    return name, value
+    if not name.isidentifier():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be NAME=VALUE, for example --env A=1, or the NAME of a variable"
+        )
+    if equals:
+        return name, value
+    if name not in os.environ:
+        raise argparse.ArgumentTypeError(f"{name} is not set here; export it, or give {name}=VALUE")
+    return name, os.environ[name]
 
 
 def _program(text: str) -> tuple[str, ...]:
@@ -77,8 +84,9 @@ def add_subcommands(subparsers: Any) -> None:
         help="adds --global-batch-size = M x micro-batch x data-parallel size")
     add("--master-port", type=_whole(1, 65535), metavar="P",
         help="where the ranks meet (default: a free port)")
-    add("--env", type=_assignment, action="append", default=[], metavar="NAME=VALUE",
-        help="an environment variable of all processes; may be repeated")
+    add("--env", type=_assignment, action="append", default=[], metavar="NAME[=VALUE]",
+        help="an environment variable of all processes, NAME alone with the value that it has here "
+        "and that nobody sees; may be repeated")
     add("--per-node", action="store_true",
         help="run a command once on each host, without torchrun, for set-up or inspection")
     add("--max-restarts", type=_whole(0, 10**9), default=0, metavar="N",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import sys
 from argparse import ArgumentParser
@@ -21,6 +22,12 @@ from megatron_ext.tools.launch.hostfile import Host
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Json
 
+FORWARDED = (
+    "NCCL_", "MCCL_", "NVSHMEM_", "GLOO_", "UCX_", "TORCH_", "PYTORCH_", "NVTE_", "CUDA_",
+    "CUBLAS_", "CUDNN_", "MUSA_", "OMP_", "MEGATRON_", "HF_", "PYTHONPATH", "PYTHONWARNINGS",
+)  # fmt: skip
+"""Prefixes of the environment variables that every host gets from the launcher's environment."""
+_SECRET = re.compile("TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _BETWEEN_HOSTS = ("auto", "tcp", "rdma")  # values of --pipeline-transport that need --node-ips
 _DEFAULT_PORT = 29500
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - refused
@@ -260,15 +267,18 @@ class JobPlan:
         return flags if self.python == sys.executable else [*flags, "--python", self.python]
 
     def dry_run(self) -> str:
-        """Return the command of each host, to run by hand if there is no ssh."""
+        """Return the command of each host, to run by hand if there is no ssh.
+
+        Values of variables that may be secrets are taken from the shell that runs it.
+        """
         parts = []
         for index, host in enumerate(self.hosts):
             words = list(self.command)
             if not self.per_node:
                 torchrun = [self.python, "-m", "torch.distributed.run"]
                 words = torchrun + self._torchrun_words(index, self.master_port or _DEFAULT_PORT)
-            environment = self.environment(index).items()
-            assigned = [f"{name}={_quoted(value)}" for name, value in sorted(environment)]
+            environment = self.environment(index)
+            assigned = [_assignment(name, environment[name]) for name in sorted(environment)]
             line = " ".join([f"cd {_quoted(self.workdir)} &&", *assigned, *map(_quoted, words)])
             parts.append(f"# {host.name}\n{line}\n")
         return "\n".join(parts)
@@ -285,6 +295,14 @@ class JobPlan:
             + (", forward and backward apart" if sizes.forward else "")
             + (f"; {batch} samples in a step" if batch is not None else "")
         )
+
+
+def _assignment(name: str, value: str) -> str:
+    """Return the assignment of a variable in bash, with a value that may be shown."""
+    # Any variable of the user's may be a password; those of libraries are secret by name only.
+    if name.startswith(FORWARDED) and not _SECRET.search(name):
+        return f"{name}={_quoted(value)}"
+    return f'{name}="${{{name}?}}"'  # bash stops with the name if it is not set
 
 
 def _quoted(word: str) -> str:

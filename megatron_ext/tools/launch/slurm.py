@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_ext.config.flags import split_words
 from megatron_ext.errors import LaunchError
@@ -81,12 +81,27 @@ def submission(options: str, arguments: Sequence[str], workdir: str) -> list[str
     return ["sbatch", *own, *words, f"--wrap=exec {start}"]
 
 
-def run(*command: str) -> str:
-    """Run one of Slurm's commands and return its output."""
+def without_values(words: Sequence[str]) -> list[str]:
+    """Return arguments of `launch` with the names alone of the variables of `--env`.
+
+    Everybody on a cluster can read the command of a batch job. sbatch passes the environment on, in
+    which their values are.
+    """
+    names = list(words)
+    for index, word in enumerate(names):
+        if index > 0 and names[index - 1] == "--env":
+            names[index] = word.partition("=")[0]
+        elif word.startswith("--env="):
+            names[index] = "=".join(word.split("=")[:2])
+    return names
+
+
+def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
+    """Run one of Slurm's commands, with more variables, and return its output."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
-            env={**os.environ, "LC_ALL": "C"},  # what is read below is English
+            env={**os.environ, **(environment or {}), "LC_ALL": "C"},  # what is read is English
         )  # fmt: skip
     except FileNotFoundError:
         raise LaunchError(

@@ -40,8 +40,28 @@ def test_the_commands_of_two_hosts_are_these() -> None:
     start = "/bin/python -m torch.distributed.run --nnodes 2 --node-rank"
     assert plan.completed().dry_run() == (
         f"# a\ncd '/work dir' && OMP_NUM_THREADS=1 {start} 0 {common} {script}\n\n"
-        f"# b\ncd '/work dir' && OMP_NUM_THREADS=1 X=1 {start} 1 {common} {script}\n"
+        f"# b\ncd '/work dir' && OMP_NUM_THREADS=1 X=\"${{X?}}\" {start} 1 {common} {script}\n"
     )
+
+
+def test_a_dry_run_shows_no_secrets_and_takes_them_from_the_shell() -> None:
+    secrets = {"HF_TOKEN": "hf_1", "WANDB_API_KEY": "w2", "MINE": "m3", "NCCL_DEBUG": "INFO"}
+    plan = replace(plan_of("a env.OF_HOST=h4", per_node=True, workdir="/"), env=secrets)
+    plan = replace(plan, command=("env",))
+    _, command = plan.dry_run().splitlines()
+    assert not [value for value in ("hf_1", "w2", "m3", "h4") if value in command]
+    assert "NCCL_DEBUG=INFO" in command
+    environment = {"PATH": os.environ["PATH"], **secrets, "OF_HOST": "h4"}
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, env=environment
+    )
+    assert {"HF_TOKEN=hf_1", "MINE=m3", "OF_HOST=h4"} <= set(done.stdout.splitlines())
+    del environment["MINE"]
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode != 0
+    assert "MINE: " in done.stderr
 
 
 @pytest.mark.parametrize("word", ["caf\udce9 1", "a\u00a0b", "\x1b[2J'\\\n"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -212,6 +213,23 @@ def test_what_is_submitted_starts_the_same_launch(tmp_path: Path) -> None:
         f"--wrap=exec {sys.executable} -m megatron_ext launch --slurm '--nodes 2 --comment "
         "'\"'\"'a b'\"'\"'' --nproc 8 -- pretrain_gpt.py --data-path 'a b'"
     )
+
+
+def test_a_batch_job_names_its_variables_and_sbatch_gets_the_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\necho "$A $B $C"\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    done = run_package(
+        "launch", "--slurm", "--nodes 2", "--env", "A=one=1", "--env=B=two", "--env", "C", "--",
+        "pretrain_gpt.py", "--env", "D=four", SLURM_JOB_ID="", C="three",
+    )  # fmt: skip
+    assert done.stdout == "one=1 two three\n", done.stderr
+    words = (tmp_path / "words").read_text()
+    assert "--env A --env=B --env C -- pretrain_gpt.py --env D=four" in words
+    assert "one" not in words
 
 
 @pytest.mark.parametrize(
