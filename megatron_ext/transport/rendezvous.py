@@ -12,7 +12,6 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron_ext.errors import TransportError
 from megatron_ext.transport.address import Address, Wire, choose_wire
 from megatron_ext.transport.native import probe_rdma
+from megatron_ext.transport.peer_user import NOBODY, user_of_peer
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -269,8 +269,7 @@ class _Rendezvous:
     ) -> None:
         """Authenticate one connection; reject it if it is not a peer's."""
         try:
-            if link.family == socket.AF_UNIX:
-                self._require_same_user(link, "a process")
+            self._require_same_user(link, "a process")
             rank, _, sent = hello.rstrip(b"\n").partition(b" ")
             peer = int(rank) if rank.isdigit() else -1
             if peer not in lower:
@@ -335,17 +334,19 @@ class _Rendezvous:
                     f"the answer of rank {peer} to rank {self._rank} is damaged; check the "
                     f"network between the hosts"
                 )
+            # Over TCP not before: until it accepts the connection, no process holds its end.
+            self._require_same_user(link, f"the process that listens as rank {peer}")
             unless_answered.pop_all()
         return True
 
     def _require_same_user(self, link: socket.socket, who: str) -> None:
-        size = struct.calcsize("3i")
-        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        _, uid, _ = struct.unpack("3i", credentials)
-        if uid != os.getuid():
+        user = user_of_peer(link)
+        if user == NOBODY:
+            raise TransportError(f"{who} has ended")
+        if user is not None and user != os.getuid():
             raise TransportError(
-                f"{who} belongs to user {uid}, rank {self._rank} to {os.getuid()}; start all ranks "
-                f"as one user"
+                f"{who} belongs to user {user}, rank {self._rank} to {os.getuid()}; start all "
+                f"ranks as one user"
             )
 
     def _left_s(self, waiting_for: str) -> float:

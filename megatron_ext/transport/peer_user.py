@@ -1,0 +1,72 @@
+"""Which user the process at the other end of a connection belongs to.
+
+A secret proves that a process can read the job's store, and anybody who reaches the store's port
+can. Within one host the kernel says whose process it is, which no process can forge.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+
+NOBODY = -1
+"""The user of a connection that no process holds any more."""
+
+_NET = Path("/proc/net")
+
+
+def user_of_peer(link: socket.socket) -> int | None:
+    """Return the user of the process at the other end of a connection over a unix socket or TCP.
+
+    None: the process is on another host, or in another network namespace, such as a container's.
+    A server may be asked about its client at once, a client about its server only after a first
+    answer: until the server accepts the connection, no process holds its end.
+    """
+    if link.family == socket.AF_UNIX:
+        size = struct.calcsize("3i")
+        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        _, user, _ = struct.unpack("3i", credentials)
+        return int(user)
+    ip, port = link.getsockname()[:2]
+    try:
+        peer_ip, peer_port = link.getpeername()[:2]
+    except OSError:  # the peer has closed the connection before it read all that was sent
+        return NOBODY
+    # The peer's end of the connection is among the sockets of this network namespace, if the peer
+    # is. In any state: a peer that has half closed the connection can still receive.
+    for table, spelled in _SPELLINGS.items():
+        ends = f" {spelled(peer_ip)}:{peer_port:04X} {spelled(ip)}:{port:04X} "
+        with suppress(OSError):  # a kernel without IPv6 has no tcp6
+            for line in (_NET / table).read_text(encoding="ascii").splitlines():
+                if ends in line:
+                    _, _, _, _, _, _, _, user, _, inode, *_ = line.split()
+                    return int(user) if int(inode) else NOBODY
+    return None
+
+
+def _in_ipv4(address: str) -> str:
+    """Return an IPv4 address as the kernel's table writes it, `0100007F` for 127.0.0.1."""
+    ip = ip_address(address.partition("%")[0])
+    return _words(ip) if isinstance(ip, IPv4Address) else "not of IPv4"
+
+
+def _in_ipv6(address: str) -> str:
+    """Return an address as the kernel's table for IPv6 writes it.
+
+    The peer may have opened a socket of IPv6 for a connection over IPv4.
+    """
+    ip = ip_address(address.partition("%")[0])
+    return _words(IPv6Address(f"::ffff:{ip}") if isinstance(ip, IPv4Address) else ip)
+
+
+def _words(ip: IPv4Address | IPv6Address) -> str:
+    """Return the words of 32 bits of an address, each in this machine's order of bytes."""
+    words = [ip.packed[start : start + 4] for start in range(0, len(ip.packed), 4)]
+    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
+
+
+_SPELLINGS = {"tcp": _in_ipv4, "tcp6": _in_ipv6}
