@@ -2,6 +2,7 @@
 
 #include <cinttypes>
 #include <cstdio>
+#include <new>
 #include <utility>
 
 #include "core/errors.h"
@@ -56,12 +57,26 @@ void Assembly::check_bytes(const Descriptor& piece, const std::byte* bytes) cons
 
 std::byte* Assembly::place(const Descriptor& piece) {
     if (!partial_) {
-        partial_ = Partial{Message{info_of(piece), nullptr}};
+        Message message{info_of(piece), nullptr};
         if (piece.total_bytes > 0) {
-            partial_->message.bytes = pool_.take(static_cast<std::size_t>(piece.total_bytes));
+            message.bytes = memory_for(piece);
         }
+        // Only now: after a failure no piece may be written to memory that is not there.
+        partial_ = Partial{std::move(message)};
     }
     return piece.piece_bytes == 0 ? nullptr : partial_->message.bytes.get() + piece.offset_bytes;
+}
+
+std::shared_ptr<std::byte> Assembly::memory_for(const Descriptor& piece) const {
+    try {
+        return pool_.take(static_cast<std::size_t>(piece.total_bytes));
+    } catch (const std::bad_alloc&) {
+        throw TransportError("rank " + std::to_string(source_) + " sends " +
+                             std::to_string(piece.total_bytes) + " bytes as tag " +
+                             hexadecimal(piece.tag) +
+                             ", and this process has no memory for so many; raise its limits, or "
+                             "take smaller micro-batches");
+    }
 }
 
 std::optional<Message> Assembly::finish(const Descriptor& piece) {

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -31,7 +32,12 @@ class Assembly {
     /// Counts a piece that is a whole message and is kept elsewhere. After check().
     void skip() { ++next_sequence_; }
 
-    /// Destination of the bytes of the next piece; null if it has none. After check().
+    /// Memory for the whole message of a piece, which has bytes. Throws TransportError, with the
+    /// source and the size, if this process cannot get so much.
+    std::shared_ptr<std::byte> memory_for(const Descriptor& piece) const;
+
+    /// Destination of the bytes of the next piece; null if it has none. After check(). Throws as
+    /// memory_for() does.
     std::byte* place(const Descriptor& piece);
 
     /// The bytes of the next piece are there. Returns the message if it is complete with them.

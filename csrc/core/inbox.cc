@@ -9,7 +9,6 @@ namespace megatron_ext {
 Inbox::Inbox(int source, ArenaSize size, BufferPool pool)
     : source_(source),
       shared_(std::make_shared<Shared>(Arena::create(size))),
-      pool_(pool),
       assembly_(source, std::move(pool)) {}
 
 void Inbox::set_sender_bell(std::shared_ptr<ProcessBell> bell) {
@@ -69,7 +68,7 @@ Message Inbox::take_whole(std::uint32_t slot, const Descriptor& piece) {
         return message;
     }
     if (num_bytes > 0) {
-        message.bytes = pool_.take(num_bytes);
+        message.bytes = assembly_.memory_for(piece);
         std::memcpy(message.bytes.get(), bytes, num_bytes);
     }
     shared_->release(slot);

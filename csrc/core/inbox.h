@@ -64,7 +64,6 @@ class Inbox {
 
     int source_;
     std::shared_ptr<Shared> shared_;
-    BufferPool pool_;
     Assembly assembly_;
 };
 
