@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.plan import JobPlan
 
 _MIN_LOCKED_BYTES = 1 << 30
+_MIN_OPEN_FILES = 1024
+"""What most systems allow a process; gloo ends a rank that may not open its connections."""
 _GIB = 1 << 30
 
 
@@ -255,6 +257,21 @@ def check_memlock() -> Iterator[Diagnosis]:
         yield Diagnosis("WARN", "locked memory", found, remedy + "run --ulimit memlock=-1")
 
 
+def check_open_files() -> Iterator[Diagnosis]:
+    """Check how many files a process may open; every connection of gloo, NCCL or ours is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+    if soft == resource.RLIM_INFINITY or soft >= _MIN_OPEN_FILES:
+        yield Diagnosis("OK", "open files", f"{limit} for each process")
+        return
+    remedy = f"`ulimit -n {_MIN_OPEN_FILES}` before the start"
+    if hard != resource.RLIM_INFINITY and hard < _MIN_OPEN_FILES:
+        remedy = f"raise it: `nofile {_MIN_OPEN_FILES}` in /etc/security/limits.conf, or docker "
+        remedy += f"run --ulimit nofile={_MIN_OPEN_FILES}"
+    found = f"{limit} for each process, and the connections of a rank may take more"
+    yield Diagnosis("WARN", "open files", found, remedy)
+
+
 def check_rdma() -> Iterator[Diagnosis]:
     """Try every step of an RDMA link, down to a queue pair."""
     # Listing devices is not enough: limits, permissions and GIDs show at the queue pair only.
@@ -274,7 +291,7 @@ def check_rdma() -> Iterator[Diagnosis]:
 
 MACHINE = (
     check_versions, check_requirements, check_bridge, check_tree, check_device, check_native,
-    check_patches, check_shared_memory, check_memlock, check_rdma,
+    check_patches, check_shared_memory, check_memlock, check_open_files, check_rdma,
 )  # fmt: skip
 """The checks of this machine, in the order of the report."""
 

@@ -250,6 +250,24 @@ def test_shared_memory_that_is_small_or_missing(tmp_path: Path) -> None:
     assert only(checks.check_shared_memory(Path("/proc"))).level == "WARN"  # no room at all
 
 
+@pytest.mark.parametrize(
+    ("limits", "level", "remedy"),
+    [
+        ((-1, -1), "OK", ""),
+        ((1024, 4096), "OK", ""),
+        ((64, 4096), "WARN", "`ulimit -n 1024` before the start"),
+        ((64, 64), "WARN", "/etc/security/limits.conf"),
+    ],
+)
+def test_open_files(
+    limits: tuple[int, int], level: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    finding = only(checks.check_open_files())
+    assert finding.level == level
+    assert remedy in finding.remedy
+
+
 def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [resource.RLIM_INFINITY, resource.RLIM_INFINITY]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
