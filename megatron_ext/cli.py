@@ -10,6 +10,7 @@ import argparse
 import errno
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -92,9 +93,13 @@ def _overview(commands: dict[str, str]) -> str:
 
 def lacking(error: ModuleNotFoundError) -> str:
     """Return the line for a module that this Python lacks."""
+    checkout = Path(__file__).resolve().parents[1]
+    # No index has the package yet, so a checkout installs itself.
+    is_checkout = (checkout / "pyproject.toml").is_file()
+    package = f"-e {shlex.quote(str(checkout))}" if is_checkout else "megatron-ext"
     return (
         f"{sys.executable} has no {error.name}; run in the environment that megatron_ext is "
-        f"installed in, or `{sys.executable} -m pip install megatron-ext`"
+        f"installed in, or `{sys.executable} -m pip install {package}`"
     )
 
 

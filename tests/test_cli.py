@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -216,3 +217,12 @@ def test_a_shell_completes_commands_flags_and_schedules(typed: str, offered: lis
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     assert [word.strip() for word in done.stdout.splitlines()] == offered
+
+
+def test_a_checkout_without_its_requirements_says_how_to_install_itself() -> None:
+    line = cli.lacking(ModuleNotFoundError(name="psutil"))
+    [command] = re.findall("`(.*)`", line)
+    *install, option, checkout = shlex.split(command)
+    assert install == [sys.executable, "-m", "pip", "install"]
+    assert option == "-e"
+    assert (Path(checkout) / "pyproject.toml").is_file()

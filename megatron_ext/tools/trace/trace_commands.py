@@ -40,7 +40,9 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     report.set_defaults(run=_run_report)
     for parser, name in ((aggregate, "NAME-aggregated.json"), (report, "report.html")):
         folder = "folder of the run, such as benchmark/data-1-pipeline-4-tensor-1-pp"
-        parser.add_argument("--trace-dir", type=Path, metavar="DIR", required=True, help=folder)
+        parser.add_argument(
+            "--trace-dir", "--benchmark_dir", type=Path, metavar="DIR", required=True, help=folder
+        )
         output = f"output file (default: {name} in the folder of the run)"
         parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=output)
     aggregate.add_argument(

@@ -141,7 +141,7 @@ def test_missing_ranks_other_lengths_and_a_trailing_slash(tmp_path: Path) -> Non
     trace_of(directory, 1).unlink()
     text = trace_of(directory, 2).read_bytes()
     trace_of(directory, 2).write_bytes(text[: len(text) // 2])
-    done = run_package("aggregate", "--trace-dir", f"{directory}/")
+    done = run_package("aggregate", "--benchmark_dir", f"{directory}/")  # the other name
     assert done.returncode == 0, done.stderr
     assert "1 of 4 ranks left no trace" in done.stderr
     assert "ranks recorded between" in done.stderr
