@@ -48,9 +48,11 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     # Upstream's reset omits some, which would keep naming ranks and groups that no longer exist; at
     # first all are None but for a table, whose name differs between releases.
     for name, value in list(vars(state).items()):
-        if name.isupper() and isinstance(value, dict):
+        if not (name.startswith("_") and name.isupper()):
+            continue  # HAVE_EINOPS, for one, is no state
+        if isinstance(value, dict):
             value.clear()
-        elif name.isupper():
+        else:
             setattr(state, name, None)
     if not distributed.is_initialized():
         return

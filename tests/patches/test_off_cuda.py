@@ -41,6 +41,7 @@ def destroy_groups() -> None:
 
     dist.init_process_group("nccl")
     known = dist.distributed_c10d._world.pg_map
+    have_einops = parallel_state.HAVE_EINOPS
 
     def once() -> int:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -57,6 +58,7 @@ def destroy_groups() -> None:
         if name.endswith(("_GROUP", "_GROUPS", "_RANKS", "_RANKS_WITH_CP", "_WITH_CP")) and value
     ]
     assert left == []
+    assert parallel_state.HAVE_EINOPS is have_einops, "what is installed is no group"
     with without("parallel_state.destroy_groups"):
         assert once() > 10
 
