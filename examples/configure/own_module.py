@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/configure/own_module.py zb-v
 
 The word is a schedule of `megatron-ext plan`; without one Megatron's own 1F1B runs. Two mirrored
-pipelines (bitpipe, dualpipe) are replicas, whose gradients DDP has to sum: see tiny_gpt.py.
+pipelines (bitpipe, dualpipe) are replicas, whose gradients DDP sums.
 """
 
 import sys
@@ -16,9 +16,8 @@ build = megatron_ext.configure(
     megatron_ext.PipelineConfig(schedule=next(iter(sys.argv[1:]), None), device="cpu"),
     pipeline_ranks=4, num_microbatches=8, num_layers=8,
 )  # fmt: skip
-assert build.replicas == 1, "gradients of replicas have to be summed"
 
-from megatron.core import parallel_state, pipeline_parallel  # noqa: E402
+from megatron.core import distributed, parallel_state, pipeline_parallel  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
@@ -56,19 +55,26 @@ torch.distributed.init_process_group("gloo")
 parallel_state.initialize_model_parallel(**build.groups)
 config = TransformerConfig(
     num_layers=8, hidden_size=16, num_attention_heads=1, pipeline_dtype=torch.float32,
-    **build.transformer,
+    finalize_model_grads_func=distributed.finalize_model_grads, **build.transformer,
 )  # fmt: skip
 share = 8 // build.num_stages
 held = build.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
-chunks = [Stage(config, range(share * stage, share * (stage + 1))) for stage in held]
-optimizer = torch.optim.SGD([weight for chunk in chunks for weight in chunk.parameters()], lr=0.1)
+chunks = [
+    distributed.DistributedDataParallel(
+        config, distributed.DistributedDataParallelConfig(),
+        Stage(config, range(share * stage, share * (stage + 1))),
+    ) for stage in held
+]  # fmt: skip
 for step in range(3):
-    optimizer.zero_grad()
+    mine = range(8 * step + parallel_state.get_data_parallel_rank(), 8 * (step + 1), build.replicas)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
     losses = pipeline_parallel.get_forward_backward_func()(
         forward_step_func=forward_step, model=chunks, num_microbatches=build.num_microbatches,
-        data_iterator=iter(range(8 * step, 8 * (step + 1))),  # the chunks of a rank share it
+        data_iterator=iter(mine),  # the chunks of a rank share it
         seq_length=3, micro_batch_size=1,
     )  # fmt: skip
-    optimizer.step()
-    for sample, loss in losses:  # on the rank with the last stage
+    for weight in (weight for chunk in chunks for weight in chunk.parameters()):
+        weight.data -= 0.1 * weight.main_grad
+    for sample, loss in losses:  # on ranks with the last stage
         print(f"sample {sample}: loss {loss!r}", flush=True)

@@ -121,6 +121,20 @@ def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
     sum_tied_gradients(args[0] if args else kwargs["model"])
 
 
+@PATCHES.row(
+    "placement.no_embeddings",
+    f"{_GRADS}:_allreduce_word_embedding_grads",
+    when=lambda: active.active() is not None,
+)
+def _skip_without_embeddings(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Megatron asks each model whether its embedding is tied; a module of one's own cannot tell."""
+    from megatron_ext.runtime.folded import language_model
+
+    chunks = args[0] if args else kwargs["model"]
+    if any(language_model(chunk) is not None for chunk in chunks):
+        call(*args, **kwargs)
+
+
 @PATCHES.row("placement.tied_weights", f"{_TRAINING}:get_model")
 @PATCHES.row(
     "placement.tied_weights_of_builders",
@@ -249,7 +263,7 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     settings = args[1] if len(args) > 1 else kwargs["args"]
     mine, usual = _stages(settings), "those of Megatron"
     chunks = sum(re.fullmatch(r"model\d*", entry) is not None for entry in state)
-    wanted = settings.virtual_pipeline_model_parallel_size or 1
+    wanted = getattr(settings, "virtual_pipeline_model_parallel_size", None) or 1
     # Megatron trains a chunk that is not in the file from its random weights, without a word.
     lacks = chunks not in (0, wanted) and active.pipeline() is not None
     if saved != mine or lacks:

@@ -22,7 +22,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 from megatron_ext.config.active import is_folded
 from megatron_ext.errors import ScheduleError
@@ -50,9 +49,6 @@ def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 
 def differing_copies(chunks: Sequence[torch.nn.Module]) -> str | None:
     """Describe how this rank's two copies of the word embedding differ; None if they are equal."""
-    models = unwrap_model(list(chunks))
-    if not all(hasattr(model, "share_embeddings_and_output_weights") for model in models):
-        return None  # not Megatron language models
     tied = _tied_weights(chunks)
     # A diverged training has NaN in both copies, which equal nothing: its own trouble.
     if tied is None or torch.equal(*map(torch.nan_to_num, tied)):
@@ -85,17 +81,27 @@ def _tied_weights(
     chunks: Sequence[torch.nn.Module],
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
     """Return the first stage's word embedding and the last stage's copy, if this rank has both."""
-    if not is_folded():
+    if not is_folded() or len(chunks) < 2:
         return None
-    first, last = (
-        get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-        for chunk in (chunks[0], chunks[-1])
-    )
-    if first is last or not (first.pre_process and last.post_process):
+    first, last = language_model(chunks[0]), language_model(chunks[-1])
+    if first is None or last is None or not (first.pre_process and last.post_process):
         return None
     if not first.share_embeddings_and_output_weights and not first.config.mtp_num_layers:
         return None
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
+
+
+def language_model(chunk: torch.nn.Module) -> Any | None:
+    """Return the model below a chunk's wrappers that says whether it shares its embedding.
+
+    Megatron's language models do; None for a module of another kind.
+    """
+    model: Any = chunk
+    while not hasattr(model, "share_embeddings_and_output_weights"):
+        model = getattr(model, "module", None)
+        if model is None:
+            return None
+    return model
 
 
 def keep_one_main_copy(sharded_state_dict: Any) -> None:

@@ -6,6 +6,7 @@ Those on `megatron.training` are in `tests/runtime/test_placed_training.py`.
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +54,20 @@ def last_stage(chosen: bool) -> list[Any]:
 def last_stage_unpatched() -> list[Any]:
     with without(*_PREDICATES):
         return last_stage(True)
+
+
+def test_a_checkpoint_loads_without_the_arguments_of_a_schedule() -> None:
+    """Tools of Megatron's load one with few arguments."""
+    from megatron_ext.patches.folded_pipelines import _check_stages
+
+    state = {"model": {}, "checkpoint_version": 3.0}
+    loaded = (
+        state,
+        "folder/iter_0000001/mp_rank_00/model.pt",
+        False,
+        SimpleNamespace(name="LEGACY"),
+    )
+    assert _check_stages(lambda *_: loaded, None, ("folder", SimpleNamespace()), {}) is loaded
 
 
 def test_the_first_rank_has_the_last_stage() -> None:
