@@ -27,6 +27,7 @@ from megatron.core.utils import make_viewless_tensor
 from megatron_ext import devices
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
+from megatron_ext.runtime.host_generators import host_generators
 from megatron_ext.runtime.lengths import refusing_long_sequences
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.upstream.signatures import backward_step_of
@@ -112,9 +113,9 @@ def swapped(group: dist.ProcessGroup, item: Any) -> Any:
 def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None]:
     """Seed all generators for one forward, and restore their states afterwards.
 
-    The numbers depend on the arguments and on the tensor- and expert-parallel rank only: neither on
-    the pipeline rank, nor on execution order or repetition. `iteration` counts from the start of
-    training.
+    These are torch's, Megatron's, and those of `random` and `numpy.random`. The numbers depend on
+    the arguments and on the tensor- and expert-parallel rank only: neither on the pipeline rank,
+    nor on execution order or repetition. `iteration` counts from the start of training.
 
     Raises:
         ScheduleError: The run has no seed.
@@ -131,7 +132,8 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
 
     # Without an index: a state fits every device of its type.
     here = torch.device(devices.current().torch_device().type)
-    # Recomputation needs nothing here: upstream restores these states by itself.
+    # Recomputation needs nothing here: upstream restores torch's states by itself, and in its own
+    # schedules, too, nobody restores those of `random` and `numpy`.
     # Megatron's own pair of functions, which knows the generators of each release.
     host, device, tracked = random._get_all_rng_states()
     try:
@@ -140,7 +142,8 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
             fresh(device, here, "default"),
             {name: fresh(state, here, name, *_shard(name)) for name, state in tracked.items()},
         )
-        yield
+        with host_generators(active.seed_of("python", iteration, stage, microbatch)):
+            yield
     finally:
         set_rng_states(host, device, tracked)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,7 +29,11 @@ def _draw() -> dict[str, list[float]]:
     """Draw from every generator that Megatron has."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    drawn = {"default": torch.rand(2).tolist()}
+    drawn = {
+        "default": torch.rand(2).tolist(),
+        "random": [random.random(), random.gauss(0, 1)],
+        "numpy": np.random.standard_normal(3).tolist(),
+    }
     for name in TRACKED:
         with get_cuda_rng_tracker().fork(name):
             drawn[name] = torch.rand(2).tolist()
@@ -38,7 +44,12 @@ def _states() -> dict[str, list[int]]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     states = {"default": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
-    return {name: state.tolist() for name, state in states.items()}
+    numpys = np.random.get_state(legacy=False)["state"]
+    return {
+        **{name: state.tolist() for name, state in states.items()},
+        "numpy": [*numpys["key"].tolist(), numpys["pos"]],
+        "random": [*random.getstate()[1]],
+    }
 
 
 def _drawn() -> list[dict[str, list[float]]]:
@@ -71,7 +82,7 @@ def test_each_generator_starts_anew_for_each_micro_batch_and_goes_on_afterwards(
         assert len({tuple(values) for values in first.values()}) == len(first)
     mine, theirs = (rank[0] for rank in ranks)
     same = {name for name in mine if mine[name] == theirs[name]}
-    expected = {"default", "data-parallel-rng", "mtp-hsm-rng"}
+    expected = {"default", "data-parallel-rng", "mtp-hsm-rng", "numpy", "random"}
     assert same - {"expert-parallel-rng"} == expected, "as between upstream's ranks"
 
 
