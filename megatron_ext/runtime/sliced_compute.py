@@ -21,13 +21,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.config import active
 from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import MicrobatchData, StageCompute
+from megatron_ext.runtime.sliceable import check_model, declares_slices, sliced_layers
 from megatron_ext.schedules.table.slices import token_bounds
 
 if TYPE_CHECKING:
@@ -547,7 +547,8 @@ class SlicedCompute(StageCompute):
         if kind == "W":  # needs nothing that layers keep
             return super().run(numbered, inputs)
         if kind == "F" and part == 0:
-            _check_model(self._stage(stage).model)
+            if not self._forwards[stage]:
+                check_model(self._stage(stage).model)
             if getattr(self.call.config, "mtp_num_layers", None):
                 self._look_ahead(stage, microbatch, inputs)
         self._number = number
@@ -555,8 +556,8 @@ class SlicedCompute(StageCompute):
             outputs = super().run(numbered, inputs)
         if kind == "F":
             place = self._stage(stage)
-            if part == 0 and not getattr(unwrap_model(place.model), "runs_in_slices", False):
-                layers = len(_layers(unwrap_model(place.model)))
+            if part == 0 and not declares_slices(place.model):
+                layers = len(sliced_layers(place.model))
                 kept = len(self.kept.microbatches[stage, microbatch].attention)
                 if kept != layers:  # the patches had no effect
                     raise ScheduleError(
@@ -648,42 +649,3 @@ def _sum(name: str, reports: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tens
             "the micro-batch; report a tensor of the sum of losses and the number of tokens"
         )
     return torch.stack(values).sum(dim=0)
-
-
-def _check_model(model: torch.nn.Module) -> None:
-    """Check that all that connects tokens of a sequence is attention that keeps its state."""
-    from megatron.core.models.gpt import GPTModel  # other models need not import it
-
-    reader = unwrap_model(model)
-    if getattr(reader, "runs_in_slices", False):  # see with_earlier_slices
-        return
-    wrong = None
-    if type(reader) is not GPTModel:
-        wrong = f"a {type(reader).__name__}"
-    else:
-        for layer in _layers(reader):
-            core: Any = getattr(getattr(layer, "self_attention", None), "core_attention", None)
-            if type(core).__name__ not in ("DotProductAttention", "TEDotProductAttention"):
-                wrong = f"a layer with {type(core).__name__}"
-            # Megatron has a type for kinds of masks, Transformer Engine their names.
-            elif getattr(core.attn_mask_type, "name", core.attn_mask_type) != "causal":
-                wrong = "attention to later tokens"
-            elif (own := getattr(core, "scale_mask_softmax", None)) and (
-                own.scaled_masked_softmax_fusion and own.input_in_float16
-            ):
-                wrong = (
-                    "the fused softmax in 16 bits, which takes as many queries as keys "
-                    "(masked_softmax_fusion=False)"
-                )
-    if wrong is not None:
-        raise ScheduleError(
-            f"slices are for a GPTModel with causal DotProductAttention, or Transformer Engine's, "
-            f"in all layers, and for models that declare runs_in_slices (docs/slices.md), not for "
-            f"{wrong}; leave the slices out"
-        )
-
-
-def _layers(model: Any) -> list[Any]:
-    """Return the layers of a GPTModel, with those of multi-token prediction."""
-    predicting = model.mtp.modules() if getattr(model, "mtp_process", False) else ()
-    return [*model.decoder.layers, *(m for m in predicting if isinstance(m, TransformerLayer))]

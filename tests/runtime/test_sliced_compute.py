@@ -78,9 +78,12 @@ def one_stage_here(*args: Any) -> Captured:
             )
             own = [*self.of_last_stage.parameters()]
             others = {"embedding": self.of_last_stage}
-            self.mtp.register_forward_pre_hook(
-                lambda _, args, kwargs: (args, kwargs | others), with_kwargs=True
-            )
+
+            def give_others(_module: Any, args: Any, kwargs: Any) -> Any:
+                return args, kwargs | others
+
+            give_others.runs_in_slices = True  # type: ignore[attr-defined]
+            self.mtp.register_forward_pre_hook(give_others, with_kwargs=True)
         elif self.share_embeddings_and_output_weights:
             own = [torch.nn.Parameter(embedding.word_embeddings.weight.detach().clone())]
             copy_tensor_model_parallel_attributes(own[0], embedding.word_embeddings.weight)
@@ -691,8 +694,8 @@ def wrong_layers() -> list[str]:
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_ext.errors import ScheduleError
-    from megatron_ext.runtime import sliced_compute
     from megatron_ext.runtime.runtime import in_force
+    from megatron_ext.runtime.sliceable import check_model
     from tests.pipelines import use
     from tests.runtime import small_gpt
 
@@ -701,14 +704,14 @@ def wrong_layers() -> list[str]:
     core = model.decoder.layers[1].self_attention.core_attention
     softmax, found = core.scale_mask_softmax, []
     softmax.input_in_float16 = True
-    sliced_compute._check_model(model)
+    check_model(model)
     for changed, name, value in (
         (softmax, "scaled_masked_softmax_fusion", True),
         (core, "attn_mask_type", AttnMaskType.no_mask),
     ):
         setattr(changed, name, value)
         with pytest.raises(ScheduleError) as raised:
-            sliced_compute._check_model(model)
+            check_model(model)
         found.append(str(raised.value))
     use(None)
     tokens = torch.arange(11)[None]
@@ -723,3 +726,66 @@ def test_attention_to_later_tokens_a_fused_softmax_and_padding_are_refused() -> 
     assert "padding_mask of GPTModel's forward cannot be used in slices" in padded
     assert "not for the fused softmax in 16 bits, which takes as many queries as keys" in fused
     assert "not for attention to later tokens; leave the slices out" in later
+
+
+def strange_models() -> list[str]:
+    """Return the refusals of a GPT with hooks and modules of others; it runs between them."""
+    import torch
+
+    from megatron_ext.errors import ScheduleError
+    from megatron_ext.runtime.sliceable import check_model
+    from tests.runtime import small_gpt
+
+    class Mean(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x.mean(0, keepdim=True)
+
+    class Tokenwise(Mean):
+        runs_in_slices = True
+
+    def hook(*_: Any) -> None:
+        """Change nothing."""
+
+    def declared(*_: Any) -> None:
+        """Change nothing, and say so."""
+
+    declared.runs_in_slices = True  # type: ignore[attr-defined]
+    start_parallel()
+    model = small_gpt.build(use_ddp=False, **PLAIN)
+    layer = model.decoder.layers[1]
+    weight = layer.mlp.linear_fc1.weight
+    told = []
+    for register in (
+        layer.register_forward_hook,
+        layer.mlp.register_forward_pre_hook,
+        model.decoder.register_full_backward_hook,
+        weight.register_hook,
+        weight.register_post_accumulate_grad_hook,
+    ):
+        register(declared)
+        check_model(model)
+        handle = register(hook)
+        with pytest.raises(ScheduleError) as raised:
+            check_model(model)
+        told.append(str(raised.value))
+        handle.remove()
+    layer.extra = Tokenwise()
+    check_model(model)
+    for module in (Mean(), torch.nn.BatchNorm1d(3), torch.nn.Conv1d(3, 3, 3)):
+        layer.extra = module
+        with pytest.raises(ScheduleError) as raised:
+            check_model(model)
+        told.append(str(raised.value))
+    layer.extra = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.GELU(), torch.nn.LayerNorm(3))
+    check_model(model)
+    return told
+
+
+def test_hooks_and_modules_that_may_connect_tokens_are_refused_unless_they_declare_slices() -> None:
+    [told] = run_ranks(1, strange_models)
+    hooks, modules = told[:5], told[5:]
+    for refusal in hooks:
+        assert "hook on " in refusal
+        assert "set runs_in_slices = True on the hook (strange_models.<locals>.hook)" in refusal
+    for refusal, kind in zip(modules, ("Mean", "BatchNorm1d", "Conv1d"), strict=True):
+        assert refusal.startswith(f"decoder.layers.1.extra ({kind}) runs once for each slice")
