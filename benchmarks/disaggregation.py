@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,13 +219,15 @@ def measure_training(flags: list[str]) -> Trained:
         return result
 
     spent_s: list[float] = []
-    begun_s, buffers = 0.0, weights._buffers
+    begun_s = 0.0
 
-    def begin(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-        # Both sides begin with these: one to send, the other once new weights are announced.
-        nonlocal begun_s
-        begun_s = time.perf_counter()
-        return buffers(chunks)
+    def beginning(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            nonlocal begun_s
+            begun_s = time.perf_counter()
+            return function(*args)
+
+        return run
 
     def timed(move: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(move)
@@ -235,9 +237,11 @@ def measure_training(flags: list[str]) -> Trained:
 
         return run
 
-    vars(weights)["_buffers"] = begin
-    for side, name in ((weights.WeightSender, "step_done"), (weights.WeightReceiver, "receive")):
-        setattr(side, name, timed(getattr(side, name)))
+    # One side begins with its buffers, the other once the names of those have arrived.
+    for name in ("_buffers", "_decoded"):
+        vars(weights)[name] = beginning(getattr(weights, name))
+    for side in (weights.WeightSender, weights.WeightReceiver):
+        setattr(side, "transfer", timed(side.transfer))  # noqa: B010
     training.train = measured
     train_here("gpt", flags)
     job = active.job()

@@ -384,6 +384,8 @@ _TEXTS = {
             backward ranks have nothing to do; leave one of them out
         perform_rl_step
             each role would train on samples of its own; leave one of them out
+        log_energy
+            Megatron adds up the energy of backward ranks only; leave one of them out
         moe_use_upcycling | ckpt_convert_format
             forward ranks neither load nor save checkpoints, so another run has to convert them;
             leave one of them out
@@ -568,8 +570,22 @@ def imply(found: Preflight, config: PipelineConfig, args: Namespace) -> None:
             "--microbatch-group-size-per-virtual-pipeline-stage has no effect: the order of "
             "micro-batches is part of the schedule"
         )
-    if config.disaggregation is not None and profiles_with_torch(args):
-        found.notices.append("--use-pytorch-profiler profiles backward ranks only")
+    found.notices += _unlogged(config, args)
+
+
+def _unlogged(config: PipelineConfig, args: Namespace) -> Iterator[str]:
+    """Yield notices of what logs and profiles lack under a configuration."""
+    has_roles, setting = config.disaggregation is not None, vars(args).get
+    if has_roles and profiles_with_torch(args):
+        yield "--use-pytorch-profiler profiles backward ranks only"
+    if has_roles and setting("log_progress"):
+        yield "--log-progress counts the devices of backward ranks only"
+    if setting("timing_log_level") in (2, "2") and (has_roles or not config.is_stock):
+        yield (
+            "--timing-log-level 2: no time is logged for forward-recv, forward-send and other "
+            "messages, which a schedule of this package does not wait for one by one; --trace "
+            "records them"
+        )
 
 
 def drop(found: Preflight, args: Namespace, rules: Iterable[Rule]) -> dict[str, Any]:

@@ -40,11 +40,6 @@ _HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 # Arguments with a file or text that describes each layer.
 _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
-# What draws random numbers in a forward.
-_DRAWING = (
-    "attention_dropout", "hidden_dropout", "moe_input_jitter_eps",
-    "moe_router_force_load_balancing", "moe_router_force_biased", "mtp_hsm",
-)  # fmt: skip
 
 # Placements that deal stages out round-robin, as Megatron does.
 _DEALT = ("linear", "loop")
@@ -150,8 +145,9 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
         ArgumentsError: What the sizes say about the stages of each rank does not go together.
     """
     # Roles bring their schedule along, whose stages Megatron makes of its own flags.
-    if config.disaggregation is not None and any(map(vars(args).get, _DRAWING)):
-        return replace(config, microbatch_rng=True)  # both roles must draw the same numbers
+    if config.disaggregation is not None:
+        # Both roles must draw the same numbers, and flags do not tell all that a model draws.
+        return replace(config, microbatch_rng=True)
     if config.schedule is None and config.dynamic is not None:
         config = replace(config, schedule=base_table(chunks_of_megatron(args)))
     if config.schedule is None:

@@ -62,6 +62,8 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     model = call["model"]
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     runtime, config = _ready(chunks), get_model_config(chunks[0])
+    if not runtime.is_evaluating:
+        runtime.weights.transfer()
     if call.get("forward_only"):
         beat()  # backward ranks wait for all of an evaluation, however long it takes
         with _explaining_failures(runtime.wire):
@@ -138,18 +140,20 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
     return compute
 
 
-def step_done(chunks: Sequence[torch.nn.Module], *, updated: bool) -> None:
-    """Start the transfer of new weights; every rank calls this after each training step.
-
-    `updated` says on a backward rank whether the optimizer changed its weights.
-    """
-    _ready(chunks).weights.step_done(updated=updated)
-    for observer in active.required().observers:
-        observer.end_iteration()
+@contextmanager
+def evaluation(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Evaluate on a forward rank, in all steps with the weights that backward ranks have now."""
+    runtime = _ready(chunks)
+    runtime.weights.transfer()
+    runtime.is_evaluating = True
+    try:
+        yield
+    finally:
+        runtime.is_evaluating = False
 
 
 def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
-    """Return the runtime, created at first use, after forward ranks have the latest weights."""
+    """Return the runtime, created at first use."""
     job, roles = active.job(), roles_in_force()
     assert job is not None
     runtime = roles.runtime
@@ -165,10 +169,6 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
         layers = layers_of(chunks[0]) if job.activations == "ship" else None
         side = WeightReceiver if job.role == "forward" else WeightSender
         roles.runtime = runtime = RoleRuntime(job, wire, side(job, wire, chunks), layers)
-        # Whatever the two roles were initialised or loaded with, from here on their weights are
-        # equal.
-        runtime.weights.step_done(updated=True)
-    runtime.weights.catch_up()
     return runtime
 
 
@@ -237,6 +237,7 @@ def _explaining_failures(wire: Transport) -> Iterator[None]:
 
 # -- exchanges besides tensors, which every rank of a job calls ------------------------------------
 
+_LOSSES = "losses of an evaluation"
 _PROGRESS = (
     "iteration",
     "num_floating_point_operations_so_far",
@@ -266,18 +267,18 @@ def share_exit(chunks: Sequence[torch.nn.Module], *, is_over: bool) -> bool:
     return bool(hand_over("end of the training", is_over, to="forward", pause=pause))
 
 
-def share_evaluation(
-    chunks: Sequence[torch.nn.Module], losses: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Send the losses of an evaluation from forward ranks, which run it, to the ranks that log.
+def receive_evaluation(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Let forward ranks evaluate the weights of backward ranks; return their losses, on the host.
 
-    There they are in fp32 on the host.
+    The losses are in fp32.
     """
-    pause = _ready(chunks).wire.poll
-    shared = hand_over(
-        "losses of an evaluation",
-        {key: loss.tolist() for key, loss in losses.items()},
-        to="backward",
-        pause=pause,
-    )
-    return {key: torch.tensor(loss, dtype=torch.float32) for key, loss in shared.items()}
+    runtime = _ready(chunks)
+    runtime.weights.transfer()
+    losses = hand_over(_LOSSES, {}, to="backward", pause=runtime.wire.poll)
+    return {key: torch.tensor(loss, dtype=torch.float32) for key, loss in losses.items()}
+
+
+def send_evaluation(chunks: Sequence[torch.nn.Module], losses: Mapping[str, torch.Tensor]) -> None:
+    """Send the losses of an evaluation from forward ranks, which run it, to the ranks that log."""
+    values = {key: loss.tolist() for key, loss in losses.items()}
+    hand_over(_LOSSES, values, to="backward", pause=_ready(chunks).wire.poll)

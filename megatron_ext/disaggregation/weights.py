@@ -1,22 +1,22 @@
-"""Transfers new weights from backward ranks, which train them, to forward ranks.
+"""Transfers weights and buffers from backward ranks, which train them, to forward ranks.
 
-After each optimizer step a backward rank announces whether it updated its weights and sends them in
-buckets. A forward rank receives them before its next forward.
+Before each training step, and before each evaluation, a backward rank sends what its model holds
+now: weights in buckets, and buffers. A forward rank receives them before its first forward.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
-from megatron_ext.errors import TransportError
+from megatron_ext.errors import ScheduleError, TransportError
 from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Transport
 
 _BUCKET_BYTES = 32 << 20
+_MAKE_OWN_BUFFERS = ("megatron.core.models.common.embeddings.", "megatron.core.transformer.moe.")
 
 
 def _message(job: Job, number: int, *, header: bool = False) -> Message:
@@ -109,39 +110,53 @@ def _layout(chunks: Sequence[torch.nn.Module]) -> _Layout:
     ]
 
 
-def _buffers(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    """Return what routers save besides their weights, such as the bias of their experts."""
-    return [
-        buffer
-        for chunk in unwrap_model(list(chunks))
-        for module in chunk.modules()
-        if isinstance(module, Router)
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    ]
-
-
-def _travels_as(buffer: torch.Tensor) -> torch.dtype:
-    # Routers keep their bias in fp32, but only from their first forward on.
-    return torch.float32 if buffer.is_floating_point() else buffer.dtype
-
-
 def _frozen(weights: Iterable[_Weight], layout: _Layout) -> list[_Bucket]:
     """Return buckets of the weights that are in none of Megatron's: those that do not train."""
     trained = {name for bucket in layout for name, _ in bucket}
     return list(_portions(weight for weight in weights if weight.name not in trained))
 
 
+def _buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the buffers of a stage that both roles must have alike, by name.
+
+    They are all buffers but the unsaved ones of Megatron's position embeddings and experts.
+    """
+    [model] = unwrap_model(list(chunks))
+    buffers: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        # Each role makes these itself: tables of positions, which grow with the sequences that it
+        # has seen, counts of tokens, and copies of weights.
+        makes_own = type(module).__module__.startswith(_MAKE_OWN_BUFFERS)
+        unsaved = module._non_persistent_buffers_set if makes_own else ()
+        named = module.named_buffers(path, recurse=False)
+        buffers.update((n, buffer) for n, buffer in named if n.rpartition(".")[2] not in unsaved)
+    return buffers
+
+
+class _BufferForm(NamedTuple):
+    """A buffer as it travels; dtype and shape may change from step to step."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
 class _Side:
-    """One end of the transfers, with its model in its wrappers."""
+    """One end of the transfers; holds the wrapped model."""
 
     def __init__(self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]) -> None:
         self._job = job
         self._wire = wire
         self._chunks = chunks
         self._partners = [job.ranks.rank(place) for place in job.weight_partners]
-        # Of shared weights, those that only the first transfer has.
-        self._frozen: list[_Bucket] = []
+        # Buffers of replicas may differ, so they come from the same replica alone.
+        self._twins = [job.ranks.rank(place) for place in job.ranks.twins(job.place)]
 
 
 class WeightSender(_Side):
@@ -149,54 +164,85 @@ class WeightSender(_Side):
 
     def __init__(self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]) -> None:
         super().__init__(job, wire, chunks)
-        self._buckets = list(_portions(_weights(job, chunks)))
         if job.shares_weights:
             layout = _layout(chunks)
-            self._frozen = _frozen(_weights(job, chunks), layout)
-            encoded = bytearray(json.dumps(layout).encode())
-            wire.begin([], 1)
-            self._isend(torch.frombuffer(encoded, dtype=torch.uint8), _message(job, 0, header=True))
+            self._unshared = _frozen(_weights(job, chunks), layout)
+            self._isend(_encoded(layout), self._partners, _message(job, 0, header=True))
+        else:
+            self._unshared = list(_portions(_weights(job, chunks)))
 
-    def catch_up(self) -> None:
-        """Do nothing: this side has the weights."""
+    def transfer(self) -> None:
+        """Send what the model holds now.
 
-    def step_done(self, *, updated: bool) -> None:
-        """Send buffers, and the weights or the message that they are unchanged."""
-        # With loss scaling the optimizer may have skipped the step, but buffers have changed.
-        states = [buffer.to(_travels_as(buffer)) for buffer in _buffers(self._chunks)]
-        parts = [state.reshape(-1).view(torch.uint8).cpu() for state in states]
+        Raises:
+            ScheduleError: Megatron's buffers do not hold a weight any more.
+        """
+        # Not after the optimizer's step: a training loop may change weights between two steps, as
+        # pruning, clipping and averaging do, and `.data` leaves no mark of it.
+        buffers = _buffers(self._chunks)
+        forms = [
+            _BufferForm(name, str(buffer.dtype).removeprefix("torch."), list(buffer.shape))
+            for name, buffer in buffers.items()
+        ]
+        self._isend(_encoded(forms), self._twins, _message(self._job, 0, header=True))
+        if buffers:
+            contents = [
+                buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers.values()
+            ]
+            self._isend(torch.cat(contents).cpu(), self._twins, _message(self._job, 0))
         self._wire.begin([], 1)
-        notice = torch.cat([torch.tensor([updated], dtype=torch.uint8), *parts])
-        self._isend(notice, _message(self._job, 0))
-        if updated:
-            self._wire.begin([], 1)
-            # Nothing is flushed: the next forwards and the loading of data overlap with these
-            # sends.
-            for number, flat in enumerate(self._flats(), start=1):
-                self._isend(flat.cpu(), _message(self._job, number))
+        # Nothing is flushed: the forwards of this step overlap with these sends.
+        flats = chain(
+            ((flat, self._partners) for flat in self._shared_flats()),
+            ((flat, self._twins) for flat in self._whole_flats()),
+        )
+        for number, (flat, targets) in enumerate(flats, start=1):
+            for target in targets:
+                self._wire.isend(flat, target, _message(self._job, number))
 
-    def _isend(self, tensor: torch.Tensor, message: Message) -> None:
-        for target in self._partners:
+    def _isend(self, tensor: torch.Tensor, targets: Iterable[int], message: Message) -> None:
+        """Send the only message of a step of the wire."""
+        self._wire.begin([], 1)
+        for target in targets:
             self._wire.isend(tensor, target, message)
 
-    def _flats(self) -> Iterator[torch.Tensor]:
-        """Yield this replica's shard of each bucket, or whole buckets with all updates gathered."""
-        # Copies: the next optimizer step may begin before the tensors are sent.
-        if self._job.shares_weights:
-            # Replicas gather weights only in their next forward (the distributed optimizer with
-            # --overlap-param-gather). Instead of waiting for that, each sends its updated shard to
-            # the forward ranks of all replicas, which assemble the buckets of Megatron's gradient
-            # buffers.
-            shared = (bucket.param_data.view(-1) for _, bucket in _shared_buckets(self._chunks))
-            for whole in chain(shared, map(_flat, self._frozen)):
-                shares = whole.tensor_split(self._job.ranks.dp)
-                yield shares[self._job.place.dp].detach().clone()
-            self._frozen = []
+    # Buckets are copied: the next optimizer step may begin before they are sent.
+
+    def _shared_flats(self) -> Iterator[torch.Tensor]:
+        """Yield this replica's shard of each bucket of shared weights, on the host."""
+        if not self._job.shares_weights:
             return
-        for chunk in self._chunks:
-            if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
-        yield from map(_flat, self._buckets)
+        # Replicas gather weights only in their next forward (the distributed optimizer with
+        # --overlap-param-gather). Instead of waiting for that, each sends its updated shard to the
+        # forward ranks of all replicas, which assemble the buckets of Megatron's gradient buffers.
+        for _, bucket in _shared_buckets(self._chunks):
+            self._check_storage(bucket)
+            shards = bucket.param_data.view(-1).tensor_split(self._job.ranks.dp)
+            yield shards[self._job.place.dp].detach().clone().cpu()
+
+    def _whole_flats(self) -> Iterator[torch.Tensor]:
+        """Yield the other buckets, on the host: of frozen weights, or of all that none shares."""
+        if not self._job.shares_weights:
+            ddps = [chunk for chunk in self._chunks if isinstance(chunk, DistributedDataParallel)]
+            for ddp in ddps:
+                if ddp.ddp_config.overlap_param_gather:
+                    ddp.start_param_sync(force_sync=True)
+        for bucket in self._unshared:
+            yield _flat(bucket).cpu()
+
+    def _check_storage(self, bucket: Any) -> None:
+        """Check that Megatron's buffer, a shard of which is sent, holds a bucket's weights."""
+        storage = bucket.param_data.untyped_storage().data_ptr()
+        for parameter in bucket.params_list:
+            if parameter.untyped_storage().data_ptr() == storage:
+                continue
+            [model] = unwrap_model(list(self._chunks))
+            name = next(name for name, weight in model.named_parameters() if weight is parameter)
+            raise ScheduleError(
+                f"{name}.data was replaced, but Megatron gathers weights in a buffer, and forward "
+                f"ranks get what the buffer holds; write into the weight ({name}.data.copy_(...)), "
+                "or leave --overlap-param-gather out"
+            )
 
 
 class WeightReceiver(_Side):
@@ -204,30 +250,72 @@ class WeightReceiver(_Side):
 
     def __init__(self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]) -> None:
         super().__init__(job, wire, chunks)
-        self._due = 0  # transfers that have not been received yet
         weights = list(_weights(job, chunks))
+        self._shared: list[_Bucket] = []
         if job.shares_weights:
-            message = _message(job, 0, header=True)
-            self._begin({message: torch.uint8})
             # All backward ranks have the same layout.
-            [encoded, *_] = [self._recv(source, message) for source in self._partners]
-            layout: _Layout = json.loads(encoded.numpy().tobytes())
+            layout: _Layout = _decoded(self._recv_one(self._partners, header=True)[0])
             by_name = {weight.name: weight for weight in weights}
-            self._buckets = [
-                [(by_name[name], start) for name, start in bucket] for bucket in layout
-            ]
-            self._frozen = _frozen(weights, layout)
+            self._shared = [[(by_name[name], start) for name, start in bucket] for bucket in layout]
+            self._unshared = _frozen(weights, layout)
         else:
-            self._buckets = list(_portions(weights))
+            self._unshared = list(_portions(weights))
 
-    def _begin(self, expected: Mapping[Message, torch.dtype]) -> None:
-        """Expect messages from each partner."""
-        of_all = [
-            Expected(source, message, None, dtype)
-            for message, dtype in expected.items()
-            for source in self._partners
+    def transfer(self) -> None:
+        """Wait for what the backward ranks' models hold, and load it.
+
+        Raises:
+            ScheduleError: A merged forward rank cannot hold their buffers.
+            TransportError: They have not sent it in time, or are gone.
+        """
+        self._load_buffers()
+        buckets = [(bucket, self._partners) for bucket in self._shared]
+        buckets += [(bucket, self._twins) for bucket in self._unshared]
+        expected = [
+            Expected(source, _message(self._job, number), None, _dtype(bucket))
+            for number, (bucket, sources) in enumerate(buckets, start=1)
+            for source in sources
         ]
-        self._wire.begin(of_all, len(expected))
+        self._wire.begin(expected, len(buckets))
+        num_shards = len(self._twins)
+        for number, (bucket, sources) in enumerate(buckets, start=1):
+            shards = [self._recv(source, _message(self._job, number)) for source in sources]
+            if len(sources) > num_shards:
+                # Ordered by replica: the parts of one bucket for each tensor-parallel rank.
+                shards = [torch.cat(shards[shard::num_shards]) for shard in range(num_shards)]
+            _unpack(bucket, shards)
+
+    def _load_buffers(self) -> None:
+        headers = [_decoded(header) for header in self._recv_one(self._twins, header=True)]
+        forms = [_BufferForm(*form) for form in headers[0]]
+        if not forms:
+            return
+        contents = self._recv_one(self._twins, header=False)
+        mine, begin = _buffers(self._chunks), 0
+        [model] = unwrap_model(list(self._chunks))
+        for form in forms:
+            end = begin + math.prod(form.shape) * form.torch_dtype.itemsize
+            # A merged forward rank has one buffer where its backward ranks have one each.
+            parts = [content[begin:end] for content in contents]
+            if any(not torch.equal(part, parts[0]) for part in parts):
+                raise ScheduleError(
+                    f"the buffer {form.name} differs between tensor-parallel ranks, and a merged "
+                    "forward rank holds one; leave --ignore-forward-tensor-parallel out"
+                )
+            buffer = parts[0].clone().view(form.torch_dtype).view(form.shape)
+            if form.name in mine:
+                # Routers change the dtype of a buffer in their first forward.
+                mine[form.name].data = buffer.to(mine[form.name].device)
+            else:
+                path, _, name = form.name.rpartition(".")
+                model.get_submodule(path).register_buffer(name, buffer)
+            begin = end
+
+    def _recv_one(self, sources: Sequence[int], *, header: bool) -> list[torch.Tensor]:
+        """Receive the only message of a step of the wire, bytes, from each source."""
+        message = _message(self._job, 0, header=header)
+        self._wire.begin([Expected(source, message, None, torch.uint8) for source in sources], 1)
+        return [self._recv(source, message) for source in sources]
 
     def _recv(self, source: int, message: Message) -> torch.Tensor:
         try:
@@ -237,37 +325,14 @@ class WeightReceiver(_Side):
                 f"{self._job.name_of(None)} waits for {self._job.name_of(source)}: {error}"
             ) from error
 
-    def step_done(self, *, updated: bool) -> None:
-        """Expect a transfer; only the other side knows whether weights were updated."""
-        self._due += 1
 
-    def catch_up(self) -> None:
-        """Wait for the weights of the next step, and load them if they are new."""
-        for _ in range(self._due):
-            self.receive()
-        self._due = 0
+def _encoded(content: Any) -> torch.Tensor:
+    """Return JSON as a tensor of bytes."""
+    return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
 
-    def receive(self) -> None:
-        """Receive one transfer."""
-        self._begin({_message(self._job, 0): torch.uint8})
-        notices = [self._recv(source, _message(self._job, 0)) for source in self._partners]
-        taken = 1  # all sources hold the same buffers
-        for buffer in _buffers(self._chunks):
-            dtype = _travels_as(buffer)
-            end = taken + buffer.numel() * dtype.itemsize
-            buffer.data = notices[0][taken:end].clone().view(dtype).view(buffer.shape)
-            taken = end
-        if any(bool(notice[0]) for notice in notices):
-            buckets, self._frozen = self._buckets + self._frozen, []
-            messages = [_message(self._job, number + 1) for number in range(len(buckets))]
-            self._begin(dict(zip(messages, map(_dtype, buckets), strict=True)))
-            for bucket, message in zip(buckets, messages, strict=True):
-                parts = [self._recv(source, message) for source in self._partners]
-                if self._job.shares_weights:
-                    # Ordered by replica: one bucket for each tensor-parallel rank.
-                    num_shards = len(parts) // self._job.ranks.dp
-                    parts = [torch.cat(parts[shard::num_shards]) for shard in range(num_shards)]
-                _unpack(bucket, parts)
+
+def _decoded(encoded: torch.Tensor) -> Any:
+    return json.loads(encoded.cpu().numpy().tobytes())
 
 
 @torch.no_grad()

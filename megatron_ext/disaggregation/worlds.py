@@ -9,8 +9,10 @@ each other in it, and the few values below travel through it.
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -31,8 +33,11 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.program import Table
     from megatron_ext.transport.base import Transport
 
+_LOG = logging.getLogger(__name__)
+
 _PREFIX = "megatron_ext/fbd"
 _BEATS = f"{_PREFIX}/beats"
+_ENDED = f"{_PREFIX}/ended"
 # Between two looks for a value.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
 
@@ -49,6 +54,8 @@ class RoleRuntime:
     """Layers of this stage if their inputs are shipped, else None."""
     tables: dict[int, Table] = field(default_factory=dict)
     """By number of micro-batches."""
+    is_evaluating: bool = False
+    """Whether an evaluation is in progress, which has its weights."""
 
 
 @dataclass
@@ -108,6 +115,30 @@ def beat() -> None:
         roles_in_force().store.add(_BEATS, 1)
 
 
+@contextmanager
+def ending_both_roles() -> Iterator[None]:
+    """Let the other role end as well where Megatron calls `sys.exit()` in the block.
+
+    It does so where a checkpoint is missing or cannot be read. The exit code is 0, which no
+    launcher takes for a failure, and the other role would wait for this one.
+    """
+    try:
+        yield
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        roles_in_force().store.set(_ENDED, json.dumps([_job().name_of(None), code]))
+        raise
+
+
+def _end_with_other_role(store: Store) -> None:
+    """End this process if a process of the other role has ended before the training."""
+    if not store.check([_ENDED]):
+        return
+    name, code = json.loads(store.get(_ENDED))
+    _LOG.warning("%s ended the training with exit code %d; so do forward ranks", name, code)
+    raise SystemExit(code)
+
+
 def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object]) -> Any:
     """Send a small value from the last process of one role to all processes of the other.
 
@@ -124,6 +155,7 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
         The sent value on the receiving role; the argument `value` on the other.
 
     Raises:
+        SystemExit: A process of the other role has ended, see `ending_both_roles`.
         TransportTimeout: The other role has neither sent the value nor signalled progress.
     """
     job, roles = _job(), roles_in_force()
@@ -140,6 +172,7 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
     beats, pause_s = store.add(_BEATS, 0), _FIRST_PAUSE_S
     until = time.monotonic() + job.timeout_s  # a pause may end early, when a poll is woken
     while not store.check([key]):
+        _end_with_other_role(store)
         if time.monotonic() >= until:
             # An evaluation may take longer than the time-out, as long as it goes on.
             before, beats = beats, store.add(_BEATS, 0)

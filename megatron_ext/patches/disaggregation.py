@@ -66,16 +66,31 @@ def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     return call(**{**given, provider: frozen})
 
 
+@PATCHES.row("disaggregation.throughput", f"{_TRAINING}:training_log", when=_on_backward_rank)
+def _log_all_ranks(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron divides by the processes of one role, but both roles' devices do the work."""
+    job = active.job()
+    assert job is not None
+    arguments = sys.modules["megatron.training"].get_args()
+    arguments.world_size = job.ranks.num_ranks
+    try:
+        return call(*args, **kwargs)
+    finally:
+        arguments.world_size = job.ranks.role_size(job.role)
+
+
 @PATCHES.row("disaggregation.progress", f"{_TRAINING}:setup_model_and_optimizer")
 def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron reads a checkpoint on every rank; forward ranks get counters from backward ranks."""
     from megatron_ext.disaggregation.step import shared_progress
+    from megatron_ext.disaggregation.worlds import ending_both_roles
 
-    made = call(*args, **kwargs)
+    with ending_both_roles():
+        model_and_optimizer = call(*args, **kwargs)
     # The counters are arguments: Megatron's own loading writes them there.
     progress = vars(sys.modules["megatron.training"].get_args())
     progress.update(shared_progress(progress))
-    return made
+    return model_and_optimizer
 
 
 @PATCHES.row(
@@ -84,8 +99,6 @@ def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron updates weights and averages losses, which forward ranks do not have."""
     # Losses stay on the backward ranks, which log; the results have the form of upstream's.
-    from megatron_ext.disaggregation.step import step_done
-
     given = by_name(call, args, kwargs)
     arguments = sys.modules["megatron.training"].get_args()
     given["forward_backward_func"](
@@ -97,31 +110,22 @@ def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
         micro_batch_size=arguments.micro_batch_size,
         decoder_seq_length=arguments.decoder_seq_length,
     )
-    step_done(given["model"], updated=False)
+    for observer in active.required().observers:  # Megatron's optimizer does it, on other ranks
+        observer.end_iteration()
     # Losses; steps that were skipped; whether to save and to exit, with which code; the norm of the
     # gradients and how many are zero; the largest attention logit.
     return {}, 0, False, False, 0, None, None, 0
 
 
-@PATCHES.row("disaggregation.weights", f"{_TRAINING}:train_step", when=_on_backward_rank)
-def _send_weights(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not send new weights; forward ranks need them."""
-    from megatron_ext.disaggregation.step import step_done
-
-    results = call(*args, **kwargs)
-    # A step that the optimizer skipped clips queries and keys all the same.
-    updated = not results[1] or sys.modules["megatron.training"].get_args().qk_clip
-    step_done(by_name(call, args, kwargs)["model"], updated=updated)
-    return results
-
-
 @PATCHES.row("disaggregation.evaluate", f"{_TRAINING}:evaluate", when=_on_forward_rank)
 def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron returns the losses of an evaluation on forward ranks; backward ranks log them."""
-    from megatron_ext.disaggregation.step import share_evaluation
+    from megatron_ext.disaggregation.step import evaluation, send_evaluation
 
-    losses, *others = call(*args, **kwargs)
-    share_evaluation(by_name(call, args, kwargs)["model"], losses or {})
+    model = by_name(call, args, kwargs)["model"]
+    with evaluation(model):
+        losses, *others = call(*args, **kwargs)
+    send_evaluation(model, losses or {})
     return losses, *others
 
 
@@ -130,7 +134,7 @@ def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 )
 def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron evaluates on every rank; forward ranks alone are enough."""
-    from megatron_ext.disaggregation.step import share_evaluation
+    from megatron_ext.disaggregation.step import receive_evaluation
 
     given = by_name(call, args, kwargs)
     arguments = sys.modules["megatron.training"].get_args()
@@ -138,7 +142,7 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     # Since 0.18 evaluations may have a separate batch size.
     batch = getattr(arguments, "eval_global_batch_size", None) or arguments.global_batch_size
     arguments.consumed_valid_samples += rounds * batch
-    return share_evaluation(given["model"], {}), None, False
+    return receive_evaluation(given["model"]), None, False
 
 
 @PATCHES.row(

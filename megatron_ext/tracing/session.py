@@ -134,8 +134,7 @@ class Session(Observer):
 
     def end_schedule(self) -> None:
         """Stop to watch: an optimizer of Megatron's goes on with it, and others report nothing."""
-        if self._configuration.job is None:  # with roles, the transfer of weights follows
-            self._report(OUTSIDE)
+        self._report(OUTSIDE)
 
     def end_iteration(self) -> None:
         """Write what the step has left."""
@@ -175,8 +174,8 @@ class Session(Observer):
         if self._collectives:
             return
         self._end(name, {})
-        if name == "optimizer" and self._configuration.job is None:
-            self.end_iteration()  # with roles, the transfer of weights is part of it
+        if name == "optimizer":
+            self.end_iteration()
 
     # Actions.
 

@@ -317,6 +317,8 @@ MASKED = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": T
         ({**MASKED, "transformer_impl": "transformer_engine"}, 4, None),
         ({"trace": True, "skip_train": True}, 4, "--trace records training steps"),
         ({"trace": True}, 4, None),
+        ({"timing_log_level": 2}, 4, "--timing-log-level 2: no time is logged for forward-recv"),
+        ({"timing_log_level": 1}, 4, None),
     ],
 )
 def test_what_has_less_effect_than_it_seems_is_logged(

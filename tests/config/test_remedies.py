@@ -139,6 +139,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--hybrid-context-parallel",
             "--freeze-all-layers",
             "--perform-rl-step",
+            "--log-energy",
             "--moe-use-upcycling",
             MERGED + "--num-experts 8 --world-size 48",
             SHIP + "--mtp-num-layers 1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,16 @@ def test_a_killed_process_is_named(victim: int, when: str, witnesses: list[int])
             # Before an evaluation, Megatron's loop has a barrier of the forward ranks.
             told += "|^torch: .*Connection (closed|reset) by peer"
         assert re.search(told, run.values[rank]), (rank, run.values[rank])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_both_roles_end_where_there_is_no_checkpoint(tmp_path: Path, num_ranks: int) -> None:
+    """Megatron's own exit code for it is 0, which no launcher takes for a failure."""
+    loading = f"--load {tmp_path} --exit-on-missing-checkpoint "
+    run = start_ranks(num_ranks, train_here, "gpt", (GPT + FBD + loading).split(), timeout_s=60)
+    assert run.exit_codes == [0] * num_ranks, run.describe()
+    told = "".join(run.logs)
+    assert re.search(r"backward rank \d .* ended the training with exit code 0; so do", told)
 
 
 def declaring(argv: list[str]) -> str:

@@ -36,7 +36,7 @@ def test_evaluation_is_that_of_an_ordinary_job(num_ranks: int, roles: str, tmp_p
     """Forward ranks evaluate, with the weights of the step; backward ranks log and write it."""
     flags = GPT.replace("--eval-iters 0", EVALUATING) + PP2
     shards = "--tensor-model-parallel-size 2 " if roles == MERGED else ""
-    writing = f"{roles}--tensorboard-dir {tmp_path} "
+    writing = f"{roles}--tensorboard-dir {tmp_path} --log-world-size-to-tensorboard "
     found = run_script(num_ranks, "pretrain_gpt.py", (flags + writing).split())
     expected = run_script(
         2 * num_ranks // 4 if not shards else 4,
@@ -48,6 +48,7 @@ def test_evaluation_is_that_of_an_ordinary_job(num_ranks: int, roles: str, tmp_p
     assert ours == pytest.approx(theirs, abs=0 if roles == FBD else 1e-5)
     assert losses(found) == pytest.approx(losses(expected), abs=0 if roles == FBD else 1e-5)
     written = written_scalars(tmp_path)
+    assert {value for _, value in written["world-size"]} == {num_ranks}, "of both roles"
     # The second line of a log is the mean of two steps.
     assert [value for _, value in written["lm loss"]][::2] == pytest.approx(
         losses(found)[::2], abs=1e-6

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from functools import cache
 from typing import Any
 
 import pytest
 
+from megatron_ext.errors import MegatronExtError
 from tests.ranks import run_ranks
 from tests.runtime import capture
 from tests.runtime.capture import GPT, PP2, Captured, _merge
@@ -213,29 +215,11 @@ def test_parts_of_a_sequence_have_their_own_forward_ranks() -> None:
     assert_equal(ours, megatrons)
 
 
-def run_counting(argv: list[str]) -> tuple[tuple[str, Captured], list[bool]]:
-    """Train as one rank; also return which steps changed the weights, on backward ranks."""
-    from megatron_ext.disaggregation.weights import WeightSender
-
-    send, told = WeightSender.step_done, []
-
-    def counting(self: WeightSender, *, updated: bool) -> None:
-        told.append(updated)
-        send(self, updated=updated)
-
-    setattr(WeightSender, "step_done", counting)  # noqa: B010
-    return run_role(argv), told
-
-
 def test_steps_that_loss_scaling_skips() -> None:
-    """Weights that stayed are not sent, and the steps after go on from them."""
+    """The steps after them go on from the weights that stayed."""
     flags = GPT.replace("--train-iters 3", "--train-iters 6") + PP2
     flags += "--fp16 --initial-loss-scale 1048576 --hysteresis 1 "
-    by_rank = run_ranks(4, run_counting, (flags + FBD).split(), timeout_s=100)
-    [told, *_] = [told for (role, _), told in by_rank if role == "backward"]
-    assert told[0], "the first transfer makes roles equal"
-    assert {True, False} == set(told[1:]), "some steps count, some are skipped"
-    ours, _ = together([mine for mine, _ in by_rank])
+    ours, _ = train(4, flags + FBD)
     assert_equal(ours, stock(2, flags))
 
 
@@ -268,6 +252,111 @@ def test_queries_are_clipped_after_steps_that_loss_scaling_skips() -> None:
     flags = GPT + PP2 + "--fp16 --initial-loss-scale 1048576 --hysteresis 1 "
     megatrons, _ = together(run_ranks(2, run_clipping, flags.split()))
     ours, _ = together(run_ranks(4, run_clipping, (flags + FBD).split(), timeout_s=100))
+    assert_equal(ours, megatrons)
+
+
+def run_changing(argv: list[str], change: str) -> tuple[str, Captured]:
+    """Train as one rank whose loop changes its model when a training step has returned."""
+    from megatron_ext import devices
+    from megatron_ext.config import active
+
+    devices.current()  # before Megatron is imported
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.utils import unwrap_model
+    from megatron.training import training
+
+    build: Any = GPTModel.__init__
+
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Build the model with a scale on what layers compute: a buffer, or a frozen weight."""
+        build(self, *args, **kwargs)
+        scale = torch.ones(1)
+        if change == "frozen weight":
+            self.scale = torch.nn.Parameter(scale, requires_grad=False)
+        else:
+            self.register_buffer("scale", scale, persistent=False)
+        self.decoder.register_forward_hook(lambda _module, _inputs, output: output * self.scale)
+
+    train_step = training.train_step
+
+    def step(forward_step: Any, data: Any, chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
+        results = train_step(forward_step, data, chunks, *args, **kwargs)
+        # Forward ranks have no gradients or moments, from which such changes often follow.
+        for model in [] if active.has_role("forward") else unwrap_model(chunks):
+            if change == "replaced":
+                weight = model.decoder.layers[0].mlp.linear_fc1.weight
+                weight.data = weight.data * 0.9
+            elif change == "weights":
+                for weight in model.parameters():
+                    weight.data.mul_(0.9)
+            else:
+                model.scale.data.mul_(0.5)
+        return results
+
+    setattr(GPTModel, "__init__", scaled)  # noqa: B010
+    training.train_step = step  # this process is a rank and ends
+    return run_role(argv)
+
+
+@pytest.mark.parametrize(
+    ("flags", "change"),
+    [
+        (GPT, "weights"),
+        (GPT + SHARDED, "frozen weight"),
+        (GPT, "buffer"),
+        pytest.param(GPT + SHARDED, "weights", marks=slow),
+        pytest.param(GPT, "replaced", marks=slow),
+    ],
+)
+def test_forwards_see_what_the_loop_changes_between_two_steps(flags: str, change: str) -> None:
+    replicas = 2 if SHARDED in flags else 1
+    flags += PP2
+    megatrons, _ = together(run_ranks(2 * replicas, run_changing, flags.split(), change))
+    ours, _ = together(run_ranks(4 * replicas, run_changing, (flags + FBD).split(), change))
+    assert_equal(ours, megatrons)
+
+
+def run_replacing(argv: list[str]) -> str:
+    """Train as one rank whose loop gives a weight other storage; return the refusal."""
+    try:
+        run_changing(argv, "replaced")
+    except MegatronExtError as error:
+        return str(error)
+    return ""
+
+
+def test_a_weight_that_leaves_megatrons_buffer_is_refused() -> None:
+    """Its replicas then send what the buffer still holds."""
+    refusals = run_ranks(4, run_replacing, (GPT + SHARDED + FBD).split())
+    assert any("linear_fc1.weight.data was replaced" in refusal for refusal in refusals), refusals
+
+
+def run_drawing(argv: list[str]) -> tuple[str, Captured]:
+    """Train as one rank of a model that draws numbers which no flag tells of."""
+    from megatron_ext import devices
+
+    devices.current()  # before Megatron is imported
+    import numpy as np
+    import torch
+    from megatron.core.models.gpt import GPTModel
+
+    build: Any = GPTModel.__init__
+
+    def noisy(self: Any, *args: Any, **kwargs: Any) -> None:
+        def disturb(_module: Any, _inputs: Any, output: Any) -> Any:
+            return output * (random.random() + np.random.random() + torch.rand(1))
+
+        build(self, *args, **kwargs)
+        self.decoder.register_forward_hook(disturb)
+
+    setattr(GPTModel, "__init__", noisy)  # noqa: B010
+    return run_role(argv)
+
+
+def test_both_roles_draw_the_same_numbers_whatever_draws_them() -> None:
+    megatrons, _ = together(run_ranks(2, run_drawing, (GPT + PP2 + RNG).split()))
+    ours, _ = together(run_ranks(4, run_drawing, (GPT + PP2 + FBD).split()))
     assert_equal(ours, megatrons)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -123,16 +124,20 @@ def note_evaluations(argv: list[str]) -> set[str]:
     from megatron_ext.config import active
     from megatron_ext.disaggregation import step
 
-    share, found = step.share_evaluation, set()
+    reported = set()
 
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        [session] = active.required().observers
-        found.add(session.state.what)  # type: ignore[attr-defined]
-        return share(*args, **kwargs)
+    def reporting(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any) -> Any:
+            [session] = active.required().observers
+            reported.add(session.state.what)  # type: ignore[attr-defined]
+            return exchange(*args)
 
-    setattr(step, "share_evaluation", noting)  # noqa: B010
+        return noting
+
+    for name in ("send_evaluation", "receive_evaluation"):
+        setattr(step, name, reporting(getattr(step, name)))
     train_here("gpt", argv)
-    return found
+    return reported
 
 
 @pytest.mark.usefixtures("a_training_loop")
