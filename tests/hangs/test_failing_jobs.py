@@ -48,9 +48,11 @@ calls = 0
 def strike(*_):
     global calls
     calls += 1
+    kind, detail = fault["kind"], fault["detail"]
+    if detail == "always" and calls > fault["call"]:
+        return True
     if calls != fault["call"]:
         return False
-    kind, detail = fault["kind"], fault["detail"]
     if kind == "raise":
         raise ValueError(detail)
     if kind == "signal":
@@ -139,7 +141,7 @@ class Fault:
         if kind == "raise":
             detail = f"the fault of seed {seed}"
         elif kind == "nan":
-            place = draw.choice(("hook", "gradient"))
+            place, detail = draw.choice(("hook", "gradient")), draw.choice(("once", "always"))
         elif kind == "signal":
             detail = draw.choice(_SIGNALS)
         elif kind == "exit":
@@ -162,6 +164,8 @@ class Fault:
             flags += f"--pipeline-schedule {self.schedule} --pipeline-transport {self.wire} "
         if self.schedule and self.kind in ("stop", "sleep"):
             flags += "--hang-timeout 15 "
+        if self.detail == "always":  # Megatron saves before it gives up
+            flags += "--save saved --save-interval 100 "
         if self.detail == "checkpoint":
             flags += "--load nowhere --exit-on-missing-checkpoint "
         elif self.detail == "data":
@@ -178,10 +182,13 @@ class Fault:
         if self.kind == "raise":
             return rf"{ended} 1 in iteration \d: ValueError: {self.detail}; "
         if self.kind == "nan" and self.place == "gradient":
-            return rf"{ended} \d+ in iteration \d: found NaN in local grad norm .*result: nan"
+            code = 16 if self.detail == "always" else r"\d+"
+            return rf"{ended} {code} in iteration \d: found NaN in local grad norm .*result: nan"
         if self.kind == "nan":
             last = 0 if self.schedule == "zb-v" else 1
-            return rf"rank {last} ended with .* in iteration \d: found NaN in local forward loss"
+            code = 16 if self.detail == "always" else r"\d+"
+            ended = f"rank {last} ended with exit code"
+            return rf"{ended} {code} in iteration \d: found NaN in local forward loss"
         if self.kind == "signal":
             return rf"rank {self.rank} was ended by {self.detail} in iteration \d; "
         if self.kind == "exit":
