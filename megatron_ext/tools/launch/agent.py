@@ -341,10 +341,10 @@ def _failure(folder: RunFolder, directory: Path, own_log: str, *, is_stopped: bo
         causes.append(Cause(stopped["rank"], "stopped", reason, now))
     if "rank" in report:
         rank, code = report["rank"], report["exit_code"]
-        if code < 0:
-            causes.append(Cause(rank, "killed", "", now, code=code))
-        elif rank not in [ending.rank for ending in causes]:
-            causes.append(Cause(rank, "unknown", "", now, code=code))
+        # A rank that has left a note may be killed in its exit, by torchrun.
+        if rank not in [ending.rank for ending in causes]:
+            kind = "killed" if code < 0 else "unknown"
+            causes.append(Cause(rank, kind, "", now, code=code))
     tail = last_lines(folder.anchor / own_log, _TAIL_LINES)
     first = cause.first(causes)
     if first is None or (is_stopped and not first.is_sure):

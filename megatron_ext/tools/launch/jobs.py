@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -26,14 +27,19 @@ from megatron_ext.errors import LaunchError, line_of
 from megatron_ext.files import cannot_write
 from megatron_ext.tools.launch import hostfile, runs, slurm
 from megatron_ext.tools.launch.agent import interface_of
+from megatron_ext.tools.launch.agents import Agents
+from megatron_ext.tools.launch.display import Display, say
 from megatron_ext.tools.launch.plan import FORWARDED, JobPlan, Parallel, flag_value
 from megatron_ext.tools.launch.run_folder import RunFolder
-from megatron_ext.tools.launch.supervise import Agents, Display, Failure, Outcome, say, supervise
+from megatron_ext.tools.launch.supervise import supervise
 from megatron_ext.upstream import failure, parent
 from megatron_ext.upstream.person_view import PersonView
 
+if TYPE_CHECKING:
+    from megatron_ext.tools.launch.failures import Failure, Outcome
+
 # Of one machine or one process: a job that starts another must not pass on its own.
-_NOT_FORWARDED = ("MEGATRON_EXT_RUNS", runs.RUN_ID, runs.NODE, parent.AGENT_PID)
+_NOT_FORWARDED = ("MEGATRON_EXT_RUNS", runs.RUN_ID, runs.NODE, parent.AGENT_PID, parent.SOCKETS)
 _DEFAULTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "OMP_NUM_THREADS": "1",

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ext.tools.launch import agent
 from megatron_ext.tools.launch.agent import last_lines
-from megatron_ext.tools.launch.supervise import Display
+from megatron_ext.tools.launch.display import Display
 from megatron_ext.upstream.person_view import PersonView
 
 

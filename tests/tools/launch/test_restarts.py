@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ext import cli
 from megatron_ext.tools.launch import jobs, runs
-from megatron_ext.tools.launch.supervise import Failure, Outcome
+from megatron_ext.tools.launch.failures import Failure, Outcome
 from tests.commands import run_package
 from tests.ranks import require_training
 from tests.tools.launch.cluster import ADDRESSES, Cluster, cluster, remove_processes, why_not

@@ -20,16 +20,12 @@ import psutil
 import pytest
 
 from megatron_ext.tools.launch import runs, supervise
+from megatron_ext.tools.launch.agents import Agents, explain, reach
+from megatron_ext.tools.launch.display import Display
+from megatron_ext.tools.launch.failures import Failure, first_failure
 from megatron_ext.tools.launch.hostfile import Host
 from megatron_ext.tools.launch.plan import JobPlan
-from megatron_ext.tools.launch.supervise import (
-    Agents,
-    Display,
-    Failure,
-    explain,
-    first_failure,
-    reach,
-)
+from megatron_ext.tools.launch.supervise import Watch
 from megatron_ext.upstream import parent
 from megatron_ext.upstream.cause import Cause
 
@@ -101,11 +97,12 @@ def test_ctrl_c_counts_while_a_lost_host_is_looked_at_again(
         signal.raise_signal(signal.SIGINT)
         return ["it cannot be reached"]
 
-    monkeypatch.setattr(supervise, "_watch", lambda *_: (None, {0: failure}, [0]))
+    watch = Mock(stopped_by=None, failures={0: failure}, lost=[0])
+    monkeypatch.setattr(supervise, "Watch", lambda *_: watch)
     monkeypatch.setattr(Agents, "ask", ask)
     plan = JobPlan("r1", (Host("a", 1),), ("true",), "/", sys.executable, per_node=True)
     display = Display(io.BytesIO(), io.BytesIO())
-    outcome = supervise.supervise(Agents(plan), plan, [], display, [])
+    outcome = supervise.supervise(Agents(plan), plan, [{"pid": 1}], display, [])
     display.close()
     assert (outcome.code, outcome.stopped_by) == (255, "SIGINT"), "so it does not start again"
     assert "cannot be reached to see what is left" in str(outcome.failure)
@@ -126,8 +123,9 @@ def test_a_launcher_is_idle_while_a_failed_job_that_is_stopped_takes_its_grace(
     waits = Mock(wraps=agents.next_event)
     monkeypatch.setattr(agents, "next_event", waits)
     display = Mock()
-    stopped_by, failures, _ = supervise._watch(agents, plan, [{"ahead_s": 0.0}] * 2, display)
-    assert (stopped_by, failures.keys()) == (signal.SIGINT, {0})
+    watch = Watch(agents, plan, [{"ahead_s": 0.0}] * 2, display)
+    watch.run()
+    assert (watch.stopped_by, watch.failures.keys()) == (signal.SIGINT, {0})
     assert waits.call_count == 3
 
 

@@ -1,0 +1,263 @@
+"""Connections to the agents of a job's hosts.
+
+Each host has an agent, reached by ssh, by Slurm's srun, or as a process of this machine. The user's
+own ssh configuration, keys and jump hosts apply; ssh never prompts.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import shlex
+import subprocess
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megatron_ext.tools.launch import slurm
+from megatron_ext.tools.launch.runs import Json, decode, encode
+from megatron_ext.upstream.releases import parse_release
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.launch.display import Display
+    from megatron_ext.tools.launch.hostfile import Host
+    from megatron_ext.tools.launch.plan import JobPlan
+
+MAX_SKEW_S = 5.0
+"""Difference of clocks that triggers a warning, because log lines cannot be compared then."""
+_CLOSE_S = 5.0
+_FIRST_PATIENT_TORCH = (2, 12)
+"""From this release on, torchrun gives its ranks as long to stop as it is told to."""
+
+_MEANINGS = {
+    r"Invalid job id|Unable to confirm allocation|Access/permission denied": "Slurm starts nothing "
+    "for you in this job; it has ended or is somebody else's (squeue --me)",
+    r"Permission denied": "ssh needs a password or a key that it does not have, and cannot ask; "
+    "set one up (ssh-copy-id {host}) or load it (ssh-add)",
+    r"Host key verification failed|authenticity of host": "ssh does not know its host key; log in "
+    "once by hand to check and accept it (ssh {host})",
+    r"Could not resolve hostname": "its name cannot be resolved; correct the hostfile, or give it "
+    "an entry in ~/.ssh/config",
+    r"Connection refused": "no ssh server answers there; start sshd, or give its port with port=N "
+    "in the hostfile",
+    r"timed out|No route to host|Network is unreachable": "it cannot be reached; check that it is "
+    "up, or leave it out with --exclude {host}",
+    r"No module named .?megatron_ext": "megatron_ext is not installed there; install it, or copy "
+    "this tree to the same path with rsync",
+    r"No such file or directory|not found": "the Python of this machine is not there; install it, "
+    "or name another with --python PATH",
+}
+"""Pattern in the output of ssh or the login shell -> explanation and remedy."""
+
+Event = tuple[int, Json | Literal["signal"] | None]
+"""Rank of a host and its message, None if its connection has ended; or the number of a signal."""
+
+
+def reach(plan: JobPlan, host: Host, remote: Sequence[str], timeout_s: float) -> list[str]:
+    """Return the command that runs `remote` on a host, its words quoted for the login shell."""
+    if host.local:
+        return list(remote)
+    if plan.slurm_job is not None:
+        return slurm.argv(plan.slurm_job, host, remote)
+    options = [
+        # ssh has to give up before us: its own words say more than our time-out.
+        "BatchMode=yes", f"ConnectTimeout={max(1, min(10, int(timeout_s)))}",
+        "ServerAliveInterval=5", "ServerAliveCountMax=3",  # a dead host is noticed in 15 s
+    ]  # fmt: skip
+    words = [*plan.ssh, "-T"]
+    for option in options:
+        words += ["-o", option]
+    if host.port is not None:
+        words += ["-p", str(host.port)]
+    if host.user is not None:
+        words += ["-l", host.user]
+    return [*words, host.name, shlex.join(remote)]
+
+
+def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
+    """Explain in one line why an agent did not start on a host, with a remedy.
+
+    `code` is the exit code of the connection, `printed` the lines of ssh or the login shell.
+    """
+    last = next((line.strip() for line in reversed(printed) if line.strip()), "no output")
+    for pattern, meaning in _MEANINGS.items():
+        if re.search(pattern, "\n".join(printed), re.IGNORECASE):
+            return f"{meaning.format(host=host)} ({last})"
+    return f"the agent did not start there (exit code {code}): {last}"
+
+
+class _Connection:
+    """An agent on a host: its process or that of ssh, and whatever else that prints."""
+
+    def __init__(self, host: str, argv: Sequence[str], put: Callable[[Json | None], None]) -> None:
+        self.host, self._put = host, put
+        self.heard_at = time.monotonic()
+        self._noise: deque[str] = deque(maxlen=20)
+        # A file, which never blocks the process; a pipe that nobody reads would.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        self.process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            start_new_session=True,  # Ctrl-C goes to the launcher, which stops the agents
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, **message: object) -> None:
+        """Send a message; if the agent has exited, an event says so."""
+        assert self.process.stdin is not None
+        with suppress(OSError, ValueError):
+            self.process.stdin.write(encode(message))
+            self.process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.heard_at = time.monotonic()
+            if (message := decode(line)) is None:
+                self._noise.append(line.decode(errors="replace").rstrip())
+            else:
+                self._put(message)
+        with suppress(subprocess.TimeoutExpired):  # for the exit code
+            self.process.wait(_CLOSE_S)
+        self._put(None)
+
+    def noise(self) -> list[str]:
+        """Return the last lines other than messages: of ssh, login scripts, or a dying agent."""
+        self._stderr.seek(0)
+        errors = self._stderr.read().decode(errors="replace").splitlines()
+        return [line for line in [*self._noise, *errors] if line.strip()][-20:]
+
+    def close(self) -> None:
+        """End the connection, which ends the agent and its job if they still run."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Agents:
+    """An agent on each host of a plan, as a context that ends them all."""
+
+    def __init__(self, plan: JobPlan) -> None:
+        self.plan = plan
+        self.connections: dict[int, _Connection] = {}
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.display: Display | None = None  # gets the lines of ranks
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Side by side: one host that does not answer must not delay the others.
+        with ThreadPoolExecutor(len(self.plan.hosts) or 1) as pool:
+            pool.map(_Connection.close, self.connections.values())
+
+    def _put(self, index: int, message: Json | None) -> None:
+        kind = None if message is None else message["kind"]
+        if message is not None and kind == "log" and self.display is not None:
+            text = message["text"].encode(errors="surrogateescape")
+            self.display.show(self.plan.hosts[index].name, text)
+        elif kind not in ("alive", "log"):
+            self.events.put((index, message))
+
+    def next_event(self, until: float) -> Event:
+        """Return the next event, or host -1 when there is none until a time."""
+        try:
+            return self.events.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            return -1, None
+
+    def ask(self, op: str, timeout_s: float, **details: object) -> list[Json | str]:
+        """Send a request to every host and return their answers, in order.
+
+        In place of an answer stands why there is none, with the remedy.
+        """
+        root = Path(__file__).resolve().parents[3]
+        variables = ["MEGATRON_EXT_DISABLE=1"]  # an agent trains nothing, and starts faster so
+        if not {"site-packages", "dist-packages"} & set(root.parts):
+            variables.append(f"PYTHONPATH={root}")  # the agent has to have the same files
+        argv = ["env", *variables, self.plan.python, "-m", "megatron_ext.tools.launch.agent"]
+        answers: dict[int, Json | str] = {}
+        for index, host in enumerate(self.plan.hosts):
+            put = partial(self._put, index)
+            try:
+                command = reach(self.plan, host, argv, timeout_s)
+                connection = _Connection(host.name, command, put)
+                self.connections[index] = connection
+                connection.send(**self.plan.request(index, op) | details)
+            except (OSError, ValueError, TypeError) as error:
+                answers[index] = f"its agent cannot be started: {error}"
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < len(self.plan.hosts) and time.monotonic() < deadline:
+            index, message = self.next_event(deadline)
+            if isinstance(message, dict):
+                answers[index] = {**message, "ahead_s": message.get("clock", 0.0) - time.time()}
+            # A host that has answered ends then, unless it is to run the job.
+            elif index in self.connections and (op == "run" or index not in answers):
+                connection = self.connections[index]
+                code = connection.process.returncode
+                answers[index] = explain(connection.host, code, connection.noise())
+        late = (
+            f"no answer within {timeout_s:g} s; check that it is up and that ssh reaches it, or "
+            f"wait longer (--preflight-timeout, --timeout)"
+        )
+        return [answers.get(index, late) for index in range(len(self.plan.hosts))]
+
+    def look(self, timeout_s: float) -> list[Json]:
+        """Return the answer of each host, with all problems that keep it from the job."""
+        answers = self.ask("run", timeout_s)
+        is_complete = bool(answers) and not any(isinstance(answer, str) for answer in answers)
+        hellos: list[Json] = []
+        for answer in answers:
+            if isinstance(answer, str):
+                hellos.append({"problems": [answer], "warnings": []})
+                continue
+            if abs(answer["ahead_s"]) > MAX_SKEW_S:
+                clock = f"its clock is {answer['ahead_s']:+.0f} s off this machine's"
+                answer["warnings"].append(f"{clock}; let NTP or chrony set it")
+            # Hosts are compared when all of them answer; one may miss just the one that does not.
+            hellos.append(answer if is_complete else {**answer, "problems": []})
+        if is_complete:
+            self._check_grace(hellos[0])
+            self._compare(hellos)
+        return hellos
+
+    def _check_grace(self, hello: Json) -> None:
+        """Warn of a torchrun that does not give ranks as long as they were promised."""
+        torch, grace_s = hello["same"]["torch"], self.plan.grace_s
+        release = parse_release(torch) or _FIRST_PATIENT_TORCH
+        if grace_s > 30 and not self.plan.per_node and release < _FIRST_PATIENT_TORCH:
+            limit = f"torchrun of torch {torch} gives ranks 30 s to stop, --grace is {grace_s:g}"
+            hello["warnings"].append(f"{limit}; install torch 2.12 or later")
+
+    def _compare(self, hellos: Sequence[Json]) -> None:
+        """Add a problem to each host that differs from most in what has to be the same."""
+        names: dict[str, None] = {}
+        for hello in hellos:
+            names |= dict.fromkeys(hello["same"])
+        for name in names:
+            versions = [hello["same"].get(name) for hello in hellos]
+            usual = Counter(filter(None, versions)).most_common(1)[0][0]
+            like = self.plan.hosts[versions.index(usual)].name
+            remedy = "install the same version on all hosts"
+            if name == "python":
+                remedy = "use the same Python on all hosts (--python PATH)"
+            elif name.endswith(", content"):
+                remedy = "copy it from here with rsync, or name the same file everywhere"
+            for hello, version in zip(hellos, versions, strict=True):
+                if version not in (usual, None):
+                    text = f"{name} {version}, but {like} has {usual}; {remedy}"
+                    hello["problems"].append(text)

@@ -1,0 +1,95 @@
+"""What a person sees of a job: the lines of its ranks, and those of the launcher."""
+
+from __future__ import annotations
+
+import queue
+import re
+import sys
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, BinaryIO
+
+from megatron_ext.tools.launch.runs import RANK_MARK
+
+if TYPE_CHECKING:
+    from megatron_ext.upstream.person_view import PersonView
+
+_CLOSE_S = 5.0
+_MAX_CHUNKS = 32
+_PATIENCE_S = 1.0
+_MARKED = re.compile(RANK_MARK + rb"(\d+) ")
+_ITERATION = re.compile(rb"iteration\s+(\d+)/\s*\d+ \|")
+
+
+def say(text: str) -> None:
+    """Print a line of the launcher's own; a terminal that is gone must not keep it from its job."""
+    with suppress(OSError):
+        print(f"megatron-ext: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+class Display:
+    """Shows the lines of all hosts in bounded memory.
+
+    Ranks write to files on their own host, which stay complete; torchrun follows those to show. A
+    thread writes here, because a terminal or a pipe may block for any time. If it blocks for long,
+    output is dropped and counted. The log gets every line, and so does the output, unless a view
+    shortens it. Neither is closed.
+    """
+
+    def __init__(self, output: BinaryIO, log: BinaryIO, view: PersonView | None = None) -> None:
+        self._output, self._log, self._view = output, log, view
+        self._chunks: queue.Queue[tuple[str, bytes] | None] = queue.Queue(_MAX_CHUNKS)
+        self.iteration = 0
+        """The last iteration of the training that a line named."""
+        self.is_stopping = False
+        """True if the user has stopped the job: a view has no errors to show then."""
+        self.left_out = 0
+        """Lines that were not shown."""
+        self._is_blocked = False
+        self._thread = threading.Thread(target=self._run, name="display", daemon=True)
+        self._thread.start()
+
+    def show(self, host: str, data: bytes) -> None:
+        """Show output of a host, or drop it if the display blocks for a second."""
+        try:
+            # In the thread of a connection: its host would wait as long as we do. Once for all
+            # chunks, because the report of the job's end comes behind them.
+            self._chunks.put((host, data), timeout=0 if self._is_blocked else _PATIENCE_S)
+        except queue.Full:
+            self._is_blocked = True
+            self.left_out += data.count(b"\n")
+
+    def close(self) -> None:
+        """Show the rest; times out if the display blocks."""
+        with suppress(queue.Full):
+            self._chunks.put(None, timeout=_CLOSE_S)
+            self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while (chunk := self._chunks.get()) is not None:
+            self._is_blocked = False
+            host, data = chunk
+            complete: list[bytes] = []
+            short: list[bytes] = []
+            for marked in data.removesuffix(b"\n").split(b"\n"):
+                rank = _MARKED.match(marked)
+                source = f"{host}:{rank[1].decode()}" if rank else host
+                # torchrun repeats the mark within a line that pauses.
+                line = _MARKED.sub(b"", marked) if rank else marked
+                complete.append(b"[%s] %s" % (source.encode(), line))
+                if iteration := _ITERATION.search(line):
+                    self.iteration = int(iteration[1])
+                if self._view is not None and not self.is_stopping:
+                    text = line.decode(errors="replace")
+                    short += map(str.encode, self._view.feed(text, source))
+            self._write(self._log, complete)
+            self._write(self._output, complete if self._view is None else short)
+        if self._view is not None and not self.is_stopping:
+            self._write(self._output, map(str.encode, self._view.flush()))
+
+    def _write(self, file: BinaryIO, lines: Iterable[bytes]) -> None:
+        # A full disk, or a reader that is gone (`| head`): the job goes on, and its hosts have all.
+        with suppress(OSError, ValueError):
+            file.write(b"\n".join([*lines, b""]))
+            file.flush()
