@@ -105,8 +105,8 @@ class Patch:
             return None
         if self.of is None:
             return self.fn
-        found = self.of()
-        return None if found is None else partial(self.fn, found)
+        subject = self.of()
+        return None if subject is None else partial(self.fn, subject)
 
     def is_for(self, release: Release | None) -> bool:
         """Return whether the row is for a release; without a known release, only rows for all."""
@@ -132,8 +132,9 @@ class PatchTable(list[Patch]):
         """Return a decorator that adds a row; its reason is by default the function's docstring."""
 
         def add(fn: _Function) -> _Function:
-            why = reason or " ".join((fn.__doc__ or "").split())
-            self.append(Patch(name, target, why, fn, **{**self._defaults, **fields}))
+            patch_reason = reason or " ".join((fn.__doc__ or "").split())
+            patch_fields = {**self._defaults, **fields}
+            self.append(Patch(name, target, patch_reason, fn, **patch_fields))
             return fn
 
         return add
@@ -143,15 +144,16 @@ class _WhileInForce:
     """True while a schedule of ours, or a role, is in force."""
 
     def __bool__(self) -> bool:
-        found = active.active()
-        return found is not None and bool(found.pipeline or found.job)
+        in_force = active.active()
+        return in_force is not None and bool(in_force.pipeline or in_force.job)
 
 
 class PatchPoint(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """A proxy that survives copy, deepcopy and pickle, and that compiled code calls."""
 
-    # torch.compile takes a proxy for the function behind it, and would leave the patches out. What
-    # is marked so it calls. Without a schedule nothing changes: a call would split the graph.
+    # torch.compile traces through a proxy to the function behind it, and would skip the patches;
+    # this mark makes it call the proxy. Without a schedule nothing changes: a call would split the
+    # graph.
     _torchdynamo_disable = _WhileInForce()
     _torchdynamo_disable_msg = "megatron_ext patches it"
 
@@ -188,7 +190,7 @@ class Site:
     parent: Any = None
     attribute: str = ""
     original: Any = MISSING  # what a lookup on the parent gave
-    own: Any = MISSING  # what the parent itself held (a class may have inherited the original)
+    defined: Any = MISSING  # what the parent itself held (a class may have inherited the original)
     installed: Any = MISSING
     is_shared: bool = False  # the installed object had another name before
     mismatch: UpstreamMismatch | None = None
@@ -206,11 +208,14 @@ class Site:
     @property
     def spreads(self) -> bool:
         """Whether other modules' copies of the name change with it."""
-        # Not if the target itself is a copy of another module's name: then only this copy changes.
-        # And not for constants: every module binds None.
-        defined_in = getattr(self.original, "__module__", None) or self.first.module
-        here = defined_in == self.first.module or self.first.module.partition(".")[0] == "torch"
-        return here and callable(self.original) and callable(self.installed)
+        # Not for constants: every module binds None.
+        if not (callable(self.original) and callable(self.installed)):
+            return False
+        # Nor if the target itself is a copy of another module's name: then only this copy changes.
+        # Except torch's, which defines most of its names in modules beside the public ones.
+        module = self.first.module
+        defined_in = getattr(self.original, "__module__", None) or module
+        return defined_in == module or module.partition(".")[0] == "torch"
 
     @property
     def can_be_found(self) -> bool:
@@ -239,10 +244,10 @@ class Site:
         if isinstance(self.installed, PatchPoint):
             wrapt.unwrap_object(self.parent, self.attribute, self.installed, missing_ok=True)
         elif self.intact():
-            if self.own is MISSING:
+            if self.defined is MISSING:
                 delattr(self.parent, self.attribute)
             else:
-                setattr(self.parent, self.attribute, self.own)
+                setattr(self.parent, self.attribute, self.defined)
         self.installed = MISSING
 
 
@@ -263,12 +268,13 @@ class Copy(NamedTuple):
 
 def bound_objects() -> set[int]:
     """Return the ids of all objects that other packages' modules bind to a name."""
-    return {
-        id(value)
-        for module, found in list(sys.modules.items())
-        if module.partition(".")[0] != "megatron_ext"
-        for value in list(getattr(found, "__dict__", {}).values())
-    }
+    ids = set()
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "megatron_ext":
+            continue
+        for value in list(getattr(module, "__dict__", {}).values()):
+            ids.add(id(value))
+    return ids
 
 
 def rebind(
@@ -285,25 +291,30 @@ def rebind(
         The rebound names of modules.
     """
     # By identity: a sweep by name would miss renamed copies and hit other objects of the same name.
-    table = {id(old): (old, new) for old, new in pairs if old is not new}
-    found = []
-    for module, loaded in list(sys.modules.items()) if table else ():
-        names = getattr(loaded, "__dict__", None)  # lazy modules stay as they are
-        if not isinstance(names, dict) or module.partition(".")[0] in untouched:
+    pair_of = {id(old): (old, new) for old, new in pairs if old is not new}
+    rebound: list[Copy] = []
+    if not pair_of:
+        return rebound
+    for module_name, module in list(sys.modules.items()):
+        names = getattr(module, "__dict__", None)  # lazy modules stay as they are
+        if not isinstance(names, dict) or module_name.partition(".")[0] in untouched:
             continue
         for name, value in list(names.items()):
-            if id(value) in table:
-                found.append(Copy(names, name, *table[id(value)]))
-                names[name] = table[id(value)][1]
+            if id(value) in pair_of:
+                old, new = pair_of[id(value)]
+                rebound.append(Copy(names, name, old, new))
+                names[name] = new
             # Not isinstance: it reads the class of instances, and some answer with a warning.
-            if in_classes and issubclass(type(value), type) and value.__module__ == module:
-                _rebind_in_class(value, table)
-    return found
+            if in_classes and issubclass(type(value), type) and value.__module__ == module_name:
+                _rebind_in_class(value, pair_of)
+    return rebound
 
 
-def _rebind_in_class(cls: type, table: dict[int, tuple[Any, Any]]) -> None:
+def _rebind_in_class(cls: type, pair_of: dict[int, tuple[Any, Any]]) -> None:
     for name, value in list(vars(cls).items()):
-        plain = value.__func__ if isinstance(value, staticmethod) else value
-        if id(plain) in table:
-            new = table[id(plain)][1]
-            setattr(cls, name, new if plain is value else staticmethod(new))
+        is_static = isinstance(value, staticmethod)
+        function = value.__func__ if is_static else value
+        if id(function) not in pair_of:
+            continue
+        _, new = pair_of[id(function)]
+        setattr(cls, name, staticmethod(new) if is_static else new)

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import cached_property, partial, update_wrapper
 from itertools import chain
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import wrapt
 
@@ -43,6 +42,9 @@ from megatron_ext.patches.point import (
 )
 from megatron_ext.upstream import releases
 
+if TYPE_CHECKING:
+    from megatron_ext.errors import UpstreamMismatch
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -60,18 +62,19 @@ class Registry:
         """Ids of the wraps and replacements that have run in this process (`effects`)."""
         self.undo = ExitStack()
         """What `deactivate` takes back besides the patches: import hooks, the environment."""
-        self._given = release
+        self._release_override = release
         self._sites: dict[str, Site] = {}
         self._ids: dict[str, list[Patch]] = {}  # all rows, those for other releases too
         self._has_logged = False
         self._hooked: set[str] = set()
-        self._copies: list[Copy] = []  # what was mended in other modules
-        self._seen: set[str] = set()  # modules that were patched before: arming again is not late
+        self._rebound_copies: list[Copy] = []
+        # Modules that were patched before: arming them again does not come too late.
+        self._patched_modules: set[str] = set()
 
     @cached_property
     def release(self) -> releases.Release | None:
         """The release whose rows apply."""
-        return self._given or releases.installed_release()
+        return self._release_override or releases.installed_release()
 
     def __iter__(self) -> Iterator[Patch]:
         """Iterate over all rows, those for other releases too."""
@@ -87,24 +90,27 @@ class Registry:
         """
         modules = set()
         for patch in patches:
-            others = self._ids.setdefault(patch.id, [])
-            if any(known is patch for known in others):
+            same_id = self._ids.setdefault(patch.id, [])
+            if any(registered is patch for registered in same_id):
                 continue
-            for other in others:
-                if patch.since < other.until and other.since < patch.until:
-                    raise ValueError(f"patch id {patch.id} is taken by {other.target}")
+            for registered in same_id:
+                if patch.since < registered.until and registered.since < patch.until:
+                    raise ValueError(f"patch id {patch.id} is taken by {registered.target}")
             if patch.is_for(self.release):
-                site = self._sites.setdefault(patch.target, Site(patch.target))
-                if site.patches and "set" in {patch.kind, site.first.kind}:
-                    raise ValueError(
-                        f"{patch.target}: a 'set' patch needs the target to itself, but it has "
-                        f"{site.first.id} and {patch.id}"
-                    )
-                site.patches.append(patch)
+                self._add_to_site(patch)
                 modules.add(patch.module)
-            others.append(patch)
+            same_id.append(patch)
         if self.active:
             self._arm(modules)
+
+    def _add_to_site(self, patch: Patch) -> None:
+        site = self._sites.setdefault(patch.target, Site(patch.target))
+        if site.patches and "set" in {patch.kind, site.first.kind}:
+            raise ValueError(
+                f"{patch.target}: a 'set' patch needs the target to itself, but it has "
+                f"{site.first.id} and {patch.id}"
+            )
+        site.patches.append(patch)
 
     def activate(self) -> None:
         """Arm every registered patch; modules already imported are patched now. Idempotent."""
@@ -133,82 +139,110 @@ class Registry:
 
     def _imported(self, name: str, _module: ModuleType) -> None:
         self._hooked.discard(name)
-        self._seen.add(name)
+        self._patched_modules.add(name)
         if self.active:
             self._install({name}, late=False)
 
     def _install(self, modules: set[str], *, late: bool) -> None:
         """Install all sites of some loaded modules; when late, repair copies of the names too."""
-        wanted = [
-            site
-            for site in self._sites.values()
-            if site.first.module in modules and not site.is_installed
-        ]
-        constants = any(site.first.kind == "set" for site in wanted)
-        bound = bound_objects() if constants else set()  # patch points are new in any case
-        installed = [site for site in wanted if self._install_site(site)]
-        for site in installed:
-            site.is_shared = id(site.installed) in bound
-        swapped = [(site.original, site.installed) for site in installed if site.spreads]
-        if not late or not swapped:
-            return
+        pending_sites = []
+        for site in self._sites.values():
+            if site.first.module in modules and not site.is_installed:
+                pending_sites.append(site)
+        # Only a constant may be an object that other modules bind already: a patch point is new.
+        bound_ids: set[int] = set()
+        if any(site.first.kind == "set" for site in pending_sites):
+            bound_ids = bound_objects()
+        replaced = []
+        for site in pending_sites:
+            if not self._install_site(site):
+                continue
+            site.is_shared = id(site.installed) in bound_ids
+            if site.spreads:
+                replaced.append((site.original, site.installed))
+        if late and replaced:
+            self._repair_copies(replaced, modules)
+
+    def _repair_copies(self, replaced: list[tuple[Any, Any]], modules: set[str]) -> None:
+        """Rebind the copies that loaded modules have made of replaced names.
+
+        Args:
+            replaced: Pairs of an original and the patched value.
+            modules: Names of the modules that define the originals.
+        """
         # Never our own modules (they keep originals on purpose), torch's internals (they must keep
         # calling the originals) and the library of the proxies.
-        mended = rebind(swapped, {"megatron_ext", "torch", "wrapt"})
-        self._copies += mended
-        megatron = {m for m in modules if m.startswith("megatron.")} - self._seen
-        self._seen |= megatron
-        if megatron:
+        rebound = rebind(replaced, {"megatron_ext", "torch", "wrapt"})
+        self._rebound_copies += rebound
+        late_modules = {name for name in modules if name.startswith("megatron.")}
+        late_modules -= self._patched_modules
+        self._patched_modules |= late_modules
+        if late_modules:
             _LOG.warning(
                 "%s imported before megatron_ext: %d copied names mended; copies in closures, "
                 "partials and default arguments cannot be. Put `import megatron_ext` first.",
-                "1 module was" if len(megatron) == 1 else f"{len(megatron)} modules were",
-                len(mended),
+                "1 module was" if len(late_modules) == 1 else f"{len(late_modules)} modules were",
+                len(rebound),
             )
 
     def _install_site(self, site: Site) -> bool:
         """Install one site; keep a mismatch for `raise_mismatches`: imports must not fail."""
-        patch, module = site.first, sys.modules[site.first.module]
+        patch = site.first
+        module = sys.modules[patch.module]
         try:
             if patch.creates:
                 prefix, _, site.attribute = patch.path.rpartition(".")
-                site.parent = wrapt.resolve_path(module, prefix)[2] if prefix else module
+                site.parent = module
+                if prefix:
+                    site.parent = wrapt.resolve_path(module, prefix)[2]
             else:
                 site.parent, site.attribute, site.original = wrapt.resolve_path(module, patch.path)
         except AttributeError as error:
             site.mismatch = drift.missing(site.target, str(error))
             return False
-        site.own = vars(site.parent).get(site.attribute, MISSING)
+        site.defined = vars(site.parent).get(site.attribute, MISSING)
         site.mismatch = drift.compare(site.target, site.original)
         if patch.kind == "set":
             # Once: a value has no proxy that could check at each call whether its feature is on.
             if patch.acting() is None or drift.refuses(site.mismatch):
                 return False
-            site.put(patch.fn(None if site.original is MISSING else site.original))
+            original = None if site.original is MISSING else site.original
+            site.put(patch.fn(original))
             return True
-        own = site.original if site.own is MISSING else site.own
+        # The parent's own attribute where it has one: a lookup would bind a static or class method.
+        wrapped = site.original if site.defined is MISSING else site.defined
         # References that an undo cannot reach (default arguments, closures, partials) act like the
         # original too: a point checks at each call whether the registry is active.
-        site.put(PatchPoint(own, partial(self._dispatch, site), enabled=lambda: self.active))
+        site.put(PatchPoint(wrapped, partial(self._dispatch, site), enabled=lambda: self.active))
         return True
 
     def _uninstall(self, sites: Iterable[Site]) -> None:
-        doomed = [site for site in sites if site.is_installed]
-        undone = {id(site.installed): site.installed for site in doomed}
-        swapped = [(site.installed, site.original) for site in doomed if site.can_be_found]
-        for site in doomed:
+        installed_sites = [site for site in sites if site.is_installed]
+        # The values, too: an id may be given away once its object is gone.
+        patched_values = {id(site.installed): site.installed for site in installed_sites}
+        replaced = []
+        for site in installed_sites:
+            if site.can_be_found:
+                replaced.append((site.installed, site.original))
             site.restore()
-        for names, name, old, new in self._copies:
-            # Unless other code has rebound the name since.
-            if id(new) in undone and names.get(name) is new:
-                names[name] = old
-        self._copies = [copy for copy in self._copies if id(copy.new) not in undone]
+        remaining_copies = []
+        for copy in self._rebound_copies:
+            if id(copy.new) not in patched_values:
+                remaining_copies.append(copy)
+            elif copy.names.get(copy.name) is copy.new:  # else other code has rebound it since
+                copy.names[copy.name] = copy.old
+        self._rebound_copies = remaining_copies
         # Copies that other code has made since too, except of what replaces several originals. Only
         # our own modules, which own the replacements, stay unchanged: torch's may have been
         # imported in between, and its compiler keeps functions of `torch.cuda` in classes.
-        count = Counter(new for new, _ in {(id(new), id(old)) for new, old in swapped})
-        alone = (pair for pair in swapped if count[id(pair[0])] == 1)
-        rebind(alone, {"megatron_ext"}, in_classes=True)
+        originals_of: dict[int, set[int]] = {}
+        for patched, original in replaced:
+            originals_of.setdefault(id(patched), set()).add(id(original))
+        unambiguous = []
+        for patched, original in replaced:
+            if len(originals_of[id(patched)]) == 1:
+                unambiguous.append((patched, original))
+        rebind(unambiguous, {"megatron_ext"}, in_classes=True)
 
     # -- calling ---------------------------------------------------------------------------------
 
@@ -216,59 +250,56 @@ class Registry:
         self, site: Site, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs
     ) -> Any:
         """Run one call of a patch point through the patches that are active now."""
-        active = [(patch, fn) for patch in site.patches if (fn := patch.acting()) is not None]
-        if not active:
+        acting = [(patch, fn) for patch in site.patches if (fn := patch.acting()) is not None]
+        if not acting:
             return wrapped(*args, **kwargs)
         if drift.refuses(site.mismatch):
             raise site.mismatch  # type: ignore[misc]
-        if len(active) > 1:
-            active.sort(key=lambda found: (found[0].kind == "replace", found[0].order, found[0].id))
-            replacements = [patch.id for patch, _ in active if patch.kind == "replace"]
-            if len(replacements) > 1:
-                raise PatchConflict(
-                    f"{site.target} has {len(replacements)} active replacements, "
-                    f"{', '.join(replacements)}; at most one is allowed: switch off all but one of "
-                    "these features"
-                )
-        for patch, _ in active:
+        if len(acting) > 1:
+            acting.sort(key=_place_in_chain)
+            _check_replacements(site, [patch for patch, _ in acting])
+        for patch, _ in acting:
             self.acted.add(patch.id)
         call = wrapped
-        for _, fn in active[:0:-1]:
+        for _, fn in acting[:0:-1]:
             # All but the outermost, inner ones first: wraps read the parameters of the target.
             call = update_wrapper(partial(_step, fn, call, instance), wrapped)
-        return active[0][1](call, instance, args, kwargs)
+        _, outermost = acting[0]
+        return outermost(call, instance, args, kwargs)
 
     # -- looking ---------------------------------------------------------------------------------
 
     def rows(self) -> list[Row]:
         """Return the state of every patch, by feature and id, those for other releases too."""
-        rows = map(self._row, self)
+        rows = [self._row(patch) for patch in self]
         return sorted(rows, key=lambda row: (row.feature, row.id, row.releases))
 
     def _row(self, patch: Patch) -> Row:
-        is_ours = patch.is_for(self.release)
-        site = self._sites[patch.target] if is_ours else Site(patch.target)
-        loaded = _is_loaded(patch.module)
-        wanted = loaded and patch.acting() is not None
+        if not patch.is_for(self.release):
+            return _idle_row(patch, "other release")
+        site = self._sites[patch.target]
+        is_loaded = _is_loaded(patch.module)
+        would_act = is_loaded and patch.acting() is not None
         state: State = "refused"
-        if not is_ours:
-            state = "other release"
-        elif not self.active:
+        if not self.active:
             state = "off"
-        elif not loaded:
+        elif not is_loaded:
             state = "pending"
         elif site.is_installed:
             state = "installed"
         elif site.mismatch is None:
             state = "skipped"
-        elif drift.is_missing(site.mismatch) and not (patch.required and wanted):
+        elif drift.is_missing(site.mismatch) and not (patch.required and would_act):
             state = "absent"
+        difference = ""
+        if site.mismatch is not None:
+            difference = f"{site.mismatch.found}"
         return Row(
             **vars(patch),
             state=state,
             intact=site.intact(),
-            active=self.active and wanted and site.is_installed,
-            drift="" if site.mismatch is None else f"{site.mismatch.found}",
+            active=self.active and would_act and site.is_installed,
+            drift=difference,
         )
 
     def raise_mismatches(self) -> None:
@@ -285,15 +316,11 @@ class Registry:
         mismatches = []
         for site in self._sites.values():
             mismatch = site.mismatch or drift.missing_module(site.target)
-            if mismatch is None:
+            if mismatch is None or not _concerns_an_acting_patch(site, mismatch):
                 continue
-            lacks = drift.is_missing(mismatch)
-            # A missing target or module counts if a patch that requires it would act.
-            relevant = (patch for patch in site.patches if patch.required or not lacks)
-            if any(patch.acting() for patch in relevant):
-                if drift.refuses(mismatch):
-                    raise mismatch
-                mismatches.append(mismatch)
+            if drift.refuses(mismatch):
+                raise mismatch
+            mismatches.append(mismatch)
         if not self._has_logged:
             self._has_logged = True
             drift.log(mismatches, self.release)
@@ -309,6 +336,38 @@ def _is_loaded(name: str) -> bool:
     # During its import a module is in sys.modules already, half of it missing.
     spec = getattr(module, "__spec__", None)
     return module is not None and not getattr(spec, "_initializing", False)
+
+
+def _place_in_chain(patch_and_function: tuple[Patch, Call]) -> tuple[bool, int, str]:
+    """Return the key that sorts acting patches from the outermost to the innermost."""
+    patch, _ = patch_and_function
+    return patch.kind == "replace", patch.order, patch.id
+
+
+def _check_replacements(site: Site, patches: Iterable[Patch]) -> None:
+    replacements = [patch.id for patch in patches if patch.kind == "replace"]
+    if len(replacements) > 1:
+        raise PatchConflict(
+            f"{site.target} has {len(replacements)} active replacements, "
+            f"{', '.join(replacements)}; at most one is allowed: switch off all but one of these "
+            "features"
+        )
+
+
+def _concerns_an_acting_patch(site: Site, mismatch: UpstreamMismatch) -> bool:
+    """Return whether a patch would act on a target that differs from the one it was written for."""
+    is_missing = drift.is_missing(mismatch)
+    for patch in site.patches:
+        # Patches that can do without their target do not mind that it is missing.
+        if is_missing and not patch.required:
+            continue
+        if patch.acting():
+            return True
+    return False
+
+
+def _idle_row(patch: Patch, state: State) -> Row:
+    return Row(**vars(patch), state=state, intact=True, active=False, drift="")
 
 
 def _step(fn: Call, call: Call, instance: Any, *args: Any, **kwargs: Any) -> Any:
