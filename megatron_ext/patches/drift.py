@@ -97,22 +97,28 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
 
     None: it does not. Targets without a fingerprint (torch's, constants) have no drift.
     """
-    pinned, module = _load(), target.partition(":")[0]
-    pin = pinned["targets"].get(target)
+    fingerprints = _load()
+    expected = fingerprints["targets"].get(target)
+    if expected is None:
+        return None
+    module = target.partition(":")[0]
     path = getattr(sys.modules.get(module), "__file__", None)
     # Most files are as they were: one hash of each instead of one of each function, whose source
     # would have to be parsed, keeps imports fast.
-    if pin is None or (path is not None and _file_hash(path) == pinned["files"].get(module)):
+    if path is not None and _file_hash(path) == fingerprints["files"].get(module):
         return None
-    found = fingerprint(original)
-    if found is None:
-        return _mismatch(target, f"a function {pin['signature']}", f"{type(original).__name__}")
-    if found["sha256"] in (pin["sha256"], *pin.get("reviewed", ())):
+    actual = fingerprint(original)
+    if actual is None:
+        kind = type(original).__name__
+        return _mismatch(target, f"a function {expected['signature']}", kind)
+    if actual["sha256"] in (expected["sha256"], *expected.get("reviewed", ())):
         return None
-    if found["signature"] != pin["signature"]:
-        return _mismatch(target, f"signature {pin['signature']}", f"{found['signature']}")
+    if actual["signature"] != expected["signature"]:
+        return _mismatch(target, f"signature {expected['signature']}", actual["signature"])
     return _mismatch(
-        target, f"source {pin['sha256'][:12]}", f"source {found['sha256'][:12]} (edited)"
+        target,
+        f"source {expected['sha256'][:12]}",
+        f"source {actual['sha256'][:12]} (edited)",
     )
 
 
@@ -147,15 +153,20 @@ def fingerprint_of_source(source: str) -> dict[str, str]:
 
     The source has its decorators, at any indentation.
     """
-    parsed = ast.parse(f"if 1:\n{source}" if source[:1].isspace() else source).body[0]
-    defined = parsed.body[0] if isinstance(parsed, ast.If) else parsed
+    is_indented = source[:1].isspace()
+    if is_indented:  # a method: it needs a block around it
+        source = f"if 1:\n{source}"
+    definition = ast.parse(source).body[0]
+    if is_indented:
+        assert isinstance(definition, ast.If)
+        definition = definition.body[0]
     signature = ""
-    if isinstance(defined, ast.FunctionDef | ast.AsyncFunctionDef):
-        for argument in ast.walk(defined.args):
+    if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
+        for argument in ast.walk(definition.args):
             if isinstance(argument, ast.arg):
                 argument.annotation = None
-        signature = f"({ast.unparse(defined.args)})"
-    text = repr(_meaning(defined))
+        signature = f"({ast.unparse(definition.args)})"
+    text = repr(_meaning(definition))
     return {"sha256": hashlib.sha256(text.encode()).hexdigest(), "signature": signature}
 
 
@@ -164,19 +175,22 @@ def _meaning(node: Any) -> Any:
     # So comments, docstrings, layout and annotations do not matter. The text of `ast.dump` and of
     # `ast.unparse` differs between Pythons.
     if isinstance(node, ast.JoinedStr):  # 3.12 ends some of them with an empty text
-        node.values = [part for part in node.values if getattr(part, "value", None) != ""]
+        node.values = [value for value in node.values if getattr(value, "value", None) != ""]
     if isinstance(node, ast.AST):
-        parts = ((name, _meaning(value)) for name, value in ast.iter_fields(node))
-        return type(node).__name__, *(
-            part for part in parts if part[0] not in _IGNORED and part[1] not in (None, ())
-        )
+        fields = []
+        for name, value in ast.iter_fields(node):
+            meaning = _meaning(value)
+            if name not in _IGNORED and meaning not in (None, ()):
+                fields.append((name, meaning))
+        return type(node).__name__, *fields
     if isinstance(node, list):
-        return tuple(  # without constants as statements, which docstrings are
-            _meaning(part)
-            for part in node
-            if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
-        )
+        return tuple(_meaning(item) for item in node if not _is_constant_statement(item))
     return node
+
+
+def _is_constant_statement(node: Any) -> bool:
+    """Return whether a statement is a constant without effect, as docstrings are."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 @lru_cache(maxsize=1)

@@ -42,38 +42,43 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the location of one of Megatron's packages; None defers to Python."""
-        # Code may look for the others where they are not, to see whether they exist.
-        if fullname in self.before and (
-            fullname == "megatron.core" or PathFinder.find_spec(fullname, path) is not None
-        ):
+        # Code may look for an optional package, to see whether there is one: no callback then.
+        if fullname in self.before and _exists(fullname, path):
             self.before.pop(fullname)()
         # A full tree on `PYTHONPATH` would bring its own, without the compiled dataset helpers.
         if fullname == "megatron.core":
             core = releases.installed_core()
-            return PathFinder.find_spec(fullname, [str(core.parent)]) if core else None
+            return _spec_in(core and core.parent, fullname)
         # `megatron` is a namespace package, so `megatron.core` of the wheel and these of a tree
         # merge. Since 0.17 the wheel has some of them too; a tree's own scripts get the tree's.
         if fullname in _TREE_PACKAGES:
             tree = upstream.find_tree()
-            return PathFinder.find_spec(fullname, [str(tree / "megatron")]) if tree else None
+            return _spec_in(tree and tree / "megatron", fullname)
         # After all entries of `sys.path`: a script of the user's with such a name precedes them.
         if fullname in _TREE_SCRIPTS and PathFinder.find_spec(fullname) is None:
-            tree = upstream.find_tree()
-            return PathFinder.find_spec(fullname, [str(tree)]) if tree else None
-        # `megatron.training` always imports these kernels, in 0.16 those of Triton, which CPU and
-        # some MUSA builds of torch lack: they get a stand-in that raises when called.
-        if (
-            fullname == _TRITON_KERNELS
-            and find_spec("triton") is None
-            and releases.installed_release() == (0, 16)
-        ):
-            return spec_from_file_location(
-                fullname, Path(devices.__file__).with_name("no_triton.py")
-            )
+            return _spec_in(upstream.find_tree(), fullname)
+        if fullname == _TRITON_KERNELS and _lacks_triton():
+            stand_in = Path(devices.__file__).with_name("no_triton.py")
+            return spec_from_file_location(fullname, stand_in)
         return None
 
 
-def _installed() -> list[_Finder]:
+def _exists(package: str, path: Sequence[str] | None) -> bool:
+    return package == "megatron.core" or PathFinder.find_spec(package, path) is not None
+
+
+def _spec_in(folder: Path | None, fullname: str) -> ModuleSpec | None:
+    return None if folder is None else PathFinder.find_spec(fullname, [str(folder)])
+
+
+def _lacks_triton() -> bool:
+    """Return whether Megatron always imports kernels of Triton, but this machine has no Triton."""
+    # CPU and some MUSA builds of torch come without it, and 0.16's `megatron.training` imports its
+    # kernels whatever they are for: they get a stand-in that raises when called.
+    return find_spec("triton") is None and releases.installed_release() == (0, 16)
+
+
+def _installed_finders() -> list[_Finder]:
     return [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
 
 
@@ -82,7 +87,7 @@ def install(before_core: Callable[[], object]) -> None:
 
     The callback is called once, just before `megatron.core` first executes; now if it already has.
     """
-    if _installed():
+    if _installed_finders():
         return
     # Not wrapt's hooks, which fire after a module has executed: `megatron.core` copies names of
     # `torch.cuda` at import, so the redirects of the device must be in place before. And at the
@@ -94,7 +99,7 @@ def install(before_core: Callable[[], object]) -> None:
 
 
 def _remove() -> None:
-    for finder in _installed():
+    for finder in _installed_finders():
         sys.meta_path.remove(finder)
 
 
@@ -103,5 +108,5 @@ def before(package: str, callback: Callable[[], None]) -> None:
 
     Exceptions of the callback end the import.
     """
-    for finder in _installed():
+    for finder in _installed_finders():
         finder.before[package] = callback

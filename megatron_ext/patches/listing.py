@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 def import_targets() -> list[str]:
     """Import every module with patches, so that their state can be listed; return missing ones."""
-    absent = []
+    missing_modules = []
     # Megatron warns about missing kernels, which matter only for training.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -34,8 +34,8 @@ def import_targets() -> list[str]:
                 importlib.import_module(name)
             except ImportError as error:
                 _LOG.debug("%s cannot be imported: %s", name, error)
-                absent.append(name)
-    return absent
+                missing_modules.append(name)
+    return missing_modules
 
 
 def _status(row: Row) -> str:
@@ -58,18 +58,20 @@ def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
     lines: list[str] = []
     for feature, group in groupby(rows, key=lambda row: row.feature):
         lines.append(f"{feature}:")
-        hidden: Counter[str] = Counter()
+        redirects_by_status: Counter[str] = Counter()
         for row in group:
             if row.target.startswith("torch") and not redirects:
-                hidden[_status(row)] += 1
+                redirects_by_status[_status(row)] += 1
                 continue
             lines.append(f"  {row.id}  [{row.kind}, order {row.order}; {_status(row)}]")
             lines.append(f"      {row.target}")
             lines.append(f"      {row.reason}")
-        if hidden:
-            states = "; ".join(f"{count} {state}" for state, count in hidden.items())
-            count = hidden.total()
-            lines.append(f"  {count} names of torch redirected ({states}); --all lists them")
+        if redirects_by_status:
+            counts = [f"{count} {status}" for status, count in redirects_by_status.items()]
+            lines.append(
+                f"  {redirects_by_status.total()} names of torch redirected ({'; '.join(counts)}); "
+                "--all lists them"
+            )
     return "\n".join(lines)
 
 
@@ -78,14 +80,23 @@ def problems(rows: Iterable[Row]) -> list[str]:
 
     Patches whose target may be absent, or whose package is missing, do not count.
     """
-    # A pending row says nothing by itself: its module may be one that this job never imports.
-    found = []
+    lines = []
     for row in rows:
-        lost = drift.missing_module(row.target) if row.state == "pending" else None
-        if lost is not None and row.required:
-            found.append(f"{row.id}: {row.target} differs from the release: {lost.found}")
-        elif row.drift and (row.required or row.state != "absent"):
-            found.append(f"{row.id}: {row.target} differs from the release: {row.drift}")
+        difference = _difference(row)
+        if difference:
+            lines.append(f"{row.id}: {row.target} differs from the release: {difference}")
         elif not row.intact:
-            found.append(f"{row.id}: {row.target} was overwritten by other code after patching")
-    return found
+            lines.append(f"{row.id}: {row.target} was overwritten by other code after patching")
+    return lines
+
+
+def _difference(row: Row) -> str:
+    """Return how a patch's target differs from its release where that matters; else nothing."""
+    # A pending row says nothing by itself: its module may be one that this job never imports.
+    if row.state == "pending" and row.required:
+        missing = drift.missing_module(row.target)
+        if missing is not None:
+            return missing.found
+    if row.state == "absent" and not row.required:
+        return ""
+    return row.drift
