@@ -36,17 +36,18 @@ def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwar
     with parts of their neighbours.
     """
     # Only within this call: the other formats store sizes without the padding.
-    buckets = [bucket for buffer in instance.buffers for bucket in buffer.buckets]
-    sized = [(buffer, buffer.numel) for buffer in instance.buffers]
-    sized += [(bucket, bucket.grad_data.numel()) for bucket in buckets]
-    before = [owner.numel_unpadded for owner, _ in sized]
-    for owner, padded in sized:
-        owner.numel_unpadded = padded
+    unpadded_sizes = []
+    for buffer in instance.buffers:
+        unpadded_sizes.append((buffer, buffer.numel_unpadded))
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            unpadded_sizes.append((bucket, bucket.numel_unpadded))
+            bucket.numel_unpadded = bucket.grad_data.numel()
     try:
         return call(*args, **kwargs)
     finally:
-        for (owner, _), unpadded in zip(sized, before, strict=True):
-            owner.numel_unpadded = unpadded
+        for buffer_or_bucket, num_elements in unpadded_sizes:
+            buffer_or_bucket.numel_unpadded = num_elements
 
 
 @PATCHES.row(
@@ -100,16 +101,17 @@ def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Reshardable checkpoints, and --ckpt-format torch, hold no step by parameter: KeyError."""
     import torch
 
-    given = by_name(call, args, kwargs)
-    if "step" in given["tensors"]:
-        return call(**given)
-    group, order = instance.model_param_group_index_map[given["model_param"]]
-    main_param = instance.optimizer.param_groups[group]["params"][order]
-    own = instance.optimizer.state[main_param].get("step")
-    if own is not None:
-        given["tensors"] = {**given["tensors"], "step": own}
+    arguments = by_name(call, args, kwargs)
+    tensors = arguments["tensors"]
+    if "step" in tensors:
+        return call(**arguments)
+    group_index, index = instance.model_param_group_index_map[arguments["model_param"]]
+    main_param = instance.optimizer.param_groups[group_index]["params"][index]
+    step = instance.optimizer.state[main_param].get("step")
+    if step is not None:
+        arguments["tensors"] = {**tensors, "step": step}
     with torch.no_grad():  # as above: those of --ckpt-format torch load after the rest
-        return call(**given)
+        return call(**arguments)
 
 
 # Both functions below were methods in 0.16.
@@ -130,13 +132,13 @@ def _start_without_main(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     the script needs `python -m megatron_ext` to find Megatron.
     """
     # A spawned process first imports its parent's main script if that is a file.
-    names = vars(sys.modules["__main__"])
-    path = names.pop("__file__", None)
+    main_names = vars(sys.modules["__main__"])
+    script_path = main_names.pop("__file__", None)
     try:
         return call(*args, **kwargs)
     finally:
-        if path is not None:
-            names["__file__"] = path
+        if script_path is not None:
+            main_names["__file__"] = script_path
 
 
 @cache
@@ -170,13 +172,19 @@ def _with_enums_by_value(call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     # As later Pythons do: the class, called with the value.
     from megatron.core.safe_globals import SAFE_GLOBALS
 
-    classes = [each for each in SAFE_GLOBALS if isinstance(each, type)]
-    enums = [each for each in classes if issubclass(each, enum.Enum)]
-    new = [each for each in enums if each not in copyreg.dispatch_table]
-    for each in new:
-        copyreg.pickle(each, lambda member: (type(member), (member.value,)))
+    enum_classes = []
+    for safe_global in SAFE_GLOBALS:
+        is_enum = isinstance(safe_global, type) and issubclass(safe_global, enum.Enum)
+        if is_enum and safe_global not in copyreg.dispatch_table:
+            enum_classes.append(safe_global)
+    for enum_class in enum_classes:
+        copyreg.pickle(enum_class, _reduce_to_value)
     try:
         return call(*args, **kwargs)
     finally:
-        for each in new:
-            del copyreg.dispatch_table[each]
+        for enum_class in enum_classes:
+            del copyreg.dispatch_table[enum_class]
+
+
+def _reduce_to_value(member: enum.Enum) -> tuple[type[enum.Enum], tuple[Any]]:
+    return type(member), (member.value,)

@@ -56,9 +56,10 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
             setattr(state, name, None)
     if not distributed.is_initialized():
         return
-    known = distributed.distributed_c10d._world.pg_map
+    existing_groups = distributed.distributed_c10d._world.pg_map
     for group in groups:
-        if group is not None and group in known:  # None stands for the default group
+        # None stands for the default group; a script may have destroyed some itself.
+        if group is not None and group in existing_groups:
             distributed.destroy_process_group(group)
 
 

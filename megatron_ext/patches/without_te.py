@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain, pairwise
 from typing import Any
 
 from megatron_ext.devices.translate import to
@@ -32,18 +33,19 @@ PATCHES = PatchTable(when=_without_te)
 @PATCHES.row("attention.packed", f"{_ATTENTION}.forward")
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron leaves packed sequences (--sft) to Transformer Engine: AssertionError."""
-    # Query, key and value are `[t, heads, width]`, the result `[t, heads * width]`; zeros for
-    # tokens of no sequence, which pad the batch.
-    names = ("query", "key", "value")
-    given = dict(zip((*names, "attention_mask"), args, strict=False), **kwargs)
-    packed = given.pop("packed_seq_params", None)
+    # Query, key and value are `[t, heads, head_width]`, the result is `[t, heads * head_width]`.
+    names = ("query", "key", "value", "attention_mask")
+    inputs = dict(zip(names, args, strict=False), **kwargs)
+    packed = inputs.pop("packed_seq_params", None)
     if packed is None:
         return call(*args, **kwargs)
-    query, width = given["query"], instance.hidden_size_per_partition
-    num_tokens, heads = query.shape[:2]
+    query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    width = instance.hidden_size_per_partition
+    num_tokens, num_heads = query.shape[:2]
+    head_width = width // num_heads
     # From 0.19 on, values of multi-latent attention are padded here to the width of its keys.
-    padded = given["value"].shape[-1] - width // heads
-    given["value"] = given["value"][..., : width // heads]
+    padding = value.shape[-1] - head_width
+    value = value[..., :head_width]
     if packed.qkv_format != "thd":
         raise UserError(
             f"attention with qkv_format {packed.qkv_format!r} needs Transformer Engine, which is "
@@ -51,31 +53,52 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         )
     import torch  # rows are imported before torch may be
 
-    # Such a batch holds several sequences one after the other, and a token attends to its own only:
-    # the mask is block-diagonal. One sequence after the other is that mask without its zero blocks.
-    parts, done, is_causal = [], 0, "causal" in instance.attn_mask_type.name
-    spans, reaches = sequences(packed, num_tokens), sequences(packed, len(given["key"]), "kv")
-    for (begin, end), (first, last) in zip(spans, reaches, strict=True):
-        if begin > done:
-            parts.append(given["value"].new_zeros(begin - done, width))
-        own = {"query": query[begin:end].unsqueeze(1)}
-        own |= {name: given[name][first:last].unsqueeze(1) for name in names[1:]}
-        mask, ahead = None, last - first - (end - begin)
-        if ahead and is_causal:  # the queries are the last tokens
-            mask = torch.ones(end - begin, last - first, dtype=torch.bool, device=query.device)
-            mask = mask.triu_(1 + ahead)[None, None]
-        parts.append(call(**{**given, **own, "attention_mask": mask}).squeeze(1))
-        done = end
-    if done < num_tokens or not parts:
-        parts.append(given["value"].new_zeros(num_tokens - done, width))
-    result = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if padded:
-        result = torch.nn.functional.pad(result.unflatten(1, (heads, -1)), (0, padded)).flatten(1)
-    return result
+    # Such a batch holds several sequences one after the other, and a token attends only to those
+    # of its sequence: the mask is block-diagonal. One call for each sequence is that mask without
+    # its zero blocks.
+    is_causal = "causal" in instance.attn_mask_type.name
+    outputs = []
+    next_token = 0
+    query_spans = sequences(packed, num_tokens)
+    key_spans = sequences(packed, len(key), "kv")
+    for (begin, end), (key_begin, key_end) in zip(query_spans, key_spans, strict=True):
+        if begin > next_token:  # tokens of no sequence pad the batch
+            outputs.append(value.new_zeros(begin - next_token, width))
+        num_queries, num_keys = end - begin, key_end - key_begin
+        mask = None
+        if is_causal and num_keys != num_queries:
+            mask = _mask_of_last_queries(num_queries, num_keys, query.device)
+        sequence = {
+            "query": query[begin:end].unsqueeze(1),
+            "key": key[key_begin:key_end].unsqueeze(1),
+            "value": value[key_begin:key_end].unsqueeze(1),
+            "attention_mask": mask,
+        }
+        outputs.append(call(**{**inputs, **sequence}).squeeze(1))
+        next_token = end
+    if next_token < num_tokens or not outputs:
+        outputs.append(value.new_zeros(num_tokens - next_token, width))
+    output = outputs[0]
+    if len(outputs) > 1:
+        output = torch.cat(outputs)
+    if padding:
+        by_head = output.unflatten(1, (num_heads, -1))
+        output = torch.nn.functional.pad(by_head, (0, padding)).flatten(1)
+    return output
+
+
+def _mask_of_last_queries(num_queries: int, num_keys: int, device: Any) -> Any:
+    """Return the causal mask of queries that are the last tokens: bool `[1, 1, queries, keys]`."""
+    import torch
+
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    return mask.triu_(1 + num_keys - num_queries)[None, None]
 
 
 def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int, int]]:
-    """Yield where each sequence of a packed batch begins and ends, without empty ones.
+    """Yield the first token of each sequence of a packed batch and the one after its last.
+
+    Empty sequences are left out.
 
     Upstream's `PackedSeqParams` has the sums of the lengths from 0 on, int32 `[sequences + 1]`:
     `cu_seqlens_q` of queries, `cu_seqlens_kv` of keys and values, `..._padded` with padding.
@@ -85,19 +108,19 @@ def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int
     """
     name = f"cu_seqlens_{of}"
     sums: list[int] = getattr(packed, name).tolist()
-    padded = getattr(packed, f"{name}_padded")
-    starts: list[int] = sums if padded is None else padded.tolist()
-    spans = [
-        (start, start + after - before)
-        for start, before, after in zip(starts, sums, sums[1:], strict=False)
-    ]
-    ends = [0, *(edge for span in spans for edge in span), num_tokens]
-    if len(starts) != len(sums) or ends != sorted(ends):
+    padded_sums = getattr(packed, f"{name}_padded")
+    starts: list[int] = sums if padded_sums is None else padded_sums.tolist()
+    lengths = [after - before for before, after in pairwise(sums)]
+    spans = [(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+    edges = [0, *chain.from_iterable(spans), num_tokens]
+    if len(starts) != len(sums) or edges != sorted(edges):
         raise UserError(
             f"{name} {sums} with starts {starts} does not fit a packed batch of {num_tokens} "
             f"tokens; the sums of lengths must ascend from 0 to at most that number"
         )
-    yield from ((begin, end) for begin, end in spans if end > begin)
+    for begin, end in spans:
+        if end > begin:
+            yield begin, end
 
 
 @PATCHES.row("attention.head_widths", f"{_ATTENTION}.__init__", when=always)
@@ -122,12 +145,13 @@ def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs:
     # A norm acts on each token, so it can run on a split sequence; only the gradients of its
     # parameters must be summed over the tensor-parallel group. `finalize_model_grads` does that for
     # parameters marked `sequence_parallel`.
-    given = by_name(call, args, kwargs)
-    if not given["config"].sequence_parallel:
+    arguments = by_name(call, args, kwargs)
+    config = arguments["config"]
+    if not config.sequence_parallel:
         return call(*args, **kwargs)
-    given["config"] = copy.copy(given["config"])
-    given["config"].sequence_parallel = False
-    norm = call(**given)
+    config_without = copy.copy(config)
+    config_without.sequence_parallel = False
+    norm = call(**{**arguments, "config": config_without})
     for parameter in norm.parameters():
         parameter.sequence_parallel = True
     return norm
@@ -139,8 +163,10 @@ def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs:
 )
 def _without_fp8(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Megatron takes fp8=False, the default, for FP8: --recompute-modules layernorm: NameError."""
-    others = {name: value for name, value in kwargs.items() if name != "fp8"}
-    call(None, *args[1:], **others)
+    # None, unlike False, means no FP8.
+    kwargs = {**kwargs}
+    kwargs.pop("fp8", None)
+    call(None, *args[1:], **kwargs)
 
 
 @PATCHES.row(
