@@ -125,7 +125,7 @@ class _Layer(torch.nn.Module):
         place, probe = self.place, self.probe
 
         def passes(gradient: torch.Tensor) -> torch.Tensor:
-            if kind == "I" or probe.split is None or probe.split.record is None:
+            if kind == "I" or probe.split is None or not probe.split.is_deferring:
                 probe.part(part, kind, place)
             return gradient.clone() if kind == "I" else gradient
 

@@ -38,7 +38,7 @@ def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], object]:
         pipeline.placement,
         pipeline.num_microbatches,
         probe,
-        lambda: "B" if split.record is None else "I",
+        lambda: "I" if split.is_deferring else "B",
         overlap_moe_expert_parallel_comm=pipeline.config.pairs,
     )
     if probe.waits:

@@ -1,7 +1,7 @@
 """Patches that let schedules compute the gradients of weights after those of inputs.
 
-Patches on layers act only inside `SplitBackward.defer`, which the executor opens for schedules that
-split the backward.
+Patches on layers act only inside `SplitBackward.defer`, which the executor opens for the backward
+of an action I.
 """
 
 from __future__ import annotations
@@ -19,32 +19,29 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 PATCHES = PatchTable(feature="schedules")
 
 
-def _record() -> Any:
-    """Return the target of deferred weight gradients; None outside `SplitBackward.defer`."""
-    found = active.active()
-    runtimes: Any = None if found is None else found.runtimes
-    return None if runtimes is None else runtimes.splits.record
+def _splits() -> Any:
+    """Return the deferred weight gradients of what is in force; None: nothing of ours ran yet."""
+    in_force = active.active()
+    runtimes: Any = None if in_force is None else in_force.runtimes
+    return None if runtimes is None else runtimes.splits
+
+
+def _deferring() -> Any:
+    """Return the target of weight gradients that wait; None outside of the executor's I."""
+    splits = _splits()
+    return splits if splits is not None and splits.is_deferring else None
 
 
 @PATCHES.row(
     "split_backward.linear",
-    f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce",
-    of=_record,
+    f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication.backward",
+    of=_deferring,
 )
-def _linear(record: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _linear(splits: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron computes both gradients of a linear layer at once; the weight's is due later."""
-    from megatron_ext.runtime import split
+    from megatron_ext.runtime.split_linear import linear_backward
 
-    return split.linear(call, record, *args, **kwargs)
-
-
-@PATCHES.row("split_backward.embedding", f"{_LAYERS}:VocabParallelEmbedding.forward", of=_record)
-def _embedding(_found: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A weight that embedding and output layer share has one sum of gradients: no split."""
-    from megatron_ext.runtime.split import mark_embedding
-
-    mark_embedding(instance.weight)
-    return call(*args, **kwargs)
+    return linear_backward(call, splits, *args, **kwargs)
 
 
 @PATCHES.row(
@@ -90,12 +87,12 @@ def _grouped_ops(original: Any) -> Any:
     """Megatron computes both gradients of grouped experts at once."""
 
     def gmm(*args: Any, **kwargs: Any) -> Any:
-        # Not a condition of the row: `set` is evaluated once, and this changes with each action.
-        record = _record()
-        if record is None:
+        # Not a condition of the row: `set` is evaluated once, before anything is in force.
+        splits = _splits()
+        if splits is None or not splits.is_in_use:
             return original.gmm(*args, **kwargs)
-        from megatron_ext.runtime.split import grouped_product
+        from megatron_ext.runtime.split_grouped import grouped_product
 
-        return grouped_product(original.gmm, record, *args, **kwargs)
+        return grouped_product(original.gmm, splits, *args, **kwargs)
 
     return SimpleNamespace(**{**vars(original), "gmm": gmm})

@@ -235,6 +235,8 @@ class StageCompute:
     """Holds weight gradients between I and W."""
     reports: dict[int, Any] = field(default_factory=dict)
     """Reports of the loss function by micro-batch; only on the rank of the last stage."""
+    ignored_inputs: list[tuple[int, int]] = field(default_factory=list, init=False)
+    """Stages and micro-batches whose backward brought no gradient of an input."""
     _num_tokens: list[torch.Tensor] = field(default_factory=list, init=False)
     """One per forward. Summed after the step, off the critical path."""
     _stages: dict[int, _Stage] = field(default_factory=dict, init=False)
@@ -377,15 +379,21 @@ class StageCompute:
         inputs, outputs = self._live.pop((stage, microbatch))
         with self.splits.defer(stage, microbatch) if split else _UNCHANGED:
             found = self._stage(stage).backward_step(inputs, outputs, gradients)
-        return self._sent_back(inputs, found)
+        return self._sent_back(stage, microbatch, inputs, found)
 
-    @staticmethod
-    def _sent_back(inputs: Tensors, found: Tensors) -> Tensors:
-        # A stage may ignore an input, but the previous stage still waits for its gradient.
-        return [
-            torch.zeros_like(x) if x is not None and grad is None else grad
-            for x, grad in zip(inputs, found, strict=True)
-        ]
+    def _sent_back(
+        self, stage: int, microbatch: int, inputs: Tensors, gradients: Tensors
+    ) -> Tensors:
+        """Return the gradients that the previous stage waits for: zeros for an ignored input."""
+        # As on a single device, where nothing would reach the layers before. Megatron's own
+        # schedules send nothing: the previous stage takes the gradient of the next micro-batch in
+        # its place, and waits for the last one until the process group's time-out.
+        sent = list(gradients)
+        for index, tensor in enumerate(inputs):
+            if tensor is not None and sent[index] is None:
+                sent[index] = torch.zeros_like(tensor)
+                self.ignored_inputs.append((stage, microbatch))
+        return sent
 
     def unfinished(self) -> list[str]:
         """Return the backward actions whose saved tensors are still held."""
@@ -409,11 +417,13 @@ class StageCompute:
         return found
 
     def _around_forward(self, stage: int, microbatch: int) -> AbstractContextManager[Any]:
-        """Return the context of an F: deferred weight gradients, seeds, a check of lengths."""
+        """Return the context of an F: postponing layers, seeds, a check of lengths."""
         # Most forwards need none of them, and an empty context costs as much as a real one.
-        contexts: list[AbstractContextManager[None]] = []
+        contexts: list[AbstractContextManager[Any]] = []
         if (stage, microbatch) in self.table.split_backwards:
-            contexts.append(self.splits.defer(stage, microbatch))
+            postponing = self.splits.postponing(stage)
+            if postponing is not None:
+                contexts.append(postponing)
         if self._draws_by_microbatch:
             contexts.append(rng_of_this_step(stage, microbatch))
         place = self._stage(stage)

@@ -17,13 +17,6 @@ if TYPE_CHECKING:
 _MEGATRONS = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 
-def is_offloading() -> bool:
-    """Return whether what autograd saves now will be on the host until its backward."""
-    module = sys.modules.get(_MEGATRONS)
-    manager = None if module is None else module.PipelineOffloadManager.OFFLOAD_MGR
-    return bool(getattr(manager, "inside_context", False))
-
-
 class Offloading:
     """The order in which activations return, for the step in progress."""
 

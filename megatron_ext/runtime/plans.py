@@ -115,11 +115,19 @@ class PlannedCompute(StageCompute):
                 # A layer of experts ends in the stream for communication, which owns its memory.
                 output.record_stream(torch.cuda.current_stream())
             outputs = self._made(*forward, inputs, outputs, num_tokens, store)
-        return outputs, [] if backward is None else self._sent_back(saved[0], found)
+        if backward is None:
+            return outputs, []
+        return outputs, self._sent_back(*backward, saved[0], found)
 
     def _planning(self, key: _Key) -> Callable[..., Any]:
         """Return Megatron's forward step for a micro-batch, in the form that makes a plan."""
         splits = key in self.table.split_backwards
+
+        def around_forward() -> AbstractContextManager[Any]:
+            return self.splits.postponing(key[0]) or nullcontext()
+
+        def around_backward() -> AbstractContextManager[Any]:
+            return self.splits.defer(*key)
 
         def step(*args: Any, **kwargs: Any) -> Any:
             plan, loss = self.call.forward_step_func(*args, **kwargs)
@@ -148,8 +156,8 @@ class PlannedCompute(StageCompute):
             for part in (plan, *layers) if splits else ():
                 for node in vars(part).values():
                     if isinstance(node, utils.ScheduleNode):
-                        node.forward_func = self._deferring(key, node.forward_func)
-                        node.backward_func = self._deferring(key, node.backward_func)
+                        node.forward_func = self._kept_for_w(node.forward_func, around_forward)
+                        node.backward_func = self._kept_for_w(node.backward_func, around_backward)
                         # Where the table says W, not behind the node.
                         node.delay_wgrad_compute = False
             return plan, loss
@@ -286,15 +294,19 @@ class PlannedCompute(StageCompute):
 
         return run
 
-    def _deferring(self, key: _Key, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a part of a layer that leaves weight gradients to W.
+    @staticmethod
+    def _kept_for_w(
+        function: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]
+    ) -> Callable[..., Any]:
+        """Return a part of a layer that runs in a context of the split, and whose results W reads.
 
-        In a pair the partner's parts come between, which may have another W, or none.
+        Each part enters its own: in a pair the partner's parts come between, which may have another
+        W, or none.
         """
         of_w = torch.cuda.current_stream()
 
         def run(*args: Any) -> Any:
-            with self.splits.defer(*key):
+            with context():
                 made = function(*args)
             for tensor in made if isinstance(made, tuple) else (made,):
                 if tensor is not None:

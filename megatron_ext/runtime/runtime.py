@@ -206,6 +206,8 @@ class Runtime:
         self._checked: set[Table] = set()
         # Whether a training step of this rank has split a backward.
         self._has_split = False
+        # Whether the log names a stage whose input had no gradient.
+        self._has_ignored_input = False
 
     def _check_fit(self, chunks: Sequence[torch.nn.Module]) -> None:
         name, placement, ranks = self.pipeline.name, self.placement, self.groups.pp.size()
@@ -282,6 +284,8 @@ class Runtime:
         for stage, chunk in zip(self.placement.stages_of[self.rank], call.chunks, strict=True):
             splits = self.pipeline.full.splits_backward
             self.splits.register_modules(stage, chunk, splits=splits)
+        if trains and table.split_backwards and call.config.sequence_parallel:
+            self.splits.agree(self.groups.tp, self.device)
         pairs = bool(table.schedule.pairs_of(self.rank)) or (
             self.pipeline.config.pairs and self.agreement is not None
         )
@@ -343,6 +347,16 @@ class Runtime:
             raise
         if trains and not self._has_split:
             self._check_split(table, call.chunks)
+        if compute.ignored_inputs and not self._has_ignored_input:
+            self._has_ignored_input = True
+            stage, microbatch = compute.ignored_inputs[0]
+            _LOG.warning(
+                "stage %d, micro-batch %d: no gradient reaches the input of the stage, so the "
+                "stages before it get zeros, as on a single device (Megatron's own schedules send "
+                "nothing there, and stop); is an output detached?",
+                stage,
+                microbatch,
+            )
         if isinstance(compute, TreeCompute):
             compute.forms.step_done()
         return compute

@@ -305,7 +305,7 @@ def of_trace(
         DataError: The trace has no such stages, or is of another model.
     """
     from megatron_ext.tools.trace.aggregate import read_run
-    from megatron_ext.tools.trace.measured_costs import measured_costs
+    from megatron_ext.tools.trace.forecast import measured_costs
 
     run = read_run(directory)
     schedule = run.schedule

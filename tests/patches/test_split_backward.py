@@ -87,35 +87,6 @@ def linear() -> None:
         assert not _leaves_weight(layer)
 
 
-def embedding() -> None:
-    import torch
-    from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
-    from megatron.core.transformer import TransformerConfig
-    from torch.nn.init import ones_
-
-    from tests.pipelines import splits
-
-    start_parallel()
-    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
-    table = VocabParallelEmbedding(8, 4, init_method=ones_, config=config)
-    head = ColumnParallelLinear(
-        4, 8, config=config, init_method=ones_, bias=False, skip_weight_param_allocation=True
-    )
-
-    def complete() -> bool:
-        """Whether the one backward brings the gradient of both uses."""
-        table.weight.grad = None
-        with splits().defer(0, 0):
-            head(table(torch.arange(6).view(3, 2)), weight=table.weight)[0].sum().backward()
-        left = splits().pending()
-        splits().clear()
-        return not left and bool((table.weight.grad[6:] != 0).all())
-
-    with without("split_backward.embedding"):
-        assert not complete()
-    assert complete()
-
-
 def config() -> None:
     from importlib.machinery import ModuleSpec
 
@@ -146,7 +117,7 @@ def config() -> None:
         assert not make(**fused).delay_wgrad_compute
 
 
-@pytest.mark.parametrize("case", [outside_nothing_is_touched, linear, embedding, config])
+@pytest.mark.parametrize("case", [outside_nothing_is_touched, linear, config])
 def test_patch(case) -> None:
     run_ranks(1, case)
 

@@ -99,10 +99,10 @@ def split_step(model: DistributedDataParallel, stage: int = 2) -> None:
     """Run a step with I and W apart: each W after the I of the next micro-batch."""
     model.zero_grad_buffer()
     model_parallel_cuda_manual_seed(7)
+    splits().register_modules(stage, model)
     with model.no_sync():
         for microbatch in range(NUM_MICROBATCHES):
-            with splits().defer(stage, microbatch):
-                loss = forward(model, microbatch)
+            loss = forward(model, microbatch)
             with splits().defer(stage, microbatch):
                 loss.backward()
             if microbatch:
@@ -125,8 +125,10 @@ def gradients(model: DistributedDataParallel) -> dict[str, torch.Tensor]:
 def deferred(model: DistributedDataParallel) -> set[str]:
     """Return the names of the weights that one I leaves for W."""
     model.zero_grad_buffer()
+    splits().register_modules(0, model)
+    loss = forward(model, 0)
     with splits().defer(0, 0):
-        forward(model, 0).backward()
+        loss.backward()
     names = {id(weight): name for name, weight in model.module.named_parameters()}
     waiting = {names[weight] for weight in splits()._waiting[0, 0]}
     untouched = {name for name, g in gradients(model).items() if not g.any()}

@@ -135,3 +135,14 @@ def test_a_forward_gets_leaves_and_the_ends_of_the_pipeline_get_none() -> None:
     assert (step, leaf.requires_grad, leaf.is_leaf) == ("forward", True, True)
     assert _run("F", [])[1] == [None, None]
     assert _run("B", []) == ["backward", [None]]
+
+
+def test_the_previous_stage_gets_zeros_for_an_input_that_was_ignored() -> None:
+    compute = StageCompute(SimpleNamespace(), None)  # type: ignore[arg-type]
+    used, ignored, gradient = torch.ones(2), torch.ones(3), torch.full((2,), 5.0)
+    sent = compute._sent_back(3, 7, [used, ignored, None], [gradient, None, None])
+    assert sent[0] is gradient
+    assert sent[1] is not None
+    assert sent[1].tolist() == [0, 0, 0]
+    assert sent[2] is None
+    assert compute.ignored_inputs == [(3, 7)]

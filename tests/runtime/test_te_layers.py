@@ -14,7 +14,7 @@ import torch
 from megatron_ext.config import incompatible
 from megatron_ext.config.incompatible import te_leaves_whole, why_not_split
 from megatron_ext.patches.split_backward import prepare_config
-from megatron_ext.runtime import split
+from megatron_ext.runtime import split_te
 from megatron_ext.runtime.split import SplitBackward
 
 
@@ -150,7 +150,7 @@ def _main_grads(chunk: _Chunk) -> list[torch.Tensor]:
 
 def _backwards(split: SplitBackward, chunk: torch.nn.Module, count: int, stage: int = 1) -> None:
     for microbatch in range(count):
-        with split.defer(stage, microbatch):
+        with split.postponing(stage):
             loss = _loss(chunk, microbatch)
         with split.defer(stage, microbatch):
             loss.backward()
@@ -193,7 +193,7 @@ def test_a_backward_in_parts_is_one_w() -> None:
     split = SplitBackward()
     split.register_modules(1, torch.nn.Sequential(*layers))
     for microbatch in range(2):
-        with split.defer(1, microbatch):
+        with split.postponing(1):
             middle = layers[0](torch.ones(2, 4))
             cut = middle.detach().requires_grad_()
             loss = layers[1](cut).sum()
@@ -400,7 +400,7 @@ class _Quantised:
 def test_quantised_operands_get_memory_of_their_own() -> None:
     operand = _Quantised()
     buffer = operand.data
-    assert split._copied(operand) is operand
+    assert split_te._copied(operand) is operand
     buffer.zero_()
     assert operand.data.tolist() == [1.0, 1.0]
 
@@ -447,19 +447,23 @@ def test_gradients_of_biases_without_ddp_stay() -> None:
     assert chunk.bias.grad.tolist() == [3.0] * 4
 
 
+def _always(_weights: Any) -> bool:
+    return True
+
+
 def test_a_layer_of_two_weights_with_biases_is_left_whole() -> None:
     layer = _TwoWeights(delay=True)
     layer.use_bias, layer.fc1_bias = True, torch.nn.Parameter(torch.zeros(4))
-    assert not split.PostponingLayers(layer, layer.wgrad_store.put).layers
+    assert not split_te.PostponingLayers(layer, layer.wgrad_store.put, _always).layers
     assert not layer.wgrad_store.enabled
 
 
 def test_experts_in_one_parameter_postpone_only_what_they_accumulate() -> None:
     layer = _Layer()
     layer.single_grouped_weight = True
-    assert split.PostponingLayers(layer, layer.wgrad_store.put).layers
+    assert split_te.PostponingLayers(layer, layer.wgrad_store.put, _always).layers
     layer.fuse_wgrad_accumulation = False
-    assert not split.PostponingLayers(layer, layer.wgrad_store.put).layers
+    assert not split_te.PostponingLayers(layer, layer.wgrad_store.put, _always).layers
 
 
 def test_a_backward_that_is_not_split_computes_all() -> None:
@@ -544,12 +548,12 @@ def test_a_gradient_before_that_of_the_first_forward_is_lost(forwards: tuple[int
 
 def test_layers_that_overwrite_are_known() -> None:
     chunk = torch.nn.Sequential(torch.nn.LayerNorm(4), _Overwriting())
-    assert split.overwrites_first(chunk)
+    assert split_te.overwrites_first(chunk)
     chunk[1].disable_parameter_transpose_cache = True  # then Megatron names no first one
-    assert not split.overwrites_first(chunk)
+    assert not split_te.overwrites_first(chunk)
     chunk[1].disable_parameter_transpose_cache, chunk[1].fuse_wgrad_accumulation = False, False
-    assert not split.overwrites_first(chunk)
-    assert not split.overwrites_first(_Chunk(delay=True))
+    assert not split_te.overwrites_first(chunk)
+    assert not split_te.overwrites_first(_Chunk(delay=True))
 
 
 def _config(**settings: Any) -> SimpleNamespace:

@@ -125,7 +125,7 @@ def gathers_and_gemms() -> list[str]:
     """Return what this rank did in a W of three gradients."""
     from megatron.core.tensor_parallel import layers as upstream
 
-    from megatron_ext.runtime import split
+    from megatron_ext.runtime.split_linear import LinearGradient
     from tests.pipelines import splits
 
     log: list[str] = []
@@ -144,8 +144,7 @@ def gathers_and_gemms() -> list[str]:
         for _ in range(3):
             layer(torch.randn(6, 3, 12))[0].sum().backward()
     upstream.dist_all_gather_func = logged("gather", upstream.dist_all_gather_func)
-    product = split._LinearGradient
-    product.compute = logged("GEMM", product.compute)  # type: ignore[method-assign]
+    LinearGradient.compute = logged("GEMM", LinearGradient.compute)  # type: ignore[method-assign]
     splits().run(0, 0)
     return log
 

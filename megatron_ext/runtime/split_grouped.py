@@ -1,0 +1,112 @@
+"""Grouped experts of Megatron 0.16: grouped_gemm with the weight gradient left to W."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_ext.runtime.weight_gradients import (
+    Unchanged,
+    WeightGradient,
+    accumulator_of,
+    will_accumulate,
+)
+
+if TYPE_CHECKING:
+    from megatron_ext.runtime.split import SplitBackward
+
+
+class _GroupedGradient(WeightGradient):
+    """The weight gradients of all experts, by the backward of `product`, the output of `gmm`."""
+
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        experts: torch.Tensor,
+        product: torch.autograd.graph.GradientEdge,
+        grad_output: torch.Tensor,
+    ) -> None:
+        self.weights, self.grad_output = (weight,), grad_output
+        self._experts, self._product = experts, product
+        self._unchanged = Unchanged(grad_output)
+
+    def compute(self) -> Sequence[torch.Tensor]:
+        """Return the gradient."""
+        self._unchanged.check(self.grad_output)
+        return torch.autograd.grad(self._product, self._experts, self.grad_output)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The library's `gmm` on a separate graph; its backward runs at once, or in two parts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: torch.Tensor,
+        experts: torch.Tensor,
+        gmm: Callable[..., torch.Tensor],
+        splits: SplitBackward,
+        batch_sizes: torch.Tensor,
+        trans_b: bool,
+    ) -> torch.Tensor:
+        tokens_leaf = tokens.detach().requires_grad_(ctx.needs_input_grad[0])
+        experts_leaf = experts.detach().requires_grad_()
+        with torch.enable_grad():
+            product = gmm(tokens_leaf, experts_leaf, batch_sizes, trans_b=trans_b)
+        ctx.graph = (tokens_leaf, experts_leaf, torch.autograd.graph.get_gradient_edge(product))
+        ctx.parameter, ctx.splits = experts._base, splits
+        ctx.call = (gmm, batch_sizes, trans_b)
+        return product.detach()
+
+    @staticmethod
+    @once_differentiable  # as the library's, whose kernels autograd does not know
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tokens, experts, product = ctx.graph
+        weight, splits = ctx.parameter, ctx.splits
+        grad_output = grad_output.contiguous()
+        waits = (
+            splits.is_deferring
+            and will_accumulate(accumulator_of(weight))
+            and splits.may_wait(weight)
+        )
+        grad_tokens = grad_experts = None
+        if waits:
+            gmm, batch_sizes, trans_b = ctx.call
+            ctx.graph = None  # W frees it
+            splits.record(_GroupedGradient(weight, experts, product, grad_output))
+            if tokens.requires_grad:
+                grad_tokens = gmm(grad_output, experts.detach(), batch_sizes, trans_b=not trans_b)
+        elif tokens.requires_grad:
+            # Kept, for a backward that retains its graph.
+            grad_tokens, grad_experts = torch.autograd.grad(
+                product, (tokens, experts), grad_output, retain_graph=True
+            )
+        else:
+            (grad_experts,) = torch.autograd.grad(product, experts, grad_output, retain_graph=True)
+        return grad_tokens, grad_experts, None, None, None, None
+
+
+def grouped_product(
+    gmm: Callable[..., torch.Tensor],
+    splits: SplitBackward,
+    tokens: torch.Tensor,
+    experts: torch.Tensor,
+    batch_sizes: torch.Tensor,
+    trans_b: bool = False,
+) -> torch.Tensor:
+    """Multiply each expert's tokens by its weights; I leaves the weight gradient to W.
+
+    `tokens` are `[tokens, in]`, sorted by expert, and `experts` is a view of the parameter.
+    """
+    # Builds of grouped_gemm differ, so nothing of the library but its `ops.gmm` is called. The
+    # gradients come from `gmm`'s own backward, that of the tokens alone by `gmm` itself.
+    weight = experts._base
+    if weight is None or not experts.requires_grad or not torch.is_grad_enabled():
+        return gmm(tokens, experts, batch_sizes, trans_b=trans_b)
+    product: torch.Tensor = _GroupedProduct.apply(
+        tokens, experts, gmm, splits, batch_sizes, trans_b
+    )
+    return product

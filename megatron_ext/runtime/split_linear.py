@@ -1,0 +1,153 @@
+"""Column- and RowParallelLinear: their backward without the product for the weight.
+
+Megatron's autograd function is called as it is, forward and backward. In the executor's own
+backward it gets a context that lets it leave the weight's gradient out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.parallel_state import get_global_memory_buffer
+from megatron.core.tensor_parallel import layers
+from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+
+from megatron_ext.runtime.weight_gradients import Unchanged, WeightGradient, will_accumulate
+
+if TYPE_CHECKING:
+    from megatron_ext.runtime.split import SplitBackward
+
+# Of the inputs of Megatron's function that are tensors: input, weight, bias. So are the results of
+# its backward, which go on with None for the others.
+_WEIGHT, _BIAS = 1, 2
+
+
+def linear_backward(
+    backward: Callable[..., tuple[Any, ...]],
+    splits: SplitBackward,
+    ctx: Any,
+    grad_output: torch.Tensor,
+) -> tuple[Any, ...]:
+    """Run the backward of Megatron's linear layer; leave the weight's gradient to W if possible.
+
+    Args:
+        backward: That of `LinearWithGradAccumulationAndAsyncCommunication`.
+        splits: Takes the gradient; in its `defer`.
+        ctx: The function's context.
+        grad_output: Gradient of the output, `[s, b, out]`.
+
+    Returns:
+        The gradients of all inputs, as `backward` does; None for a weight whose gradient waits.
+    """
+    accumulator = ctx.next_functions[_WEIGHT][0]
+    # Not the saved tensor: hooks on saved tensors return copies, and torch's checkpoint lets a
+    # tensor be unpacked only once. Other nodes have none: theirs is computed from parameters.
+    weight = getattr(accumulator, "variable", None)
+    if not (
+        isinstance(weight, torch.nn.Parameter)
+        and ctx.grad_output_buffer is None  # --defer-embedding-wgrad-compute
+        and getattr(ctx, "gtp_remat_size", 1) == 1  # 0.19: the weight itself is gathered
+        and will_accumulate(accumulator)
+        and splits.may_wait(weight, gathers=ctx.sequence_parallel)
+    ):
+        return backward(ctx, grad_output)
+    without_weight = _ContextWithoutWeight(ctx, weight)
+    gradients = list(backward(without_weight, grad_output))
+    gradients[_BIAS] = without_weight.grad_bias
+    splits.record(without_weight.gradient)
+    return tuple(gradients)
+
+
+class _ContextWithoutWeight:
+    """The context of a layer's backward, with which it computes the gradient of its input alone.
+
+    Given a list `grad_output_buffer`, upstream's backward appends the output gradient and skips the
+    weight gradient: upstream postpones that of the output layer to the end of the step this way.
+    This object stands for the list, too.
+    """
+
+    gradient_accumulation_fusion = True  # without, upstream computes the product in any case
+    wgrad_deferral_limit = 0  # the list takes any number
+    use_bias = False  # upstream would sum over s and b separately, which changes the last bits
+
+    def __init__(self, ctx: Any, weight: torch.nn.Parameter) -> None:
+        self._ctx, self._weight = ctx, weight
+        self._input, saved_weight = ctx.saved_tensors
+        # A view without the attributes of the parameter. With them upstream would return memory
+        # that nothing has filled as the weight's gradient, for DDP's hook.
+        self.saved_tensors = self._input, saved_weight.detach()
+        self.gradient: LinearGradient
+        self.grad_bias: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    @property
+    def grad_output_buffer(self) -> _ContextWithoutWeight:
+        """The list that upstream appends to."""
+        return self  # not an attribute: in a cycle the operands would outlive W
+
+    def append(self, grad_output: torch.Tensor) -> None:
+        """Take the output gradient; upstream calls it in place of computing the product."""
+        # Here and not before, because upstream has entered the autocast of the layer's forward.
+        self.gradient = LinearGradient(self._weight, self._input, grad_output, self._ctx)
+        if self._ctx.use_bias:
+            flat, _ = prepare_input_tensors_for_wgrad_compute(grad_output, grad_output)
+            self.grad_bias = flat.sum(dim=0)
+
+
+class LinearGradient(WeightGradient):
+    """`grad_output.t() @ input`, `[out, in]`; if fused, the kernel adds it to `main_grad`."""
+
+    def __init__(
+        self, weight: torch.nn.Parameter, input_: torch.Tensor, grad_output: torch.Tensor, ctx: Any
+    ) -> None:
+        self.weights = (weight,)
+        self.is_fused = ctx.gradient_accumulation_fusion
+        self.input = input_.detach()  # without its graph
+        self.grad_output = grad_output.detach()
+        # Over which sequence parallelism splits the input; None if it is whole.
+        self._gather_group = ctx.tp_group if ctx.sequence_parallel else None
+        # The whole input `[s, b, h]`, and when it is there.
+        self._gathered: tuple[torch.Tensor, torch.distributed.Work] | None = None
+        self._autocast: AbstractContextManager[object] = nullcontext()
+        kind = grad_output.device.type
+        if torch.is_autocast_enabled(kind):
+            self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind))
+        self._unchanged = Unchanged(self.input, self.grad_output)
+
+    def fetch(self, buffer: str) -> None:
+        """Start to gather the input, if it is split."""
+        if self._gather_group is None:
+            return
+        size = [self.input.size(0) * self._gather_group.size(), *self.input.shape[1:]]
+        whole = get_global_memory_buffer().get_tensor(size, self.input.dtype, buffer)
+        arrival = layers.dist_all_gather_func(
+            whole, self.input, group=self._gather_group, async_op=True
+        )
+        self._gathered = whole, arrival
+
+    def compute(self) -> list[torch.Tensor | None]:
+        """Return the gradient, or accumulate it if fused."""
+        self._unchanged.check(self.input, self.grad_output)
+        total_input = self.input
+        if self._gathered is not None:
+            total_input, arrival = self._gathered
+            arrival.wait()
+        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
+            self.grad_output, total_input
+        )
+        if not self.is_fused:
+            with self._autocast:
+                product = torch.matmul(grad_output.t(), total_input)
+            return [product.to(self.weights[0].dtype)]  # as autograd does
+        main_grad = self.weights[0].main_grad
+        kernels = layers.fused_weight_gradient_mlp_cuda
+        if main_grad.dtype == torch.float32:
+            kernels.wgrad_gemm_accum_fp32(total_input, grad_output, main_grad)
+        else:
+            kernels.wgrad_gemm_accum_fp16(total_input, grad_output, main_grad)
+        return [None]

@@ -1,0 +1,106 @@
+"""Trainings whose weights have hooks and other uses: the bits of Megatron's own schedule."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.runtime.capture import GPT, PP2, Captured, run_here, train
+from tests.runtime.test_equality import OVERLAP, TP2, UNCLIPPED, assert_equal
+from tests.runtime.test_gradient_ways import Lines
+
+_FLAGS = GPT + UNCLIPPED + OVERLAP + PP2 + "--untie-embeddings-and-output-weights "
+
+
+def run_with_ways(model: str, argv: list[str], mean_delay_s: float) -> Captured:
+    """Train as one rank, with a model that does all of it at once."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.mlp import MLP
+
+    build, run_mlp, run_model = GPTModel.__init__, MLP.forward, GPTModel.forward
+
+    def build_with_hook(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        # On one of the tensor-parallel ranks, as where only new tokens train.
+        if self.post_process and parallel_state.get_tensor_model_parallel_rank() == 0:
+            rows = torch.arange(self.output_layer.weight.size(0))[:, None] >= 9
+            self.output_layer.weight.register_hook(lambda gradient: gradient * rows)
+
+    def mlp_with_other_uses(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            probe = hidden.detach().requires_grad_()
+            inner = run_mlp(self, probe)[0].square().sum()
+            weight = self.linear_fc2.weight
+            saliency, gradient = torch.autograd.grad(inner, (probe, weight))
+            hidden = hidden + 0.01 * saliency.sign() * (1 + gradient.norm())
+        output, bias = run_mlp(self, hidden, *args, **kwargs)
+        wide = torch.nn.functional.linear(hidden, self.linear_fc1.weight)
+        return output + 0.1 * wide @ self.linear_fc2.weight.t(), bias
+
+    def model_with_penalty(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = run_model(self, *args, **kwargs)
+        if not self.post_process:
+            return output
+        penalized = self.decoder.layers[-1].self_attention.linear_proj.weight
+        return output + 0.01 * penalized.float().square().sum()
+
+    GPTModel.__init__, GPTModel.forward = build_with_hook, model_with_penalty
+    MLP.forward = mlp_with_other_uses
+    return run_here(model, argv, mean_delay_s)
+
+
+@cache
+def _stock(num_ranks: int, flags: str) -> Captured:
+    return train(num_ranks, flags, run=run_with_ways)
+
+
+@pytest.mark.parametrize(
+    "ours",
+    ["--pipeline-schedule zb-h1 ", "--pipeline-schedule zb-v ", "--use-dpp "],
+)
+def test_hooks_and_other_uses(ours: str) -> None:
+    assert_equal(train(2, _FLAGS + ours, run=run_with_ways), _stock(2, _FLAGS))
+
+
+def run_with_a_detached_layer(model: str, argv: list[str], mean_delay_s: float) -> Captured:
+    """Train as one rank; one micro-batch passes the last layer without a graph behind it."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    run_layer, lines, calls = TransformerLayer.forward, Lines(), 0
+    logging.getLogger("megatron_ext.runtime.runtime").addHandler(lines)
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if self.layer_number == self.config.num_layers:
+            calls += 1
+            if calls == 2:
+                hidden_states = hidden_states.detach()
+        return run_layer(self, hidden_states, *args, **kwargs)
+
+    TransformerLayer.forward = forward
+    captured = run_here(model, argv, mean_delay_s)
+    told = [line for line in lines.lines if "no gradient reaches the input" in line]
+    is_last_stage = bool(captured.tables) and any(captured.losses)
+    assert len(told) == is_last_stage
+    assert not told or told[0].startswith("stage 1, micro-batch 1:")
+    return captured
+
+
+def test_a_stage_whose_input_gets_no_gradient_trains_as_on_one_device() -> None:
+    flags = GPT + UNCLIPPED + "--untie-embeddings-and-output-weights "
+    single = train(1, flags, run=run_with_a_detached_layer)
+    for schedule in ("1f1b", "zb-h1"):
+        ours = f"{PP2}--pipeline-schedule {schedule} "
+        assert_equal(train(2, flags + ours, run=run_with_a_detached_layer), single)
+
+
+@pytest.mark.slow
+def test_a_hook_on_one_of_the_ranks_that_share_a_sequence() -> None:
+    flags = _FLAGS + TP2
+    ours = train(4, flags + "--pipeline-schedule zb-h1 ", run=run_with_ways)
+    assert_equal(ours, _stock(4, flags))
