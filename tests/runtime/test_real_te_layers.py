@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.patches.split_backward import prepare_config
-from megatron_ext.runtime.split import PostponingLayers, SplitBackward, overwrites_first
+from megatron_ext.runtime.split import SplitBackward
+from megatron_ext.runtime.split_te import PostponingLayers, overwrites_first
 from tests.runtime.test_sliced_compute import worst_by
 
 te = pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
@@ -406,7 +407,7 @@ def test_all_weights_of_megatrons_layer_postpone() -> None:
     prepare_config(config)
     layer = build_module(get_gpt_layer_with_transformer_engine_spec(), config=config)
     names = {id(parameter): name for name, parameter in layer.named_parameters()}
-    postponing = PostponingLayers(layer, lambda *_: None).layers
+    postponing = PostponingLayers(layer, lambda *_: None, may_wait=lambda _weights: True).layers
     found = {names[id(p)] for each in postponing for p in each.parameters(recurse=False)}
     assert found >= {name for name in names.values() if name.endswith(".weight")}
     assert overwrites_first(layer)
