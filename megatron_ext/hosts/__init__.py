@@ -33,8 +33,9 @@ def _begin() -> None:
 
     REGISTRY.register(bridge.PATCHES)
     REGISTRY.register(bridge_weights.PATCHES)
-    found = active.active()
-    if requested_flags() or (found is not None and not found.is_sized):
+    in_force = active.active()
+    awaits_host = in_force is not None and not in_force.is_sized
+    if awaits_host or requested_flags():
         check_installed()
 
 

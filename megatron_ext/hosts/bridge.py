@@ -45,9 +45,10 @@ _SECTIONS = (
     "model.transformer",
 )
 
-# Switches in several parts; Bridge enables the feature if any part sets it.
-_EITHER = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
-_PACKED = ("enable_offline_packing", "enable_in_batch_packing")
+# Bridge enables these features if any of these parts sets the switch.
+_SHARED_SWITCHES = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
+_PARTS_WITH_SWITCHES = ("ddp", "optimizer", "dist")
+_PACKING_SWITCHES = ("enable_offline_packing", "enable_in_batch_packing")
 
 PATCHES = PatchTable(feature="Megatron-Bridge")
 
@@ -74,31 +75,37 @@ class Settings:
         self._places: dict[str, FieldPlace] = {}
         for section in _SECTIONS:
             owner = container
-            for name in section.split("."):
-                owner = getattr(owner, name, None)
-            for field in fields(owner) if is_dataclass(owner) else ():
+            for attribute in section.split("."):
+                owner = getattr(owner, attribute, None)
+            if not is_dataclass(owner):
+                continue
+            for field in fields(owner):
                 place = FieldPlace(f"{section}.{field.name}", owner, field.name)
                 self._places[field.name] = place
-        for dest, known in MEGATRON_FIELDS.items():
-            if known in self._places:
-                self._places[dest] = self._places[known]
-        self._kept: dict[tuple[int, str], tuple[FieldPlace, Any]] = {}
+        for dest, field_name in MEGATRON_FIELDS.items():
+            if field_name in self._places:
+                self._places[dest] = self._places[field_name]
+        self._saved_values: dict[tuple[int, str], tuple[FieldPlace, Any]] = {}
 
     def arguments(self, *, world_size: int, rank: int) -> Namespace:
         """Return the settings under upstream's argument names."""
-        found = {dest: getattr(place.owner, place.field) for dest, place in self._places.items()}
-        for name in _EITHER:
-            parts = [getattr(self.container, part, None) for part in ("ddp", "optimizer", "dist")]
-            found[name] = any(getattr(part, name, False) for part in parts)
-        layout = layout_text(found.get("pipeline_model_parallel_layout"))
-        found["pipeline_model_parallel_layout"] = layout
+        container = self.container
+        args = Namespace()
+        for dest, place in self._places.items():
+            setattr(args, dest, getattr(place.owner, place.field))
+        parts = [getattr(container, part, None) for part in _PARTS_WITH_SWITCHES]
+        for switch in _SHARED_SWITCHES:
+            setattr(args, switch, any(getattr(part, switch, False) for part in parts))
+        layout = layout_text(getattr(args, "pipeline_model_parallel_layout", None))
+        args.pipeline_model_parallel_layout = layout
         if layout is not None:  # the layout sets the stages per rank
-            found["num_virtual_stages_per_pipeline_rank"] = None
-        found["data_parallel_size"] = getattr(self.container, "data_parallel_size", None)
+            args.num_virtual_stages_per_pipeline_rank = None
+        args.data_parallel_size = getattr(container, "data_parallel_size", None)
         # Rules know packed sequences by Megatron's flag.
-        data = getattr(self.container, "dataset", None)
-        found["sft"] = any(getattr(data, name, False) is True for name in _PACKED)
-        return Namespace(**{**found, "world_size": world_size, "rank": rank})
+        dataset = getattr(container, "dataset", None)
+        args.sft = any(getattr(dataset, switch, False) is True for switch in _PACKING_SWITCHES)
+        args.world_size, args.rank = world_size, rank
+        return args
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Set values by upstream's argument names; `restore` undoes it."""
@@ -109,15 +116,19 @@ class Settings:
 
     def keep(self, names: Iterable[str]) -> None:
         """Save settings for `restore`, including those that Bridge itself fills in."""
-        for place in (self._places[dest] for dest in names if dest in self._places):
+        for dest in names:
+            place = self._places.get(dest)
+            if place is None:
+                continue
             value = getattr(place.owner, place.field)
-            self._kept.setdefault((id(place.owner), place.field), (place, value))
+            # Only once: the first value is the user's.
+            self._saved_values.setdefault((id(place.owner), place.field), (place, value))
 
     def restore(self) -> None:
         """Restore all saved values."""
-        for place, value in self._kept.values():
+        for place, value in self._saved_values.values():
             setattr(place.owner, place.field, value)
-        self._kept.clear()
+        self._saved_values.clear()
 
     def in_fields(self, message: str, *, from_python: bool) -> str:
         """Replace Megatron's flags in a message with Bridge's configuration fields.
@@ -125,16 +136,19 @@ class Settings:
         And our flags with fields of `PipelineConfig`, if the configuration is `from_python`.
         """
 
-        def named(match: re.Match[str]) -> str:
+        def field_of_flag(match: re.Match[str]) -> str:
             flag = match[0]
             dest = flag[2:].replace("-", "_")
             if dest in self._places:
                 return self._places[dest].name
-            if dest.removeprefix("no_") in self._places:
-                return f"{self._places[dest.removeprefix('no_')].name} False"
-            return FIELD_OF.get(flag, flag) if from_python else flag
+            negated_dest = dest.removeprefix("no_")
+            if negated_dest in self._places:
+                return f"{self._places[negated_dest].name} False"
+            if from_python:
+                return FIELD_OF.get(flag, flag)
+            return flag
 
-        return re.sub(r"--[a-z0-9][a-z0-9-]*", named, message)
+        return re.sub(r"--[a-z0-9][a-z0-9-]*", field_of_flag, message)
 
 
 @dataclass
@@ -151,35 +165,32 @@ class _Hosted:
 
 
 def _hosted() -> _Hosted | None:
-    found = active.required().host
-    assert found is None or isinstance(found, _Hosted)
-    return found
+    host = active.required().host
+    assert host is None or isinstance(host, _Hosted)
+    return host
 
 
 @PATCHES.row("bridge.validate", f"{_TRAINING}.config:ConfigContainer.validate")
 def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Bridge has no command line: the pipeline is checked against, and put into, its settings."""
-    found, given_words = active.active(), requested_flags()
-    requested = None if found is None else found.requested
-    words = parse_words(given_words, FLAGS) if given_words else None
-    if requested is None and words is None:
+    in_force = active.active()
+    requested = None if in_force is None else in_force.requested
+    words = requested_flags()
+    flags = parse_words(words, FLAGS) if words else None
+    if requested is None and flags is None:
         _suit_device(Settings(instance))
         return call(*args, **kwargs)
     REGISTRY.raise_mismatches()
+    configured_sizes = None
     # Sizes that this module derived for an earlier run do not count.
-    given = _sizes(found) if found is not None and found.is_sized and found.host is None else None
+    if in_force is not None and in_force.is_sized and in_force.host is None:
+        configured_sizes = _sizes(in_force)
     active.clear_configuration()
     settings = Settings(instance)
     try:
-        arguments = _prepare(settings, requested, words)
-        sizes = _sizes(active.required())
-        if given is not None and given != sizes:
-            raise ArgumentsError(
-                "configure was given pipeline_ranks {} and num_microbatches {}, but Bridge's "
-                "configuration has {} and {}; leave all sizes out, and Bridge's are taken".format(
-                    *given, *(sizes or (1, 1))
-                )
-            )
+        arguments = _prepare(settings, requested, flags)
+        if configured_sizes is not None:
+            _check_sizes(configured_sizes, _sizes(active.required()))
         result = call(*args, **kwargs)
         # What Bridge has validated against what was written into it.
         vars(arguments).update(vars(_arguments(settings)))
@@ -197,13 +208,34 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return result
 
 
-def _sizes(found: active.Active) -> tuple[int, int] | None:
-    chosen = found.pipeline or found.transport_only
-    return None if chosen is None else (chosen.pp, chosen.num_microbatches * chosen.config.twins)
+class _Sizes(NamedTuple):
+    """What `configure` and Bridge's configuration may both say."""
+
+    pipeline_ranks: int
+    num_microbatches: int
+
+
+def _sizes(in_force: active.Active) -> _Sizes | None:
+    pipeline = in_force.pipeline or in_force.transport_only
+    if pipeline is None:
+        return None
+    return _Sizes(pipeline.pp, pipeline.num_microbatches * pipeline.config.twins)
+
+
+def _check_sizes(configured: _Sizes, hosted: _Sizes | None) -> None:
+    if hosted == configured:
+        return
+    if hosted is None:  # Megatron's own schedule on one rank
+        hosted = _Sizes(1, 1)
+    raise ArgumentsError(
+        f"configure was given pipeline_ranks {configured.pipeline_ranks} and num_microbatches "
+        f"{configured.num_microbatches}, but Bridge's configuration has {hosted.pipeline_ranks} "
+        f"and {hosted.num_microbatches}; leave all sizes out, and Bridge's are taken"
+    )
 
 
 def _prepare(
-    settings: Settings, requested: PipelineConfig | None, words: Namespace | None
+    settings: Settings, requested: PipelineConfig | None, flags: Namespace | None
 ) -> Namespace:
     """Activate the configuration and write it into Bridge's; return the settings as arguments."""
     model = settings.container.model
@@ -214,15 +246,15 @@ def _prepare(
         )
     _suit_device(settings)
     arguments = _arguments(settings)
-    if words is not None:
-        if "forward_backward_disaggregating" in words:
+    if flags is not None:
+        if "forward_backward_disaggregating" in flags:
             raise ArgumentsError(
                 "--forward-backward-disaggregating needs a training loop that supports both roles: "
                 f"Megatron's own; leave it out of {FLAGS}, or train with "
                 "pretrain_gpt.py"
             )
-        vars(arguments).update(vars(words))
-    written = entrances.prepare(arguments, requested)
+        vars(arguments).update(vars(flags))
+    values = entrances.prepare(arguments, requested)
     _refuse_decentralized(settings.container)
     active.required().host = _Hosted(settings, arguments)
     # What Bridge or this module derives from other settings.
@@ -233,13 +265,14 @@ def _prepare(
             "delay_wgrad_compute",
         )
     )
-    if (chosen := active.pipeline()) is not None:
+    pipeline = active.pipeline()
+    if pipeline is not None:
         # What Megatron's parser derives from them.
-        chunks = chosen.placement.num_stages // chosen.placement.num_ranks
-        written["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
-        if "overlap_p2p_comm" in written:
-            written["batch_p2p_comm"] = False
-    settings.write(written)
+        num_chunks = pipeline.placement.num_stages // pipeline.placement.num_ranks
+        values["virtual_pipeline_model_parallel_size"] = num_chunks if num_chunks > 1 else None
+        if "overlap_p2p_comm" in values:
+            values["batch_p2p_comm"] = False
+    settings.write(values)
     settings.container.set_data_parallel_size()
     # Once, also where a container is prepared again.
     _remove_hook(settings.container.model)
@@ -263,37 +296,42 @@ def _suit_device(settings: Settings) -> None:
 
 def _refuse_decentralized(container: Any) -> None:
     """Refuse what needs Megatron's global groups if Bridge does not create them."""
-    found = active.required()
     if not container.dist.use_decentralized_pg:
         return
+    in_force = active.required()
+    pipeline = in_force.pipeline
     remedy = "set it to False"
-    if found.config.tracing is not None:
-        why = "tracing places its ranks"
-    elif (chosen := found.pipeline) is None:
+    if in_force.config.tracing is not None:
+        reason = "tracing places its ranks"
+    elif pipeline is None:
         return
-    elif chosen.config.twins == 2:
-        why, remedy = f"schedule {chosen.name} finds its mirrored ranks", f"{remedy}, or take zb-h1"
-    elif chosen.is_folded:
-        why = f"schedule {chosen.name} has a layout, and Megatron finds the layers of a layout"
+    elif pipeline.config.twins == 2:
+        reason = f"schedule {pipeline.name} finds its mirrored ranks"
         remedy += ", or take zb-h1"
-    elif chosen.config.draws_by_microbatch:
-        why = "dynamic or microbatch_rng seeds random numbers"
-    elif chosen.config.slices > 1 and getattr(container.model, "mtp_num_layers", None):
-        why = "slices of multi-token prediction sum their losses"
+    elif pipeline.is_folded:
+        reason = f"schedule {pipeline.name} has a layout, and Megatron finds the layers of a layout"
+        remedy += ", or take zb-h1"
+    elif pipeline.config.draws_by_microbatch:
+        reason = "dynamic or microbatch_rng seeds random numbers"
+    elif pipeline.config.slices > 1 and getattr(container.model, "mtp_num_layers", None):
+        reason = "slices of multi-token prediction sum their losses"
     else:
         return
     raise ArgumentsError(
-        f"{why} in global groups, which dist.use_decentralized_pg does not create; {remedy}"
+        f"{reason} in global groups, which dist.use_decentralized_pg does not create; {remedy}"
     )
+
+
+def _is_requested() -> bool:
+    """Return whether a schedule was requested, by flags or from Python."""
+    in_force = active.active()
+    return bool(requested_flags()) or (in_force is not None and in_force.requested is not None)
 
 
 @PATCHES.row(
     "bridge.modules",
     f"{_TRAINING}.config:megatron_mimo_runtime_config_update",
-    when=lambda: (
-        bool(requested_flags())
-        or ((found := active.active()) is not None and found.requested is not None)
-    ),
+    when=_is_requested,
 )
 def _refuse_modules(*_call: Any) -> Any:
     """Bridge runs several pipelines with its own 1F1B here and would ignore the chosen schedule."""
@@ -317,8 +355,8 @@ def _tie(chunks: list[Any]) -> list[Any]:
 def _hooks(model: Any) -> list[Any]:
     """Return the list of hooks that run after a model is wrapped."""
     name = "post_wrap_hooks" if hasattr(model, "post_wrap_hooks") else "_post_wrap_hooks"
-    found: list[Any] = vars(model).setdefault(name, [])
-    return found
+    hooks: list[Any] = vars(model).setdefault(name, [])
+    return hooks
 
 
 def _remove_hook(model: Any) -> None:
@@ -332,7 +370,7 @@ def _remove_hook(model: Any) -> None:
 def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a checkpoint check so that its errors name Bridge's fields instead of flags."""
 
-    def run(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    def check_in_fields(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         try:
             return check(call, instance, args, kwargs)
         except DataError as error:
@@ -341,7 +379,7 @@ def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise DataError(hosted.settings.in_fields(str(error), from_python=True)) from None
 
-    return run
+    return check_in_fields
 
 
 # -- steps ---------------------------------------------------------------------------------------
@@ -356,7 +394,8 @@ def _train_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
     state = args[5] if len(args) > 5 else kwargs["global_state"]
     groups = args[6] if len(args) > 6 else kwargs["pg_collection"]
-    hosted, step = _hosted(), int(state.train_state.step)
+    step = int(state.train_state.step)
+    hosted = _hosted()
     if hosted is not None:
         hosted.arguments.iteration = step
     active.begin_iteration(step)
@@ -373,15 +412,17 @@ def _skip_batches(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Non
     train.iterations_to_skip would end the training.
     """
     state = args[0] if args else kwargs["global_state"]
-    given = args[1] if len(args) > 1 else kwargs["train_data_iterator"]
-    if not isinstance(given, list):
+    data_iterators = args[1] if len(args) > 1 else kwargs["train_data_iterator"]
+    if not isinstance(data_iterators, list):
         call(*args, **kwargs)
         return
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-    whole = state.cfg.dataset.dataloader_type == "batch"  # one item for all micro-batches of a step
-    schedules.skip_batches(get_rerun_state_machine(), given, 1 if whole else get_num_microbatches())
+    num_batches = get_num_microbatches()
+    if state.cfg.dataset.dataloader_type == "batch":  # one item for all micro-batches of a step
+        num_batches = 1
+    schedules.skip_batches(get_rerun_state_machine(), data_iterators, num_batches)
 
 
 @PATCHES.row("bridge.evaluate", f"{_TRAINING}.eval:evaluate", when=active.is_folded)

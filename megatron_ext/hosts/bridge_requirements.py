@@ -40,24 +40,31 @@ def problems() -> Iterator[str]:
         )
         return
     name = f"megatron-bridge {version or '(sources)'}"
-    core, minor = releases.installed_release(), _CORES[release]
-    if core is None or core < (0, minor):
-        needed = f"megatron-core>=0.{minor},<0.{minor + 1}"
+    core = releases.installed_release()
+    core_minor = _CORES[release]
+    if core is None or core < (0, core_minor):
+        requirement = f"megatron-core>=0.{core_minor},<0.{core_minor + 1}"
         yield (
-            f"{name} needs {needed}, but {releases.core_version() or 'none'} is installed; pip "
-            f"install '{needed}'"
+            f"{name} needs {requirement}, but {releases.core_version() or 'none'} is installed; "
+            f"pip install '{requirement}'"
         )
-    if sys.version_info[:2] < _PYTHON:
-        found = ".".join(map(str, sys.version_info[:2]))
-        yield f"{name} needs Python 3.12, but this is {found}; make an environment with Python 3.12"
-    missing = [
-        module for module in _IMPORTS if module not in sys.modules and find_spec(module) is None
-    ]
-    if missing:
-        needed = " ".join(f"'{_IMPORTS[module]}'" for module in missing)
+    major, minor = sys.version_info[:2]
+    if (major, minor) < _PYTHON:
         yield (
-            f"{name} always imports {', '.join(missing)}, but this environment lacks "
-            f"{'it' if len(missing) == 1 else 'them'}; pip install {needed}"
+            f"{name} needs Python 3.12, but this is {major}.{minor}; make an environment with "
+            "Python 3.12"
+        )
+    missing_modules = []
+    for module in _IMPORTS:
+        # Tests, and programs without a GPU, put stand-ins into sys.modules, which have no files.
+        if module not in sys.modules and find_spec(module) is None:
+            missing_modules.append(module)
+    if missing_modules:
+        requirements = " ".join(f"'{_IMPORTS[module]}'" for module in missing_modules)
+        pronoun = "it" if len(missing_modules) == 1 else "them"
+        yield (
+            f"{name} always imports {', '.join(missing_modules)}, but this environment lacks "
+            f"{pronoun}; pip install {requirements}"
         )
 
 

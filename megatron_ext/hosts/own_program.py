@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import overload
 
 from megatron_ext import devices, hosts, patches
@@ -75,21 +75,7 @@ def configure(
             device was named too late, or no host is installed.
         UpstreamMismatch: Active patches do not fit the installed Megatron.
     """
-    if not isinstance(config, PipelineConfig):
-        raise ArgumentsError(
-            f"configure takes a PipelineConfig, not a {type(config).__name__}; for example "
-            'configure(PipelineConfig(schedule="zb-v"), pipeline_ranks=4, ...)'
-        )
-    if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":
-        raise ArgumentsError(
-            "MEGATRON_EXT_DISABLE=1 switches off what configure puts in force; unset it, or leave "
-            "configure out for Megatron's own schedule"
-        )
-    if words := requested_flags():
-        raise ArgumentsError(
-            f"configure was called, but {FLAGS} is also set, to {' '.join(words)!r}; leave one of "
-            "them out"
-        )
+    _check_entrance(config)
     has_sizes = _check_sizes(
         pipeline_ranks=pipeline_ranks,
         num_microbatches=num_microbatches,
@@ -101,14 +87,7 @@ def configure(
     )
     clear_configuration()
     if config.device != "auto":
-        # Before the patches are armed: they import Megatron for the device that is chosen then.
-        taken = devices.take(config.device).name
-        if taken != config.device:
-            raise DeviceError(
-                f"device {config.device} came after the {taken} backend was armed (megatron.core "
-                "was imported before); call configure first, or set "
-                f"MEGATRON_EXT_DEVICE={config.device}"
-            )
+        _take_device(config.device)
     patches.arm()
     hosts.arm()
     REGISTRY.raise_mismatches()
@@ -121,77 +100,157 @@ def configure(
         hosts.check_some_host()
         await_host(config)
         return None
+    assert pipeline_ranks is not None
+    assert num_microbatches is not None
+    assert num_layers is not None
+    sizes = _Sizes(
+        pipeline_ranks=pipeline_ranks,
+        num_microbatches=num_microbatches,
+        num_layers=num_layers,
+        mtp_num_layers=mtp_num_layers,
+        layout=layout,
+        world_size=world_size or pipeline_ranks,
+    )
     if config.draws_by_microbatch and seed is None:
         raise ConfigurationError(
             "--microbatch-rng and --use-dpp need a seed; pass seed, the same on all ranks"
         )
-    assert pipeline_ranks is not None
-    assert num_microbatches is not None
-    assert num_layers is not None
-    name = config.schedule or base_table(config.chunks)
+    _check_twins(config, sizes)
+    return _put_in_force(config, sizes, seed)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes of a job, as `configure` takes them."""
+
+    pipeline_ranks: int
+    num_microbatches: int
+    num_layers: int
+    mtp_num_layers: int | None
+    layout: str | None
+    world_size: int
+
+
+def _check_entrance(config: object) -> None:
+    """Check that this process may be configured from Python, and that it is with a configuration.
+
+    Raises:
+        ArgumentsError: It is not.
+    """
+    if not isinstance(config, PipelineConfig):
+        raise ArgumentsError(
+            f"configure takes a PipelineConfig, not a {type(config).__name__}; for example "
+            'configure(PipelineConfig(schedule="zb-v"), pipeline_ranks=4, ...)'
+        )
+    if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":
+        raise ArgumentsError(
+            "MEGATRON_EXT_DISABLE=1 switches off what configure puts in force; unset it, or leave "
+            "configure out for Megatron's own schedule"
+        )
+    flags = requested_flags()
+    if flags:
+        raise ArgumentsError(
+            f"configure was called, but {FLAGS} is also set, to {' '.join(flags)!r}; leave one of "
+            "them out"
+        )
+
+
+def _check_sizes(**arguments: object) -> bool:
+    """Check the sizes and the layout that `configure` gets; return whether there are any."""
+    sizes = {name: value for name, value in arguments.items() if value is not None}
+    for name, value in sizes.items():
+        if name == "layout":
+            if not isinstance(value, str):
+                raise ArgumentsError(f"layout {value!r} must be a string in Megatron's notation")
+            continue
+        minimum = 0 if name in ("mtp_num_layers", "seed") else 1
+        # Python takes True for 1.
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ArgumentsError(f"{name} {value!r} must be a whole number of at least {minimum}")
+    required_sizes = ("pipeline_ranks", "num_microbatches", "num_layers")
+    missing = [name for name in required_sizes if name not in sizes]
+    if missing and sizes:
+        raise ArgumentsError(f"configure needs all sizes; give {', '.join(missing)} too")
+    return bool(sizes)
+
+
+def _take_device(name: str) -> None:
+    """Arm a device before the patches, which import Megatron for the device that is chosen then."""
+    armed_name = devices.take(name).name
+    if armed_name != name:
+        raise DeviceError(
+            f"device {name} came after the {armed_name} backend was armed (megatron.core was "
+            f"imported before); call configure first, or set MEGATRON_EXT_DEVICE={name}"
+        )
+
+
+def _check_twins(config: PipelineConfig, sizes: _Sizes) -> None:
+    num_microbatches = sizes.num_microbatches
     if num_microbatches % config.twins:
+        schedule = config.schedule or base_table(config.chunks)
         raise ConfigurationError(
             f"num_microbatches {num_microbatches} must be even for the two mirrored pipelines of "
-            f"{name}; use {num_microbatches - 1} or {num_microbatches + 1}"
+            f"{schedule}; use {num_microbatches - 1} or {num_microbatches + 1}"
         )
-    world_size = world_size or pipeline_ranks
-    given = Namespace(
-        world_size=world_size,
-        # Whatever a program has beside its pipeline: one batch is that of one pipeline here.
-        tensor_model_parallel_size=max(1, world_size // pipeline_ranks),
-        pipeline_model_parallel_size=pipeline_ranks,
-        num_virtual_stages_per_pipeline_rank=None if layout else config.chunks,
-        pipeline_model_parallel_layout=layout,
-        num_layers=num_layers,
-        mtp_num_layers=mtp_num_layers,
-        micro_batch_size=1,
-        global_batch_size=num_microbatches,
-    )
+
+
+def _put_in_force(config: PipelineConfig, sizes: _Sizes, seed: int | None) -> ModelBuild:
+    """Check a configuration against the sizes, put it in force, and say what model it needs."""
+    arguments = _megatron_arguments(config, sizes)
     # One rank under Megatron's own schedule sends nothing: there is no transport to check.
-    has_work = config.schedule or config.dynamic or pipeline_ranks > 1
-    found = inspect(given, config) if has_work else Preflight()
+    preflight = Preflight()
+    if config.schedule or config.dynamic or sizes.pipeline_ranks > 1:
+        preflight = inspect(arguments, config)
     try:
-        found.raise_refusals()
-        hosted = found.pipeline or found.transport_only
-        if hosted is None:
-            # A layout may have several stages for each rank; one rank holds all of them as one.
-            held = chunks_of_megatron(given) if pipeline_ranks > 1 else 1
-            name = config.schedule or base_table(held)
-            stock = replace(config, schedule=name, chunks=held if held > 1 else None)
-            hosted = Pipeline(stock, pipeline_ranks, num_microbatches)
-        cut = found.arguments
-        if found.pipeline is None:  # Megatron's own schedule, whose model is cut by the same rules
-            cut, _ = flags_for(given, hosted.placement, name)
+        preflight.raise_refusals()
+        pipeline = preflight.pipeline or preflight.transport_only
+        schedule = config.schedule or base_table(config.chunks)
+        if pipeline is None:
+            pipeline = _stock_pipeline(config, sizes, arguments)
+            schedule = pipeline.name
+        cut = preflight.arguments
+        if preflight.pipeline is None:  # Megatron's own schedule: the same rules cut its model
+            cut, _ = flags_for(arguments, pipeline.placement, schedule)
     except (ArgumentsError, ScheduleError) as error:
         raise type(error)(in_fields(str(error))) from None
-    put_in_force(found, config, seed)
+    put_in_force(preflight, config, seed)
     if required().environment.local_rank == 0:
-        log(*map(in_fields, found.changes + found.notices))
-    placement = hosted.placement
-    chunks = placement.num_stages // placement.num_ranks
+        lines = preflight.changes + preflight.notices
+        log(*(in_fields(line) for line in lines))
+    placement = pipeline.placement
+    num_chunks = placement.num_stages // placement.num_ranks
     return ModelBuild(
         pipeline_model_parallel_size=placement.num_ranks,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        pipeline_model_parallel_layout=cut.get("pipeline_model_parallel_layout", layout),
+        virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+        pipeline_model_parallel_layout=cut.get("pipeline_model_parallel_layout", sizes.layout),
         replicas=config.twins,
-        num_microbatches=hosted.num_microbatches,
+        num_microbatches=pipeline.num_microbatches,
         variable_seq_lengths=config.variable_seq_lengths,
         stages_of=placement.stages_of,
     )
 
 
-def _check_sizes(**given: object) -> bool:
-    """Check the sizes and the layout that `configure` gets; return whether there are any."""
-    sizes = {name: value for name, value in given.items() if value is not None}
-    for name, value in sizes.items():
-        least = 0 if name in ("mtp_num_layers", "seed") else 1
-        if name == "layout":
-            if not isinstance(value, str):
-                raise ArgumentsError(f"layout {value!r} must be a string in Megatron's notation")
-        elif not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ArgumentsError(f"{name} {value!r} must be a whole number of at least {least}")
-    needed = ("pipeline_ranks", "num_microbatches", "num_layers")
-    missing = [name for name in needed if name not in sizes]
-    if missing and sizes:
-        raise ArgumentsError(f"configure needs all sizes; give {', '.join(missing)} too")
-    return bool(sizes)
+def _megatron_arguments(config: PipelineConfig, sizes: _Sizes) -> Namespace:
+    """Return the sizes under the names of Megatron's arguments, which the rules know."""
+    return Namespace(
+        world_size=sizes.world_size,
+        # Whatever a program has beside its pipeline: one batch is that of one pipeline here.
+        tensor_model_parallel_size=max(1, sizes.world_size // sizes.pipeline_ranks),
+        pipeline_model_parallel_size=sizes.pipeline_ranks,
+        num_virtual_stages_per_pipeline_rank=None if sizes.layout else config.chunks,
+        pipeline_model_parallel_layout=sizes.layout,
+        num_layers=sizes.num_layers,
+        mtp_num_layers=sizes.mtp_num_layers,
+        micro_batch_size=1,
+        global_batch_size=sizes.num_microbatches,
+    )
+
+
+def _stock_pipeline(config: PipelineConfig, sizes: _Sizes, arguments: Namespace) -> Pipeline:
+    """Return the pipeline that Megatron's own schedule runs."""
+    # A layout may have several stages for each rank; one rank holds all of them as one.
+    num_chunks = chunks_of_megatron(arguments) if sizes.pipeline_ranks > 1 else 1
+    schedule = config.schedule or base_table(num_chunks)
+    chunks = num_chunks if num_chunks > 1 else None
+    stock_config = replace(config, schedule=schedule, chunks=chunks)
+    return Pipeline(stock_config, sizes.pipeline_ranks, sizes.num_microbatches)

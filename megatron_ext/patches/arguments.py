@@ -95,14 +95,14 @@ def _validate_yaml(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Na
     """Megatron ignores all flags beside --yaml-cfg, and would train without ours."""
     from megatron_ext.config.flags import DESTINATIONS, requested_flags
 
-    read = vars(args[0] if args else kwargs["args"])
+    settings = vars(args[0] if args else kwargs["args"])
     words = {word.partition("=")[0] for word in (*sys.argv, *requested_flags())}
-    flags = {dest: f"--{dest.replace('_', '-')}" for dest in sorted(DESTINATIONS)}
-    ours = [flag for dest, flag in flags.items() if dest in read or flag in words]
-    if ours:
-        raise ArgumentsError(
-            f"{ours[0]} has no effect with --yaml-cfg, which replaces all flags; give Megatron's "
-            "arguments as flags, without --yaml-cfg"
-        )
+    for dest in sorted(DESTINATIONS):
+        flag = f"--{dest.replace('_', '-')}"
+        if dest in settings or flag in words:
+            raise ArgumentsError(
+                f"{flag} has no effect with --yaml-cfg, which replaces all flags; give Megatron's "
+                "arguments as flags, without --yaml-cfg"
+            )
     validated: Namespace = call(*args, **kwargs)
     return validated

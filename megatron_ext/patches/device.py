@@ -29,18 +29,19 @@ def arm() -> Device:
             os.environ[variable] = value
             REGISTRY.undo.callback(_unset, variable, value)
     if all(patch.feature != device.name for patch in REGISTRY):
-        REGISTRY.register(
+        redirects = []
+        for target, make_replacement, reason in device.redirects():
             # As `set`: on the hot path of factories a proxy costs more than the redirect.
-            Patch(
-                f"{device.name}.{target.replace(':', '.')}",
-                target,
-                reason,
-                make,
+            redirect = Patch(
+                id=f"{device.name}.{target.replace(':', '.')}",
+                target=target,
+                reason=reason,
+                fn=make_replacement,
                 kind="set",
                 feature=device.name,
             )
-            for target, make, reason in device.redirects()
-        )
+            redirects.append(redirect)
+        REGISTRY.register(redirects)
     if not isinstance(warnings.showwarning, _LacksOnce):
         warnings.showwarning = shows = _LacksOnce(device.known_lacks)
         REGISTRY.undo.callback(shows.end)
@@ -58,18 +59,20 @@ class _LacksOnce:
 
     # Not by a filter: whenever torch or others change one, Python forgets what it has shown once.
     def __init__(self, beginnings: tuple[str, ...]) -> None:
-        self._known, self._before = re.compile("|".join(beginnings) or "(?!)"), warnings.showwarning
-        self._is_first, self._seen = os.environ.get("RANK", "0") == "0", set[str]()
+        self._pattern = re.compile("|".join(beginnings) or "(?!)")
+        self._show_warning = warnings.showwarning
+        self._is_first_rank = os.environ.get("RANK", "0") == "0"
+        self._shown_texts: set[str] = set()
 
     def __call__(self, message: Any, *args: Any, **kwargs: Any) -> None:
         text = str(message)
-        if self._known.match(text):
-            if not self._is_first or text in self._seen:
+        if self._pattern.match(text):
+            if not self._is_first_rank or text in self._shown_texts:
                 return
-            self._seen.add(text)
-        self._before(message, *args, **kwargs)
+            self._shown_texts.add(text)
+        self._show_warning(message, *args, **kwargs)
 
     def end(self) -> None:
         """Restore what showed warnings before, unless other code has replaced it since."""
         if warnings.showwarning is self:
-            warnings.showwarning = self._before
+            warnings.showwarning = self._show_warning

@@ -24,35 +24,41 @@ PATCHES = PatchTable(feature="effects", order=-20)
 
 def in_use() -> active.Active | None:
     """Return what is in force if it has a schedule, a transport or roles; else None."""
-    found = active.active()
-    if found is None or not (found.job or found.pipeline or found.transport_only):
+    in_force = active.active()
+    if in_force is None:
         return None
-    return found
+    if in_force.job or in_force.pipeline or in_force.transport_only:
+        return in_force
+    return None
 
 
 def _is_due() -> bool:
-    found = in_use()
-    return found is not None and found.checked_steps < _STEPS
+    in_force = in_use()
+    return in_force is not None and in_force.checked_steps < _STEPS
 
 
 def not_logged() -> active.Active | None:
     """Return what is in force while the first line of the log is still to be checked."""
-    found = in_use()
-    return None if found is None or found.is_log_checked else found
+    in_force = in_use()
+    if in_force is None or in_force.is_log_checked:
+        return None
+    return in_force
 
 
-def _acted(*patches: str) -> bool:
-    # Checks go by what our patches did in the steps that ran, on this rank: a program that does
-    # something else than upstream's is none of our business.
-    return not REGISTRY.acted.isdisjoint(patches)
+def _acted(*patch_ids: str) -> bool:
+    # Checks go by what our patches did in the steps that ran, on this rank: a program may do
+    # something else than upstream's.
+    return not REGISTRY.acted.isdisjoint(patch_ids)
 
 
-def _missing(feature: str, effect: str, found: str, patch: str) -> EffectMissing:
-    installed, tested = releases.core_version() or "(none)", releases.reference().version
+def _missing(feature: str, effect: str, observation: str, patch_id: str) -> EffectMissing:
+    installed_version = releases.core_version() or "(none)"
+    tested_version = releases.reference().version
     return EffectMissing(
-        f"{feature}: {effect}, but {found}; the patch {patch} should ensure this (see "
-        f"`megatron-ext patches list`). Megatron {installed} is installed; leave {feature} out, or "
-        f"use the version that it was tested with: pip install megatron-core=={tested}"
+        f"{feature}: {effect}, but {observation}; the patch {patch_id} should ensure this (see "
+        f"`megatron-ext patches list`). Megatron {installed_version} is installed; leave {feature} "
+        "out, or use the version that it was tested with: pip install "
+        f"megatron-core=={tested_version}"
     )
 
 
@@ -79,68 +85,77 @@ def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not _is_due():
             return schedule(*args, **kwargs)
-        found, model = active.required(), kwargs["model"]
-        trains = not kwargs.get("forward_only")
+        in_force = active.required()
+        model = kwargs["model"]
+        chunks = model if isinstance(model, list) else [model]
+        is_training = not kwargs.get("forward_only")
         # Before the step: what it trains on must be right already, and its failure may hide why.
-        if trains or not found.is_evaluation_checked:
-            _check_model(model if isinstance(model, list) else [model], found.checked_steps)
+        if is_training or not in_force.is_evaluation_checked:
+            _check_frozen(chunks)
+            _check_copies(chunks, in_force)
         result = schedule(*args, **kwargs)
-        found.checked_steps += trains
-        found.is_evaluation_checked = True
+        in_force.checked_steps += is_training
+        in_force.is_evaluation_checked = True
         return result
 
     return run
 
 
-def _check_model(chunks: list[Any], step: int) -> None:
-    if active.has_role("forward") and not _acted(
-        "disaggregation.model", "disaggregation.model_of_builders"
-    ):
-        trained = sum(p.requires_grad for chunk in chunks for p in chunk.parameters())
-        if trained:
-            raise _missing(
-                "--forward-backward-disaggregating",
-                "forward ranks keep no gradients",
-                f"{trained} weights of this one require some",
-                "disaggregation.model",
-            )
-    chosen = active.pipeline()
-    if chosen is not None and chosen.is_folded:
-        from megatron_ext.runtime.folded import differing_copies
-
-        differ = differing_copies(chunks)
-        if differ is None:
-            return
-        flag, found = f"--pipeline-schedule {chosen.name}", active.required()
-        effect = "the copies of the tied embedding on the first rank are equal"
-        if not step and found.requested is not None and found.host is None:
-            # A program with a training loop of its own, which calls `configure` with its sizes.
-            raise EffectMissing(
-                f"{flag}: {effect}, but {differ}; call "
-                "megatron_ext.runtime.folded.tie_embeddings(chunks) after building the model"
-            )
+def _check_frozen(chunks: list[Any]) -> None:
+    """Check that no weight of a forward rank requires a gradient."""
+    if not active.has_role("forward"):
+        return
+    if _acted("disaggregation.model", "disaggregation.model_of_builders"):
+        return
+    num_trained = 0
+    for chunk in chunks:
+        num_trained += sum(weight.requires_grad for weight in chunk.parameters())
+    if num_trained:
         raise _missing(
-            flag, effect, differ, "placement.tied_gradients" if step else "placement.tied_weights"
+            "--forward-backward-disaggregating",
+            "forward ranks keep no gradients",
+            f"{num_trained} weights of this one require some",
+            "disaggregation.model",
         )
 
 
+def _check_copies(chunks: list[Any], in_force: active.Active) -> None:
+    """Check that both copies of the embedding are equal on a rank with the first and last stage."""
+    pipeline = in_force.pipeline
+    if pipeline is None or not pipeline.is_folded:
+        return
+    from megatron_ext.runtime.folded import differing_copies
+
+    difference = differing_copies(chunks)
+    if difference is None:
+        return
+    flag = f"--pipeline-schedule {pipeline.name}"
+    effect = "the copies of the tied embedding on the first rank are equal"
+    is_first_step = in_force.checked_steps == 0
+    if is_first_step and in_force.requested is not None and in_force.host is None:
+        # A program with a training loop of its own, which calls `configure` with its sizes.
+        raise EffectMissing(
+            f"{flag}: {effect}, but {difference}; call "
+            "megatron_ext.runtime.folded.tie_embeddings(chunks) after building the model"
+        )
+    patch_id = "placement.tied_gradients"
+    if is_first_step:
+        patch_id = "placement.tied_weights"
+    raise _missing(flag, effect, difference, patch_id)
+
+
 @PATCHES.row("effects.logged", "megatron.training.training:training_log", of=not_logged)
-def logged(found: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def logged(in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not verify at the first log line that the table ran and the loss arrived."""
     # Once: what had no effect in the steps before the first line will have none later.
-    found.is_log_checked = True
-    chosen, messages = found.pipeline, found.transport_only
-    if chosen is not None and not _acted("schedules.forward_backward"):
-        raise another_schedule(chosen.name)
-    if chosen is not None and chosen.is_folded:
+    in_force.is_log_checked = True
+    pipeline = in_force.pipeline
+    if pipeline is not None and not _acted("schedules.forward_backward"):
+        raise another_schedule(pipeline.name)
+    if pipeline is not None and pipeline.is_folded:
         losses = args[0] if args else kwargs["loss_dict"]
-        if not losses and not _acted("placement.train_step", "bridge.train_step"):
-            raise _missing(
-                f"--pipeline-schedule {chosen.name}",
-                "the loss, which is on the first rank, is brought to the rank that logs",
-                "there was none",
-                "placement.train_step",
-            )
+        _check_losses_arrived(pipeline, losses)
+    messages = in_force.transport_only
     if messages is not None and messages.pp > 1 and not _acted("pipeline.messages"):
         raise _missing(
             f"--pipeline-transport {messages.transport}",
@@ -149,3 +164,13 @@ def logged(found: active.Active, call: Call, _instance: Any, args: Args, kwargs:
             "pipeline.messages",
         )
     return call(*args, **kwargs)
+
+
+def _check_losses_arrived(pipeline: active.Pipeline, losses: Any) -> None:
+    if not losses and not _acted("placement.train_step", "bridge.train_step"):
+        raise _missing(
+            f"--pipeline-schedule {pipeline.name}",
+            "the loss, which is on the first rank, is brought to the rank that logs",
+            "there was none",
+            "placement.train_step",
+        )

@@ -31,8 +31,10 @@ def _was_not_taken() -> bool:
     """Return whether a schedule was requested that nothing has put in force."""
     from megatron_ext.config.flags import requested_flags
 
-    found = active.active()
-    return bool(requested_flags()) if found is None else not found.is_sized
+    in_force = active.active()
+    if in_force is None:
+        return bool(requested_flags())
+    return not in_force.is_sized
 
 
 @PATCHES.row(
@@ -61,11 +63,11 @@ def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
 @PATCHES.row(
     "schedules.forward_backward", f"{_SCHEDULES}:get_forward_backward_func", kind="replace"
 )
-def _ours(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _run_table(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron runs its own schedules only, not the table of --pipeline-schedule."""
     from megatron_ext.runtime.entry import forward_backward, refuse_modules
 
-    # Releases differ in what they pass: whatever of it are process groups is checked.
+    # Releases differ in what they pass: every argument that holds process groups is checked.
     for groups in (*args, *kwargs.values()):
         refuse_modules(groups)
     return forward_backward
@@ -90,7 +92,7 @@ def _carries_messages() -> bool:
     of=active.active,
 )
 def _check_built(
-    found: active.Active, call: Call, instance: Any, args: Args, kwargs: Kwargs
+    in_force: active.Active, call: Call, instance: Any, args: Args, kwargs: Kwargs
 ) -> None:
     """Programs that call configure show settings nowhere else, and some exclude the schedule."""
     from megatron_ext.config.entrances import count_recomputation
@@ -98,11 +100,11 @@ def _check_built(
 
     call(*args, **kwargs)
     # Scripts with Megatron's command line make one for each micro-batch, of checked flags.
-    if found.requested is None and found.runtimes is not None:
+    if in_force.requested is None and in_force.runtimes is not None:
         return
-    pipeline = found.pipeline or found.transport_only
+    pipeline = in_force.pipeline or in_force.transport_only
     assert pipeline is not None
-    refuse_built(instance, found.config, pipeline)
+    refuse_built(instance, in_force.config, pipeline)
     count_recomputation(instance)
 
 
@@ -121,12 +123,12 @@ def _check_without_overlap(call: Call, instance: Any, args: Args, kwargs: Kwargs
         "delay_wgrad_compute",
         "ep_overlap_early_attn_memory_release",
     )
-    given = {name: getattr(instance, name) for name in names}
-    vars(instance).update(dict.fromkeys(given, False))
+    settings = {name: getattr(instance, name) for name in names}
+    vars(instance).update(dict.fromkeys(names, False))
     try:
         call(*args, **kwargs)
     finally:
-        vars(instance).update(given)
+        vars(instance).update(settings)
 
 
 def stage_of_chunk(chunk: int) -> int:
@@ -164,13 +166,13 @@ def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     from megatron_ext.runtime.runtime import log_statistics
 
     try:
-        trained = call(*args, **kwargs)
+        result = call(*args, **kwargs)
     except SystemExit:
         # Megatron (`--exit-interval`) or others may end a single rank here: nobody may wait.
         log_statistics(of_all=False)
         raise
     log_statistics()
-    return trained
+    return result
 
 
 @PATCHES.row(
@@ -185,20 +187,26 @@ def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
     them, and middle ranks none: --iterations-to-skip would end the training.
     """
     training = sys.modules[_TRAINING]
-    given = args[0] if args else kwargs["data_iterator"]
-    skip_batches(training.get_rerun_state_machine(), given, training.get_num_microbatches())
+    data_iterator = args[0] if args else kwargs["data_iterator"]
+    rerun_machine = training.get_rerun_state_machine()
+    skip_batches(rerun_machine, data_iterator, training.get_num_microbatches())
 
 
-def skip_batches(machine: Any, given: Any, count: int) -> None:
-    """Read `count` batches from each of the data iterators `given`, as the skipped step would.
+def skip_batches(rerun_machine: Any, data_iterator: Any, num_batches: int) -> None:
+    """Read batches from the data of a rank, as the skipped step would.
 
-    Megatron's rerun state machine may run the step again, and rewinds the data.
+    Args:
+        rerun_machine: Megatron's; it may run the step again, and rewinds the data.
+        data_iterator: Of the rank's chunk, or a list of one for each chunk; None: there is none.
+        num_batches: Of each iterator.
     """
-    while machine.should_run_forward_backward(given):
-        for iterator in given if isinstance(given, list) else [given]:
-            if iterator is not None:
-                for _ in range(count):
-                    next(iterator)
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    while rerun_machine.should_run_forward_backward(data_iterator):
+        for iterator in iterators:
+            if iterator is None:
+                continue
+            for _ in range(num_batches):
+                next(iterator)
 
 
 @PATCHES.row(
@@ -212,8 +220,13 @@ def _count_tokens_once(
 ) -> tuple[float | None, ...]:
     """Megatron counts packed sequences once for each stage of a rank, and for each slice."""
     placement = pipeline.placement
-    times = placement.num_stages // placement.num_ranks * pipeline.config.slices
-    return tuple(None if sums is None else sums / times for sums in call(*args, **kwargs))
+    num_chunks = placement.num_stages // placement.num_ranks
+    num_counts = num_chunks * pipeline.config.slices
+    means = []
+    for total in call(*args, **kwargs):
+        mean = None if total is None else total / num_counts
+        means.append(mean)
+    return tuple(means)
 
 
 @PATCHES.row(
@@ -248,14 +261,17 @@ def _check_packing(
 
 
 @PATCHES.row("pipeline.sends_own_storage", f"{_P2P}:_p2p_ops", when=always, feature="core")
-def _send_own_storage(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _send_aliases(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Overlapped sends of interleaved chunks read freed memory: wrong values, NaN or a hang."""
     # The interleaved schedule frees an output (it swaps the tensor's `.data`) while its overlapped
-    # send is in flight. Holding the tensor does not help then; an alias has its own reference to
-    # the storage. Later upstream releases delay the freeing instead.
-    names = ("tensor_send_prev", "tensor_send_next")
-    sent = {name: tensor.detach() for name in names if (tensor := kwargs.get(name)) is not None}
-    return call(*args, **{**kwargs, **sent})
+    # send is in flight. Holding the tensor does not help then; an alias has a reference to the
+    # storage itself. Later upstream releases delay the freeing instead.
+    kwargs = {**kwargs}
+    for name in ("tensor_send_prev", "tensor_send_next"):
+        tensor = kwargs.get(name)
+        if tensor is not None:
+            kwargs[name] = tensor.detach()
+    return call(*args, **kwargs)
 
 
 @PATCHES.row(
@@ -284,7 +300,7 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     when=_carries_messages,
     feature="transport",
 )
-def _over_ours(_call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> Any:
+def _send_over_transport(_call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> Any:
     """Megatron sends over torch.distributed only, not over --pipeline-transport; and its own
     schedule, which a program may have got before configure, would run in place of ours.
     """
@@ -292,17 +308,22 @@ def _over_ours(_call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> Any:
 
     step = in_force().stock.running
     if step is None:
-        chosen = active.pipeline()
-        if chosen is not None and active.required().requested is None:  # flags chose it
-            raise effects.another_schedule(chosen.name)
-        what = f"schedule {chosen.name}" if chosen else "a transport"
-        raise ScheduleError(
-            f"Megatron's own schedule runs although {what} was configured; call "
-            "get_forward_backward_func after configure, or deconfigure first"
-        )
-    # The shape travels with the tensor.
-    without_shape = {name: value for name, value in kwargs.items() if name != "tensor_shape"}
-    return step.communicate(**without_shape)
+        raise _error_of_stock_schedule()
+    kwargs = {**kwargs}
+    kwargs.pop("tensor_shape", None)  # the shape travels with the tensor
+    return step.communicate(**kwargs)
+
+
+def _error_of_stock_schedule() -> Exception:
+    """Return the error of Megatron's own schedule, which runs although something was chosen."""
+    pipeline = active.pipeline()
+    if pipeline is not None and active.required().requested is None:  # flags chose it
+        return effects.another_schedule(pipeline.name)
+    configured = "a transport" if pipeline is None else f"schedule {pipeline.name}"
+    return ScheduleError(
+        f"Megatron's own schedule runs although {configured} was configured; call "
+        "get_forward_backward_func after configure, or deconfigure first"
+    )
 
 
 @PATCHES.row(
@@ -314,12 +335,13 @@ def _over_ours(_call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> Any:
 )
 def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Megatron refuses hyper-connections with several stages, because its messages have
-    hidden_size; ours have the shape of what a stage hands on, n streams wide.
+    hidden_size; ours have the shape of the stage's output, n streams wide.
     """
     if not instance.enable_mhc_connections or instance.pipeline_model_parallel_size == 1:
         call(*args, **kwargs)
         return
-    replace(  # a copy of one stage, for the checks of its own __post_init__
+    # A copy with one stage, whose __post_init__ runs the checks of hyper-connections.
+    replace(
         instance,
         pipeline_model_parallel_size=1,
         virtual_pipeline_model_parallel_size=None,
@@ -329,15 +351,15 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
         account_for_embedding_in_pipeline_split=False,
         account_for_loss_in_pipeline_split=False,
     )
-    recomputed = instance.recompute_modules
+    recomputed_modules = instance.recompute_modules
     instance.enable_mhc_connections = False
-    if recomputed is not None:
-        instance.recompute_modules = [name for name in recomputed if name != "mhc"]
+    if recomputed_modules is not None:
+        instance.recompute_modules = [name for name in recomputed_modules if name != "mhc"]
     try:
         call(*args, **kwargs)
     finally:
         instance.enable_mhc_connections = True
-    if recomputed is not None and "mhc" in recomputed:
+    if recomputed_modules is not None and "mhc" in recomputed_modules:
         instance.recompute_modules.append("mhc")
 
 
@@ -357,7 +379,7 @@ def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -
     f"{_OFFLOAD}:PipelineOffloadManager.pop_forward_chunk",
     kind="replace",
 )
-def _forward_begun(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> Any:
+def _begun_forward(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> Any:
     """Megatron takes a forward for finished once all that it offloads has left, so a stage of
     one layer, which keeps its own, would take the place of the next.
     """
@@ -372,8 +394,10 @@ def _await_return(call: Call, handler: Any, args: Args, kwargs: Kwargs) -> Any:
     import torch
 
     tag = args[0]
-    if not isinstance(tag, torch.Tensor):  # from 0.19 on one that stayed is its own tag
-        group, stream = handler.offload_groups[tag[0] - 1], torch.cuda.current_stream()
+    if not isinstance(tag, torch.Tensor):  # from 0.19 on, a tensor that stayed is its own tag
+        group_number, *_ = tag
+        group = handler.offload_groups[group_number - 1]
+        stream = torch.cuda.current_stream()
         group.wait_offload_event(stream)
         group.wait_reload_event(stream)
     return call(*args, **kwargs)

@@ -23,45 +23,52 @@ PATCHES = PatchTable(feature="trace")
 
 
 def _may_be_observed() -> bool:
-    found = active.active()
-    if found is None:
+    in_force = active.active()
+    if in_force is None:
         return False
     from megatron_ext.tracing import telemetry
 
-    config = found.config
-    wanted = config.tracing is not None or config.hang_timeout_s is not None
-    return bool(found.observers) or wanted or telemetry.is_on()
+    if in_force.observers or telemetry.is_on():
+        return True
+    config = in_force.config
+    return config.tracing is not None or config.hang_timeout_s is not None
 
 
 def _observed() -> active.Active | None:
-    found = active.active()
-    return found if found is not None and found.observers else None
+    """Return what is in force if somebody observes it."""
+    in_force = active.active()
+    if in_force is None or not in_force.observers:
+        return None
+    return in_force
 
 
 def _observed_stock() -> active.Active | None:
-    found = _observed()  # called for each action
+    """Return what is in force if somebody observes it and Megatron's own schedule runs."""
+    in_force = _observed()  # called for each action
     # For tables and roles the executor reports.
-    return None if found is None or found.pipeline or found.job else found
+    if in_force is None or in_force.pipeline or in_force.job:
+        return None
+    return in_force
 
 
 @PATCHES.row(
     "trace.steps", f"{_SCHEDULES}:get_forward_backward_func", when=_may_be_observed, order=-10
 )
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not report the begin of training steps to --trace and --hang-timeout."""
+    """Megatron does not report the start of training steps to --trace and --hang-timeout."""
     from megatron_ext.tracing.session import subscribe
 
     schedule = call(*args, **kwargs)
 
     @functools.wraps(schedule)
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = active.active()
-        if found is None:
+        in_force = active.active()
+        if in_force is None:
             return schedule(*args, **kwargs)
-        subscribe(found)  # here, because the groups exist and the runtime does not yet
-        observers = found.observers
+        subscribe(in_force)  # here, because the groups exist and the runtime does not yet
+        observers = in_force.observers
         if kwargs.get("forward_only"):
-            # Only Megatron's optimizers report the end of a step; an evaluation is no part of one.
+            # An evaluation belongs to no step; only an optimizer reports the end of the one before.
             for observer in observers:
                 observer.end_iteration()
             observers = []
@@ -87,13 +94,13 @@ def _observe_collective(name: str, patch: str, target: str, reason: str) -> None
     """Add a row that reports the calls of a target as a collective of a name."""
 
     @PATCHES.row(patch, target, reason, of=_observed)
-    def run(found: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        for observer in found.observers:
+    def run(in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        for observer in in_force.observers:
             observer.begin_collective(name)
         try:
             return call(*args, **kwargs)
         finally:
-            for observer in found.observers:
+            for observer in in_force.observers:
                 observer.end_collective(name)
 
 
@@ -113,38 +120,47 @@ for _optimizer in ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer
 
 
 @PATCHES.row("trace.forward", f"{_SCHEDULES}:forward_step", of=_observed_stock)
-def _forward(found: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _forward(
+    in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron does not record the forwards of its own schedules for --trace."""
-    key = kwargs.get("vp_stage") or 0, kwargs.get("current_microbatch") or 0
-    action = _action("F", *key)
-    result = _reported(found, call, action, args, kwargs)
+    chunk = kwargs.get("vp_stage") or 0
+    microbatch = kwargs.get("current_microbatch") or 0
+    action = _action("F", chunk, microbatch)
+    result = _reported(in_force, call, action, args, kwargs)
     outputs = result[0] if isinstance(result[0], list) else [result[0]]
     if outputs[0] is not None:
-        setattr(outputs[0], _ACTION, key)
-        for observer in found.observers:
+        setattr(outputs[0], _ACTION, (chunk, microbatch))
+        for observer in in_force.observers:
             observer.made(action.stage, outputs, args[2])
     return result
 
 
 @PATCHES.row("trace.backward", f"{_SCHEDULES}:backward_step", of=_observed_stock)
-def _backward(found: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _backward(
+    in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron does not record the backwards of its own schedules for --trace."""
     # Megatron gives it nothing but the output that it starts from; `_forward` has marked that.
     output = args[1] if len(args) > 1 else kwargs["output_tensor"]
-    first = output[0] if isinstance(output, list) else output
-    return _reported(found, call, _action("B", *getattr(first, _ACTION, (0, 0))), args, kwargs)
+    if isinstance(output, list):
+        output = output[0]
+    chunk, microbatch = getattr(output, _ACTION, (0, 0))
+    return _reported(in_force, call, _action("B", chunk, microbatch), args, kwargs)
 
 
 def _action(kind: Kind, chunk: int, microbatch: int) -> Action:
     return Action(stage_of_chunk(chunk), kind, microbatch)
 
 
-def _reported(found: active.Active, call: Call, action: Action, args: Args, kwargs: Kwargs) -> Any:
-    """Run an action before observers."""
-    for observer in found.observers:
+def _reported(
+    in_force: active.Active, call: Call, action: Action, args: Args, kwargs: Kwargs
+) -> Any:
+    """Run an action, and report its start and its end to observers."""
+    for observer in in_force.observers:
         observer.begin_action(action)
     result = call(*args, **kwargs)
-    for observer in found.observers:
+    for observer in in_force.observers:
         observer.end_action(-1, action)  # no position in a table
     return result
 

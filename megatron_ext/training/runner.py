@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import wrapt
 
@@ -116,42 +116,72 @@ def _explained(error: BaseException) -> MegatronExtError | None:
         return error
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, ModuleNotFoundError):
-        # Frames of the import system itself lie between the importing line and the error.
-        *_, importer = (f for f in frames if "importlib" not in f.f_code.co_filename)
-        package = (error.name or "").partition(".")[0]
-        is_upstreams = importer.f_globals.get("__name__", "").startswith("megatron.")
-        if is_upstreams and package not in {"megatron", "megatron_ext"}:
-            remedy = (
-                f"none of our extras brings it: pip install {package}, if it runs on this machine"
-            )
-            with suppress(metadata.PackageNotFoundError):  # a checkout on PYTHONPATH
-                for line in metadata.requires("megatron-ext") or []:
-                    is_brought = re.match(rf"{re.escape(package)}\b", line)
-                    if is_brought and line.endswith(('"upstream"', "'upstream'")):
-                        remedy = "pip install 'megatron-ext[upstream]' brings what its scripts need"
-            return UserError(
-                f"Megatron-LM's own code imports {error.name}, which is not installed; {remedy}"
-            )
-    is_megatrons = frames[-1].f_globals.get("__name__", "").startswith("megatron.")
+        missing_package = _missing_package(error, frames)
+        if missing_package is not None:
+            return missing_package
+    raised_in = frames[-1]
+    is_megatrons = _is_of_megatron(raised_in)
     # Rules that Megatron checks when it makes its configuration, instead of in validate_args.
-    is_rule = is_megatrons and frames[-1].f_code.co_name == "__post_init__"
+    is_rule = is_megatrons and raised_in.f_code.co_name == "__post_init__"
     if is_rule and isinstance(error, (AssertionError, ValueError)):
         return ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}")
-    # An error of the script's own may say the same, of a connection to something else.
-    is_torchs = type(error).__module__ == "torch.distributed" or "gloo/" in str(error)
-    if isinstance(error, RuntimeError) and is_torchs and (lost := _LOST.search(str(error))):
-        caller = next(
-            frame
-            for frame in reversed(traceback.extract_tb(error.__traceback__))
-            if "torch" not in Path(frame.filename).parts
-        )
-        return PeerDied(
-            f"{caller.name} ({Path(caller.filename).name}:{caller.lineno}) lost the connection to "
-            f"another rank, whose own line or traceback gives the reason: {lost[0]}"
-        )
+    if isinstance(error, RuntimeError):
+        lost_peer = _lost_peer(error)
+        if lost_peer is not None:
+            return lost_peer
     cause = error.__cause__  # of, for example, "MockGPTDataset failed to build"
     if is_megatrons and cause is not None and cause.__traceback__ is not None:
         return _explained(cause)
+    return None
+
+
+def _is_of_megatron(frame: FrameType) -> bool:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.startswith("megatron.")
+
+
+def _missing_package(error: ModuleNotFoundError, frames: Sequence[FrameType]) -> UserError | None:
+    """Return the error of a package that Megatron imports and that is not installed."""
+    # Frames of the import system itself lie between the importing line and the error.
+    outside_imports = [frame for frame in frames if "importlib" not in frame.f_code.co_filename]
+    package = (error.name or "").partition(".")[0]
+    if not _is_of_megatron(outside_imports[-1]) or package in {"megatron", "megatron_ext"}:
+        return None
+    remedy = f"none of our extras brings it: pip install {package}, if it runs on this machine"
+    if _is_in_extra(package, "upstream"):
+        remedy = "pip install 'megatron-ext[upstream]' brings what its scripts need"
+    return UserError(
+        f"Megatron-LM's own code imports {error.name}, which is not installed; {remedy}"
+    )
+
+
+def _is_in_extra(package: str, extra: str) -> bool:
+    """Return whether an extra of this package brings another package."""
+    requirements: list[str] = []
+    with suppress(metadata.PackageNotFoundError):  # a checkout on PYTHONPATH
+        requirements = metadata.requires("megatron-ext") or []
+    for requirement in requirements:
+        is_named = re.match(rf"{re.escape(package)}\b", requirement)
+        if is_named and requirement.endswith((f'"{extra}"', f"'{extra}'")):
+            return True
+    return False
+
+
+def _lost_peer(error: RuntimeError) -> PeerDied | None:
+    """Return the error of a collective that failed because another rank has ended."""
+    # An error of the script may say the same, of a connection to something else.
+    is_torchs = type(error).__module__ == "torch.distributed" or "gloo/" in str(error)
+    lost_connection = _LOST.search(str(error))
+    if not is_torchs or lost_connection is None:
+        return None
+    # The innermost line outside of torch is the one that called the collective.
+    for caller in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(caller.filename)
+        if "torch" not in path.parts:
+            return PeerDied(
+                f"{caller.name} ({path.name}:{caller.lineno}) lost the connection to another rank, "
+                f"whose own line or traceback gives the reason: {lost_connection[0]}"
+            )
     return None
 
 
@@ -166,10 +196,12 @@ def run(script: str, argv: Sequence[str]) -> int:
         warnings.simplefilter("ignore")
     # Not basicConfig: upstream calls it, and it has no effect once the root has a handler.
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
-    logger, handler = logging.getLogger("megatron_ext"), logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("megatron_ext: %(message)s"))
+    logger = logging.getLogger("megatron_ext")
+    logger.handlers = [handler]
     # Megatron gives the root logger a handler, which would show each line again.
-    logger.handlers, logger.propagate = [handler], False
+    logger.propagate = False
     logger.setLevel(level)
     with failure.interrupts() as interrupted:
         try:
@@ -203,12 +235,12 @@ def _without_stacks(_coordinator: ModuleType) -> None:
 
 def _run(script: str, argv: Sequence[str]) -> None:
     releases.check_core()
-    chosen = choose(script)
+    path = choose(script)
     # Megatron parses the command line of the process.
-    sys.argv = [str(chosen or script), *argv]
+    sys.argv = [str(path or script), *argv]
     # Before Megatron is imported: it copies names of torch.cuda. Reads --device-backend too.
     devices.current()
-    if chosen is None and os.environ.get("RANK", "0") == "0":
+    if path is None and os.environ.get("RANK", "0") == "0":
         print(
             "megatron_ext runs megatron.training of the wheel for GPT (no Megatron-LM tree was "
             "found)",
@@ -217,4 +249,4 @@ def _run(script: str, argv: Sequence[str]) -> None:
     _address_of_one()
     wrapt.register_post_import_hook(_without_stacks, _DUMPS_STACKS)
     with failure.watching_other_hosts():
-        execute(chosen)
+        execute(path)

@@ -39,7 +39,7 @@ from megatron_ext.upstream.signatures import mtp_on_this_rank, parameters
 # Times the largest loss so far that count as a spike; upstream's own.
 _SPIKE = 10
 
-# Settings that upstream's script itself acts on, with the value that has no effect.
+# Settings that upstream's script itself acts on, with the value that switches each off.
 _SCRIPT_ONLY = {
     "dataloader_inter_document_masking": False,
     "dynamic_context_parallel": False,
@@ -62,27 +62,28 @@ _BUILDERS_ONLY = {
 def main() -> None:
     """Train GPT with upstream's loop; flags are read from `sys.argv`, as upstream's script does."""
     # Upstream then calls it on every rank: core's builder of datasets is collective, and decides
-    # by `built_here` who reads.
+    # by `is_built_here` who reads.
     _datasets.is_distributed = True  # type: ignore[attr-defined]
-    given: dict[str, Any] = {
+    providers: dict[str, Any] = {
         "train_valid_test_dataset_provider": _datasets,
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": _step,
         "get_embedding_ranks": _embedding_ranks,
     }
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}
-    training = import_module("megatron.training.arguments")
-    if not hasattr(training, "parse_and_validate_args"):
-        pretrain(model_provider=_model, args_defaults=defaults, **given)
+    arguments = import_module("megatron.training.arguments")
+    if not hasattr(arguments, "parse_and_validate_args"):  # 0.17
+        pretrain(model_provider=_model, args_defaults=defaults, **providers)
         return
-    args = training.parse_and_validate_args(args_defaults=defaults)
+    args = arguments.parse_and_validate_args(args_defaults=defaults)
     refuse(args)
-    containers = import_module("megatron.training.argument_utils")
-    make_container = containers.pretrain_cfg_container_from_args
-    if hasattr(containers, "gpt_config_from_args"):  # the container knows a builder
-        pretrain(make_container(args, containers.gpt_config_from_args(args)), **given)
+    argument_utils = import_module("megatron.training.argument_utils")
+    make_container = argument_utils.pretrain_cfg_container_from_args
+    if hasattr(argument_utils, "gpt_config_from_args"):  # the container knows a builder
+        container = make_container(args, argument_utils.gpt_config_from_args(args))
+        pretrain(container, **providers)
     else:
-        pretrain(make_container(args), model_provider=_model, **given)
+        pretrain(make_container(args), model_provider=_model, **providers)
 
 
 def refuse(args: Namespace) -> None:
@@ -94,15 +95,17 @@ def refuse(args: Namespace) -> None:
     settings = dict(_SCRIPT_ONLY)
     if not hasattr(import_module("megatron.training.argument_utils"), "gpt_config_from_args"):
         settings.update(_BUILDERS_ONLY)
-    used = [name for name, off in settings.items() if getattr(args, name, off) not in (off, None)]
-    if used:
-        raise ArgumentsError(
-            "\n".join(
-                f"--{name.replace('_', '-')} needs upstream's own pretrain_gpt.py, which the wheel "
-                "lacks: run `megatron-ext upstream fetch`, or set MEGATRON_LM_PATH"
-                for name in used
-            )
+    lines = []
+    for name, off_value in settings.items():
+        if getattr(args, name, off_value) in (off_value, None):
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        lines.append(
+            f"{flag} needs upstream's own pretrain_gpt.py, which the wheel lacks: run "
+            "`megatron-ext upstream fetch`, or set MEGATRON_LM_PATH"
         )
+    if lines:
+        raise ArgumentsError("\n".join(lines))
 
 
 # -- model -----------------------------------------------------------------------------------------
@@ -153,11 +156,12 @@ def _layers(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) ->
             vp_stage=vp_stage,
         )
     kind = "with_transformer_engine" if use_te else "local"
-    taken = parameters(f"{gpt_layer_specs.__name__}:get_gpt_layer_{kind}_submodules")
+    names = parameters(f"{gpt_layer_specs.__name__}:get_gpt_layer_{kind}_submodules")
     # They are named as in the configuration, but for one that is deprecated.
-    given = {name: getattr(config, name) for name in taken if hasattr(config, name)}
-    given.pop("fp8", None)
-    return getattr(gpt_layer_specs, f"get_gpt_layer_{kind}_spec")(**given)
+    settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    settings.pop("fp8", None)
+    make_spec = getattr(gpt_layer_specs, f"get_gpt_layer_{kind}_spec")
+    return make_spec(**settings)
 
 
 def _mtp(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) -> Any:
@@ -177,7 +181,8 @@ def _mtp(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) -> An
 
 def _embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
     """Return the ranks with a copy of the word embedding: the ends, and those of MTP."""
-    args, ranks = get_args(), {pp_ranks[0]}
+    args = get_args()
+    ranks = {pp_ranks[0]}
     if len(pp_ranks) > 1:
         ranks.update(get_mtp_ranks(pp_ranks, core_transformer_config_from_args(args)))
         if not args.untie_embeddings_and_output_weights:
@@ -197,24 +202,20 @@ def _step(
     data_iterator: Iterator[Any] | None, chunk: torch.nn.Module, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[..., Any]]:
     """Fetch a micro-batch and run a chunk on it, or return the chunk's schedule plan."""
-    args, timer = get_args(), get_timers()("batch-generator", log_level=2)
-    samples = args.micro_batch_size
-    if not chunk.training:  # since 0.18 an evaluation may have a size of its own
-        samples = getattr(args, "eval_micro_batch_size", samples)
+    args = get_args()
+    timer = get_timers()("batch-generator", log_level=2)
+    num_samples = args.micro_batch_size
+    if not chunk.training:  # since 0.18 an evaluation may have another size
+        num_samples = getattr(args, "eval_micro_batch_size", num_samples)
     timer.start()
     with stimer(bdata=True):
-        batch = _batch(data_iterator, get_attr_wrapped_model(chunk, "vp_stage"), samples)
+        batch = _batch(data_iterator, get_attr_wrapped_model(chunk, "vp_stage"), num_samples)
         if batch and args.context_parallel_size > 1:
-            group = parallel_state.get_context_parallel_group()
-            options = {"cp_group": group, "is_hybrid_cp": False}
-            taken = parameters("megatron.core.utils:get_batch_on_this_cp_rank")
-            batch = get_batch_on_this_cp_rank(
-                batch, **{name: value for name, value in options.items() if name in taken}
-            )
+            batch = _part_of_cp_rank(batch)
     timer.stop()
-    run: Any = chunk.build_schedule_plan if return_schedule_plan else chunk
+    compute: Any = chunk.build_schedule_plan if return_schedule_plan else chunk
     with stimer:
-        output = run(
+        output = compute(
             batch.get("tokens"),
             batch.get("position_ids"),
             batch.get("attention_mask"),
@@ -224,14 +225,24 @@ def _step(
     return output, partial(_loss, args, batch.get("loss_mask"))
 
 
+def _part_of_cp_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return this context-parallel rank's part of each sequence."""
+    # Releases differ in whether they take the group, and whether they know hybrid parallelism.
+    options = {"cp_group": parallel_state.get_context_parallel_group(), "is_hybrid_cp": False}
+    names = parameters("megatron.core.utils:get_batch_on_this_cp_rank")
+    accepted = {name: value for name, value in options.items() if name in names}
+    part: dict[str, torch.Tensor] = get_batch_on_this_cp_rank(batch, **accepted)
+    return part
+
+
 def _fields_read(vp_stage: int | None) -> list[str]:
     """Return the fields that a stage reads; only the first, the last and MTP stages read any."""
-    where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-    predicts = mtp_on_this_rank(_config(), vp_stage=vp_stage)
+    stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    has_mtp = mtp_on_this_rank(_config(), vp_stage=vp_stage)
     names = []
-    if parallel_state.is_pipeline_first_stage(**where) or predicts:
+    if parallel_state.is_pipeline_first_stage(**stage) or has_mtp:
         names += ["tokens", "position_ids"]
-    if parallel_state.is_pipeline_last_stage(**where) or predicts:
+    if parallel_state.is_pipeline_last_stage(**stage) or has_mtp:
         names += ["labels", "loss_mask"]
     if names and get_args().create_attention_mask_in_dataloader:
         names.append("attention_mask")
@@ -239,27 +250,27 @@ def _fields_read(vp_stage: int | None) -> list[str]:
 
 
 def _batch(
-    data_iterator: Iterator[Any] | None, vp_stage: int | None, samples: int
+    data_iterator: Iterator[Any] | None, vp_stage: int | None, num_samples: int
 ) -> dict[str, torch.Tensor]:
     """Fetch the fields of a stage, `[b, s]` each; one tensor-parallel rank reads and broadcasts."""
     args = get_args()
     names = _fields_read(vp_stage)
     if not names:
         return {}
-    sample = next(data_iterator) if data_iterator is not None else None
+    # Only the first tensor-parallel rank has data.
+    samples = next(data_iterator) if data_iterator is not None else None
     device = devices.current().torch_device(args.local_rank)
-    shape = (samples, args.seq_length)
-    kinds = {
-        "loss_mask": (shape, torch.float32),
-        "attention_mask": ((shape[0], 1, shape[1], shape[1]), torch.bool),
-    }
+    length = args.seq_length
+    dtypes = {"loss_mask": torch.float32, "attention_mask": torch.bool}
+    shapes = {"attention_mask": (num_samples, 1, length, length)}
     batch = {}
     for name in names:
-        if sample is not None:
-            batch[name] = sample[name].to(device, non_blocking=True)
+        if samples is not None:
+            batch[name] = samples[name].to(device, non_blocking=True)
         else:
-            size, dtype = kinds.get(name, (shape, torch.int64))
-            batch[name] = torch.empty(size, dtype=dtype, device=device)
+            shape = shapes.get(name, (num_samples, length))
+            dtype = dtypes.get(name, torch.int64)
+            batch[name] = torch.empty(shape, dtype=dtype, device=device)
         if args.tensor_model_parallel_size > 1:
             dist.broadcast(
                 batch[name],
@@ -277,50 +288,63 @@ def _loss(
     assert loss_mask is not None, "only the last stage has a loss"
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
-    tokens = mask.sum().clone().detach().to(torch.int)
-    machine = get_rerun_state_machine()
+    num_tokens = mask.sum().clone().detach().to(torch.int)
+    rerun_machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
-        for rejects, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            machine.validate_result(
+        for is_rejected, value in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            rerun_machine.validate_result(
                 result=loss,
-                rejection_func=rejects,
-                message=f"found {what} in local forward loss calculation",
+                rejection_func=is_rejected,
+                message=f"found {value} in local forward loss calculation",
                 tolerance=0.0,
                 fatal=True,
             )
     if args.check_for_spiky_loss:
-        machine.validate_result(
+        is_spiky = partial(rerun_machine.is_unexpectedly_large, threshold=_SPIKE, context="loss")
+        rerun_machine.validate_result(
             result=loss,
-            rejection_func=partial(machine.is_unexpectedly_large, threshold=_SPIKE, context="loss"),
+            rejection_func=is_spiky,
             message="Spiky loss",
             tolerance=0.0,
             fatal=False,
         )
-    return loss, tokens, {"lm loss": torch.cat([loss.clone().detach().view(1), tokens.view(1)])}
+    report = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {"lm loss": report}
 
 
 # -- data ------------------------------------------------------------------------------------------
 
 
-def _datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
+def _datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
     """Build the datasets for training, validation and test that this rank reads."""
     args = get_args()
 
-    def built_here() -> bool:
-        first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0
-        return first_of_tp and bool(_fields_read(vp_stage))
+    def is_built_here() -> bool:
+        if parallel_state.get_tensor_model_parallel_rank() != 0:
+            return False
+        return bool(_fields_read(vp_stage))
 
     print_rank_0("> building train, validation, and test datasets for GPT ...")
-    kind = MockGPTDataset if args.mock_data else GPTDataset
-    made = BlendedMegatronDatasetBuilder(kind, samples, built_here, _dataset_config(args)).build()
+    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
+    builder = BlendedMegatronDatasetBuilder(
+        dataset_class, num_samples, is_built_here, _dataset_config(args)
+    )
+    datasets = builder.build()
     print_rank_0("> finished creating GPT datasets ...")
-    return made
+    return datasets
 
 
 def _dataset_config(args: Namespace) -> GPTDatasetConfig:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    sequences = args.per_dataset_sequences_path
-    renamed = {
+    sequences_per_dataset = None
+    if args.per_dataset_sequences_path:
+        sequences_per_dataset = json.loads(Path(args.per_dataset_sequences_path).read_text())
+    settings = {}
+    for field in fields(GPTDatasetConfig):
+        if hasattr(args, field.name):
+            settings[field.name] = getattr(args, field.name)
+    # Fields with other names than their arguments, and those that follow from several.
+    settings |= {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
         "blend": blend,
@@ -329,11 +353,8 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
         "tokenizer": get_tokenizer(),
         "create_attention_mask": args.create_attention_mask_in_dataloader,
         "fast_cache_load": args.dataloader_fast_cache_load,
-        "sequences_per_dataset": sequences and json.loads(Path(sequences).read_text()),
+        "sequences_per_dataset": sequences_per_dataset,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
     }
-    same = {
-        f.name: getattr(args, f.name) for f in fields(GPTDatasetConfig) if hasattr(args, f.name)
-    }
-    return GPTDatasetConfig(**same | renamed)
+    return GPTDatasetConfig(**settings)
