@@ -137,7 +137,10 @@ install_environment() {
     say "sets up $REPO/.venv with $base, Python $("$base" -V | cut -d ' ' -f 2) (log: $log)"
     [[ -x $PYTHON ]] || "$base" -m venv "$REPO/.venv" || fail "cannot make a virtual environment with $base"
     : >"$log"
+    STEP=0 STEPS=1
+    comes_with_package "$PYTHON" || STEPS=$((STEPS + 1))
     if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
+        STEPS=$((STEPS + 1))
         install_torch "$log"
     fi
     install_core "$log"
@@ -146,7 +149,7 @@ install_environment() {
         native=1
     fi
     MEGATRON_EXT_REQUIRE_NATIVE=${native:-${MEGATRON_EXT_REQUIRE_NATIVE:-}} \
-        installing "this package, its native module and what Megatron needs (the last of 3 steps)" \
+        installing "this package, whose native module is compiled, and what Megatron needs" \
         "$log" pip_install --editable "$target" || installation_failed "$log"
     fingerprint >"$(stamp run)"
     if [[ $kind == test ]]; then
@@ -157,21 +160,24 @@ install_environment() {
 # The release that MEGATRON_CORE names, or the newest. From 0.17 on a wheel brings Megatron's training loop.
 # Wheels for Python 3.11 exist but name 3.12 as required, for one thing that 3.11 lacks: typing.override.
 install_core() {
-    local log=$1 version=${MEGATRON_CORE:-$NEWEST_CORE} flags=() on_311
-    on_311=$("$PYTHON" -c 'import sys; print(sys.version_info[:2] == (3, 11))')
-    if [[ $version == 0.16.* || $on_311 == False ]]; then
-        [[ -n ${MEGATRON_CORE:-} ]] || return 0 # pip takes the newest that this Python can have
-    else
+    local log=$1 version=${MEGATRON_CORE:-$NEWEST_CORE} flags=()
+    ! comes_with_package "$PYTHON" || return 0
+    if [[ $version != 0.16.* ]] && is_311 "$PYTHON"; then
         say "takes megatron-core $version on Python 3.11 too (pip's --ignore-requires-python), in this environment only"
         # Alone: what it depends on would come for a later Python, too. The next step installs that.
         flags=(--ignore-requires-python --no-deps)
     fi
-    installing "megatron-core $version (step 2 of 3)" "$log" \
+    installing "megatron-core $version" "$log" \
         pip_install "${flags[@]}" "megatron-core==$version" || installation_failed "$log"
-    [[ $on_311 == False ]] || printf '%s\n' \
+    ! is_311 "$PYTHON" || printf '%s\n' \
         'import typing, typing_extensions; typing.override = typing_extensions.override' \
         >"$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/typing_override.pth"
 }
+
+is_311() { [[ $("$1" -c 'import sys; print(sys.version_info[:2] == (3, 11))') == True ]]; }
+
+# Whether the release is the newest that this Python can have, which pip takes with this package.
+comes_with_package() { [[ -z ${MEGATRON_CORE:-} ]] && ! is_311 "$1"; }
 
 # What the native module is built with; CMake itself comes from the package index.
 check_compiler() {
@@ -191,12 +197,12 @@ pip_install() { "$PYTHON" -m pip install --no-compile "$@"; }
 install_torch() {
     local log=$1
     if has_nvidia_gpu; then
-        installing "torch $TORCH_VERSION for the GPU of this machine (step 1 of 3, about 3 GB)" \
+        installing "torch $TORCH_VERSION for the GPU of this machine (about 3 GB)" \
             "$log" pip_install "torch==$TORCH_VERSION" || installation_failed "$log"
     elif command -v mthreads-gmi >/dev/null; then
         fail "this machine has a Moore Threads GPU: activate its vendor's environment (torch, torch_musa), install this package into it with pip install -e $REPO, and start again"
     else
-        installing "torch $TORCH_VERSION for the CPU (step 1 of 3, about 200 MB)" \
+        installing "torch $TORCH_VERSION for the CPU (about 200 MB)" \
             "$log" pip_install "torch==$TORCH_VERSION+cpu" ||
             logged "$log" pip_install "torch==$TORCH_VERSION+cpu" --extra-index-url "$TORCH_CPU_INDEX" ||
             install_gpu_torch "$log" || installation_failed "$log"
@@ -204,7 +210,8 @@ install_torch() {
 }
 
 install_gpu_torch() {
-    installing "torch $TORCH_VERSION for GPUs, because no CPU build is to be had (step 1 of 3, about 3 GB)" \
+    STEP=$((STEP - 1)) # in place of the build for the CPU
+    installing "torch $TORCH_VERSION for GPUs, because no CPU build is to be had (about 3 GB)" \
         "$1" pip_install "torch==$TORCH_VERSION"
 }
 
@@ -245,20 +252,21 @@ logged() {
     "$@" >>"$log" 2>&1
 }
 
-# Runs a command like `logged`; shows what is being installed, for how long, and how much there is so far: every
-# second on a terminal, every 15 seconds in a log.
+# Runs a command like `logged`; shows what is being installed, for how long, how much there is so far, and what pip
+# does: every second on a terminal, every 15 seconds in a log.
 installing() {
-    local what=$1 pid status=0 every=15 end=$'\n' start=$SECONDS
+    local what=$1 log=$2 pid status=0 every=15 end=$'\n' start=$SECONDS
     shift
-    [[ ! -t 1 ]] || every=1 end=$'\r'
-    say "installs $what"
+    [[ ! -t 1 ]] || every=1 end=$'\e[K\r'
+    ((STEP += 1)) || true
+    say "step $STEP of $STEPS: installs $what"
     logged "$@" &
     pid=$!
     while kill -0 "$pid" 2>/dev/null; do
         sleep 1
         if (((SECONDS - start) % every == 0)) && kill -0 "$pid" 2>/dev/null; then
-            printf '%s: %d s, %d MB in the environment%s' "$(basename "$0")" $((SECONDS - start)) \
-                "$(du -sm "$REPO/.venv" 2>/dev/null | cut -f 1)" "$end"
+            printf '%s: %d s, %d MB in the environment; %.60s%s' "$(basename "$0")" $((SECONDS - start)) \
+                "$(du -sm "$REPO/.venv" 2>/dev/null | cut -f 1)" "$(tail -n 1 "$log" | tr -d '\r' | sed 's/^ *//')" "$end"
         fi
     done
     wait "$pid" || status=$?
@@ -278,18 +286,24 @@ detect_device() {
         DEVICE=cpu DEVICE_COUNT=0 # nothing to look for
         return
     fi
-    found=$("$PYTHON" - "$@" <<'PYTHON'
+    found=$("$PYTHON" - "$(basename "$0")" "$@" <<'PYTHON'
+import os
 import signal
 import sys
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the script, without a traceback from here
 
-import torch
-
 from megatron_ext import devices
 from megatron_ext.errors import UserError
 
+script, *words = sys.argv[1:]
 try:
+    if devices.requested(words) == "auto" and not devices.count_devices() and not os.path.exists("/dev/dxg"):
+        print("cpu 0")  # no driver shows a device: torch, which takes seconds to import, would find none
+        sys.exit()
+    print(f"{script}: looks for devices that torch can use", file=sys.stderr, flush=True)
+    import torch
+
     name = devices.current().name
 except UserError as error:
     sys.exit(str(error))
@@ -315,6 +329,7 @@ word_pieces() {
 }
 
 tokenize() {
+    say "tokenizes $1.jsonl"
     PYTHONWARNINGS=ignore apart "$PYTHON" "$REPO/examples/data/tokenize_text.py" "$1.jsonl" --output-prefix "$1" "${@:2}"
 }
 

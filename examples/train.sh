@@ -123,7 +123,10 @@ parse_options() {
                 usage
                 exit 0
                 ;;
-            --*) EXTRA+=("$1") ;;
+            --*)
+                refuse_misspelt "${1%%=*}"
+                EXTRA+=("$1")
+                ;;
             *)
                 # A value of the flag before it; the first word cannot be one.
                 ((${#EXTRA[@]} > 0)) || fail "unexpected \"$1\"; flags start with --, see --help"
@@ -136,6 +139,21 @@ parse_options() {
     [[ -z $HOSTFILE || -f $HOSTFILE ]] ||
         fail "--hostfile $HOSTFILE: there is no such file; write one with the address of a node on each line"
     OUT=${OUT:-$HERE/out/$SIZE}
+}
+
+# Megatron would get a flag of this script with a letter too many, too few or wrong, and the published size
+# would start in place of the tiny one.
+refuse_misspelt() {
+    local word=$1 option i
+    for option in --tiny --size --dry-run --raw --out --hostfile --nproc; do
+        for ((i = 2; i <= ${#option}; i++)); do
+            case $word in
+                "${option:0:i}"?"${option:i}" | "${option:0:i}"?"${option:i+1}" | "${option:0:i}${option:i+1}")
+                    fail "$word is not a flag of this script; did you mean $option?"
+                    ;;
+            esac
+        done
+    done
 }
 
 # Flags that the model's file sets where they matter.
@@ -278,6 +296,26 @@ check_world() {
         fail "the experts take tensor $etp x expert $ep x pipeline $hosted = $((etp * ep * hosted)) processes, NNODES x NPROC is $WORLD; start a multiple (on several nodes: --hostfile FILE, or NNODES), or lower --expert-model-parallel-size"
 }
 
+# What a job would refuse after a minute of imports. On the hosts of a file the launcher checks it.
+check_flags() {
+    local refusals
+    if [[ -n $HOSTFILE || $DEVICE == unknown ]]; then
+        return
+    fi
+    refusals=$("$PYTHON" - "$WORLD" "$DEVICE" "$SCRIPT" "${FLAGS[@]}" <<'PYTHON'
+import sys
+
+from megatron_ext import preflight
+from megatron_ext.errors import line_of
+
+world_size, device, *words = sys.argv[1:]
+found = preflight(words, world_size=int(world_size), device=device)
+print(*map(line_of, found.refusals), sep="\n", end="")
+PYTHON
+    ) || fail "the flags cannot be checked; the reason is above"
+    [[ -z $refusals ]] || fail "$refusals"
+}
+
 # Flags for kernels that this environment does not have.
 choose_kernels() {
     KERNELS=()
@@ -309,9 +347,6 @@ choose_data() {
 
 tiny_bytes() {
     local prefix=$REPO/examples/data/out/python_reference
-    if ! $DRY_RUN; then
-        python_reference "$prefix"
-    fi
     given --data-path || DATA=(--data-path "${prefix}_text_document")
     # Upstream has no flag for its byte-level tokenizer. Training never tokenizes, it needs the size of the
     # vocabulary: the bytes, one id for the end of a document, and room up to a multiple of 512.
@@ -320,11 +355,18 @@ tiny_bytes() {
 
 tiny_word_pieces() {
     local prefix=$REPO/examples/data/out/word_pieces
-    if ! $DRY_RUN; then
-        word_pieces "$prefix"
-    fi
     given --data-path || DATA=(--data-path "${prefix}_text_sentence")
     DATA+=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$prefix")
+}
+
+make_data() {
+    if ! is_tiny || given --mock-data; then
+        return
+    fi
+    case $CORPUS in
+        bytes) python_reference "$REPO/examples/data/out/python_reference" ;;
+        word_pieces) word_pieces "$REPO/examples/data/out/word_pieces" ;;
+    esac
 }
 
 # --- Start ----------------------------------------------------------------------------------------
@@ -457,6 +499,7 @@ train() {
     FLAGS=("${MODEL[@]}" "${ARCHITECTURE[@]}" "${SPLIT[@]}" "${TRAINING[@]}" "${KERNELS[@]}" "${DATA[@]}"
         --save "$OUT/checkpoints" --load "$OUT/checkpoints" "${EXTRA[@]}")
     check_world
+    check_flags
     choose_launch
     choose_environment
     local command=("${LAUNCH[@]}" "$SCRIPT" "${FLAGS[@]}")
@@ -469,10 +512,11 @@ train() {
         fi
         return
     fi
+    make_data
     if [[ -n $HOSTFILE ]]; then
         say "starts on the hosts of $HOSTFILE"
     else
-        say "$NPROC processes on $DEVICE"
+        say "$NPROC processes on $DEVICE; to import torch and Megatron takes them up to a minute"
     fi
     mkdir -p "$OUT" || fail "--out $OUT cannot be made; name a folder that can be written"
     [[ -n $HOSTFILE ]] || announce || return 0

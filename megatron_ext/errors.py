@@ -123,9 +123,9 @@ def parser_line(parser: ArgumentParser, message: str) -> str:
     # argparse has no codes for its errors, only text. What is not recognised, as after a change in
     # another Python, is shown as it is.
     see = f"see {parser.prog} --help"
-    if found := re.fullmatch(r"argument (.*?): invalid (int|float) value: (.*)", message):
-        kind = "a whole number" if found[2] == "int" else "a number"
-        return f"{found[1]} is {found[3]}; it must be {kind}"
+    if found := re.fullmatch(r"argument (.*?): invalid (\w+) value: (.*)", message):
+        kinds = {"int": "it must be a whole number", "float": "it must be a number"}
+        return f"{found[1]} is {found[3]}; {kinds.get(found[2], see)}"
     if found := re.fullmatch(r"argument (.*?): invalid choice: '?(.*?)'? \(choose .*", message):
         # argparse names an argument by its flags, else by its metavar, else by its destination.
         action = next(
@@ -134,7 +134,7 @@ def parser_line(parser: ArgumentParser, message: str) -> str:
             if found[1]
             in ("/".join(one.option_strings), *one.option_strings, one.metavar or one.dest)
         )
-        known = [str(choice) for choice in action.choices or ()]
+        known = [str(getattr(choice, "name", choice)) for choice in action.choices or ()]
         like = get_close_matches(found[2], known, 1)
         hint = f"did you mean {like[0]}?" if like else f"use one of {', '.join(known)}"
         what = "command" if found[1] in ("COMMAND", "ACTION") else f"value of {found[1]}"

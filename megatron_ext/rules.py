@@ -94,7 +94,8 @@ def _holds(args: object, no: str, name: str, how: str, wanted: str) -> bool:
     if how == ">":
         bounds = [int(one) if one.isdigit() else getattr(args, one, None)
                   for one in wanted.split(",")]  # fmt: skip
-        return ((value or 0) > next(filter(None, bounds), 1)) != bool(no)
+        number = value if isinstance(value, (int, float)) else 0
+        return (number > next(filter(None, bounds), 1)) != bool(no)
     if not how:
         return bool(value) != bool(no)
     values = value if isinstance(value, (list, tuple)) else [value]

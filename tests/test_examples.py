@@ -152,6 +152,10 @@ def copy_of_the_scripts(tmp_path: Path, model: str = "llama3") -> Path:
         (["--tiny"], {"VIRTUAL_ENV": "/absent"}, "/absent has no bin/python"),
         (["--tiny"], {"MEGATRON_EXT_DEVICE": "abacus"}, "MEGATRON_EXT_DEVICE is 'abacus'"),
         (["--data-path", "p"], {}, "the 8b model needs accelerators"),
+        (["--tinny"], {}, "--tinny is not a flag of this script; did you mean --tiny?"),
+        (["--dry-run", "--pipeline-schedule", "zbv"], {}, "did you mean zb-v?"),
+        (["--tiny", "--num-layers", "4x"], {}, "--num-layers is '4x'; it must be a whole number"),
+        (["--tiny", "--num-layrs", "4"], {}, "did you mean --num-layers?"),
         (["--dry-run"], {"NNODES": "2"}, "NNODES=2 needs NODE_RANK (0 to 1) and MASTER_ADDR"),
     ],
 )

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from typing import TYPE_CHECKING
 
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, preflight
-from megatron_ext.config.incompatible import RULES, Preflight
+from megatron_ext.config.incompatible import RULES
+
+if TYPE_CHECKING:
+    from megatron_ext.config.refusals import Preflight
 
 SCHEDULES = {
     name: PipelineConfig(schedule=name)

@@ -33,10 +33,10 @@ from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.memory import activation_peaks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-    from megatron_ext.config.incompatible import Preflight
     from megatron_ext.config.pipeline_config import PipelineConfig
+    from megatron_ext.config.refusals import Preflight
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.costs import Costs
 
@@ -46,11 +46,18 @@ _LOG = logging.getLogger(__name__)
 _REWRITTEN = "megatron_ext_rewritten"
 
 
-def prepare(args: Namespace, requested: PipelineConfig | None = None) -> dict[str, Any]:
+def prepare(
+    args: Namespace,
+    requested: PipelineConfig | None = None,
+    *,
+    script_defaults: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Activate a configuration; set and return the arguments that let Megatron host it.
 
     The configuration is the argument of `configure`; None: flags among the arguments choose it. A
     second call with the same arguments changes nothing; upstream's tools may make one.
+    `script_defaults` are what a training script brings for arguments that were not given; None:
+    they may lack what Megatron needs.
 
     Raises:
         ArgumentsError: The flags contradict each other, or Megatron's own flags.
@@ -64,7 +71,7 @@ def prepare(args: Namespace, requested: PipelineConfig | None = None) -> dict[st
     for dest, (before, after) in vars(given).pop(_REWRITTEN, {}).items():
         if getattr(given, dest, None) == after:
             setattr(given, dest, before)
-    found = inspect(given, requested)
+    found = inspect(given, requested, script_defaults=script_defaults)
     found.raise_refusals()
     # What an earlier call had changed is taken back even where this one changes nothing.
     changes = {dest: (vars(given).get(dest), value) for dest, value in found.arguments.items()}

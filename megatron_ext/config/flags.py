@@ -8,7 +8,6 @@ import shlex
 import typing
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_origin, get_type_hints
 
@@ -20,7 +19,7 @@ from megatron_ext.config.pipeline_config import (
     kinds_of,
 )
 from megatron_ext.devices import CHOICES as DEVICES
-from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.errors import ArgumentsError, ScheduleError, parser_line
 from megatron_ext.rules import entries
 from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.search.policies import POLICIES
@@ -221,12 +220,24 @@ def in_fields(message: str) -> str:
     return re.sub(r"--[a-z0-9-]+", lambda flag: FIELD_OF.get(flag[0], flag[0]), message)
 
 
-class _WordParser(ArgumentParser):
-    """A parser of our flags alone, whose mistakes are exceptions."""
+class WordParser(ArgumentParser):
+    """A parser whose mistakes are exceptions, and which takes no abbreviations.
+
+    An abbreviation of ours could be a flag of Megatron's, or become one with its next release.
+    """
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(
+            prog=prog,
+            add_help=False,
+            allow_abbrev=False,
+            argument_default=SUPPRESS,
+            conflict_handler="resolve",  # a script may have a flag of Megatron's for its own parser
+        )
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the words."""
-        raise ArgumentsError(message)
+        """Raise what is wrong with the words, in our own words."""
+        raise ArgumentsError(parser_line(self, message))
 
 
 def requested_flags(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -256,8 +267,7 @@ def parse_words(words: Sequence[str], source: str) -> Namespace:
     Raises:
         ArgumentsError: One is no flag of ours, or has no such value.
     """
-    # An abbreviation of ours could be a flag of Megatron's, or become one with its next release.
-    parser = add_arguments(_WordParser(prog=source, add_help=False, allow_abbrev=False))
+    parser = add_arguments(WordParser(source))
     for action in parser._actions:
         action.default = SUPPRESS
     try:
@@ -267,70 +277,6 @@ def parse_words(words: Sequence[str], source: str) -> Namespace:
             f"{source} is {' '.join(words)!r}: {error}; it takes the flags of megatron_ext alone, "
             "such as --pipeline-schedule zb-v --pipeline-transport shm"
         ) from None
-
-
-def read_words(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a training command line, read without Megatron's parser.
-
-    A flag without a value is a switch; `--no-` and `--disable-` turn one off. Numbers are numbers.
-
-    Raises:
-        ArgumentsError: A flag of ours has no such value.
-    """
-    own = add_arguments(_WordParser(prog="the command line", add_help=False, allow_abbrev=False))
-    given = parse_words(requested_flags(), FLAGS)
-    own.set_defaults(**vars(given))  # as Megatron's parser gets them
-    parsed, others = own.parse_known_args(list(words))
-    found: dict[str, list[str]] = {}
-    values: list[Any] = []
-    for word in others:
-        flag, equals, value = word.partition("=")
-        if flag.startswith("--"):
-            values = [value] if equals else []
-            dest = flag[2:].replace("-", "_")
-            found[_DEST_OF.get(dest, dest)] = values
-        else:
-            values.append(word)
-    settings: dict[str, Any] = {}
-    for dest, texts in found.items():
-        values = [_number(text) for text in texts]
-        settings[dest] = values[0] if len(values) == 1 and dest not in _SEVERAL else values or True
-        if dest in _TEXTS:
-            settings[dest] = " ".join(texts)
-    for dest in list(settings):
-        positive = dest.removeprefix("no_")
-        if positive != dest and settings[dest] is True:
-            settings[positive] = not settings.pop(dest)
-    if settings.pop("disable_bias_linear", False):
-        settings["add_bias_linear"] = False
-    return {**vars(parsed), **settings}
-
-
-# Destination of flags of Megatron's that are not named after it.
-_DEST_OF = {
-    "fp4_format": "fp4",
-    "fp8_format": "fp8",
-    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
-    "no_rope_fusion": "no_apply_rope_fusion",
-    "overlap_p2p_communication": "overlap_p2p_comm",
-}
-
-# Arguments that are no number even where a mistaken value looks like one.
-_TEXTS = (
-    "hybrid_layer_pattern", "hybrid_override_pattern", "pipeline_model_parallel_layout",
-    "step_batch_size_schedule",
-)  # fmt: skip
-
-# Flags of Megatron's that take several values.
-_SEVERAL = ("rampup_batch_size", "recompute_modules")
-
-
-def _number(word: str) -> int | float | str:
-    # A whole number stays one, for messages and for what counts with it.
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(word)
-    return word
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -371,7 +317,7 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
         # Not `if value`: a 0 was given too.
         if main and value is not False and not given(main):
             raise ArgumentsError(f"{row.flag} is for {main}; add {main}, or leave {row.flag} out")
-        if row.parse is not None:
+        if row.parse is not None and isinstance(value, str):
             try:
                 value = row.parse(value)
             except ScheduleError as error:

@@ -19,12 +19,17 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext import devices
 from megatron_ext.config import flags, incompatible, stages
 from megatron_ext.config.active import Environment, Pipeline
-from megatron_ext.config.incompatible import MEGATRON_FIELDS, RULES, Preflight
+from megatron_ext.config.command_line import CommandLine, read_command_line
+from megatron_ext.config.incompatible import MEGATRON_FIELDS, RULES
+from megatron_ext.config.refusals import Preflight
+from megatron_ext.config.required_flags import missing_flags
 from megatron_ext.config.roles import job_of, rank_map, role_arguments
+from megatron_ext.config.sizes import JobSizes, layout_text
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
 from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.slices import shares_of_equal_cost, token_bounds
+from megatron_ext.upstream.flag_list import megatron_flags
 from megatron_ext.upstream.tree import setting_names
 
 if TYPE_CHECKING:
@@ -62,6 +67,7 @@ def preflight(
     config: PipelineConfig | None = None,
     *,
     world_size: int | None = None,
+    device: str | None = None,
 ) -> Preflight:
     """Return what a configuration takes, changes and refuses; imports neither torch nor Megatron.
 
@@ -75,7 +81,11 @@ def preflight(
             batch is not checked.
         config: The pipeline, as for `configure`; None: flags among the arguments choose it.
         world_size: Ranks of the job; None: `world_size` of the arguments, or one replica.
+        device: Kind of the job's devices, one of `megatron_ext.devices.CHOICES`; None: that of the
+            configuration or the arguments.
     """
+    line: CommandLine | None = None
+    found = Preflight()
     if isinstance(arguments, Namespace):
         given = vars(arguments)
     elif isinstance(arguments, Mapping):
@@ -84,51 +94,92 @@ def preflight(
         # A string is a sequence too: of letters, of which none is a flag.
         if isinstance(arguments, str):
             arguments = flags.split_words(arguments, "the command line")
-        given = flags.read_words(arguments)
-    read = {dest for rules in RULES.values() for rule in rules for dest in rule.reads}
-    for name, value in given.items():
-        # Our own notes among the arguments of a running job are no settings.
-        if isinstance(value, Mapping) and not name.startswith("megatron_ext") and read & {*value}:
-            raise ArgumentsError(
-                f"{name} holds settings, which are not read; give each by its name"
-            )
-    renamed = {field: dest for dest, field in MEGATRON_FIELDS.items()}
-    usual, device = dict(_USUAL), config.device if config else given.get("device_backend")
-    if device not in (None, "auto"):
-        needed = devices.named(device).argument_defaults
-        usual |= {dest: value for dest, (value, _) in needed.items()}
-    settings = {**usual, **{renamed.get(name, name): given[name] for name in given}}
-    layout = stages.layout_text(given.get("pipeline_model_parallel_layout"))
-    if layout and "virtual_pipeline_model_parallel_size" in given:
-        # Configuration objects hold both; Megatron derives this one from the layout.
-        settings["num_virtual_stages_per_pipeline_rank"] = None
-    settings["pipeline_model_parallel_layout"] = layout
-    settings["world_size"] = world_size or given.get("world_size")
-    found = inspect(Namespace(**settings), config, here=False)
+        with found.collecting("flags"):
+            line = read_command_line(arguments)
+        given = {} if line is None else line.settings
+    with found.collecting("settings"):
+        if device is None:
+            device = config.device if config else given.get("device_backend")
+        settings = _settings_of(given, device)
+        settings["world_size"] = given.get("world_size") if world_size is None else world_size
+    if found.refusals:
+        return found
+    script_defaults = line.defaults if line is not None and line.is_pretraining else None
+    found = inspect(Namespace(**settings), config, here=False, script_defaults=script_defaults)
     found.given = Namespace(**settings)
-    if megatrons := setting_names():
+    if line is not None:
+        found.alike = line.unknown
+        found.ignored = sorted(flag[2:].replace("-", "_") for flag in line.unknown)
+    elif megatrons := setting_names():
         # What nobody knows is not approved: the caller gets its name.
-        known = (
-            megatrons | read | flags.DESTINATIONS | _OF_TRAINING | renamed.keys() | _USUAL.keys()
-        )
+        known = megatrons | _NAMES | flags.DESTINATIONS | _OF_TRAINING | _USUAL.keys()
         # Some switches exist only to turn off what no other flag names: --no-position-embedding.
         found.ignored = sorted(n for n in given.keys() - known if f"no_{n}" not in known)
     return found
 
 
+_RENAMED = {field: dest for dest, field in MEGATRON_FIELDS.items()}
+_READ = {dest for rules in RULES.values() for rule in rules for dest in rule.reads}
+_NAMES = _READ | _RENAMED.keys()
+
+
+def _settings_of(given: Mapping[str, Any], device: str | None) -> dict[str, Any]:
+    """Return given settings by the names of Megatron's arguments, with its defaults for others.
+
+    Raises:
+        ArgumentsError: One holds settings of its own, or is no number where Megatron takes one.
+    """
+    for name, value in given.items():
+        # Our own notes among the arguments of a running job are no settings.
+        if isinstance(value, Mapping) and not name.startswith("megatron_ext") and _READ & {*value}:
+            raise ArgumentsError(
+                f"{name} holds settings, which are not read; give each by its name"
+            )
+    _check_numbers(given)
+    settings = dict(_USUAL)
+    if device not in (None, "auto"):
+        needed = devices.named(device).argument_defaults
+        settings |= {dest: value for dest, (value, _) in needed.items()}
+    settings |= {_RENAMED.get(name, name): value for name, value in given.items()}
+    layout = layout_text(given.get("pipeline_model_parallel_layout"))
+    if layout and "virtual_pipeline_model_parallel_size" in given:
+        # Configuration objects hold both; Megatron derives this one from the layout.
+        settings["num_virtual_stages_per_pipeline_rank"] = None
+    settings["pipeline_model_parallel_layout"] = layout
+    return settings
+
+
+def _check_numbers(given: Mapping[str, Any]) -> None:
+    """Refuse values that are no number where the flag of their name takes a single number."""
+    for flag in megatron_flags():
+        kind, value = flag.keywords.get("type"), given.get(flag.dest)
+        if value is None or kind not in (int, float) or "nargs" in flag.keywords:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            words = "a whole number" if kind is int else "a number"
+            raise ArgumentsError(f"{flag.dest} is {value!r}; it must be {words}")
+
+
 def inspect(
-    args: Namespace, requested: PipelineConfig | None = None, *, here: bool = True
+    args: Namespace,
+    requested: PipelineConfig | None = None,
+    *,
+    here: bool = True,
+    script_defaults: Mapping[str, Any] | None = None,
 ) -> Preflight:
     """Check a configuration: what it takes, changes and refuses, and what follows for Megatron.
 
     Megatron has not validated the arguments yet. Without a request their flags choose the pipeline.
-    `here` in a process of the job, with its device and its software.
+    `here` in a process of the job, with its device and its software. `script_defaults` are values
+    of arguments that were not given, where these are all arguments of a training script; None: they
+    may lack what Megatron needs.
     """
     found = Preflight()
     with found.collecting("flags"):
-        stages.check_sizes(args)
+        sizes = JobSizes.of(vars(args))
         found.config = config = stages.completed(args, requested or flags.pipeline_config(args))
-        ranks = stages.world_size(args)
+        ranks = sizes.ranks
+    found.refusals += missing_flags(args, script_defaults)
     # Without a configuration there is nothing to compare the rest with.
     if found.refusals:
         return found
@@ -149,8 +200,8 @@ def inspect(
     if found.pipeline is not None:
         placement = found.pipeline.placement
     with found.collecting("num_layers"):
-        sizes = (getattr(args, dest, None) for dest in ("num_layers", "hybrid_layer_pattern"))
-        if placement is not None and (here or any(sizes)):
+        layers = (getattr(args, dest, None) for dest in ("num_layers", "hybrid_layer_pattern"))
+        if placement is not None and (here or any(layers)):
             brought_by = "schedule" if roles is None else "disaggregation"
             subject = incompatible.flag_of(args, config, brought_by)
             found.arguments, found.changes = stages.flags_for(args, placement, subject)

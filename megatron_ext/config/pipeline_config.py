@@ -12,6 +12,7 @@ import os
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from math import inf
 from pathlib import Path
 from types import UnionType
@@ -352,9 +353,11 @@ def check_types(settings: object) -> None:
         for kind in kinds_of(hint):
             origin = get_origin(kind) or kind
             if origin is Literal:
-                choices = ", ".join(typing.get_args(kind))
+                choices = typing.get_args(kind)
+                alike = get_close_matches(str(value), choices, 1)
+                remedy = f"did you mean {alike[0]}?" if alike else "use one of them"
                 raise ConfigurationError(
-                    f"{name} {value!r} must be one of {choices}; use one of them"
+                    f"{name} {value!r} must be one of {', '.join(choices)}; {remedy}"
                 )
             fitting.append(_WORDS.get(origin) or f"a {kind.__name__} object")
         raise ConfigurationError(f"{name} {value!r} must be {' or '.join(fitting)}")

@@ -7,7 +7,6 @@ and last ranks.
 
 from __future__ import annotations
 
-import math
 import re
 from argparse import Namespace
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
+from megatron_ext.config.sizes import JobSizes
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
 from megatron_ext.schedules.table.cuts import layout_of, parse_layout, spread
@@ -32,10 +32,6 @@ _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _LAYERS = "--num-layers-per-virtual-pipeline-stage"
 _PATTERN = "--hybrid-layer-pattern"
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-_SIZES = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
-)  # fmt: skip
 _HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 # Arguments with a file or text that describes each layer.
@@ -44,8 +40,6 @@ _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_conf
 # Placements that deal stages out round-robin, as Megatron does.
 _DEALT = ("linear", "loop")
 _PLACED = (*_DEALT, "v", "w")
-# Letters of Megatron's layout notation, by layer name.
-_LETTERS = {"embedding": "E", "encoder": "e", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def _cut_flag(args: Namespace) -> tuple[str, Any]:
@@ -63,17 +57,6 @@ def _cut_flag(args: Namespace) -> tuple[str, Any]:
 
 def _dest(flag: str) -> str:
     return flag[2:].replace("-", "_")
-
-
-def check_sizes(args: Namespace) -> None:
-    """Refuse sizes that are no number of ranks, stages or layers."""
-    for dest in _SIZES:
-        size = getattr(args, dest, None)
-        if size is not None and (type(size) is not int or size < 1):
-            raise ArgumentsError(
-                f"--{dest.replace('_', '-')} {size!r} must be a whole number of at least 1; "
-                "leave it out"
-            )
 
 
 def chunks_of_megatron(args: Namespace) -> int:
@@ -281,13 +264,19 @@ def flags_for(
         )
     wanted |= {dest: False if old is True else None for dest, old in replaced.items()}
     wanted["pipeline_model_parallel_layout"] = cut
+    lines = []
+    if layers < stages:
+        lines.append(
+            f"{stages - layers} of the {stages} stages of {subject} have no layer, so their ranks "
+            f"wait; use --num-layers {stages} or more, or fewer ranks"
+        )
     is_even = not replaced and layout is None and layers % stages == 0
     if layout == cut or (is_even and not auto):
-        return wanted, []
+        return wanted, lines
     instead = [f"--{dest.replace('_', '-')}" for dest in replaced]
     instead += [f"{_LAYOUT} {layout}"] if layout is not None else []
     line = f"the {stages} stages of {subject}: {_LAYOUT} '{cut}'"
-    return wanted, [line + (f" in place of {', '.join(instead)}" if instead else "")]
+    return wanted, [line + (f" in place of {', '.join(instead)}" if instead else ""), *lines]
 
 
 def layers_of_flags(args: Namespace, placement: Placement) -> list[int] | None:
@@ -463,15 +452,6 @@ def check_file(name: str, pp: int, batches: Batches) -> None:
             )
 
 
-def layout_text(layout: Any) -> str | None:
-    """Return a layout in Megatron's notation; configuration objects may name the layers."""
-    given = getattr(layout, "input_data", layout)
-    if given is None or isinstance(given, str):
-        return given
-    names = [[getattr(layer, "name", layer) for layer in stage] for stage in given]
-    return "|".join("".join(_LETTERS[name] for name in stage) for stage in names)
-
-
 def layout_string(
     num_layers: int,
     placement: Placement,
@@ -556,7 +536,7 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
     """
     given = vars(args).get
     tp, cp = args.tensor_model_parallel_size, given("context_parallel_size", 1)
-    processes = world_size(args)
+    processes = JobSizes.of(vars(args)).ranks
     if processes % (ranks := tp * pp * cp):
         raise ArgumentsError(
             f"world size {processes} is not a multiple of tensor {tp} x pipeline {pp} x "
@@ -638,10 +618,3 @@ def _global_batches(args: Namespace, step: int) -> tuple[list[int], str]:
         [*range(start, full, increment), full],
         f"--rampup-batch-size {first} {more} {samples} --global-batch-size {last}",
     )
-
-
-def world_size(args: Namespace) -> int:
-    """Return the number of ranks, or where it is unknown that of one replica."""
-    kinds = ("tensor_model", "pipeline_model", "context")
-    sizes = (getattr(args, f"{kind}_parallel_size", None) or 1 for kind in kinds)
-    return int(getattr(args, "world_size", None) or math.prod(sizes))

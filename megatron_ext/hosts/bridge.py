@@ -21,7 +21,7 @@ from megatron_ext import devices
 from megatron_ext.config import active, entrances
 from megatron_ext.config.flags import FIELD_OF, FLAGS, parse_words, requested_flags
 from megatron_ext.config.incompatible import MEGATRON_FIELDS
-from megatron_ext.config.stages import layout_text
+from megatron_ext.config.sizes import layout_text
 from megatron_ext.errors import ArgumentsError, DataError, ScheduleError
 from megatron_ext.patches import effects, folded_pipelines, schedules
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable

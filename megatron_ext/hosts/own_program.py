@@ -12,8 +12,8 @@ from megatron_ext.config.active import Pipeline, clear_configuration, required
 from megatron_ext.config.entrances import await_host, log, put_in_force
 from megatron_ext.config.flags import FLAGS, in_fields, requested_flags
 from megatron_ext.config.hosting import inspect
-from megatron_ext.config.incompatible import Preflight
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
+from megatron_ext.config.refusals import Preflight
 from megatron_ext.config.stages import ModelBuild, chunks_of_megatron, flags_for
 from megatron_ext.errors import ArgumentsError, DeviceError, ScheduleError
 from megatron_ext.patches.registry import REGISTRY

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -30,6 +31,10 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     parser.set_defaults(**vars(parse_words(requested_flags(), FLAGS)))
     device = devices.current()
+    for action in parser._actions:
+        convert = action.type
+        if callable(convert) and getattr(convert, "__module__", "").startswith("megatron."):
+            action.type = _Converter(convert, has_choices=action.choices is not None)
     known = {action.dest: action for action in parser._actions}
     backend = known.get("distributed_backend")
     if backend is not None and device.distributed_backend not in (backend.choices or ()):
@@ -46,6 +51,25 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
             # 0.19 has a help text with a bare %, which is no format and ends `--help`.
             action.help = text.replace("%", "%%")
     return parser
+
+
+class _Converter:
+    """A converter of Megatron's whose every failure argparse reports as a wrong value."""
+
+    def __init__(self, convert: Callable[[str], Any], *, has_choices: bool) -> None:
+        self._convert = convert
+        self._has_choices = has_choices
+        self.__name__ = getattr(convert, "__name__", "value")
+
+    def __call__(self, word: str) -> Any:
+        try:
+            return self._convert(word)
+        except (ArgumentTypeError, TypeError, ValueError):
+            raise
+        except Exception as error:  # such as the KeyError of an enumeration
+            if self._has_choices:
+                return word  # none of them, and argparse names them
+            raise ValueError(str(error)) from error
 
 
 @PATCHES.row("arguments.flags", f"{_MODULE}:add_megatron_arguments")
@@ -67,6 +91,7 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
     """Megatron does not know which flags exclude each other, a schedule or the device."""
     from megatron_ext.config import active, entrances
     from megatron_ext.patches.listing import text_table
+    from megatron_ext.upstream.scripts import is_pretraining
 
     given = args[0] if args else kwargs["args"]
     found = active.active()
@@ -78,7 +103,10 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
     REGISTRY.raise_mismatches()
     # Before upstream's checks: a schedule rewrites some arguments, because Megatron hosts it under
     # other sizes, and what upstream computes from them has to follow.
-    entrances.prepare(given)
+    script_defaults = None
+    if is_pretraining(sys.argv[0]):  # tools of upstream's validate arguments that train nothing
+        script_defaults = args[1] if len(args) > 1 else kwargs.get("defaults", {})
+    entrances.prepare(given, script_defaults=script_defaults)
     try:
         validated: Namespace = call(*args, **kwargs)
     except (AssertionError, ArithmeticError, ValueError) as error:

@@ -67,6 +67,12 @@ def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> M
         return sizes_of_flags(flags, "flags")
     if (source / "model.env").is_file():
         name, source_flags = _read_example(source, size)
+    elif not source.exists():
+        raise ArgumentsError(
+            f"--model {source} is not there; the examples come with a clone of megatron_ext, so "
+            "name its folder (--model CLONE/examples/llama3), a Hugging Face config.json, or give "
+            "Megatron's flags behind --"
+        )
     elif size is not None:
         raise ArgumentsError(f"--size {size} is for a folder with model.env; leave it out")
     else:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_ext import devices
-from megatron_ext.config.stages import batches_of, layout_text
+from megatron_ext.config.sizes import layout_text
+from megatron_ext.config.stages import batches_of
 from megatron_ext.errors import ScheduleError
 from megatron_ext.observer import Executed, Observer
 from megatron_ext.runtime.executor import num_out_of_order

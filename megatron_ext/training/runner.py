@@ -31,6 +31,7 @@ from megatron_ext import devices
 from megatron_ext.errors import ArgumentsError, MegatronExtError, PeerDied, UserError, message_of
 from megatron_ext.upstream import failure, releases
 from megatron_ext.upstream import tree as upstream
+from megatron_ext.upstream.scripts import find_script
 
 # Message of a collective of gloo or NCCL that fails because another rank has ended.
 _LOST = re.compile(r"Connection (?:closed|reset) by peer(?: \S+\d)?|remote process exited")
@@ -39,45 +40,12 @@ _DUMPS_STACKS = "megatron.core.inference.data_parallel_inference_coordinator"
 
 
 def choose(script: str) -> Path | None:
-    """Return the file of a script, of a path or of Megatron-LM; None for GPT on the wheel's loop.
-
-    Raises:
-        UserError: The file does not exist, and neither a tree nor the wheel provides it.
-        UpstreamMismatch: The version of the tree differs from the installed megatron-core.
-    """
-    path = Path(script)
-    if path.is_file():
-        resolved = path.resolve()
-        if upstream.is_tree(resolved.parent):
-            upstream.check_tree(resolved.parent)
-            # For this whole process, and for those that it starts.
-            os.environ["MEGATRON_LM_PATH"] = str(resolved.parent)
-        return resolved
-    tree = upstream.find_tree()
-    if tree is not None:
-        upstream.check_tree(tree)
-        if (tree / script).is_file():
-            return tree / script
-    version, release = releases.core_version(), releases.installed_release()
-    if script == "pretrain_bert.py" and release is not None and release >= (0, 18):
-        raise UserError(
-            f"megatron-core {version} has no {script}; Megatron has BERT up to 0.17: "
-            "pip install 'megatron-core>=0.16,<0.18', then `megatron-ext upstream fetch`"
-        )
-    if tree is not None:
-        raise UserError(f"there is no {script}, neither here nor in the Megatron-LM tree {tree}")
-    if script != "pretrain_gpt.py":
-        raise UserError(
-            f"there is no {script} here; the scripts of Megatron-LM need its tree: "
-            f"{upstream.how_to_get()}"
-        )
-    if not releases.has_training():
-        raise UserError(
-            f"megatron-core {version} has no training loop, Megatron-LM's tree has: "
-            f"{upstream.how_to_get()}; or take Python 3.12 or later and pip install "
-            "'megatron-core>=0.17,<0.21', which bring one"
-        )
-    return None
+    """Return the file of a script (`find_script`), and let this process use the tree it lies in."""
+    path = find_script(script)
+    if path is not None and upstream.is_tree(path.parent):
+        # For this whole process, and for those that it starts.
+        os.environ["MEGATRON_LM_PATH"] = str(path.parent)
+    return path
 
 
 def execute(script: Path | None) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 import megatron_ext
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, preflight
-from megatron_ext.errors import ArgumentsError
 
 SIZES = {
     "tensor_model_parallel_size": 2,
@@ -192,8 +191,8 @@ def test_roles_have_their_rules_by_fields_too() -> None:
 
 
 def test_settings_within_settings_are_refused() -> None:
-    with pytest.raises(ArgumentsError, match="model holds settings, which are not read; give"):
-        preflight({"model": {**SIZES, "use_megatron_fsdp": True}}, ZB_V)
+    [refusal] = preflight({"model": {**SIZES, "use_megatron_fsdp": True}}, ZB_V).refusals
+    assert str(refusal) == "model holds settings, which are not read; give each by its name"
     assert preflight({**SIZES, "tp_comm_overlap_cfg": {"qkv_fprop": {}}}, ZB_V).accepted
 
 
@@ -230,8 +229,8 @@ def test_words_of_a_command_line() -> None:
     assert [refusal.rule for refusal in found.refusals] == ["use_megatron_fsdp"]
     assert [line.split()[0] for line in found.changes] == ["--delay-wgrad-compute"]
     words = "--use-dpp --pipeline-schedule zb-v --dpp-policy wrong"
-    with pytest.raises(megatron_ext.errors.ArgumentsError, match="invalid choice"):
-        preflight(words.split())
+    [refusal] = preflight(words.split()).refusals
+    assert str(refusal).startswith("'wrong' is not a value of --dpp-policy; use one of hint, ")
 
 
 def test_flags_of_the_environment_count_for_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +250,46 @@ def test_the_layers_of_a_pattern_are_cut() -> None:
     found = preflight(words.split())
     assert found.arguments["hybrid_layer_pattern"] == "M|*|M|*/MM"
     assert any(line.endswith("--hybrid-layer-pattern 'M|*|M|*/MM'") for line in found.changes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"world_size": float("nan")}, "--world-size nan must be a whole number of at least 0"),
+        ({"num_layers": "32"}, "num_layers is '32'; it must be a whole number"),
+        ({"pipeline_model_parallel_layout": 2}, "layout 2 must be text in Megatron's notation"),
+        ({"pipeline_model_parallel_layout": [["x"]]}, "has a layer 'x'; use embedding, "),
+        ({"micro_batch_size": None, "global_batch_size": True}, "it must be a whole number"),
+        ({"num_experts": [8]}, "it must be a whole number"),
+        ({"lr": "1e-4"}, "lr is '1e-4'; it must be a number"),
+    ],
+)
+def test_values_of_other_types_are_refused(settings: dict[str, Any], reason: str) -> None:
+    [refusal] = preflight({**SIZES, **settings}, ZB_V).refusals
+    assert reason in str(refusal)
+
+
+def test_a_configuration_of_another_type_is_refused() -> None:
+    found = preflight({**SIZES, "pipeline_costs": 0, "pipeline_schedule": "zb-v"})
+    assert [str(refusal) for refusal in found.refusals] == [
+        "costs 0 must be a Costs object or None"
+    ]
+
+
+def test_flags_that_megatron_needs_are_named() -> None:
+    words = "--num-layers 8 --seq-length 16 --pipeline-model-parallel-size 2".split()
+    assert preflight(words).accepted, "flags alone may be some of a training's"
+    missing = [refusal.rule for refusal in preflight(["pretrain_gpt.py", *words]).refusals]
+    needed = "hidden_size num_attention_heads max_position_embeddings micro_batch_size train_iters"
+    assert missing == [*needed.split(), "eval_interval"]
+    assert preflight(["pretrain_gpt.py", *words, "--use-checkpoint-args"]).accepted
+
+
+def test_stages_without_layers_are_said() -> None:
+    found = preflight({**SIZES, "num_layers": 3}, ZB_V)
+    [line] = [line for line in found.changes if "have no layer" in line]
+    assert line.startswith("5 of the 8 stages of --pipeline-schedule zb-v have no layer")
+    assert line.endswith("; use --num-layers 8 or more, or fewer ranks")
 
 
 @pytest.mark.parametrize(("device", "accepted"), [("auto", False), ("cpu", True)])

@@ -22,8 +22,8 @@ from tests.training.helpers import errors
 
 MODEL = (
     "--num-layers 16 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 5 --lr 1e-3 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 127 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 5 --eval-interval 5 --lr 1e-3 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
 )
 PP4 = "--pipeline-model-parallel-size 4 --global-batch-size 16 "
 KEPT = (

@@ -61,7 +61,10 @@ def load_csv(path: str, pp: int | None = None, num_microbatches: int | None = No
         text = read_text(Path(path), _MAX_BYTES)
     except (OSError, ValueError) as error:  # or it is no text, or an impossible path
         reason = getattr(error, "strerror", None) or error
-        raise ScheduleError(f"{path} cannot be read as a schedule: {reason}") from error
+        raise ScheduleError(
+            f"{path} cannot be read as a schedule: {reason}; `megatron-ext plot NAME --pp N "
+            "--microbatches M -o FILE.csv` writes such a file"
+        ) from error
     try:
         schedule = from_csv(text, f"csv:{path}")
         count = schedule.num_microbatches

@@ -14,13 +14,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.config import stages
 from megatron_ext.config.hosting import preflight
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.config.pipeline_config import DynamicOrder
+from megatron_ext.config.sizes import JobSizes
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.layout_forecast import Layout, forecast
 from megatron_ext.planning.layout_search import search
@@ -33,11 +33,10 @@ from megatron_ext.schedules.search.policies import arena_slots
 from megatron_ext.schedules.table.cuts import parse_layout
 from megatron_ext.schedules.table.placement import loop
 from megatron_ext.schedules.table.validation import validate
-from megatron_ext.upstream.tree import setting_names
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
-    from megatron_ext.config.incompatible import Preflight
+    from megatron_ext.config.refusals import Preflight
     from megatron_ext.planning.hardware import DeviceKind
 
 _MIB = 1 << 20
@@ -130,19 +129,13 @@ def check_training(
         count: Devices of the job; None: those of one replica.
         device: What they are; None: memory and time are not forecast.
     """
-    # argparse leaves the separator in, and the script may be named or not.
-    flags = [word for word in words if word != "--"]
-    flags = flags[1:] if flags and flags[0].endswith(".py") else flags
-    found = preflight(flags, world_size=count)
+    found = preflight(words, world_size=count)
     for refusal in found.refusals:
         yield Diagnosis("FAIL", "training", refusal.reason, refusal.remedy)
     for line in (*found.changes, *found.notices):
         yield Diagnosis("OK", "training", line)
-    for name in found.ignored:
-        like = get_close_matches(name, setting_names(), 1)
-        hint = f"did you mean --{like[0].replace('_', '-')}?" if like else "is it of your script?"
-        shown = f"--{name.replace('_', '-')} is unknown to the Megatron that is installed here"
-        yield Diagnosis("WARN", "unknown flag", shown, hint)
+    for line in found.unknown_flags():
+        yield Diagnosis.of("WARN", "unknown flag", line)
     if not found.accepted or found.config is None:
         return
     # Our messages have names, so that the order in which ranks send cannot swap them.
@@ -168,6 +161,9 @@ def check_training(
         line = "memory and time are not forecast: say for which devices, as --devices 64xh100"
         yield Diagnosis("OK", "layout", line)
     else:
+        # argparse leaves the separator in, and the script may be named or not.
+        flags = [word for word in words if word != "--"]
+        flags = flags[1:] if flags and flags[0].endswith(".py") else flags
         yield from _forecast(found, flags, device)
 
 
@@ -288,7 +284,7 @@ def planned(
         name = ""  # the planner knows neither tables of the user's own nor roles
     twins = found.config.twins if found.config else 1
     batches = stages.batches_of(args, pp, twins)
-    count, experts = stages.world_size(args), given("expert_model_parallel_size") or 1
+    count, experts = JobSizes.of(vars(args)).ranks, given("expert_model_parallel_size") or 1
     if (ranks := count // pp) % experts:
         raise ArgumentsError(
             f"--expert-model-parallel-size {experts} does not divide the {ranks} ranks of a stage; "

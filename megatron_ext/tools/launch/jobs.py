@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from megatron_ext.config.command_line import read_command_line
 from megatron_ext.config.flags import requested_flags
 from megatron_ext.config.hosting import preflight
 from megatron_ext.devices import count_devices, requested
@@ -171,6 +172,8 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         complete = plan.completed()
         _shown_ranks(args.show, complete.world_size)
     if not args.dry_run:
+        if not args.per_node and all(host.local for host in hosts):
+            read_command_line(plan.command)  # before the ranks import torch for the same answer
         return _with_restarts(plan, hosts, args)
     if open_hosts:
         raise LaunchError(
@@ -178,12 +181,20 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
             f"give slots=N in the hostfile, or --nproc N"
         )
     print(complete.dry_run(), end="")
-    if plan.per_node:
-        return 0
-    found = preflight(complete.command[1:], world_size=complete.world_size)
-    for line in (*found.changes, *found.notices, *(f"error: {one}" for one in found.refusals)):
+    return 0 if plan.per_node or _says_flags_work(complete, command) else 2
+
+
+def _says_flags_work(plan: JobPlan, command: Sequence[str]) -> bool:
+    """Print what a training changes and refuses; return whether it takes its flags."""
+    device = requested(command)
+    if device == "auto" and all(host.local for host in plan.hosts) and count_devices() == 0:
+        device = "cpu"
+    answer = preflight(plan.command, world_size=plan.world_size, device=device)
+    for line in (*answer.changes, *answer.notices, *answer.unknown_flags()):
         say(line)
-    return 0 if found.accepted else 2
+    for refusal in answer.refusals:
+        say(f"error: {refusal}")
+    return answer.accepted
 
 
 def _check(args: argparse.Namespace, command: Sequence[str]) -> None:

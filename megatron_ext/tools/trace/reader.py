@@ -142,7 +142,10 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
     try:
         paths = sorted(directory.iterdir())
     except OSError as error:
-        raise DataError(f"{directory} cannot be listed: {error.strerror}") from error
+        raise DataError(
+            f"{directory} cannot be listed: {error.strerror}; give the folder of a run that was "
+            "trained with --trace, such as benchmark/data-1-pipeline-4-tensor-1-pp"
+        ) from error
     for path in paths:
         # Of files only: opening a pipe would wait for ever.
         if fnmatch(path.name, FILE_NAME.format(*"***")) and path.is_file():

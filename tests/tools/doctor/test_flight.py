@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.ranks import require_training, run_ranks
 SIZES = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu --seq-length 4096 "
     "--max-position-embeddings 4096 --bf16 --disable-bias-linear --position-embedding-type rope "
-    "--untie-embeddings-and-output-weights "
+    "--untie-embeddings-and-output-weights --train-iters 10 --eval-interval 10 "
 )
 GPT = SIZES + "--vocab-size 32000 "
 
@@ -55,7 +56,7 @@ CASES = {
         ONE.format(64) + PP.format(4) + "--hybrid-layer-pattern M*M-M*", "layout", "FAIL",
         "^6 layers do not divide into 4 stages",
     ),
-    "no tokens": (DEVICE + "--seq-length 0", "layout", "FAIL", "--seq-length is missing"),
+    "no tokens": (DEVICE + "--seq-length 0", "training", "FAIL", "--seq-length is missing"),
     "letters of another model": (
         DEVICE + "--pipeline-model-parallel-layout Et|tL", "layout", "FAIL", "has 2 layers",
     ),
@@ -111,9 +112,13 @@ CASES = {
         "--attention-dropout 0 --num-layers-per-virtual-pipeline-stage 3", "training", "OK",
         "--forward-backward-disaggregating takes these flags",
     ),
-    "no ranks": (PP.format(0), "training", "FAIL", "size 0 must be a whole number"),
-    "no number": (PP.format("x"), "training", "FAIL", "size 'x' must be a whole number"),
-    "no sizes": (ONE.format(64) + "--hidden-size 0", "layout", "FAIL", "--hidden-size is missing"),
+    "no ranks": (
+        ONE.format(64) + PP.format(0), "training", "FAIL", "size 0 must be a whole number",
+    ),
+    "no number": (PP.format("x"), "training", "FAIL", "size is 'x'"),
+    "no sizes": (
+        ONE.format(64) + "--hidden-size 0", "training", "FAIL", "--hidden-size is missing",
+    ),
     "#1450": (DEVICE + "--num-virtual-stages-per-pipeline-rank 2 --variable-seq-lengths "
               "--moe-token-dispatcher-type alltoall", "known hang", "WARN", "1450"),
     "#5100": (ONE.format(64) + PP.format(4) + "--variable-seq-lengths "
@@ -168,11 +173,24 @@ def test_the_precision_of_the_flags_counts() -> None:
 
 
 def test_flags_that_megatron_lacks_are_named() -> None:
-    found = flight(ONE.format(64) + "--num-layrs 4 --no-position-embedding --tokenizer-type x")
-    assert str(found["unknown flag"]) == (
-        "WARN unknown flag: --num-layrs is unknown to the Megatron that is installed here; "
-        "did you mean --num-layers?"
+    found = flight(ONE.format(64) + "--num-layrs 4 --no-position-embedding")
+    assert str(found["training"]) == (
+        "FAIL training: unknown argument --num-layrs; did you mean --num-layers?"
     )
+
+
+def test_flags_of_another_script_may_be_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("parser.add_argument('--own', type=int)\n")
+    words = f"{script} {GPT}{ONE.format(64)}--own 3 --num-layrs 4 --zzz 1".split()
+    found = [str(finding) for finding in check_training(words, *parse_devices("8xh100"))]
+    unknown = "is unknown to the Megatron that is installed here"
+    assert found[:2] == [
+        f"WARN unknown flag: --num-layrs {unknown}; did you mean --num-layers?",
+        f"WARN unknown flag: --zzz {unknown}; is it of your script?",
+    ]
+    [wrong] = check_training([*words, "--own", "x"], *parse_devices("8xh100"))
+    assert str(wrong) == "FAIL training: --own is 'x'; it must be a whole number"
 
 
 def test_messages_of_other_devices_are_not_compared_with_the_memory_here(

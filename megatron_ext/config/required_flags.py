@@ -1,0 +1,60 @@
+"""Flags that Megatron needs for a training, and without which it ends in an assertion or worse.
+
+Upstream's scripts check some of them in `validate_args`, without naming the flag; the others are
+met after the start, as the division by an `--eval-interval` that nobody gave.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_ext.config.refusals import Refusal
+from megatron_ext.rules import read_rules
+
+# Megatron fills these from elsewhere.
+_ELSEWHERE = ("use_checkpoint_args", "yaml_cfg")
+
+_NEEDED = read_rules("""
+    --num-layers: !num_layers & !encoder_num_layers & !hybrid_layer_pattern &
+    !heterogeneous_layers_config_path & !heterogeneous_layers_config_encoded_json
+        Megatron has no model without it; give it a value of at least 1
+    --hidden-size: !hidden_size & !heterogeneous_layers_config_path &
+    !heterogeneous_layers_config_encoded_json
+        Megatron has no model without it; give it a value of at least 1
+    --num-attention-heads: !num_attention_heads & !heterogeneous_layers_config_path &
+    !heterogeneous_layers_config_encoded_json
+        Megatron has no model without it; give it a value of at least 1
+    --max-position-embeddings: !max_position_embeddings
+        Megatron needs it with every kind of position embedding; give it the value of --seq-length
+    --seq-length: !seq_length & !encoder_seq_length
+        Megatron has no default for it; give it a value of at least 1
+    --micro-batch-size: !micro_batch_size
+        Megatron has no default for it; give it a value of at least 1
+    --train-iters: !train_iters & !train_samples & !skip_train
+        Megatron would not know where to stop; add --train-iters N or --train-samples N
+    --eval-interval: !eval_interval & !skip_train & !full_validation
+        Megatron divides by it when it counts the samples of evaluations, with --eval-iters 0 too;
+        add --eval-interval 1000
+    --save-interval: save & !save_interval
+        Megatron needs it with --save; add --save-interval 1000
+""")
+
+
+def missing_flags(args: Namespace, defaults: Mapping[str, Any] | None) -> Iterator[Refusal]:
+    """Yield a refusal for each flag that a training's command line lacks.
+
+    Args:
+        args: What the flags set.
+        defaults: What a training script brings for arguments that are not given; None: they are not
+            those of a script, and anything may be missing.
+    """
+    if defaults is None or any(getattr(args, name, None) for name in _ELSEWHERE):
+        return
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    settings = Namespace(**{**defaults, **given})
+    for rule in _NEEDED:
+        if rule.refuses(settings):
+            name = rule.flag[2:].replace("-", "_")
+            yield Refusal(name, f"{rule.flag} is missing: {rule.reason}", rule.remedy)

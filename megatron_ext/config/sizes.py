@@ -1,0 +1,139 @@
+"""The sizes of a job: read once, with their types, from whatever describes the job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_ext.errors import ArgumentsError
+
+# Letters of Megatron's layout notation, by layer name.
+_LETTERS = {"embedding": "E", "encoder": "e", "decoder": "t", "mtp": "m", "loss": "L"}
+
+# Sizes that are a number of ranks, stages or layers of a stage: none of them can be 0.
+_AT_LEAST_ONE = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSizes:
+    """Sizes of a job, by the names of Megatron's arguments; None: nobody said.
+
+    They are whole numbers of at least 0, or 1 for what counts ranks and stages.
+    """
+
+    world_size: int | None = None
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    sequence_parallel: bool = False
+
+    num_layers: int | None = None
+    encoder_num_layers: int | None = None
+    """Megatron takes it where `num_layers` is missing."""
+    mtp_num_layers: int = 0
+    num_experts: int | None = None
+    seq_length: int | None = None
+
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    pipeline_model_parallel_layout: str | None = None
+    """The layers of each stage, in Megatron's notation."""
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
+    eval_micro_batch_size: int | None = None
+    eval_global_batch_size: int | None = None
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> JobSizes:
+        """Return the sizes among settings by the names of Megatron's arguments.
+
+        Raises:
+            ArgumentsError: One is of another type, or too small; a line for each.
+        """
+        sizes: dict[str, Any] = {}
+        mistakes: list[str] = []
+        for size in fields(cls):
+            value = settings.get(size.name)
+            if size.name == "pipeline_model_parallel_layout":
+                value = layout_text(value)
+            if value is None:
+                continue
+            rule = _rule_of(size.name, str(size.type))
+            if rule.accepts(value):
+                sizes[size.name] = value
+            else:
+                flag = f"--{size.name.replace('_', '-')}"
+                mistakes.append(f"{flag} {value!r} must be {rule.words}; {rule.remedy}")
+        if mistakes:
+            raise ArgumentsError("\n".join(mistakes))
+        return cls(**sizes)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the job, or of one replica where the job's are not known."""
+        if self.world_size:
+            return self.world_size
+        return math.prod(
+            (
+                self.tensor_model_parallel_size,
+                self.pipeline_model_parallel_size,
+                self.context_parallel_size,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Values that a size may have."""
+
+    words: str
+    remedy: str
+    kind: type
+    least: int = 0
+
+    def accepts(self, value: object) -> bool:
+        """Return whether a size may have a value."""
+        if self.kind is not int:
+            return isinstance(value, self.kind)
+        return isinstance(value, int) and not isinstance(value, bool) and value >= self.least
+
+
+def _rule_of(name: str, annotation: str) -> _Rule:
+    if annotation.startswith("str"):
+        return _Rule("text in Megatron's notation", "such as Et|t|t|tL", str)
+    if annotation.startswith("bool"):
+        return _Rule("True or False", "use one of them", bool)
+    if name in _AT_LEAST_ONE:
+        return _Rule("a whole number of at least 1", "leave it out", int, 1)
+    return _Rule("a whole number of at least 0", "give one", int)
+
+
+def layout_text(layout: Any) -> Any:
+    """Return a layout in Megatron's notation; configuration objects may name the layers.
+
+    What is no layout is returned as it is.
+    """
+    stages = getattr(layout, "input_data", layout)
+    if not isinstance(stages, list | tuple):
+        return stages
+    return "|".join("".join(_letter(layer) for layer in stage) for stage in stages)
+
+
+def _letter(layer: Any) -> str:
+    name = getattr(layer, "name", layer)
+    if name not in _LETTERS:
+        raise ArgumentsError(
+            f"pipeline_model_parallel_layout has a layer {name!r}; use {', '.join(_LETTERS)}"
+        )
+    return _LETTERS[name]

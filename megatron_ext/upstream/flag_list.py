@@ -1,0 +1,289 @@
+"""The flags of the Megatron that is installed here, read from its sources.
+
+Megatron's own parser needs torch and takes seconds to import; this list needs neither. It has the
+names, the types and the choices of every flag, so a command line gets the same answer before a job
+starts as in the job. `tests/test_flag_list.py` compares it with the parser itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import signal
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.upstream import releases
+from megatron_ext.upstream.tree import find_tree
+
+_FACTORY = "ArgumentGroupFactory"
+"""Upstream's class that makes a group of flags from the fields of a dataclass."""
+
+# A list of numbers in Python's notation, which may be repeated: ([0]*3+[1]*1)*2.
+_PATTERN = re.compile(r"[\[\]()\d,*+\s]+")
+
+
+@dataclass(frozen=True)
+class MegatronFlag:
+    """A flag of Megatron's parser."""
+
+    names: tuple[str, ...]
+    """Its spellings, such as `--seq-length`."""
+    keywords: dict[str, Any]
+    """What `ArgumentParser.add_argument` takes, without a default."""
+    default: Any = None
+    """Its default; None also where the source computes it."""
+
+    @property
+    def dest(self) -> str:
+        """The attribute of the parsed arguments that it sets."""
+        return str(self.keywords.get("dest") or self.names[0].lstrip("-").replace("-", "_"))
+
+    def add_to(self, parser: ArgumentParser) -> None:
+        """Add it to a parser, without its default."""
+        parser.add_argument(*self.names, default=SUPPRESS, **self.keywords)
+
+
+def megatron_flags() -> tuple[MegatronFlag, ...]:
+    """Return the flags of the Megatron that trains here; none if there is no training loop."""
+    tree, core = find_tree(), releases.installed_core()
+    training = tree / "megatron" if tree else core.parent if core else None
+    if training is None or not (training / "training" / "arguments.py").is_file():
+        return ()
+    # A job imports megatron.core from the installed wheel, also beside a tree.
+    return _read_flags(training, core.parent if core else training)
+
+
+def script_flags(script: Path) -> tuple[MegatronFlag, ...]:
+    """Return the flags that a script itself adds to the parser."""
+    try:
+        module = ast.parse(script.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return ()  # Python says what is wrong with it
+    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    return tuple(_added(module, _Converters(functions, None)))
+
+
+@lru_cache(maxsize=2)
+def _read_flags(training: Path, core: Path) -> tuple[MegatronFlag, ...]:
+    """Return the flags of two copies of `megatron`: of its training loop and of its core."""
+    module = ast.parse((training / "training" / "arguments.py").read_text(encoding="utf-8"))
+    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    classes = _Classes(training, core)
+    flags: list[MegatronFlag] = []
+    converters = _Converters(functions, classes)
+    for name in _called_functions(functions["add_megatron_arguments"]):
+        function = functions.get(name)
+        # Without that package the function adds nothing.
+        if function is None or ("kitchen" in name and find_spec("nvidia_kitchen") is None):
+            continue
+        flags += _added(function, converters)
+        flags += _made_of_classes(function, classes)
+    modelopt = training / "post_training" / "arguments.py"
+    if find_spec("modelopt") is not None and modelopt.is_file():  # upstream's scripts add them then
+        flags += _added(ast.parse(modelopt.read_text(encoding="utf-8")), converters)
+    return tuple(flags)
+
+
+def _called_functions(function: ast.FunctionDef) -> list[str]:
+    calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
+    return [call.func.id for call in calls if isinstance(call.func, ast.Name)]
+
+
+def _added(scope: ast.AST, converters: _Converters) -> Iterator[MegatronFlag]:
+    """Yield the flags that code adds by `add_argument` with literal names."""
+    for node in ast.walk(scope):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr != "add_argument":
+            continue
+        names = tuple(
+            name
+            for name in map(_literal, node.args)
+            if isinstance(name, str) and name.startswith("--")
+        )
+        if names:
+            values = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+            keywords = _keywords(values, converters)
+            yield MegatronFlag(names, keywords, _literal(values.get("default")))
+
+
+def _keywords(values: dict[str, ast.expr], converters: _Converters) -> dict[str, Any]:
+    """Return the keywords of an `add_argument` call that decide how words are read."""
+    keywords: dict[str, Any] = {}
+    for name in ("dest", "nargs", "const", "choices"):
+        if (value := _literal(values.get(name))) is not None:
+            keywords[name] = value
+    action = values.get("action")
+    if action is not None:
+        is_optional = ast.unparse(action).endswith("BooleanOptionalAction")
+        keywords["action"] = BooleanOptionalAction if is_optional else _literal(action)
+        keywords.pop("const", None)
+    elif "type" in values:
+        keywords |= converters.keywords(values["type"])
+    return keywords
+
+
+def _literal(value: ast.expr | None) -> Any:
+    """Return the value of a literal, None for anything that has to be computed."""
+    if value is None:
+        return None
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        return None
+
+
+class _Converters:
+    """What upstream's functions make of a word."""
+
+    def __init__(self, functions: dict[str, ast.FunctionDef], classes: _Classes | None) -> None:
+        self._functions = functions
+        self._classes = classes
+
+    def keywords(self, converter: ast.expr) -> dict[str, Any]:
+        """Return keywords of `add_argument` that accept what a converter accepts."""
+        name = ast.unparse(converter)
+        if name in ("int", "float"):
+            return {"type": {"int": int, "float": float}[name]}
+        if name == "tuple_type":
+            return {"type": _integers}
+        if name.endswith("_freq_type"):
+            return {"type": _frequency}
+        text = ast.unparse(self._functions.get(name, converter))
+        member = re.search(r"\b([A-Z]\w+)\[\w+\]", text)
+        if member is not None and self._classes is not None:
+            # One of an enumeration's names, or a word that the function compares with.
+            words = re.findall(r"[\"'](\w+)[\"']", text)
+            return {"type": str, "choices": [*self._classes.members(member[1]), *words]}
+        return {"type": str}  # bool too, which upstream calls with the word: any one is true
+
+
+def _integers(word: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in word.strip("()").split(","))
+
+
+def _frequency(word: str) -> int | str:
+    """Read a number of layers or a list of one number for each layer."""
+    if "[" in word and _PATTERN.fullmatch(word):
+        return word
+    return int(word)
+
+
+class _Classes:
+    """The dataclasses of Megatron's configuration, by name."""
+
+    def __init__(self, training: Path, core: Path) -> None:
+        files = [*core.glob("core/**/*config.py"), *core.glob("core/*.py")]
+        files.append(core / "core" / "transformer" / "enums.py")
+        files += training.glob("training/*config.py")
+        files += training.glob("training/config/*.py")
+        self._files = [file for file in files if file.is_file()]
+        self._texts = {file: file.read_text(encoding="utf-8") for file in self._files}
+        self._parsed: dict[Path, dict[str, ast.ClassDef]] = {}
+
+    def named(self, name: str) -> ast.ClassDef | None:
+        """Return a class, reading the file that defines it; None if there is none."""
+        for file in self._files:
+            if re.search(rf"^class {re.escape(name)}\b", self._texts[file], re.M) is None:
+                continue
+            if file not in self._parsed:  # most files have no class that makes flags
+                body = ast.parse(self._texts[file]).body
+                self._parsed[file] = {
+                    node.name: node for node in body if isinstance(node, ast.ClassDef)
+                }
+            return self._parsed[file].get(name)
+        return None
+
+    def fields(self, name: str) -> dict[str, ast.AnnAssign]:
+        """Return the fields of a dataclass in order, with those of its bases."""
+        definition = self.named(name)
+        if definition is None:
+            return {}
+        fields: dict[str, ast.AnnAssign] = {}
+        for base in definition.bases:
+            fields |= self.fields(ast.unparse(base))
+        for node in definition.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                fields[node.target.id] = node
+        return fields
+
+    def members(self, name: str) -> list[str]:
+        """Return the names of an enumeration's members."""
+        if name == "signal.Signals":
+            return [number.name for number in signal.Signals]
+        definition = self.named(name)
+        body = definition.body if definition is not None else []
+        targets = (node.targets[0] for node in body if isinstance(node, ast.Assign))
+        return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _made_of_classes(function: ast.FunctionDef, classes: _Classes) -> Iterator[MegatronFlag]:
+    """Yield the flags that a function makes of the fields of dataclasses."""
+    lists = {
+        node.targets[0].id: _literal(node.value)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith(_FACTORY):
+            continue
+        if not node.args or not isinstance(node.args[0], ast.Name):
+            continue
+        excluded: list[str] = []
+        for keyword in node.keywords:
+            if keyword.arg == "exclude":
+                value = keyword.value
+                excluded = lists[value.id] if isinstance(value, ast.Name) else _literal(value)
+        for name, field in classes.fields(node.args[0].id).items():
+            flag = None if name in excluded else _of_field(name, field, classes)
+            if flag is not None:
+                yield flag
+
+
+def _of_field(name: str, field: ast.AnnAssign, classes: _Classes) -> MegatronFlag | None:
+    """Return the flag that upstream makes of a field; None if the constructor does not take it."""
+    default, metadata = _literal(field.value), dict[str, Any]()
+    if isinstance(field.value, ast.Call):
+        arguments = {keyword.arg: keyword.value for keyword in field.value.keywords}
+        default = _literal(arguments.get("default"))
+        if _literal(arguments.get("init")) is False:
+            return None
+        metadata = (_literal(arguments.get("metadata")) or {}).get("argparse_meta", {})
+    keywords: dict[str, Any] = {"dest": name, **_keywords_of_type(field.annotation, classes)}
+    names = [name]
+    if keywords.get("type") is bool:
+        del keywords["type"]
+        keywords["action"] = "store_true" if default is False else "store_false"
+        if default is not False:
+            names = [f"no_{name}", f"disable_{name}"]
+    flags = tuple(f"--{each.replace('_', '-')}" for each in names)
+    keywords |= {key: value for key, value in metadata.items() if key != "arg_names"}
+    default = keywords.pop("default", default)
+    keywords.pop("help", None)
+    return MegatronFlag(tuple(metadata.get("arg_names", flags)), keywords, default)
+
+
+def _keywords_of_type(annotation: ast.expr, classes: _Classes) -> dict[str, Any]:
+    """Return the type, the choices and the number of values that an annotation means."""
+    if isinstance(annotation, ast.BinOp):  # `int | None`
+        return _keywords_of_type(annotation.left, classes)
+    name = ast.unparse(annotation)
+    if isinstance(annotation, ast.Subscript):
+        name = ast.unparse(annotation.value).rpartition(".")[2]
+        if name == "Literal":
+            choices = _literal(annotation.slice)
+            choices = choices if isinstance(choices, tuple) else (choices,)
+            return {"type": type(choices[0]), "choices": choices}
+        inner = _keywords_of_type(annotation.slice, classes)
+        return inner | {"nargs": "+"} if name in ("list", "List") else inner
+    simple = {"int": int, "float": float, "str": str, "bool": bool}.get(name)
+    if simple is not None:
+        return {"type": simple}
+    members = classes.members(name)
+    return {"type": str, "choices": members} if members else {"type": str}

@@ -1,0 +1,75 @@
+"""Training scripts: which file a name means, and whose it is."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from megatron_ext.errors import UserError
+from megatron_ext.upstream import releases
+from megatron_ext.upstream import tree as upstream
+
+
+def find_script(script: str) -> Path | None:
+    """Return the file of a script, of a path or of Megatron-LM; None for GPT on the wheel's loop.
+
+    Raises:
+        UserError: The file does not exist, and neither a tree nor the wheel provides it.
+        UpstreamMismatch: The version of the tree differs from the installed megatron-core.
+    """
+    path = Path(script)
+    if path.is_file():
+        resolved = path.resolve()
+        if upstream.is_tree(resolved.parent):
+            upstream.check_tree(resolved.parent)
+        return resolved
+    tree = upstream.find_tree()
+    if tree is not None:
+        upstream.check_tree(tree)
+        if (tree / script).is_file():
+            return tree / script
+    version, release = releases.core_version(), releases.installed_release()
+    if script == "pretrain_bert.py" and release is not None and release >= (0, 18):
+        raise UserError(
+            f"megatron-core {version} has no {script}; Megatron has BERT up to 0.17: "
+            "pip install 'megatron-core>=0.16,<0.18', then `megatron-ext upstream fetch`"
+        )
+    if tree is not None:
+        raise UserError(
+            f"there is no {script}, neither here nor in the Megatron-LM tree {tree}"
+            f"{_hint(path, tree)}"
+        )
+    if script != "pretrain_gpt.py":
+        raise UserError(
+            f"there is no {script} here{_hint(path)}; the scripts of Megatron-LM need its tree: "
+            f"{upstream.how_to_get()}"
+        )
+    if not releases.has_training():
+        raise UserError(
+            f"megatron-core {version} has no training loop, Megatron-LM's tree has: "
+            f"{upstream.how_to_get()}; or take Python 3.12 or later and pip install "
+            "'megatron-core>=0.17,<0.21', which bring one"
+        )
+    return None
+
+
+def is_megatrons(script: str) -> bool:
+    """Return whether a script is one of Megatron-LM's own, which take no other flags."""
+    path = Path(script)
+    return not path.is_file() or upstream.is_tree(path.resolve().parent)
+
+
+def is_pretraining(script: str) -> bool:
+    """Return whether a script is one of Megatron-LM's that train, and not one of its tools."""
+    return Path(script).name.startswith("pretrain_") and is_megatrons(script)
+
+
+def _hint(script: Path, tree: Path | None = None) -> str:
+    """Return a question about a script of nearly the same name, or nothing."""
+    folders = [script.parent] if tree is None else [script.parent, tree]
+    names = {"pretrain_gpt.py"}
+    for folder in folders:
+        if folder.is_dir():
+            names |= {path.name for path in folder.glob("*.py")}
+    alike = get_close_matches(script.name, sorted(names), 1, 0.8)
+    return f"; did you mean {alike[0]}?" if alike else ""
