@@ -60,7 +60,9 @@ class RankMap:
 
     def role_tp(self, role: Role) -> int:
         """Return the tensor-parallel size of a role."""
-        return 1 if self.merged and role == "forward" else self.tp
+        if self.merged and role == "forward":
+            return 1
+        return self.tp
 
     def role_size(self, role: Role) -> int:
         """Return the number of processes with a role."""
@@ -78,10 +80,12 @@ class RankMap:
 
     def rank(self, place: Place) -> int:
         """Return the global rank of a role and position."""
-        forwards = self.role_tp("forward")
+        num_forward = self.role_tp("forward")
         block = place.pp * self.dp + place.dp
-        before = forwards if place.role == "backward" else 0
-        return block * (forwards + self.tp) + before + place.tp
+        rank = block * (num_forward + self.tp) + place.tp
+        if place.role == "backward":
+            rank += num_forward
+        return rank
 
     def role_rank(self, place: Place) -> int:
         """Return the rank of a process among those of its role, in Megatron's own order."""
@@ -89,10 +93,12 @@ class RankMap:
 
     def twins(self, place: Place) -> list[Place]:
         """Return the processes of the other role that hold the same weights, or shards of them."""
-        if place.role == "backward":
-            return [Place("forward", place.dp, place.pp, 0 if self.merged else place.tp)]
-        shards = range(self.tp) if self.merged else [place.tp]
-        return [Place("backward", place.dp, place.pp, tp) for tp in shards]
+        if self.merged and place.role == "backward":
+            return [Place("forward", place.dp, place.pp, 0)]
+        if self.merged:
+            return [Place("backward", place.dp, place.pp, tp) for tp in range(self.tp)]
+        role: Role = "forward" if place.role == "backward" else "backward"
+        return [place._replace(role=role)]
 
 
 def rank_map(world_size: int, *, tp: int, pp: int, merged: bool, cp: int = 1) -> RankMap:
@@ -101,20 +107,26 @@ def rank_map(world_size: int, *, tp: int, pp: int, merged: bool, cp: int = 1) ->
     Raises:
         ArgumentsError: The number of processes does not fit; the message names numbers that do.
     """
-    ranks_of_replica = (tp + 1 if merged else 2 * tp) * pp * cp
-    replicas, rest = divmod(world_size, ranks_of_replica)
-    if rest or not replicas:
-        rule = f"(TP + 1) x PP = ({tp} + 1) x {pp}" if merged else f"2 x TP x PP = 2 x {tp} x {pp}"
-        if cp > 1:
-            rule = rule.replace(" = ", " x CP = ") + f" x {cp}"
-        near = [n * ranks_of_replica for n in (replicas, replicas + 1) if n]
-        raise ArgumentsError(
-            f"the job has {world_size} processes, but --forward-backward-disaggregating needs "
-            f"{rule} = {ranks_of_replica} for each replica of the model"
-            f"{'' if merged else ' (an even data-parallel size, which it halves)'}; start "
-            f"{' or '.join(map(str, near))} processes, or change a parallel size"
-        )
-    return RankMap(tp, pp, replicas * cp, merged)
+    ranks_of_stage = 2 * tp
+    if merged:
+        ranks_of_stage = tp + 1
+    ranks_of_replica = ranks_of_stage * pp * cp
+    replicas, num_left_over = divmod(world_size, ranks_of_replica)
+    if replicas and not num_left_over:
+        return RankMap(tp, pp, replicas * cp, merged)
+    rule, note = f"2 x TP x PP = 2 x {tp} x {pp}", " (an even data-parallel size, which it halves)"
+    if merged:
+        rule, note = f"(TP + 1) x PP = ({tp} + 1) x {pp}", ""
+    if cp > 1:
+        rule = rule.replace(" = ", " x CP = ") + f" x {cp}"
+    fitting = [str((replicas + 1) * ranks_of_replica)]
+    if replicas:
+        fitting.insert(0, str(replicas * ranks_of_replica))
+    raise ArgumentsError(
+        f"the job has {world_size} processes, but --forward-backward-disaggregating needs "
+        f"{rule} = {ranks_of_replica} for each replica of the model{note}; start "
+        f"{' or '.join(fitting)} processes, or change a parallel size"
+    )
 
 
 @dataclass(frozen=True)
@@ -155,7 +167,8 @@ class Job:
 
     def name_of(self, rank: int | None) -> str:
         """Return the name of a global rank for error messages; None: this process."""
-        rank = self.rank if rank is None else rank
+        if rank is None:
+            rank = self.rank
         role, dp, pp, tp = self.ranks.place(rank)
         return f"{role} rank {rank} (stage {pp}, replica {dp}, shard {tp})"
 
@@ -167,9 +180,12 @@ class Job:
     @property
     def weight_partners(self) -> list[Place]:
         """Processes of the other role that exchange weights with this one, replica by replica."""
-        place, ranks = self.place, self.ranks
-        replicas = range(ranks.dp) if self.shares_weights else [place.dp]
-        return [twin for replica in replicas for twin in ranks.twins(place._replace(dp=replica))]
+        if not self.shares_weights:
+            return self.ranks.twins(self.place)
+        partners = []
+        for replica in range(self.ranks.dp):
+            partners += self.ranks.twins(self.place._replace(dp=replica))
+        return partners
 
     @property
     def window(self) -> int:
@@ -187,7 +203,9 @@ class Job:
         """Row of the table that this process runs."""
         # Down the forward stages and up the backward ones, as data flow.
         stage, pp = self.place.pp, self.ranks.pp
-        return stage if self.role == "forward" else 2 * pp - 1 - stage
+        if self.role == "forward":
+            return stage
+        return 2 * pp - 1 - stage
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the table of one replica, both roles, for a number of micro-batches."""
@@ -199,8 +217,10 @@ class Job:
         One rank of this replica, or all tensor-parallel ranks that a merged forward rank replaces.
         """
         pp, merged = self.ranks.pp, self.ranks.merged
-        role: Role = "forward" if position < pp else "backward"
-        stage = position if role == "forward" else 2 * pp - 1 - position
+        role: Role = "forward"
+        stage = position
+        if position >= pp:
+            role, stage = "backward", 2 * pp - 1 - position
         shards = [self.place.tp]
         if merged and role == "forward":
             shards = [0]
@@ -211,21 +231,17 @@ class Job:
 
 def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
     """Return the disaggregated job of some ranks, including the role of this process."""
-    wanted = config.disaggregation
-    assert wanted is not None
+    disaggregation = config.disaggregation
+    assert disaggregation is not None
     # Of one activation `[s, b, h]` in fp32, or of a stage's shipped ones; a stage with more layers
     # than the others sends longer messages, in pieces.
     message_bytes = 4 * args.seq_length * args.micro_batch_size * args.hidden_size
-    if wanted.activations == "ship":
+    if disaggregation.activations == "ship":
         message_bytes *= args.num_layers // args.pipeline_model_parallel_size + 1
-    granularity = getattr(args, "recompute_granularity", None)
-    # Megatron turns the two deprecated flags into recomputation, but only after us.
-    if getattr(args, "recompute_activations", False):
-        granularity = "selective"
     return Job(
         ranks,
         args.rank,
-        activations=wanted.activations,
+        activations=disaggregation.activations,
         timeout_s=config.message_timeout_s,
         sequence_parallel=bool(args.sequence_parallel and args.tensor_model_parallel_size > 1),
         message_bytes=message_bytes,
@@ -233,22 +249,32 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
         ends_by_itself=any(
             getattr(args, dest, None) for dest in ("exit_duration_in_mins", "exit_signal_handler")
         ),
-        recomputes_routers=granularity == "full"
-        or (granularity == "selective" and "moe" in (args.recompute_modules or ()))
-        or bool(getattr(args, "moe_layer_recompute", False)),
+        recomputes_routers=_recomputes_routers(args),
     )
+
+
+def _recomputes_routers(args: Namespace) -> bool:
+    granularity = getattr(args, "recompute_granularity", None)
+    # Megatron turns the two deprecated flags into recomputation, but only after us.
+    if getattr(args, "moe_layer_recompute", False):
+        return True
+    if getattr(args, "recompute_activations", False):
+        granularity = "selective"
+    if granularity == "selective":
+        return "moe" in (args.recompute_modules or ())
+    return granularity == "full"
 
 
 def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
     """Return the arguments, by name, that make Megatron treat one role's processes as a job."""
-    wanted: dict[str, Any] = {"rank": job.role_rank, "world_size": job.ranks.role_size(job.role)}
+    arguments: dict[str, Any] = {"rank": job.role_rank, "world_size": job.ranks.role_size(job.role)}
     if getattr(args, "rerun_mode", None) == "validate_results":
         # Backward ranks would rerun a step with an unexpected loss and wait for forwards that
         # never come. Disabled, such a loss ends the job at once.
-        wanted["rerun_mode"] = "disabled"
+        arguments["rerun_mode"] = "disabled"
     if job.role == "backward":
-        return wanted
-    # A forward rank has no gradients and writes no files.
+        return arguments
+    # A forward rank has no gradients and writes no files. Recomputation would only cost time.
     settings: dict[str, Any] = {
         "exit_duration_in_mins": None,  # see `Job.ends_by_itself`
         "use_distributed_optimizer": False,
@@ -284,17 +310,17 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
             # Pads the vocabulary to the same size as the shards do.
             "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by * job.ranks.tp,
         }
-    return wanted | {dest: value for dest, value in settings.items() if hasattr(args, dest)}
+    return arguments | {dest: value for dest, value in settings.items() if hasattr(args, dest)}
 
 
 def roles_in_words(args: Namespace, job: Job, count: int) -> str:
     """Return a log line about the disaggregated schedule of some micro-batches, with its bubble."""
     replicas = job.ranks.dp // getattr(args, "context_parallel_size", 1)
     timeline = evaluate(job.schedule(count), UNIT)
-    forwards, backwards = (job.ranks.role_size(role) for role in ("forward", "backward"))
+    num_forward, num_backward = job.ranks.role_size("forward"), job.ranks.role_size("backward")
     return (
         f"pipeline schedule: {timeline.schedule.label} on {job.ranks.num_ranks} processes: "
-        f"{forwards} forward and {backwards} backward ranks, {replicas} replica(s), {count} "
+        f"{num_forward} forward and {num_backward} backward ranks, {replicas} replica(s), {count} "
         f"micro-batches: makespan {timeline.makespan / 2:g} forwards of a stage, bubble "
         f"{100 * timeline.bubble_ratio:.1f} %"
     )

@@ -7,7 +7,7 @@ R, which builds the graph of one micro-batch, and then B, so it keeps the graph 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,21 +47,34 @@ class RoleEnds:
 
         Shipped activations are `[layers, s, b, h]`, followed by generator states if there are any.
         """
-        place, num_stages = self.job.place, self.job.ranks.pp
-        kind, receives = transfer.message.kind, transfer.verb == "RECV"
+        kind = transfer.message.kind
         if kind == "C":
             return [Form(None, torch.uint8)]
-        to_backward = self.job.role == "backward" if receives else transfer.peer >= num_stages
-        if self.num_layers is None or kind == "B" or not to_backward:
+        if self.num_layers is None or kind == "B" or not self._goes_to_backward_rank(transfer):
             return [Form(self.shape, self.dtype)]
-        # What the last layer makes is the next stage's input; only the loss needs it on its own
-        # stage.
-        made = max(0, self.num_layers - (place.pp < num_stages - 1))
-        shape = None if self.shape is None else ((place.pp > 0) + made, *self.shape)
-        shipped = Form(shape, self.dtype)
+        shipped = Form(self._shipped_shape(self.num_layers), self.dtype)
         if active.draws_by_microbatch() and self.num_layers:  # a stage may have none
             return [shipped, Form(None, torch.uint8, 1)]
         return [shipped]
+
+    def _goes_to_backward_rank(self, transfer: Transfer) -> bool:
+        if transfer.verb == "RECV":
+            return self.job.role == "backward"
+        return transfer.peer >= self.job.ranks.pp
+
+    def _shipped_shape(self, num_layers: int) -> tuple[int, ...] | None:
+        """Return the shape of a stage's shipped activations; None: it travels with them."""
+        if self.shape is None:
+            return None
+        stage, last_stage = self.job.place.pp, self.job.ranks.pp - 1
+        num_tensors = num_layers
+        if stage < last_stage and num_layers:
+            # What the last layer makes is the next stage's input; only the loss needs it on its own
+            # stage.
+            num_tensors -= 1
+        if stage > 0:
+            num_tensors += 1  # the stage's own input
+        return (num_tensors, *self.shape)
 
 
 @dataclass(kw_only=True)
@@ -80,45 +93,57 @@ class ForwardCompute(StageCompute):
         keeping = saving(self.layers or (), with_generators=draws)
         # Without a graph, which R builds on the backward rank: so the forward itself does not draw
         # the numbers of its micro-batch.
-        drawing = microbatch_rng(active.iteration(), stage, microbatch) if draws else nullcontext()
+        drawing: AbstractContextManager[None] = nullcontext()
+        if draws:
+            drawing = microbatch_rng(active.iteration(), stage, microbatch)
         roles = roles_in_force()
+        # Megatron's router orders a token's experts otherwise without gradients, and their sum then
+        # has other last bits.
         roles.sorts_experts = not self.job.recomputes_routers
         try:
             with keeping as saved, torch.no_grad(), drawing:
-                [made] = self.forward(stage, microbatch, inputs or [None])
+                [output] = self.forward(stage, microbatch, inputs or [None])
         finally:
             roles.sorts_experts = False
         feeds_forward = not is_last and schedule.runs_forward(stage + 1)
-        results: Tensors = [made] if feeds_forward else []
+        results: Tensors = [output] if feeds_forward else []
         if self.layers is not None:
-            return results + self._shipped(inputs, made, saved, is_last=is_last)
-        assert made is not None
-        return results if is_last else results + self._shares(made, 0)
+            return results + self._shipped(inputs, output, saved, is_last=is_last)
+        assert output is not None
+        if is_last:
+            return results
+        return results + self._shares(output, 0)
 
     def release(self, outputs: Tensors) -> None:
         """Do nothing: only the transport keeps outputs."""
 
     def _shipped(
-        self, inputs: Tensors, made: torch.Tensor | None, saved: Saved, *, is_last: bool
+        self, inputs: Tensors, output: torch.Tensor | None, saved: Saved, *, is_last: bool
     ) -> Tensors:
         """Return the stage's input and its layers' outputs, as far as backward ranks need them.
 
         A first stage without layers has neither and sends an empty tensor.
         """
         tensors = [tensor for tensor in inputs if tensor is not None]
-        tensors += saved.outputs if is_last else saved.outputs[:-1]
+        tensors += saved.outputs
+        if not is_last and saved.outputs:
+            tensors.pop()  # the next stage's input
         if tensors:
             packed = torch.stack(tensors)
         else:
-            assert made is not None
-            packed = made.new_empty(0, *made.shape)
-        states = [torch.stack(saved.generators)] if saved.generators else []
-        return self._shares(packed, 1) + [s for s in states for _ in range(self._num_shards)]
+            assert output is not None
+            packed = output.new_empty(0, *output.shape)
+        shipped = self._shares(packed, 1)
+        if saved.generators:
+            shipped += [torch.stack(saved.generators)] * self._num_shards
+        return shipped
 
     @property
     def _num_shards(self) -> int:
         """Tensor-parallel backward ranks that this rank serves."""
-        return self.job.ranks.tp if self.job.ranks.merged else 1
+        if self.job.ranks.merged:
+            return self.job.ranks.tp
+        return 1
 
     def _shares(self, tensor: torch.Tensor, sequence_dim: int) -> Tensors:
         """Return the part of a tensor for each tensor-parallel backward rank."""
@@ -140,15 +165,18 @@ class BackwardCompute(StageCompute):
             return super().run(action, inputs)
         packed, *states = inputs
         assert packed is not None
-        given: Tensors = [packed[0].clone()] if action.stage else []
-        outputs = packed[1:] if action.stage else packed
-        replay = Replay(outputs.unbind(), states[0] if states else None)
+        stage_inputs: Tensors = []
+        outputs = packed
+        if action.stage > 0:
+            stage_inputs, outputs = [packed[0].clone()], packed[1:]
+        replay = Replay(outputs.unbind(), *states)
         roles = roles_in_force()
         roles.replay = replay  # for Megatron's checkpoint, see `patches/disaggregation.py`
         try:
-            super().run(action, given)
+            super().run(action, stage_inputs)
         finally:
             roles.replay = None
+        # A layer that Megatron's checkpoint does not run is computed here from another input.
         if replay.num_replayed != len(self.layers):
             raise MegatronExtError(
                 f"{action} recomputed layers although their outputs were shipped: it reused only "

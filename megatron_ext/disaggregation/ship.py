@@ -50,11 +50,14 @@ def saving(layers: Iterable[torch.nn.Module], *, with_generators: bool) -> Itera
 
     def before(_layer: torch.nn.Module, _inputs: Any) -> None:
         host, device, states = random._get_all_rng_states()
-        tracked = (states[name].cpu() for name in sorted(states))
+        # In one order of names, in which `Replay` takes the row apart.
+        tracked = [states[name].cpu() for name in sorted(states)]
         saved.generators.append(torch.cat([host, device.cpu(), *tracked]))
 
     def after(_layer: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
-        saved.outputs.append(outputs[0] if isinstance(outputs, tuple) else outputs)
+        if isinstance(outputs, tuple):
+            outputs = outputs[0]
+        saved.outputs.append(outputs)
 
     with ExitStack() as hooks:
         for layer in layers:
@@ -76,7 +79,9 @@ class Replay:
         self.num_replayed = 0
         """Layers replayed so far."""
         self._outputs = iter(outputs)
-        self._generators = None if generators is None else iter(generators)
+        self._generators: Iterator[torch.Tensor] | None = None
+        if generators is not None:
+            self._generators = iter(generators)
 
     def instead_of(
         self, function: Callable[..., Any], hidden_states: torch.Tensor
@@ -87,13 +92,7 @@ class Replay:
         if output is None:  # of the last layer, which nobody reads if another stage follows
             output = torch.empty_like(hidden_states)
         if self._generators is not None:
-            # One row with the states of all of Megatron's generators, as `saving` makes it.
-            host, device, tracked = random._get_all_rng_states()
-            names = sorted(tracked)
-            sizes = [len(state) for state in (host, device, *(tracked[name] for name in names))]
-            row = next(self._generators).cpu()
-            host, device, *states = (part.clone() for part in row.split(sizes))
-            random._set_all_rng_states(host, device, dict(zip(names, states, strict=True)))
+            _set_generators(next(self._generators))
 
         # Megatron's checkpoint runs it twice: in the forward without gradients, where the shipped
         # output is the answer, and in the backward with them.
@@ -103,3 +102,14 @@ class Replay:
             return output, inputs[2]  # the block passes on a second value
 
         return computed_later
+
+
+def _set_generators(row: torch.Tensor) -> None:
+    """Set all of Megatron's generators to the states in a row, uint8, that `saving` has made."""
+    host, device, tracked = random._get_all_rng_states()
+    names = sorted(tracked)
+    sizes = [len(host), len(device)]
+    sizes += [len(tracked[name]) for name in names]
+    # Clones: a generator takes a state of its own storage only.
+    host, device, *states = (state.clone() for state in row.cpu().split(sizes))
+    random._set_all_rng_states(host, device, dict(zip(names, states, strict=True)))

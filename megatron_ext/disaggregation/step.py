@@ -62,6 +62,8 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     model = call["model"]
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     runtime, config = _ready(chunks), get_model_config(chunks[0])
+    # An evaluation is one call for each of its batches, on forward ranks alone: `evaluation` has
+    # taken the weights for all of them. Any other call is made by both roles.
     if not runtime.is_evaluating:
         runtime.weights.transfer()
     if call.get("forward_only"):
@@ -93,28 +95,26 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
     """Run this process's row of the table once."""
     job, layers = runtime.job, runtime.layers
     config, is_forward = get_model_config(chunks[0]), job.role == "forward"
-    given, count = call["data_iterator"], call["num_microbatches"]
-    table = runtime.tables.get(count)
-    if table is None:
-        schedule = job.schedule(count)
-        validate(schedule)
-        slots = min(count, job.window // 2 + 1)
-        table = Table(schedule, job.position, slots=slots, window=job.window)
-        runtime.tables[count] = table
+    data_iterator, num_microbatches = call["data_iterator"], call["num_microbatches"]
+    table = _table_of(runtime, num_microbatches)
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     step = Call(
         forward_step_func=call["forward_step_func"],
-        data=[MicrobatchData(i) for i in (given if isinstance(given, list) else [given])],
+        data=[MicrobatchData(iterator) for iterator in iterators],
         chunks=chunks,
         config=config,
-        num_microbatches=count,
+        num_microbatches=num_microbatches,
         cp_group_size=default_groups().cp.size(),
         forward_only=is_forward,
         collect_non_loss_data=bool(call.get("collect_non_loss_data")),
         first_val_step=call.get("first_val_step"),
     )
     shape = _shape(config, default_groups(), call)
-    num_layers = None if layers is None else len(layers)
+    num_layers = None
+    if layers is not None:
+        num_layers = len(layers)
     compute: ForwardCompute | BackwardCompute
+    # Forward ranks have no gradients to reduce.
     sync = Sync()
     if is_forward:
         compute = ForwardCompute(step, table, handed_on=[shape], job=job, layers=layers)
@@ -138,6 +138,18 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
             observers=observers,
         ).run()
     return compute
+
+
+def _table_of(runtime: RoleRuntime, num_microbatches: int) -> Table:
+    """Return this process's row of the table, which is made once for each number."""
+    job, table = runtime.job, runtime.tables.get(num_microbatches)
+    if table is None:
+        schedule = job.schedule(num_microbatches)
+        validate(schedule)
+        slots = min(num_microbatches, job.window // 2 + 1)
+        table = Table(schedule, job.position, slots=slots, window=job.window)
+        runtime.tables[num_microbatches] = table
+    return table
 
 
 @contextmanager
@@ -166,9 +178,15 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
                 "one tensor [s, b, h]; leave --forward-backward-disaggregating out"
             )
         wire = _open_wire(job, device_of(chunks))
-        layers = layers_of(chunks[0]) if job.activations == "ship" else None
-        side = WeightReceiver if job.role == "forward" else WeightSender
-        roles.runtime = runtime = RoleRuntime(job, wire, side(job, wire, chunks), layers)
+        layers = None
+        if job.activations == "ship":
+            layers = layers_of(chunks[0])
+        weights: WeightReceiver | WeightSender
+        if job.role == "forward":
+            weights = WeightReceiver(job, wire, chunks)
+        else:
+            weights = WeightSender(job, wire, chunks)
+        roles.runtime = runtime = RoleRuntime(job, wire, weights, layers)
     return runtime
 
 
@@ -197,8 +215,9 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
     place, ranks = job.place, job.ranks
     neighbours = {ranks.rank(twin) for twin in job.weight_partners}
     for stage in {place.pp - 1, place.pp + 1} & set(range(ranks.pp)):
-        there = place._replace(pp=stage)
-        neighbours |= {ranks.rank(each) for each in (there, *ranks.twins(there))}
+        adjacent = place._replace(pp=stage)
+        neighbours.add(ranks.rank(adjacent))
+        neighbours.update(ranks.rank(twin) for twin in ranks.twins(adjacent))
     host = open_native(
         active.name_transport("roles"),
         roles_in_force().store,
@@ -252,13 +271,14 @@ def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
 
     Takes and returns counters of the training, by the names of Megatron's arguments.
     """
-    mine = {name: counters[name] for name in _PROGRESS if name in counters}
-    found: dict[str, Any] = hand_over(
-        "progress of the checkpoint", mine, to="forward", pause=time.sleep
+    # Not all releases count all of them.
+    own_progress = {name: counters[name] for name in _PROGRESS if name in counters}
+    progress: dict[str, Any] = hand_over(
+        "progress of the checkpoint", own_progress, to="forward", pause=time.sleep
     )
-    consumed = found.get("consumed_train_samples", counters["consumed_train_samples"])
+    consumed = progress.get("consumed_train_samples", counters["consumed_train_samples"])
     update_num_microbatches(consumed_samples=consumed, verbose=False)
-    return found
+    return progress
 
 
 def share_exit(chunks: Sequence[torch.nn.Module], *, is_over: bool) -> bool:

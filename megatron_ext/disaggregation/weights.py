@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,45 +47,56 @@ class _Weight(NamedTuple):
         return self.parameter.numel() // self.num_shards
 
 
-# Weights, each with the index of its first element within one message.
-_Bucket = list[tuple[_Weight, int]]
+class _Slot(NamedTuple):
+    """The place of a weight in a bucket."""
+
+    weight: _Weight
+    start: int
+    """The index of its first element within one message."""
+
+
+@dataclass
+class _Bucket:
+    """Weights of one dtype that travel in one message from each rank that has a part of them."""
+
+    slots: list[_Slot] = field(default_factory=list)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the message."""
+        return self.slots[0].weight.parameter.dtype
+
+    def flat(self) -> torch.Tensor:
+        """Return a copy of all weights, one after the other."""
+        return torch.cat([slot.weight.parameter.detach().reshape(-1) for slot in self.slots])
 
 
 def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
     """Yield the weights of a stage, in the same order for both roles."""
-    merged = job.ranks.merged and job.role == "forward"
-    num_shards = job.ranks.tp if merged else 1
-    for module in unwrap_model(list(chunks)):
-        gated = bool(module.config.gated_linear_unit)
-        for name, parameter in module.named_parameters():
-            sharded = getattr(parameter, "tensor_model_parallel", False)
-            fused = gated and ".linear_fc1." in name
-            yield _Weight(name, parameter, num_shards if sharded else 1, fused)
+    is_merged = job.ranks.merged and job.role == "forward"
+    [model] = unwrap_model(list(chunks))
+    has_gates = bool(model.config.gated_linear_unit)
+    for name, parameter in model.named_parameters():
+        num_shards = 1
+        if is_merged and getattr(parameter, "tensor_model_parallel", False):
+            num_shards = job.ranks.tp
+        yield _Weight(name, parameter, num_shards, gated=has_gates and ".linear_fc1." in name)
 
 
 def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
     """Yield buckets of weights of one dtype, up to 32 MiB each, the same for both roles."""
     # Cut by the sizes of what travels, which both roles compute alike, so no layout has to travel.
-    bucket: _Bucket = []
-    size = 0
+    bucket, numel = _Bucket(), 0
     for weight in weights:
-        size_of_one = weight.parameter.element_size()
-        other_dtype = bucket and _dtype(bucket) != weight.parameter.dtype
-        if bucket and (other_dtype or (size + weight.numel) * size_of_one > _BUCKET_BYTES):
+        num_bytes = (numel + weight.numel) * weight.parameter.element_size()
+        is_full = bucket.slots and num_bytes > _BUCKET_BYTES
+        if is_full or (bucket.slots and bucket.dtype != weight.parameter.dtype):
             yield bucket
-            bucket, size = [], 0
-        bucket.append((weight, size))
-        size += weight.numel
-    if bucket:
+            bucket, numel = _Bucket(), 0
+        bucket.slots.append(_Slot(weight, numel))
+        numel += weight.numel
+    if bucket.slots:
         yield bucket
-
-
-def _dtype(bucket: _Bucket) -> torch.dtype:
-    return bucket[0][0].parameter.dtype
-
-
-def _flat(bucket: _Bucket) -> torch.Tensor:
-    return torch.cat([weight.parameter.detach().reshape(-1) for weight, _ in bucket])
 
 
 # By bucket: the names of weights and their first elements.
@@ -97,22 +108,29 @@ def _shared_buckets(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, An
     for chunk in chunks:
         assert isinstance(chunk, DistributedDataParallel)
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            yield from ((buffer, bucket) for bucket in buffer.buckets)
+            for bucket in buffer.buckets:
+                yield buffer, bucket
 
 
 def _layout(chunks: Sequence[torch.nn.Module]) -> _Layout:
-    modules = unwrap_model(list(chunks))
-    names = {p: name for module in modules for name, p in module.named_parameters()}
-    return [
-        # Not `param_to_index`: that ignores the alignment of weights.
-        [(names[p], buffer.param_index_map[p][0] - bucket.offset) for p in bucket.params_list]
-        for buffer, bucket in _shared_buckets(chunks)
-    ]
+    [model] = unwrap_model(list(chunks))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    layout: _Layout = []
+    for buffer, bucket in _shared_buckets(chunks):
+        entries = []
+        for parameter in bucket.params_list:
+            # Not `param_to_index`: that ignores the alignment of weights.
+            start, *_ = buffer.param_index_map[parameter]
+            entries.append((names[parameter], start - bucket.offset))
+        layout.append(entries)
+    return layout
 
 
 def _frozen(weights: Iterable[_Weight], layout: _Layout) -> list[_Bucket]:
     """Return buckets of the weights that are in none of Megatron's: those that do not train."""
-    trained = {name for bucket in layout for name, _ in bucket}
+    trained: set[str] = set()
+    for entries in layout:
+        trained.update(name for name, _ in entries)
     return list(_portions(weight for weight in weights if weight.name not in trained))
 
 
@@ -128,8 +146,9 @@ def _buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         # has seen, counts of tokens, and copies of weights.
         makes_own = type(module).__module__.startswith(_MAKE_OWN_BUFFERS)
         unsaved = module._non_persistent_buffers_set if makes_own else ()
-        named = module.named_buffers(path, recurse=False)
-        buffers.update((n, buffer) for n, buffer in named if n.rpartition(".")[2] not in unsaved)
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in unsaved:
+                buffers[name] = buffer
     return buffers
 
 
@@ -167,6 +186,7 @@ class WeightSender(_Side):
         if job.shares_weights:
             layout = _layout(chunks)
             self._unshared = _frozen(_weights(job, chunks), layout)
+            wire.begin([], 1)
             self._isend(_encoded(layout), self._partners, _message(job, 0, header=True))
         else:
             self._unshared = list(_portions(_weights(job, chunks)))
@@ -179,30 +199,32 @@ class WeightSender(_Side):
         """
         # Not after the optimizer's step: a training loop may change weights between two steps, as
         # pruning, clipping and averaging do, and `.data` leaves no mark of it.
-        buffers = _buffers(self._chunks)
-        forms = [
-            _BufferForm(name, str(buffer.dtype).removeprefix("torch."), list(buffer.shape))
-            for name, buffer in buffers.items()
-        ]
-        self._isend(_encoded(forms), self._twins, _message(self._job, 0, header=True))
-        if buffers:
-            contents = [
-                buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers.values()
-            ]
-            self._isend(torch.cat(contents).cpu(), self._twins, _message(self._job, 0))
+        self._send_buffers()
         self._wire.begin([], 1)
         # Nothing is flushed: the forwards of this step overlap with these sends.
-        flats = chain(
-            ((flat, self._partners) for flat in self._shared_flats()),
-            ((flat, self._twins) for flat in self._whole_flats()),
-        )
-        for number, (flat, targets) in enumerate(flats, start=1):
-            for target in targets:
-                self._wire.isend(flat, target, _message(self._job, number))
+        number = 0
+        for flat in self._shared_flats():
+            number += 1
+            self._isend(flat, self._partners, _message(self._job, number))
+        for flat in self._whole_flats():
+            number += 1
+            self._isend(flat, self._twins, _message(self._job, number))
+
+    def _send_buffers(self) -> None:
+        """Send the forms of all buffers, and then their bytes one after the other."""
+        forms, contents = [], []
+        for name, buffer in _buffers(self._chunks).items():
+            dtype = str(buffer.dtype).removeprefix("torch.")
+            forms.append(_BufferForm(name, dtype, list(buffer.shape)))
+            contents.append(buffer.detach().reshape(-1).view(torch.uint8))
+        # Two steps of the wire: only the first message says whether there is a second one.
+        self._wire.begin([], 1)
+        self._isend(_encoded(forms), self._twins, _message(self._job, 0, header=True))
+        if contents:
+            self._wire.begin([], 1)
+            self._isend(torch.cat(contents).cpu(), self._twins, _message(self._job, 0))
 
     def _isend(self, tensor: torch.Tensor, targets: Iterable[int], message: Message) -> None:
-        """Send the only message of a step of the wire."""
-        self._wire.begin([], 1)
         for target in targets:
             self._wire.isend(tensor, target, message)
 
@@ -228,7 +250,7 @@ class WeightSender(_Side):
                 if ddp.ddp_config.overlap_param_gather:
                     ddp.start_param_sync(force_sync=True)
         for bucket in self._unshared:
-            yield _flat(bucket).cpu()
+            yield bucket.flat().cpu()
 
     def _check_storage(self, bucket: Any) -> None:
         """Check that Megatron's buffer, a shard of which is sent, holds a bucket's weights."""
@@ -254,9 +276,12 @@ class WeightReceiver(_Side):
         self._shared: list[_Bucket] = []
         if job.shares_weights:
             # All backward ranks have the same layout.
-            layout: _Layout = _decoded(self._recv_one(self._partners, header=True)[0])
+            encoded, *_ = self._recv_alone(self._partners, header=True)
+            layout: _Layout = _decoded(encoded)
             by_name = {weight.name: weight for weight in weights}
-            self._shared = [[(by_name[name], start) for name, start in bucket] for bucket in layout]
+            for entries in layout:
+                slots = [_Slot(by_name[name], start) for name, start in entries]
+                self._shared.append(_Bucket(slots))
             self._unshared = _frozen(weights, layout)
         else:
             self._unshared = list(_portions(weights))
@@ -269,49 +294,59 @@ class WeightReceiver(_Side):
             TransportError: They have not sent it in time, or are gone.
         """
         self._load_buffers()
-        buckets = [(bucket, self._partners) for bucket in self._shared]
-        buckets += [(bucket, self._twins) for bucket in self._unshared]
-        expected = [
-            Expected(source, _message(self._job, number), None, _dtype(bucket))
-            for number, (bucket, sources) in enumerate(buckets, start=1)
-            for source in sources
-        ]
-        self._wire.begin(expected, len(buckets))
+        expected = []
+        for number, bucket in enumerate(self._shared + self._unshared, start=1):
+            for source in self._sources_of(number):
+                expected.append(Expected(source, _message(self._job, number), None, bucket.dtype))
+        self._wire.begin(expected, len(self._shared) + len(self._unshared))
         num_shards = len(self._twins)
-        for number, (bucket, sources) in enumerate(buckets, start=1):
+        for number, bucket in enumerate(self._shared + self._unshared, start=1):
+            sources = self._sources_of(number)
             shards = [self._recv(source, _message(self._job, number)) for source in sources]
             if len(sources) > num_shards:
                 # Ordered by replica: the parts of one bucket for each tensor-parallel rank.
                 shards = [torch.cat(shards[shard::num_shards]) for shard in range(num_shards)]
             _unpack(bucket, shards)
 
+    def _sources_of(self, number: int) -> list[int]:
+        """Return the ranks that send a bucket, which are numbered from 1, shared ones first."""
+        if number <= len(self._shared):
+            return self._partners
+        return self._twins
+
     def _load_buffers(self) -> None:
-        headers = [_decoded(header) for header in self._recv_one(self._twins, header=True)]
-        forms = [_BufferForm(*form) for form in headers[0]]
+        """Receive all buffers, and put them in the place of this rank's."""
+        # All backward ranks of a stage have the same modules, so one header tells of all.
+        header, *_ = self._recv_alone(self._twins, header=True)
+        forms = [_BufferForm(*form) for form in _decoded(header)]
         if not forms:
             return
-        contents = self._recv_one(self._twins, header=False)
-        mine, begin = _buffers(self._chunks), 0
+        contents = self._recv_alone(self._twins, header=False)
+        own_buffers, begin = _buffers(self._chunks), 0
         [model] = unwrap_model(list(self._chunks))
         for form in forms:
             end = begin + math.prod(form.shape) * form.torch_dtype.itemsize
+            content = contents[0][begin:end]
             # A merged forward rank has one buffer where its backward ranks have one each.
-            parts = [content[begin:end] for content in contents]
-            if any(not torch.equal(part, parts[0]) for part in parts):
-                raise ScheduleError(
-                    f"the buffer {form.name} differs between tensor-parallel ranks, and a merged "
-                    "forward rank holds one; leave --ignore-forward-tensor-parallel out"
-                )
-            buffer = parts[0].clone().view(form.torch_dtype).view(form.shape)
-            if form.name in mine:
-                # Routers change the dtype of a buffer in their first forward.
-                mine[form.name].data = buffer.to(mine[form.name].device)
+            for of_other_shard in contents[1:]:
+                if not torch.equal(of_other_shard[begin:end], content):
+                    raise ScheduleError(
+                        f"the buffer {form.name} differs between tensor-parallel ranks, and a "
+                        "merged forward rank holds one; leave --ignore-forward-tensor-parallel out"
+                    )
+            # A clone begins at an address that suits every dtype.
+            buffer = content.clone().view(form.torch_dtype).view(form.shape)
+            own_buffer = own_buffers.get(form.name)
+            if own_buffer is not None:
+                # Not in place: routers change the dtype of a buffer in their first forward.
+                own_buffer.data = buffer.to(own_buffer.device)
             else:
+                # The backward rank's module made it in a forward.
                 path, _, name = form.name.rpartition(".")
                 model.get_submodule(path).register_buffer(name, buffer)
             begin = end
 
-    def _recv_one(self, sources: Sequence[int], *, header: bool) -> list[torch.Tensor]:
+    def _recv_alone(self, sources: Sequence[int], *, header: bool) -> list[torch.Tensor]:
         """Receive the only message of a step of the wire, bytes, from each source."""
         message = _message(self._job, 0, header=header)
         self._wire.begin([Expected(source, message, None, torch.uint8) for source in sources], 1)
@@ -338,9 +373,10 @@ def _decoded(encoded: torch.Tensor) -> Any:
 @torch.no_grad()
 def _unpack(bucket: _Bucket, shards: Sequence[torch.Tensor]) -> None:
     """Copy a bucket of each shard into the weights of a forward rank."""
-    for weight, start in bucket:
+    for weight, start in bucket.slots:
         parameter = weight.parameter
-        parts = [shard[start : start + weight.numel] for shard in shards]
+        end = start + weight.numel
+        parts = [shard[start:end] for shard in shards]
         if weight.num_shards == 1:
             parameter.copy_(parts[0].view_as(parameter))
             continue
@@ -349,6 +385,10 @@ def _unpack(bucket: _Bucket, shards: Sequence[torch.Tensor]) -> None:
         shape[dim] //= weight.num_shards
         matrices = [part.view(shape) for part in parts]
         if weight.gated:
-            halves = zip(*(matrix.chunk(2, dim) for matrix in matrices), strict=True)
-            matrices = [half for half_of_all in halves for half in half_of_all]
+            gates, values = [], []
+            for matrix in matrices:
+                gate, value = matrix.chunk(2, dim)
+                gates.append(gate)
+                values.append(value)
+            matrices = gates + values
         parameter.copy_(torch.cat(matrices, dim))

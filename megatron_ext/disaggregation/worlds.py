@@ -83,9 +83,10 @@ def join(backend: str) -> None:
     """Find all processes of the job, then start torch.distributed among those of one role."""
     job = _job()
     timeout = timedelta(seconds=job.timeout_s)
-    everyone = rendezvous("env://", rank=job.rank, world_size=job.ranks.num_ranks, timeout=timeout)
     # The launcher's own rendezvous, so a role needs no address besides MASTER_ADDR.
+    everyone = rendezvous("env://", rank=job.rank, world_size=job.ranks.num_ranks, timeout=timeout)
     store, _, _ = next(iter(everyone))
+    # Without it a process that waits for a key gives up after torch's own 5 minutes.
     store.set_timeout(timeout)
     # torchrun keeps it when it starts the ranks again: values of the attempt before are not ours.
     # Nodes of a c10d rendezvous that count restarts differently do not meet, until the time-out.
@@ -139,13 +140,13 @@ def _end_with_other_role(store: Store) -> None:
     raise SystemExit(code)
 
 
-def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object]) -> Any:
+def hand_over(subject: str, value: Any, *, to: str, pause: Callable[[float], object]) -> Any:
     """Send a small value from the last process of one role to all processes of the other.
 
-    Both roles call it equally often, in the same order for each `what`.
+    Both roles call it equally often, in the same order for each subject.
 
     Args:
-        what: Name of the value, also for error messages.
+        subject: Name of the value, also for error messages.
         value: The value on the last process of the sending role, JSON-serialisable; ignored
             elsewhere.
         to: The receiving role.
@@ -159,12 +160,13 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
         TransportTimeout: The other role has neither sent the value nor signalled progress.
     """
     job, roles = _job(), roles_in_force()
-    store, number = roles.store, roles.counts.get(what, 0) + 1
-    roles.counts[what] = number
-    key = f"{_PREFIX}/{what}/{number}"
+    store, number = roles.store, roles.counts.get(subject, 0) + 1
+    roles.counts[subject] = number
+    key = f"{_PREFIX}/{subject}/{number}"
     # Of either role the last process holds the last stage, which has the losses.
     if job.role != to:
         if job.role_rank == job.ranks.role_size(job.role) - 1:
+            # JSON, not pickles: whoever reaches the store may write into it.
             store.set(key, json.dumps(value))
         return value
     # Not `store.wait`: it would not notice that a rank of the other role has died. Forward ranks
@@ -172,14 +174,15 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
     beats, pause_s = store.add(_BEATS, 0), _FIRST_PAUSE_S
     until = time.monotonic() + job.timeout_s  # a pause may end early, when a poll is woken
     while not store.check([key]):
+        # Before the wire is open, nothing else notices that the other role has ended.
         _end_with_other_role(store)
         if time.monotonic() >= until:
             # An evaluation may take longer than the time-out, as long as it goes on.
             before, beats = beats, store.add(_BEATS, 0)
             if beats == before:
                 raise TransportTimeout(
-                    f"{job.role} rank {job.rank} waited {job.timeout_s:g} s for the {what} of the "
-                    "other role, which made no progress; see the logs of its ranks"
+                    f"{job.role} rank {job.rank} waited {job.timeout_s:g} s for the {subject} of "
+                    "the other role, which made no progress; see the logs of its ranks"
                 )
             until = time.monotonic() + job.timeout_s
         pause(pause_s)

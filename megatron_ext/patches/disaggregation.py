@@ -56,14 +56,14 @@ def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron keeps gradients of every weight; forward ranks have none."""
     # In the provider: what wraps the model makes room for a gradient of each trained one.
-    given = by_name(call, args, kwargs)
-    [provider] = [name for name in _PROVIDERS if name in given]
-    provide = given[provider]
+    arguments = by_name(call, args, kwargs)
+    [provider] = [name for name in _PROVIDERS if name in arguments]
+    provide = arguments[provider]
 
     def frozen(*provider_args: Any, **provider_kwargs: Any) -> Any:
         return provide(*provider_args, **provider_kwargs).requires_grad_(False)
 
-    return call(**{**given, provider: frozen})
+    return call(**{**arguments, provider: frozen})
 
 
 @PATCHES.row("disaggregation.throughput", f"{_TRAINING}:training_log", when=_on_backward_rank)
@@ -99,16 +99,16 @@ def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron updates weights and averages losses, which forward ranks do not have."""
     # Losses stay on the backward ranks, which log; the results have the form of upstream's.
-    given = by_name(call, args, kwargs)
-    arguments = sys.modules["megatron.training"].get_args()
-    given["forward_backward_func"](
-        forward_step_func=given["forward_step_func"],
-        data_iterator=given["data_iterator"],
-        model=given["model"],
+    arguments = by_name(call, args, kwargs)
+    settings = sys.modules["megatron.training"].get_args()
+    arguments["forward_backward_func"](
+        forward_step_func=arguments["forward_step_func"],
+        data_iterator=arguments["data_iterator"],
+        model=arguments["model"],
         num_microbatches=sys.modules[_TRAINING].get_num_microbatches(),
-        seq_length=arguments.seq_length,
-        micro_batch_size=arguments.micro_batch_size,
-        decoder_seq_length=arguments.decoder_seq_length,
+        seq_length=settings.seq_length,
+        micro_batch_size=settings.micro_batch_size,
+        decoder_seq_length=settings.decoder_seq_length,
     )
     for observer in active.required().observers:  # Megatron's optimizer does it, on other ranks
         observer.end_iteration()
@@ -123,10 +123,12 @@ def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.disaggregation.step import evaluation, send_evaluation
 
     model = by_name(call, args, kwargs)["model"]
+    # All batches of an evaluation take the same weights: those of the last training step, or others
+    # that the loop has put in their place.
     with evaluation(model):
-        losses, *others = call(*args, **kwargs)
+        losses, *further_results = call(*args, **kwargs)
     send_evaluation(model, losses or {})
-    return losses, *others
+    return losses, *further_results
 
 
 @PATCHES.row(
@@ -136,13 +138,14 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     """Megatron evaluates on every rank; forward ranks alone are enough."""
     from megatron_ext.disaggregation.step import receive_evaluation
 
-    given = by_name(call, args, kwargs)
-    arguments = sys.modules["megatron.training"].get_args()
-    rounds = given.get("eval_iters") or arguments.eval_iters
+    arguments = by_name(call, args, kwargs)
+    settings = sys.modules["megatron.training"].get_args()
+    # What Megatron's own evaluation counts; the next checkpoint has it.
+    rounds = arguments.get("eval_iters") or settings.eval_iters
     # Since 0.18 evaluations may have a separate batch size.
-    batch = getattr(arguments, "eval_global_batch_size", None) or arguments.global_batch_size
-    arguments.consumed_valid_samples += rounds * batch
-    return receive_evaluation(given["model"]), None, False
+    batch = getattr(settings, "eval_global_batch_size", None) or settings.global_batch_size
+    settings.consumed_valid_samples += rounds * batch
+    return receive_evaluation(arguments["model"]), None, False
 
 
 @PATCHES.row(
@@ -160,8 +163,8 @@ def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> boo
 
 def _roles_here() -> Any:
     """Return what this process of a role keeps, or None."""
-    found = active.active()
-    return None if found is None else found.roles
+    configuration = active.active()
+    return None if configuration is None else configuration.roles
 
 
 @PATCHES.row(
@@ -171,9 +174,9 @@ def _roles_here() -> Any:
 )
 def _replay_layer(replay: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron runs a layer for its output, which --fbd-activations ship has already delivered."""
-    function, distribute, hidden_states, *others = args
-    later = replay.instead_of(function, hidden_states)
-    return call(later, distribute, hidden_states, *others, **kwargs)
+    function, distribute, hidden_states, *further_inputs = args
+    computed_later = replay.instead_of(function, hidden_states)
+    return call(computed_later, distribute, hidden_states, *further_inputs, **kwargs)
 
 
 @PATCHES.row(
