@@ -51,18 +51,18 @@ def declare(
     Raises:
         ScheduleError: A name is not a string or appears twice, or the boundary is unknown.
     """
-    for given in (publishes, takes):
-        if isinstance(given, str):
-            raise ScheduleError(f"{given!r} is one name; give a list of names: [{given!r}]")
-    made = Declared(tuple(publishes), tuple(takes), boundary)
-    for names in (made.publishes, made.takes):
+    for names in (publishes, takes):
+        if isinstance(names, str):
+            raise ScheduleError(f"{names!r} is one name; give a list of names: [{names!r}]")
+    declaration = Declared(tuple(publishes), tuple(takes), boundary)
+    for names in (declaration.publishes, declaration.takes):
         if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
             raise ScheduleError(
                 f"{list(names)} are not names of routes; give each name once, as text"
             )
     if boundary not in (None, "fixed", "varies"):
         raise ScheduleError(f'there is no boundary {boundary!r}; take "fixed" or "varies"')
-    setattr(module, _ATTRIBUTE, made)
+    setattr(module, _ATTRIBUTE, declaration)
 
 
 def publish(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -103,16 +103,18 @@ class Declared:
 
 def declared(chunk: torch.nn.Module) -> Declared:
     """Return the combined declarations of all modules of a stage."""
-    found: list[Declared] = [
-        getattr(module, _ATTRIBUTE) for module in chunk.modules() if hasattr(module, _ATTRIBUTE)
-    ]
-    boundaries = [each.boundary for each in found if each.boundary is not None]
-    varies = "varies" in boundaries
-    return Declared(
-        tuple(name for each in found for name in each.publishes),
-        tuple(sorted({name for each in found for name in each.takes})),
-        "varies" if varies else ("fixed" if boundaries else None),
-    )
+    publishes: list[str] = []
+    takes: set[str] = set()
+    boundary: Boundary | None = None
+    for module in chunk.modules():
+        declaration: Declared | None = getattr(module, _ATTRIBUTE, None)
+        if declaration is None:
+            continue
+        publishes.extend(declaration.publishes)
+        takes.update(declaration.takes)
+        if boundary != "varies":
+            boundary = declaration.boundary or boundary
+    return Declared(tuple(publishes), tuple(sorted(takes)), boundary)
 
 
 Batch = tuple[int, bool]
@@ -132,7 +134,10 @@ class _Sum:
     """Whether the publisher's backward has run."""
 
     def add(self, gradient: torch.Tensor) -> None:
-        self.value = gradient if self.value is None else self.value + gradient
+        if self.value is None:
+            self.value = gradient
+        else:
+            self.value = self.value + gradient
 
     def pop(self) -> torch.Tensor | None:
         value, self.value = self.value, None
@@ -155,8 +160,10 @@ class _Publish(torch.autograd.Function):
         # All takers have run: those of this stage by their edge, later stages before this backward.
         of_takers = ctx.takers.pop()
         ctx.takers.done = True
-        if gradient is None or of_takers is None:
-            return (of_takers if gradient is None else gradient), None
+        if gradient is None:
+            return of_takers, None
+        if of_takers is None:
+            return gradient, None
         return gradient + of_takers, None
 
 
@@ -199,7 +206,9 @@ class Published:
         """Return and reset the sum of the takers' gradients so far; zeros if there are none."""
         assert self.value is not None
         gradient = self.takers.pop()
-        return torch.zeros_like(self.value) if gradient is None else gradient
+        if gradient is None:
+            return torch.zeros_like(self.value)
+        return gradient
 
 
 class RouteStore:
@@ -238,45 +247,56 @@ class RouteStore:
         """See `megatron_ext.routes.publish`."""
         self._check_declared(name, "publishes")
         key = self._batch, name
-        found = self._known.get(key)
-        look = _look(tensor)
-        if found is not None and _recomputes():
-            if look != found.look:
-                raise ScheduleError(
-                    f"{self._where(name)}: published {_text(found.look)} in forward and "
-                    f"{_text(look)} in recomputation; publish the same in both"
-                )
-            if tensor is None or not _has_graph(tensor) or found.origin is not None:
-                return tensor
-            found.repeated = True
-            return _Publish.apply(tensor, found.takers)  # type: ignore[no-any-return]
-        # Without a pipeline nothing says when a micro-batch ends: the next publish does.
-        if self._declared is not None and found is not None:
-            raise ScheduleError(
-                f"{self._where(name)}: published twice in one forward; give each tensor a name"
-            )
-        if found is not None:
-            self._check_gradient_taken(name, found)
-            if found.origin is not None:
-                self._replaced[name] = [*self._unfinished(name), ref(found.takers)]
-        made = self._known[key] = Published(None, look, self._stage)
+        before = self._known.get(key)
+        if before is not None and _recomputes():
+            return self._publish_again(name, tensor, before)
+        if before is not None:
+            self._replace(name, before)
+        published = self._known[key] = Published(None, _look(tensor), self._stage)
         self._published.add(name)
         if tensor is None:
             return None
-        made.value = tensor.detach()
+        published.value = tensor.detach()
         # Under no_grad it may get a graph in recomputation, or never be meant to have one.
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            made.value.requires_grad_(tensor.requires_grad or not torch.is_grad_enabled())
+            published.value.requires_grad_(tensor.requires_grad or not torch.is_grad_enabled())
         if not _has_graph(tensor):
             return tensor
-        made.origin = _Publish.apply(tensor, made.takers)
-        return made.origin
+        published.origin = _Publish.apply(tensor, published.takers)
+        return published.origin
+
+    def _publish_again(
+        self, name: str, tensor: torch.Tensor | None, in_forward: Published
+    ) -> torch.Tensor | None:
+        """Publish in a recomputation what the forward has published."""
+        look = _look(tensor)
+        if look != in_forward.look:
+            raise ScheduleError(
+                f"{self._where(name)}: published {_text(in_forward.look)} in forward and "
+                f"{_text(look)} in recomputation; publish the same in both"
+            )
+        if tensor is None or not _has_graph(tensor) or in_forward.origin is not None:
+            return tensor
+        # The forward ran without a graph, so this backward takes the gradient to the publisher.
+        in_forward.repeated = True
+        return _Publish.apply(tensor, in_forward.takers)  # type: ignore[no-any-return]
+
+    def _replace(self, name: str, before: Published) -> None:
+        """Make room for the tensor of the next micro-batch, outside a pipeline."""
+        # Without a pipeline nothing says when a micro-batch ends: the next publish does.
+        if self._declared is not None:
+            raise ScheduleError(
+                f"{self._where(name)}: published twice in one forward; give each tensor a name"
+            )
+        self._check_gradient_taken(name, before)
+        if before.origin is not None:
+            self._replaced[name] = [*self._unfinished(name), ref(before.takers)]
 
     def take(self, name: str) -> torch.Tensor | None:
         """See `megatron_ext.routes.take`."""
         self._check_declared(name, "takes")
-        found = self._known.get((self._batch, name))
-        if found is None:
+        published = self._known.get((self._batch, name))
+        if published is None:
             raise ScheduleError(
                 f"{self._where(name)}: taken before it is published; publish it in an earlier "
                 f"layer, and train pipelines with a schedule of ours (--pipeline-schedule)"
@@ -288,18 +308,24 @@ class RouteStore:
                 "layers and pass it in, or train with a schedule of ours"
             )
         self._taken.add(name)
-        value = found.value
+        value = published.value
         if value is None or not value.requires_grad or not torch.is_grad_enabled():
             return value
         # Recomputation and other stages of this rank have separate graphs.
-        joins = found.origin is not None and found.stage == self._stage and not _recomputes()
-        start = found.origin if joins else value.detach().requires_grad_()
-        return _Take.apply(start, found.takers)  # type: ignore[no-any-return]
+        is_of_this_graph = published.stage == self._stage and not _recomputes()
+        start = published.origin
+        if start is None or not is_of_this_graph:
+            start = value.detach().requires_grad_()
+        return _Take.apply(start, published.takers)  # type: ignore[no-any-return]
 
     def _unfinished(self, name: str) -> list[ReferenceType[_Sum]]:
         """Return the replaced tensors of a name whose backward is still to come."""
-        known = self._replaced.get(name, ())
-        return [each for each in known if (takers := each()) is not None and not takers.done]
+        unfinished = []
+        for reference in self._replaced.get(name, ()):
+            takers = reference()
+            if takers is not None and not takers.done:
+                unfinished.append(reference)
+        return unfinished
 
     def receive(self, batch: Batch, tensors: dict[str, torch.Tensor | None]) -> None:
         """Store tensors received from another rank, by route."""
@@ -333,23 +359,23 @@ class RouteStore:
             ScheduleError: A gradient of the takers never reached the publisher.
         """
         for name in names:
-            found = self._known.pop((batch, name), None)
-            if found is not None:
-                self._check_gradient_taken(name, found)
+            published = self._known.pop((batch, name), None)
+            if published is not None:
+                self._check_gradient_taken(name, published)
 
     def release(self, batch: Batch, names: Iterable[str]) -> None:
         """Free the data of published tensors that no other stage of this rank takes."""
         for name in names:
-            found = self._known[batch, name]
-            if found.value is not None:
+            published = self._known[batch, name]
+            if published.value is not None:
                 # An empty tensor keeps the flag, which decides whether gradients travel.
-                wants = found.value.requires_grad
-                found.value = found.value.new_empty(0).requires_grad_(wants)
+                requires_grad = published.value.requires_grad
+                published.value = published.value.new_empty(0).requires_grad_(requires_grad)
 
-    def _check_gradient_taken(self, name: str, found: Published) -> None:
-        if found.takers.value is None:
+    def _check_gradient_taken(self, name: str, published: Published) -> None:
+        if published.takers.value is None:
             return
-        if found.origin is None and not found.repeated:
+        if published.origin is None and not published.repeated:
             raise ScheduleError(
                 f"{self._where(name)}: its takers have a gradient, but it was published without a "
                 f"graph; publish it outside of torch.no_grad(), and of layers that are recomputed "
@@ -390,7 +416,9 @@ _CURRENT = _Current()
 
 def current_store() -> RouteStore:
     """Return the store of the running action; without one, the store of plain calls."""
-    return _CURRENT.plain if _CURRENT.store is None else _CURRENT.store
+    if _CURRENT.store is None:
+        return _CURRENT.plain
+    return _CURRENT.store
 
 
 def _has_graph(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -100,34 +99,44 @@ def parsed(text: bytes) -> TreeForm:
         ) from error
 
 
-def flatten(tree: Tree, what: str, *, trains: bool) -> tuple[list[torch.Tensor], TreeForm]:
+def flatten(tree: Tree, subject: str, *, trains: bool) -> tuple[list[torch.Tensor], TreeForm]:
     """Return a tree's tensors, in order, and its form; in an evaluation no leaf requires grad.
 
     Raises:
-        ScheduleError: The tree, which `what` names, contains an object of an unsupported type.
+        ScheduleError: The tree, which `subject` names, contains an object of an unsupported type.
     """
     tensors: list[torch.Tensor] = []
-    skeleton = _cut(tree, tensors, what)
-    leaves = [
-        (list(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad and trains)
-        for x in tensors
-    ]
-    return tensors, parsed(json.dumps([skeleton, leaves], separators=(",", ":")).encode())
+    skeleton = _cut(tree, tensors, subject)
+    leaves = []
+    for tensor in tensors:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        leaves.append((list(tensor.shape), dtype, tensor.requires_grad and trains))
+    text = json.dumps([skeleton, leaves], separators=(",", ":"))
+    return tensors, parsed(text.encode())
 
 
-def _cut(tree: Tree, tensors: list[torch.Tensor], what: str) -> Any:
+def _cut(tree: Tree, tensors: list[torch.Tensor], subject: str) -> Any:
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
         return 0
     if tree is None:
         return None
     kind = type(tree)
+    skeleton: list[Any]
     if kind in (tuple, list):
-        return [kind.__name__, *(_cut(each, tensors, what) for each in tree)]
-    if kind is dict and all(isinstance(key, str) for key in tree):
-        return ["dict", list(tree), *(_cut(each, tensors, what) for each in tree.values())]
-    raise ScheduleError(
-        f"{what} holds a {kind.__name__}; hand on a tensor, None, or a tuple, list or dict of "
+        skeleton, subtrees = [kind.__name__], tree
+    elif kind is dict and all(isinstance(key, str) for key in tree):
+        skeleton, subtrees = ["dict", list(tree)], tree.values()
+    else:
+        raise _unsupported(subject, kind)
+    for subtree in subtrees:
+        skeleton.append(_cut(subtree, tensors, subject))
+    return skeleton
+
+
+def _unsupported(subject: str, kind: type) -> ScheduleError:
+    return ScheduleError(
+        f"{subject} holds a {kind.__name__}; hand on a tensor, None, or a tuple, list or dict of "
         f"them, whose keys are text"
     )
 
@@ -137,12 +146,14 @@ def _grown(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Tree:
         return None
     if skeleton == 0:
         return next(tensors)
-    kind, *rest = skeleton
+    kind, *parts = skeleton
     if kind == "dict":
-        keys, *values = rest
-        return {key: _grown(each, tensors) for key, each in zip(keys, values, strict=True)}
-    grown = [_grown(each, tensors) for each in rest]
-    return tuple(grown) if kind == "tuple" else grown
+        keys, *values = parts
+        return {key: _grown(part, tensors) for key, part in zip(keys, values, strict=True)}
+    grown = [_grown(part, tensors) for part in parts]
+    if kind == "tuple":
+        return tuple(grown)
+    return grown
 
 
 def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -160,7 +171,7 @@ def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     return packed
 
 
-def unpack(packed: torch.Tensor, leaves: Sequence[Leaf], what: str) -> list[torch.Tensor]:
+def unpack(packed: torch.Tensor, leaves: Sequence[Leaf], subject: str) -> list[torch.Tensor]:
     """Return the tensors that `pack` has packed, with these shapes and dtypes, as views.
 
     Raises:
@@ -170,19 +181,25 @@ def unpack(packed: torch.Tensor, leaves: Sequence[Leaf], what: str) -> list[torc
     ranges, end = _placed(sizes)
     if packed.dtype != torch.uint8 or packed.numel() != end:
         raise MessageMismatch(
-            f"{what} has {packed.nbytes} bytes, but its tensors need {end}; declare "
+            f"{subject} has {packed.nbytes} bytes, but its tensors need {end}; declare "
             f'boundary="varies" where shapes change from micro-batch to micro-batch'
         )
-    found = zip(ranges, leaves, strict=True)
-    return [packed[place].view(leaf.dtype).view(leaf.shape) for place, leaf in found]
+    tensors = []
+    for place, leaf in zip(ranges, leaves, strict=True):
+        tensors.append(packed[place].view(leaf.dtype).view(leaf.shape))
+    return tensors
 
 
 def _placed(sizes: Sequence[int]) -> tuple[list[slice], int]:
     """Return where each part lies, and the offset in bytes at which the last one ends."""
     # Aligned, so that the receiver can view the bytes as any dtype, in place.
-    begins = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
-    ranges = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=False)]
-    return ranges, ranges[-1].stop if ranges else 0
+    ranges: list[slice] = []
+    begin = end = 0
+    for size in sizes:
+        end = begin + size
+        ranges.append(slice(begin, end))
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+    return ranges, end
 
 
 # Upstream's `backward_step` starts from one tensor only.
@@ -209,6 +226,17 @@ class _Join(torch.autograd.Function):
 # -- actions ---------------------------------------------------------------------------------------
 
 
+class Channel(NamedTuple):
+    """Trees of one kind, from one stage to another."""
+
+    kind: str
+    """F for what a stage hands on, P for what it publishes."""
+    stage: int
+    """The stage that sends them."""
+    taker: int
+    """The stage that receives them."""
+
+
 @dataclass
 class Forms:
     """The forms of the trees that this rank sends and receives, once they are known."""
@@ -216,15 +244,16 @@ class Forms:
     varies: bool
     """Whether they may change between micro-batches."""
     agreed: bool = False
-    # By (message kind, sending stage, receiving stage).
-    _sent: dict[tuple[str, int, int], TreeForm] = field(default_factory=dict)
-    _received: dict[tuple[str, int, int], TreeForm] = field(default_factory=dict)
+    _sent: dict[Channel, TreeForm] = field(default_factory=dict)
+    _received: dict[Channel, TreeForm] = field(default_factory=dict)
 
     @property
     def of_messages(self) -> dict[str, list[Form]]:
         """The tensors of one message, by kind: bytes, after a header until forms are agreed."""
         tree = Form(None, torch.uint8)
-        with_header = [tree] if self.agreed else [tree._replace(header=True), tree]
+        with_header = [tree]
+        if not self.agreed:
+            with_header = [tree._replace(header=True), tree]
         # Gradients need no header: they have the form of what they belong to.
         return {"F": with_header, "P": with_header, "B": [tree], "G": [tree]}
 
@@ -233,28 +262,30 @@ class Forms:
         # Both ends have seen the same headers in the same step, so this needs no handshake.
         self.agreed = not self.varies
 
-    def headers(self, key: tuple[str, int, int], form: TreeForm, what: str) -> list[torch.Tensor]:
+    def headers(self, channel: Channel, form: TreeForm, subject: str) -> list[torch.Tensor]:
         """Return the header to send with a tree of this form; empty once forms are agreed.
 
         Raises:
             ScheduleError: A fixed form has changed.
         """
         if not self.varies:
-            known = self._sent.setdefault(key, form)
-            if known != form:
+            first_form = self._sent.setdefault(channel, form)
+            if first_form != form:
                 raise ScheduleError(
-                    f"{what} is {form}, but was {known} in an earlier micro-batch; declare "
+                    f"{subject} is {form}, but was {first_form} in an earlier micro-batch; declare "
                     f'boundary="varies" where the model is built (routes.declare)'
                 )
-        return [] if self.agreed else [form.header()]
+        if self.agreed:
+            return []
+        return [form.header()]
 
-    def read(self, key: tuple[str, int, int], inputs: Iterator[torch.Tensor | None]) -> TreeForm:
+    def read(self, channel: Channel, inputs: Iterator[torch.Tensor | None]) -> TreeForm:
         """Return the form of the next tree; consume its header from `inputs` if there is one."""
         if self.agreed:
-            return self._received[key]
+            return self._received[channel]
         header = next(inputs)
         assert header is not None
-        form = self._received[key] = parsed(bytes(header.cpu().numpy()))
+        form = self._received[channel] = parsed(bytes(header.cpu().numpy()))
         return form
 
 
@@ -303,8 +334,9 @@ class TreeCompute(StageCompute):
             return []
         # The twin's micro-batches have the same indices.
         batch = microbatch, self.table.schedule.placement.is_crossed(stage)
-        run = self._run_forward if kind == "F" else self._run_backward
-        return run(action, batch, iter(inputs))
+        if kind == "F":
+            return self._run_forward(action, batch, iter(inputs))
+        return self._run_backward(action, batch, iter(inputs))
 
     def release(self, outputs: Tensors) -> None:
         """Do nothing: the outputs were packed bytes; the tree itself is freed with its graph."""
@@ -316,38 +348,29 @@ class TreeCompute(StageCompute):
         tree = None
         leaves: Tensors = []
         if stage > 0:
-            tree, tensors = self._received(("F", stage - 1, stage), microbatch, inputs)
+            tree, tensors = self._received(Channel("F", stage - 1, stage), microbatch, inputs)
             leaves = [tensor for tensor in tensors if tensor.requires_grad]
         for hop in self._plan.hops_in(action):
-            values, _ = self._received(("P", hop.stage, stage), microbatch, inputs)
+            values, _ = self._received(Channel("P", hop.stage, stage), microbatch, inputs)
             self._store.receive(batch, values)
         with self._store.running(stage, batch):
-            [made] = self.forward(stage, microbatch, [tree])
+            [output] = self.forward(stage, microbatch, [tree])
         self._store.check_forward(stage)
+        # In the order in which `exchanges` lists the messages: first what the stage hands on.
         outputs: Tensors = []
         sent: list[torch.Tensor] = []
         if stage < self._last_stage:
-            outputs, sent = self._bytes_of(made, ("F", stage, stage + 1), microbatch)
-        names = self.trees.declared[stage].publishes
+            channel = Channel("F", stage, stage + 1)
+            outputs, sent = self._bytes_of(output, channel, microbatch)
         if not self.call.forward_only:
-            # With one root of all that the stage's backward starts from, and inputs that are
-            # leaves, Megatron's own `forward_step` and `backward_step` run as for a single tensor.
-            # What requires no grad gets none, and nothing of it travels back. The gradients of what
-            # the stage published come through the sums of their takers (`routes._Publish`).
-            found = (self._store[batch, name].origin for name in names)
-            origins = [origin for origin in found if origin is not None]
-            gradients: Tensors = [None] * len(origins)
-            _, root = self._live[stage, microbatch]
-            if stage < self._last_stage:
-                ends = [*sent, *origins]
-                root = [_Join.apply(gradients, *ends) if ends else torch.zeros(())]
-            self._live[stage, microbatch] = (leaves, root)
-            looks = [Leaf(tuple(tensor.shape), tensor.dtype) for tensor in sent]
-            self._ends[stage, microbatch] = looks, gradients
+            self._keep_root(action, batch, leaves, sent)
         for hop in self._plan.hops_out(action):
             named = {name: self._store[batch, name].value for name in hop.names}
-            outputs += self._bytes_of(named, ("P", stage, hop.taker), microbatch)[0]
+            channel = Channel("P", stage, hop.taker)
+            messages, _ = self._bytes_of(named, channel, microbatch)
+            outputs += messages
         # Other stages of this rank may take what their last taker drops.
+        names = self.trees.declared[stage].publishes
         published = set(names).difference(self._plan.dropped.get(("B", stage), ()))
         if self.call.forward_only:
             dropped = published.union(self._plan.dropped.get(("F", stage), ()))
@@ -356,6 +379,32 @@ class TreeCompute(StageCompute):
             self._store.release(batch, published)
         return outputs
 
+    def _keep_root(
+        self, action: Action, batch: Batch, leaves: Tensors, sent: list[torch.Tensor]
+    ) -> None:
+        """Keep one root of all that the stage's backward starts from, and the leaves it ends at.
+
+        With these, Megatron's own `forward_step` and `backward_step` run as for a single tensor.
+        `sent` are the tensors that the stage hands on and whose gradients come back.
+        """
+        stage, _, microbatch, _ = action
+        # What requires no grad gets none, and nothing of it travels back. The gradients of what the
+        # stage published come through the sums of their takers (`routes._Publish`).
+        origins = []
+        for name in self.trees.declared[stage].publishes:
+            origin = self._store[batch, name].origin
+            if origin is not None:
+                origins.append(origin)
+        gradients: Tensors = [None] * len(origins)
+        _, root = self._live[stage, microbatch]
+        if stage < self._last_stage:
+            root = [torch.zeros(())]
+            if sent or origins:
+                root = [_Join.apply(gradients, *sent, *origins)]
+        self._live[stage, microbatch] = (leaves, root)
+        looks = [Leaf(tuple(tensor.shape), tensor.dtype) for tensor in sent]
+        self._ends[stage, microbatch] = looks, gradients
+
     def _run_backward(
         self, action: Action, batch: Batch, inputs: Iterator[torch.Tensor | None]
     ) -> Tensors:
@@ -363,22 +412,27 @@ class TreeCompute(StageCompute):
         sent, gradients = self._ends.pop((stage, microbatch))
         of_root: Tensors = [None]
         if stage < self._last_stage:
-            what = f"the gradient of {self._what(stage, microbatch)}"
-            gradients[:0] = self._unpacked(inputs, sent, what)
+            subject = f"the gradient of {self._what(stage, microbatch)}"
+            # In place, before those of published tensors: the root has this list since its forward.
+            gradients[:0] = self._unpacked(inputs, sent, subject)
             of_root = [torch.zeros((), device=self._device)]
         for hop in self._plan.hops_in(action):
             routed = self._with_gradient(batch, hop.names)
-            looks = [Leaf(*known.look) for known in routed if known.look is not None]
-            what = f"the gradient of routes {', '.join(hop.names)} from stage {hop.stage}"
-            for known, gradient in zip(routed, self._unpacked(inputs, looks, what), strict=True):
-                known.takers.add(gradient)
+            looks = [Leaf(*published.look) for published in routed if published.look is not None]
+            subject = f"the gradient of routes {', '.join(hop.names)} from stage {hop.stage}"
+            route_gradients = self._unpacked(inputs, looks, subject)
+            for published, gradient in zip(routed, route_gradients, strict=True):
+                published.takers.add(gradient)
+        # What has arrived completes the sums of the takers, which the backward of what this stage
+        # published reads.
         with self._store.running(stage, batch):
-            found = self.backward(stage, microbatch, of_root, split=kind == "I")
+            input_gradients = self.backward(stage, microbatch, of_root, split=kind == "I")
         outputs: Tensors = []
         if stage > 0:
-            outputs.append(pack([grad for grad in found if grad is not None], self._device))
+            returned = [gradient for gradient in input_gradients if gradient is not None]
+            outputs.append(pack(returned, self._device))
         for hop in self._plan.hops_out(action):
-            sums = [known.pop_gradient() for known in self._with_gradient(batch, hop.names)]
+            sums = [published.pop_gradient() for published in self._with_gradient(batch, hop.names)]
             outputs.append(pack(sums, self._device))
         dropped = {*self.trees.declared[stage].publishes}
         dropped.update(self._plan.dropped.get(("B", stage), ()))
@@ -387,36 +441,39 @@ class TreeCompute(StageCompute):
 
     def _with_gradient(self, batch: Batch, names: Sequence[str]) -> list[Published]:
         """Return the published tensors of these routes whose gradients travel."""
-        return [known for name in names if (known := self._store[batch, name]).has_gradient]
+        routed = [self._store[batch, name] for name in names]
+        return [published for published in routed if published.has_gradient]
 
     def _received(
-        self, key: tuple[str, int, int], microbatch: int, inputs: Iterator[torch.Tensor | None]
+        self, channel: Channel, microbatch: int, inputs: Iterator[torch.Tensor | None]
     ) -> tuple[Tree, list[torch.Tensor]]:
-        form, (kind, stage, taker) = self.forms.read(key, inputs), key
-        what = f"what stage {taker} gets" if kind == "F" else f"what stage {stage} published"
-        tensors = self._unpacked(inputs, form.leaves, f"{what} for micro-batch {microbatch}")
+        form = self.forms.read(channel, inputs)
+        subject = f"what stage {channel.stage} published"
+        if channel.kind == "F":
+            subject = f"what stage {channel.taker} gets"
+        tensors = self._unpacked(inputs, form.leaves, f"{subject} for micro-batch {microbatch}")
         for tensor, leaf in zip(tensors, form.leaves, strict=True):
             tensor.requires_grad_(leaf.requires_grad)
         return form.tree(tensors), tensors
 
     @staticmethod
     def _unpacked(
-        inputs: Iterator[torch.Tensor | None], leaves: Sequence[Leaf], what: str
+        inputs: Iterator[torch.Tensor | None], leaves: Sequence[Leaf], subject: str
     ) -> list[torch.Tensor]:
         packed = next(inputs)
         assert packed is not None
-        return unpack(packed, leaves, what)
+        return unpack(packed, leaves, subject)
 
     def _bytes_of(
-        self, tree: object, key: tuple[str, int, int], microbatch: int
+        self, tree: object, channel: Channel, microbatch: int
     ) -> tuple[Tensors, list[torch.Tensor]]:
         """Return a tree's header, if needed, and bytes; and the tensors that get a gradient."""
-        what = self._what(key[1], microbatch)
-        tensors, form = flatten(tree, what, trains=not self.call.forward_only)
+        subject = self._what(channel.stage, microbatch)
+        tensors, form = flatten(tree, subject, trains=not self.call.forward_only)
         leaves = zip(tensors, form.leaves, strict=True)
         packed = pack(tensors, self._device)
         returning = [tensor for tensor, leaf in leaves if leaf.requires_grad]
-        return [*self.forms.headers(key, form, what), packed], returning
+        return [*self.forms.headers(channel, form, subject), packed], returning
 
     @staticmethod
     def _what(stage: int, microbatch: int) -> str:
@@ -438,13 +495,18 @@ def agree_trees(
         ScheduleError: The routes contradict each other. Every rank raises it.
     """
     stages = placement.stages_of[group.rank()]
-    mine = dict(zip(stages, map(declared, chunks), strict=True))
+    own_declarations = dict(zip(stages, map(declared, chunks), strict=True))
     everybody: list[dict[int, Declared]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(everybody, mine, group=group)
-    by_stage = {stage: found for each in everybody for stage, found in sorted(each.items())}
-    if all(found == Declared() for found in by_stage.values()):
+    dist.all_gather_object(everybody, own_declarations, group=group)
+    by_stage: dict[int, Declared] = {}
+    for declarations in everybody:
+        by_stage.update(declarations)
+    if all(declaration == Declared() for declaration in by_stage.values()):
         return None
-    ordered = [by_stage[stage] for stage in range(placement.num_stages)]
-    routes = connect([each.publishes for each in ordered], [each.takes for each in ordered])
-    varies = shapes_travel or any(each.boundary == "varies" for each in ordered)
-    return Trees(routes, by_stage, varies)
+    publishes, takes, varies = [], [], shapes_travel
+    for stage in range(placement.num_stages):
+        declaration = by_stage[stage]
+        publishes.append(declaration.publishes)
+        takes.append(declaration.takes)
+        varies = varies or declaration.boundary == "varies"
+    return Trees(connect(publishes, takes), by_stage, varies)
