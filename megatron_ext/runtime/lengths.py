@@ -50,7 +50,9 @@ def refusing_long_sequences(
     def check(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = args[0] if args else kwargs.get("input_ids")
         packed = kwargs.get("packed_seq_params")
-        longest = 0 if tokens is None else tokens.shape[-1] * cp_size
+        longest = 0
+        if tokens is not None:
+            longest = tokens.shape[-1] * cp_size
         if packed is not None and packed.max_seqlen_q is not None:
             longest = int(packed.max_seqlen_q)
         elif packed is not None and packed.cu_seqlens_q is not None:
@@ -85,24 +87,31 @@ def item_size(item: Any) -> ItemSize | None:
         return None
     # With Megatron's packing scheduler middle stages read only the bounds. With those of the padded
     # samples they find what stages with tokens find, or the stages would choose different orders.
-    tokens, bounds = item.get("tokens"), item.get("cu_seqlens_padded")
-    bounds = item.get("cu_seqlens") if bounds is None else bounds
-    if bounds is not None:
-        pairs = int(bounds.long().diff(dim=-1).square().sum())
-        return ItemSize(int(bounds[..., -1].sum()) if tokens is None else tokens.numel(), pairs)
-    if tokens is not None:
+    tokens = item.get("tokens")
+    bounds = item.get("cu_seqlens_padded")
+    if bounds is None:
+        bounds = item.get("cu_seqlens")
+    if bounds is None:
+        if tokens is None:
+            return None
         return ItemSize(tokens.numel(), tokens.numel() * int(tokens.shape[-1]))
-    return None
+    lengths = bounds.long().diff(dim=-1)
+    num_pairs = int(lengths.square().sum())
+    if tokens is None:
+        return ItemSize(int(bounds[..., -1].sum()), num_pairs)
+    return ItemSize(tokens.numel(), num_pairs)
 
 
 def cost_of_model(config: Any) -> LengthCost:
     """Return what a length costs in a model with this `TransformerConfig`."""
-    experts = config.moe_router_topk if config.num_moe_experts else 1
-    ffn = (config.moe_ffn_hidden_size if config.num_moe_experts else None) or config.ffn_hidden_size
-    shared = config.moe_shared_expert_intermediate_size or 0
+    num_experts, ffn_width = 1, config.ffn_hidden_size
+    if config.num_moe_experts:
+        num_experts = config.moe_router_topk
+        ffn_width = config.moe_ffn_hidden_size or ffn_width
+    shared_width = config.moe_shared_expert_intermediate_size or 0
     return LengthCost.of_model(
         config.hidden_size,
-        experts * ffn + shared,
+        num_experts * ffn_width + shared_width,
         gated=bool(config.gated_linear_unit),
         query_width=config.kv_channels * config.num_attention_heads,
         key_width=config.kv_channels * (config.num_query_groups or config.num_attention_heads),
@@ -118,11 +127,12 @@ def item_cost(item: Any, cost: LengthCost) -> float:
     size = item_size(item)
     if size is not None:
         return cost.linear * size.tokens + cost.quadratic * size.pairs
-    is_mapping = isinstance(item, Mapping) and item
-    found = ", ".join(map(str, item)) if is_mapping else f"a {type(item).__name__}"
+    contents = f"a {type(item).__name__}"
+    if isinstance(item, Mapping) and item:
+        contents = ", ".join(str(name) for name in item)
     raise ScheduleError(
         f"--pipeline-balance needs the lengths of micro-batches, from tokens or cu_seqlens of what "
-        f"the data iterator gives, which is {found}; leave --pipeline-balance out"
+        f"the data iterator gives, which is {contents}; leave --pipeline-balance out"
     )
 
 
@@ -176,13 +186,13 @@ class BalancedStep:
         # All ranks that read data see the same lengths, so they choose the same order without a
         # message; ranks that read none keep the table's. The gradient is the same sum, in this
         # order.
-        replicas, wanted = self.replicas, self.schedule.num_microbatches
+        replicas, num_microbatches = self.replicas, self.schedule.num_microbatches
         try:
             held = self._fetched(items)
             costs = [item_cost(item, self.length_cost) for item in held.values()]
         except Exception:
             if replicas is not None:
-                replicas.costs([nan] * wanted)  # the others wait for it
+                replicas.costs([nan] * num_microbatches)  # the others wait for it
             raise
         if replicas is not None:
             # A rank comes here when it first reads data in a step. No circle of waits can arise:
@@ -198,16 +208,17 @@ class BalancedStep:
     def _fetched(self, items: Iterator[Any]) -> dict[int, Any]:
         """Fetch the micro-batches of the step, by number in the file."""
         held: dict[int, Any] = {}
-        wanted = self.schedule.num_microbatches
-        group = None if self.replicas is None else self.replicas.group
-        first, step = (0, 1) if group is None else (group.rank(), group.size())
+        num_microbatches = self.schedule.num_microbatches
+        first, step = 0, 1
+        if self.replicas is not None:
+            first, step = self.replicas.group.rank(), self.replicas.group.size()
         try:
-            for place in range(wanted):
+            for place in range(num_microbatches):
                 held[first + step * place] = next(items)  # RerunDataIterator has no __iter__
         except StopIteration:
             raise ScheduleError(
-                f"the data ended after {len(held)} of {wanted} micro-batches of a step; train "
-                "fewer iterations, or give more data"
+                f"the data ended after {len(held)} of {num_microbatches} micro-batches of a step; "
+                "train fewer iterations, or give more data"
             ) from None
         return held
 
@@ -245,7 +256,7 @@ class ReplicaExchange:
     device: torch.device
     """Where tensors go that were on a device of the sender."""
 
-    def costs(self, mine: Sequence[float]) -> list[float]:
+    def costs(self, own_costs: Sequence[float]) -> list[float]:
         """Return the costs of all replicas' micro-batches, by number. Collective.
 
         This replica gives its own; NaN: it could not read them, and raises the reason itself.
@@ -254,19 +265,19 @@ class ReplicaExchange:
             ScheduleError: Another replica could not read its micro-batches.
             TransportError: Another replica does not answer.
         """
-        own = torch.tensor(mine, dtype=torch.float64)
-        rows = [torch.empty_like(own) for _ in range(self.group.size())]
+        own_row = torch.tensor(own_costs, dtype=torch.float64)
+        rows = [torch.empty_like(own_row) for _ in range(self.group.size())]
         with self._waiting("what their micro-batches cost"):
-            dist.all_gather(rows, own, group=self.group)
-        found: list[float] = torch.stack(rows, dim=1).flatten().tolist()
-        me = self.group.rank()
-        failed = [r for r, row in enumerate(rows) if r != me and bool(row.isnan().any())]
-        if failed and not math.isnan(mine[0]):
+            dist.all_gather(rows, own_row, group=self.group)
+        costs: list[float] = torch.stack(rows, dim=1).flatten().tolist()
+        failed = [rank for rank, row in enumerate(rows) if bool(row.isnan().any())]
+        # The replica that failed raises its own reason.
+        if failed and not math.isnan(own_costs[0]):
             raise ScheduleError(
                 f"--pipeline-balance pack: data-parallel rank {failed[0]} could not read its "
                 "micro-batches of this step; its own line says why"
             )
-        return found
+        return costs
 
     def shared_out(
         self, held: Mapping[int, Any], costs: Sequence[float], fills: float
@@ -282,21 +293,30 @@ class ReplicaExchange:
         """
         # Each replica has read its own micro-batches as ever, so data loaders, checkpoints and the
         # global batch stay as they are; all compute these shares, and send what another one runs.
-        me, size = self.group.rank(), self.group.size()
-        shares = deal_out(costs, size, fills)
-        if all(number % size == r for r, share in enumerate(shares) for number in share):
+        shares = deal_out(costs, self.group.size(), fills)
+        if self._leaves_all_in_place(shares):
             return dict(held)
-        sent = [{number: held[number] for number in share if number in held} for share in shares]
-        kept, sent[me] = sent[me], {}
+        sent: list[dict[int, Any]] = []
+        for share in shares:
+            sent.append({number: held[number] for number in share if number in held})
+        own_items, sent[self.group.rank()] = sent[self.group.rank()], {}
         placed = partial(_placed, self.device)
         for received in self._swapped([_packed(items) for items in sent]):
             if received:
-                kept |= torch.load(io.BytesIO(received), map_location=placed, weights_only=True)
-        return kept
+                stream = io.BytesIO(received)
+                own_items |= torch.load(stream, map_location=placed, weights_only=True)
+        return own_items
+
+    def _leaves_all_in_place(self, shares: Sequence[Sequence[int]]) -> bool:
+        """Return whether each replica runs what it has read."""
+        for replica, share in enumerate(shares):
+            if any(number % len(shares) != replica for number in share):
+                return False
+        return True
 
     def _swapped(self, parts: Sequence[bytes]) -> list[bytes]:
         """Send each replica its part, and return what each has sent."""
-        sizes = torch.tensor(list(map(len, parts)))
+        sizes = torch.tensor([len(part) for part in parts])
         by_sender = [torch.empty_like(sizes) for _ in parts]
         together = bytearray(b"".join(parts))
         outgoing = torch.empty(0, dtype=torch.uint8)
@@ -310,13 +330,13 @@ class ReplicaExchange:
         return [part.numpy().tobytes() for part in incoming.split(coming)]
 
     @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
+    def _waiting(self, subject: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             ranks = ", ".join(map(str, dist.get_process_group_ranks(self.group)))
             raise TransportError(
-                f"--pipeline-balance pack: ranks {ranks} could not exchange {what}: "
+                f"--pipeline-balance pack: ranks {ranks} could not exchange {subject}: "
                 f"{str(error).splitlines()[0]}"
             ) from error
 
