@@ -18,8 +18,8 @@ _MOE = "megatron.core.transformer.moe"
 
 def _running() -> Any:
     """Return the slice that runs; None outside of slices."""
-    found = active.active()
-    runtimes: Any = None if found is None else found.runtimes
+    configuration = active.active()
+    runtimes: Any = None if configuration is None else configuration.runtimes
     return None if runtimes is None else runtimes.kept.running
 
 
@@ -44,9 +44,9 @@ def _attend(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs)
 @PATCHES.row("slices.packed", "megatron.core.models.gpt.gpt_model:GPTModel.forward")
 def _begin_forward(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron takes the packed sequences of a whole micro-batch for those of the slice."""
-    given = by_name(call, args, kwargs)
-    running.begin_forward(given)
-    return call(**given)
+    arguments = by_name(call, args, kwargs)
+    running.begin_forward(arguments)
+    return call(**arguments)
 
 
 @PATCHES.row(
@@ -76,9 +76,9 @@ def _cached_positions(_found: Any, call: Call, instance: Any, args: Args, kwargs
 @PATCHES.row("slices.predicted_inputs", f"{_MTP}:MultiTokenPredictionLayer._get_embeddings")
 def _look_ahead(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron shifts tokens and positions without a name, and both look the same."""
-    given = by_name(call, args, kwargs)
-    running.look_ahead(given["input_ids"], given["position_ids"])
-    return call(**given)
+    arguments = by_name(call, args, kwargs)
+    running.look_ahead(arguments["input_ids"], arguments["position_ids"])
+    return call(**arguments)
 
 
 @PATCHES.row(
@@ -102,11 +102,11 @@ def _with_length_of_slice(
     arguments = megatron_arguments()
     if arguments is None:
         return call(*args, **kwargs)
-    whole, arguments.seq_length = arguments.seq_length, running.end - running.begin
+    whole_length, arguments.seq_length = arguments.seq_length, running.end - running.begin
     try:
         return call(*args, **kwargs)
     finally:
-        arguments.seq_length = whole
+        arguments.seq_length = whole_length
 
 
 @PATCHES.row("slices.predicted_tokens", f"{_MTP}:roll_tensor")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,29 +53,34 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own: torch.Tensor, kept: _Kept, number: int, is_freed: bool
+        ctx: Any, tensor: torch.Tensor, layer_state: _Kept, number: int, is_freed: bool
     ) -> torch.Tensor:
         # A view would keep the projection that queries, keys and values are parts of. Recomputation
         # runs this again, with the same result.
-        kept.made[number] = own.detach().clone() if is_freed else own.detach().contiguous()
-        ctx.kept, ctx.number = kept, number
-        return torch.cat([kept.made[part] for part in range(number + 1)])
+        if is_freed:
+            layer_state.made[number] = tensor.detach().clone()
+        else:
+            layer_state.made[number] = tensor.detach().contiguous()
+        ctx.kept, ctx.number = layer_state, number
+        return torch.cat([layer_state.made[part] for part in range(number + 1)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        kept, number = ctx.kept, ctx.number
-        lengths = [len(kept.made[part]) for part in range(number + 1)]
-        *before, own = gradients[0].split(lengths)
+        layer_state, number = ctx.kept, ctx.number
+        lengths = [len(layer_state.made[part]) for part in range(number + 1)]
+        *before, own_gradient = gradients[0].split(lengths)
         for part, gradient in enumerate(before):
-            if part in kept.gradients:
-                kept.gradients[part] += gradient
+            if part in layer_state.gradients:
+                layer_state.gradients[part] += gradient
             else:
                 # A view would keep the gradients of all tokens in memory.
-                kept.gradients[part] = gradient.clone()
+                layer_state.gradients[part] = gradient.clone()
         # Later slices, which attend to it, are through; earlier ones never do.
-        del kept.made[number]
-        later = kept.gradients.pop(number, None)
-        return own if later is None else own + later, None, None, None
+        del layer_state.made[number]
+        later_gradient = layer_state.gradients.pop(number, None)
+        if later_gradient is not None:
+            own_gradient = own_gradient + later_gradient
+        return own_gradient, None, None, None
 
 
 @dataclass
@@ -98,7 +103,7 @@ class _Balance(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        own: torch.Tensor,
+        probabilities: torch.Tensor,
         counts: torch.Tensor,
         sums: _Balanced,
         factor: float,
@@ -107,9 +112,9 @@ class _Balance(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.sums, ctx.factor = sums, factor * weight
         if recomputes:
-            return own.new_zeros(())
+            return probabilities.new_zeros(())
         before = torch.sum(sums.probabilities * torch.as_tensor(sums.counts))
-        sums.probabilities, sums.counts = sums.probabilities + own, sums.counts + counts
+        sums.probabilities, sums.counts = sums.probabilities + probabilities, sums.counts + counts
         return (torch.sum(sums.probabilities * sums.counts) - before) * factor
 
     @staticmethod
@@ -134,6 +139,17 @@ class _Microbatch:
     ahead: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     """For multi-token prediction, by name: the whole `[b, s]` shifted by 0, 1, ... tokens, and the
     sum of its entries."""
+
+
+class _Document(NamedTuple):
+    """A packed sequence that has tokens in a slice."""
+
+    first: int
+    """Its first token, perhaps of an earlier slice."""
+    begin: int
+    """The first of its tokens in the slice."""
+    end: int
+    """The token after the last of them."""
 
 
 @dataclass
@@ -188,7 +204,7 @@ class RunningSlice:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
-        **others: Any,
+        **arguments: Any,
     ) -> torch.Tensor:
         """Return the attention of a slice, `[s, b, h]`, over all tokens up to its end.
 
@@ -202,24 +218,14 @@ class RunningSlice:
             # Its kernels get addresses alone: it copies parts of one projection, but takes queries
             # for contiguous where keys and values have memory of their own.
             query = query.contiguous()
-        packed = others.get("packed_seq_params")
+        packed = arguments.get("packed_seq_params")
         if packed is not None:
-            # Of each packed sequence its first token, and its first and end in the slice.
-            spans = [
-                (first, max(first, self.begin), min(end, self.end))
-                for first, end in pairwise(self.kept.documents)
-                if first < self.end and self.begin < end
-            ]
-            if first := spans[0][0]:
-                key, value = key[first:].clone(), value[first:].clone()  # it refuses views
-            keys = [end - start for start, _, end in spans]
-            others["packed_seq_params"] = replace(
-                packed,
-                cu_seqlens_q=_sums([end - begin for _, begin, end in spans], packed.cu_seqlens_q),
-                cu_seqlens_kv=_sums(keys, packed.cu_seqlens_kv),
-                max_seqlen_q=max(end - begin for _, begin, end in spans),
-                max_seqlen_kv=max(keys),
-            )
+            documents = self._documents()
+            first = documents[0].first
+            if first > 0:
+                # Clones, because Transformer Engine refuses views.
+                key, value = key[first:].clone(), value[first:].clone()
+            arguments["packed_seq_params"] = _packed_as_in_slice(packed, documents)
             if has_own_masks:
                 attn_mask_type = _PACKED_BOTTOM_RIGHT
                 # Its attention without kernels else takes the lengths of queries for all.
@@ -228,15 +234,26 @@ class RunningSlice:
         elif has_own_masks:  # it reads none for causal attention
             attn_mask_type = AttnMaskType.causal_bottom_right
         elif attention_mask is None:
-            if self._mask is None:  # the same for all layers
-                rows = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
-                self._mask = rows.triu_(len(key) - len(query) + 1)[None, None]
-            attention_mask = self._mask
-        others["attn_mask_type"] = attn_mask_type
-        result: torch.Tensor = call(query, key, value, attention_mask, **others)
+            attention_mask = self._causal_mask(len(query), len(key), query.device)
+        arguments["attn_mask_type"] = attn_mask_type
+        result: torch.Tensor = call(query, key, value, attention_mask, **arguments)
         return result
 
-    def begin_forward(self, given: dict[str, Any]) -> None:
+    def _documents(self) -> list[_Document]:
+        """Return the packed sequences that have tokens in the slice."""
+        documents = []
+        for first, end in pairwise(self.kept.documents):
+            if first < self.end and self.begin < end:
+                documents.append(_Document(first, max(first, self.begin), min(end, self.end)))
+        return documents
+
+    def _causal_mask(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
+        if self._mask is None:  # the same for all layers
+            ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+            self._mask = ones.triu_(num_keys - num_queries + 1)[None, None]
+        return self._mask
+
+    def begin_forward(self, arguments: dict[str, Any]) -> None:
         """Change the arguments of `GPTModel.forward` from those of a micro-batch to a slice's.
 
         They are given by name, and changed in place.
@@ -244,54 +261,72 @@ class RunningSlice:
         Raises:
             ScheduleError: There is padding between packed sequences, or a mask of padding.
         """
-        kept, packed = self.kept, given.get("packed_seq_params")
-        if given.get("padding_mask") is not None:
+        state, packed = self.kept, arguments.get("packed_seq_params")
+        if arguments.get("padding_mask") is not None:
             raise ScheduleError(
                 "padding_mask of GPTModel's forward cannot be used in slices, whose routers count "
                 "all tokens; leave the mask out, or leave the slices out"
             )
         if packed is not None:
             if self.number == 0:
-                # A wait for the device, so once for each micro-batch.
-                sums = packed.cu_seqlens_q.tolist()
-                padded = packed.cu_seqlens_q_padded
-                if packed.qkv_format != "thd" or not (padded is None or padded.tolist() == sums):
-                    raise ScheduleError(
-                        f"packed sequences of format {packed.qkv_format} with padding between them "
-                        "cannot run in slices; pack without padding, or leave the slices out"
-                    )
-                kept.packed, kept.documents = packed, tuple(dict.fromkeys(sums))
-            whole = kept.packed
-            # One sequence, so that rotary positions, those of its tokens (`positions`), are read in
-            # order: else fused kernels begin each sequence with the first. Attention knows better.
-            sums = _sums([self.end - self.begin], whole.cu_seqlens_q)
-            # Lengths of samples only matter where several are packed into one: slices take one.
-            alone = {"tokens_per_sample": None} if hasattr(whole, "tokens_per_sample") else {}
-            unpadded = {"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}
-            given["packed_seq_params"] = replace(
-                whole, cu_seqlens_q=sums, cu_seqlens_kv=sums, **unpadded, **alone
-            )
-        if kept.ahead:
+                self._keep_packed(packed)
+            arguments["packed_seq_params"] = self._packed_as_one_sequence()
+        if state.ahead:
             # Megatron only shifts it, which `roll` does, and from 0.17 on weighs the losses of
             # later tokens by its sum, which has to be that of the micro-batch.
-            given["loss_mask"] = kept.ahead["loss_mask"][0][0]
+            arguments["loss_mask"] = state.ahead["loss_mask"][0][0]
 
-    def positions(self, call: Any, given: Mapping[str, Any]) -> Any:
+    def _keep_packed(self, packed: Any) -> None:
+        """Keep where the packed sequences of the micro-batch begin, for all its slices."""
+        # A wait for the device, so once for each micro-batch.
+        bounds = packed.cu_seqlens_q.tolist()
+        padded = packed.cu_seqlens_q_padded
+        is_padded = padded is not None and padded.tolist() != bounds
+        if packed.qkv_format != "thd" or is_padded:
+            raise ScheduleError(
+                f"packed sequences of format {packed.qkv_format} with padding between them "
+                "cannot run in slices; pack without padding, or leave the slices out"
+            )
+        self.kept.packed = packed
+        self.kept.documents = tuple(dict.fromkeys(bounds))
+
+    def _packed_as_one_sequence(self) -> Any:
+        """Return Megatron's `PackedSeqParams` of the slice as if it were one sequence.
+
+        Then rotary positions, those of its tokens (`positions`), are read in order; fused kernels
+        begin each sequence with the first position otherwise. Attention gets the sequences.
+        """
+        whole_packed = self.kept.packed
+        bounds = _sums([self.end - self.begin], whole_packed.cu_seqlens_q)
+        unset = {"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}
+        if hasattr(whole_packed, "tokens_per_sample"):
+            # Lengths of samples only matter where several are packed into one: slices take one.
+            unset["tokens_per_sample"] = None
+        return replace(whole_packed, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, **unset)
+
+    def positions(self, call: Any, arguments: Mapping[str, Any]) -> Any:
         """Return the rotary positions of a slice, `[s, 1, 1, width]`.
 
-        `call` is Megatron's `forward` of a table of positions, and `given` its arguments.
+        `call` is Megatron's `forward` of a table of positions.
         """
-        if not given.get("packed_seq"):
-            return call(**{**given, "offset": self.begin})
-        found = call(**given)
-        table = found[0] if isinstance(found, tuple) else found
+        if not arguments.get("packed_seq"):
+            return call(**{**arguments, "offset": self.begin})
+        result = call(**arguments)
+        if isinstance(result, tuple):
+            table, *further = result
+            return (self._positions_in(table), *further)
+        return self._positions_in(result)
+
+    def _positions_in(self, table: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a table of positions for the tokens of a packed slice."""
         documents = self.kept.documents
-        places = torch.arange(documents[-1], device=table.device)
-        if len(table) != documents[-1]:  # else positions count through all sequences
+        num_tokens = documents[-1]
+        places = torch.arange(num_tokens, device=table.device)
+        if len(table) != num_tokens:  # else positions count through all sequences
             starts = torch.tensor(documents, device=table.device)
-            places = places - starts[torch.bucketize(places, starts, right=True) - 1]
-        table = table[places[self.begin : self.end]]
-        return (table, *found[1:]) if isinstance(found, tuple) else table
+            document_of = torch.bucketize(places, starts, right=True) - 1
+            places = places - starts[document_of]
+        return table[places[self.begin : self.end]]
 
     def look_ahead(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Learn which tensors of the slice a layer of multi-token prediction shifts, `[b, s]`."""
@@ -307,15 +342,17 @@ class RunningSlice:
         loss.
         """
         # Megatron copies the labels before it shifts them.
-        default = "loss_mask" if tensor.is_floating_point() else "labels"
+        default = "labels"
+        if tensor.is_floating_point():
+            default = "loss_mask"
         name, shift, _ = self._rolled.get(id(tensor), (default, 0, tensor))
         shifted = self.kept.ahead[name]
         if "packed_seq_params" in kwargs:
             kwargs["packed_seq_params"] = self.kept.packed
         while len(shifted) < shift + 2:  # in the first slice only: others find it
             shifted.append(call(shifted[-1][0], *args, **kwargs))
-        whole, total = shifted[shift + 1]
-        part = whole[:, self.begin : self.end]
+        shifted_whole, total = shifted[shift + 1]
+        part = shifted_whole[:, self.begin : self.end]
         # With the tensor: the id of one that is gone may become another's.
         self._rolled[id(part)] = name, shift + 1, part
         return part, total
@@ -375,7 +412,9 @@ class RunningSlice:
 
     def _weight(self) -> float:
         """Return the weight of a router's gradients, which Megatron may multiply by tokens."""
-        return 1 / self.share if self._router.calculate_per_token_loss else 1.0
+        if self._router.calculate_per_token_loss:
+            return 1 / self.share
+        return 1.0
 
 
 class KeptState:
@@ -394,9 +433,9 @@ class KeptState:
     ) -> Iterator[None]:
         """Let layers in the block compute slice `number`; slices begin and end at `bounds`."""
         begin, end = bounds[number : number + 2]
-        kept = self.microbatches[stage, microbatch]
+        state = self.microbatches[stage, microbatch]
         share = (end - begin) / bounds[-1]
-        self.running = RunningSlice(kept, number, begin, end, share, backward)
+        self.running = RunningSlice(state, number, begin, end, share, backward)
         try:
             yield
         finally:
@@ -410,6 +449,19 @@ class KeptState:
 
 # Megatron hands on a mask's name, but `AttnMaskType` lacks this one of Transformer Engine's.
 _PACKED_BOTTOM_RIGHT: Any = SimpleNamespace(name="padding_causal_bottom_right")
+
+
+def _packed_as_in_slice(packed: Any, documents: Sequence[_Document]) -> Any:
+    """Return Megatron's `PackedSeqParams` for queries of a slice and keys up to its end."""
+    num_queries = [document.end - document.begin for document in documents]
+    num_keys = [document.end - document.first for document in documents]
+    return replace(
+        packed,
+        cu_seqlens_q=_sums(num_queries, packed.cu_seqlens_q),
+        cu_seqlens_kv=_sums(num_keys, packed.cu_seqlens_kv),
+        max_seqlen_q=max(num_queries),
+        max_seqlen_kv=max(num_keys),
+    )
 
 
 def _sums(lengths: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -488,24 +540,35 @@ def _cut(item: Any, bounds: Sequence[int]) -> list[dict[str, Any]]:
             f"slices are cut from a dict with tokens, labels, loss_mask and position_ids, but the "
             f"data iterator gives a {type(item).__name__}; leave the slices out"
         )
-    parts: list[dict[str, Any]] = [{} for _ in bounds[1:]]
-    for name, tensor in item.items():
-        if tensor is None or (name in _OF_PACKED and len(tensor) == 1):
-            cut = [tensor for _ in parts]
-        elif name not in (*_ALONG_SEQUENCE, *_OF_PACKED) and getattr(tensor, "ndim", 0) < 2:
-            cut = [tensor for _ in parts]  # of samples: the data set that each is from, for one
-        elif name in _ALONG_SEQUENCE and tensor.shape[1:] == (bounds[-1],):
-            cut = [tensor[:, begin:end].contiguous() for begin, end in pairwise(bounds)]
-        elif name == "attention_mask" and tensor.shape[2:] == (bounds[-1], bounds[-1]):
-            cut = [tensor[:, :, begin:end, :end].contiguous() for begin, end in pairwise(bounds)]
-        else:
-            raise ScheduleError(
-                f"{name} {list(getattr(tensor, 'shape', ()))} of a micro-batch cannot be cut into "
-                f"slices of {bounds[-1]} tokens; leave it out of the data, or leave the slices out"
-            )
-        for part, tensor_of_slice in zip(parts, cut, strict=True):
-            part[name] = tensor_of_slice
-    return parts
+    num_tokens = bounds[-1]
+    slices: list[dict[str, Any]] = []
+    for begin, end in pairwise(bounds):
+        fields = {}
+        for name, tensor in item.items():
+            if _is_whole_in_slices(name, tensor):
+                fields[name] = tensor
+            elif name in _ALONG_SEQUENCE and tensor.shape[1:] == (num_tokens,):
+                fields[name] = tensor[:, begin:end].contiguous()
+            elif name == "attention_mask" and tensor.shape[2:] == (num_tokens, num_tokens):
+                fields[name] = tensor[:, :, begin:end, :end].contiguous()
+            else:
+                shape = list(getattr(tensor, "shape", ()))
+                raise ScheduleError(
+                    f"{name} {shape} of a micro-batch cannot be cut into slices of {num_tokens} "
+                    "tokens; leave it out of the data, or leave the slices out"
+                )
+        slices.append(fields)
+    return slices
+
+
+def _is_whole_in_slices(name: str, tensor: Any) -> bool:
+    """Return whether each slice gets a field of a micro-batch as it is."""
+    if tensor is None:
+        return True
+    if name in _OF_PACKED:
+        return len(tensor) == 1
+    # Figures of samples have no tokens: the data set that each is from, for one.
+    return name not in _ALONG_SEQUENCE and getattr(tensor, "ndim", 0) < 2
 
 
 @dataclass
@@ -525,7 +588,10 @@ class SlicedCompute(StageCompute):
     def __post_init__(self) -> None:
         """Cut the data of the step, and keep apart what the loss of a slice is divided by."""
         call, schedule = self.call, self.table.schedule
-        multiple = call.config.tensor_model_parallel_size if call.config.sequence_parallel else 1
+        # Tensor-parallel ranks hold equal parts of a slice.
+        multiple = 1
+        if call.config.sequence_parallel:
+            multiple = call.config.tensor_model_parallel_size
         self._num_slices = schedule.num_slices
         self._bounds = token_bounds(schedule.slices, call.seq_length, multiple)
         self._user_step = call.forward_step_func
@@ -547,28 +613,35 @@ class SlicedCompute(StageCompute):
         if kind == "W":  # needs nothing that layers keep
             return super().run(numbered, inputs)
         if kind == "F" and part == 0:
+            # Once in a step: hooks come and go between steps, and a large model takes milliseconds.
             if not self._forwards[stage]:
                 check_model(self._stage(stage).model)
             if getattr(self.call.config, "mtp_num_layers", None):
                 self._look_ahead(stage, microbatch, inputs)
+        # For the loss function, which Megatron calls inside without saying for which slice.
         self._number = number
         with self.kept.of(stage, microbatch, part, self._bounds, backward=kind != "F"):
             outputs = super().run(numbered, inputs)
-        if kind == "F":
-            place = self._stage(stage)
-            if part == 0 and not declares_slices(place.model):
-                layers = len(sliced_layers(place.model))
-                kept = len(self.kept.microbatches[stage, microbatch].attention)
-                if kept != layers:  # the patches had no effect
-                    raise ScheduleError(
-                        f"{kept} of {layers} layers of stage {stage} kept keys and values for "
-                        "later slices (patch slices.attention); leave the slices out"
-                    )
-            if part == self._num_slices - 1 and place.is_last:
-                self._complete_loss(stage, microbatch)
-        elif part == 0:  # the last of its backwards
+        if kind == "F" and part == 0:
+            self._check_effect(stage, microbatch)
+        if kind == "F" and part == self._num_slices - 1 and self._stage(stage).is_last:
+            self._complete_loss(stage, microbatch)
+        if kind != "F" and part == 0:  # the last of its backwards
             del self.kept.microbatches[stage, microbatch]
         return outputs
+
+    def _check_effect(self, stage: int, microbatch: int) -> None:
+        """Check that all layers of a stage have kept keys and values: patches may be out of use."""
+        model = self._stage(stage).model
+        if declares_slices(model):
+            return
+        num_layers = len(sliced_layers(model))
+        num_kept = len(self.kept.microbatches[stage, microbatch].attention)
+        if num_kept != num_layers:
+            raise ScheduleError(
+                f"{num_kept} of {num_layers} layers of stage {stage} kept keys and values "
+                "for later slices (patch slices.attention); leave the slices out"
+            )
 
     def saved_tensors(self, action: Action) -> tuple[Tensors, Tensors] | None:
         """Return the inputs and outputs kept for a backward; None once it has run."""
@@ -583,13 +656,13 @@ class SlicedCompute(StageCompute):
         output, loss_of = self._user_step(*args, **kwargs)
 
         def loss(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            found = loss_of(tensor, *args, **kwargs)
-            if len(found) != 3:
+            results = loss_of(tensor, *args, **kwargs)
+            if len(results) != 3:
                 raise ScheduleError(
                     "the loss function returns an average over a slice, which says nothing about "
                     "the micro-batch; return (sum of losses, number of tokens, report)"
                 )
-            total, num_tokens, report = found
+            total, num_tokens, report = results
             self._num_tokens_of[number] = num_tokens
             if self.call.config.calculate_per_token_loss:
                 return total, num_tokens, report
@@ -607,15 +680,17 @@ class SlicedCompute(StageCompute):
         group = parallel_state.get_tensor_model_parallel_group()
         ahead = self.kept.microbatches[stage, microbatch].ahead
         for name in _LOOKS_AHEAD:
-            kind = torch.float32 if name == "loss_mask" else torch.int64
+            dtype = torch.int64
+            if name == "loss_mask":
+                dtype = torch.float32
             if item is not None:
-                tensor = item[name].to(device, kind)
+                tensor = item[name].to(device, dtype)
             else:
                 received = inputs[0]
                 assert received is not None, "the first stage predicts no later tokens"
                 # Micro-batches may have several sizes, and only activations come here.
                 shape = received.shape[1], self._bounds[-1]
-                tensor = torch.empty(shape, dtype=kind, device=device)
+                tensor = torch.empty(shape, dtype=dtype, device=device)
             if group.size() > 1:
                 source = parallel_state.get_tensor_model_parallel_src_rank()
                 dist.broadcast(tensor, source, group=group)
@@ -631,11 +706,11 @@ class SlicedCompute(StageCompute):
         counts = [self._num_tokens_of.pop(number) for number in numbers]
         # Per token, Megatron divides gradients by the tokens of the step.
         if not self.call.config.calculate_per_token_loss:
-            whole = torch.clamp(torch.stack(counts).sum(), min=1)
+            num_tokens = torch.clamp(torch.stack(counts).sum(), min=1)
             for number in numbers:
                 outputs = self._live[stage, number][1]
                 assert outputs[0] is not None
-                outputs[0] /= whole  # in place, as Megatron divides it
+                outputs[0] /= num_tokens  # in place, as Megatron divides it
         reports = [self.reports.pop(number) for number in numbers]
         self.reports[first] = {name: _sum(name, reports) for name in reports[0]}
 
