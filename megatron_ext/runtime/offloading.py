@@ -30,9 +30,15 @@ class Offloading:
 
     def begin_step(self, row: Sequence[Action]) -> None:
         """Take the order of a rank's actions; another one than before is learned anew."""
-        forwards = [(a.stage, a.microbatch) for a in row if a.kind == "F"]
-        number = {forward: place for place, forward in enumerate(forwards)}
-        self._order = tuple(number[a.stage, a.microbatch] for a in row if a.kind in ("B", "I"))
+        numbers: dict[tuple[int, int], int] = {}
+        order = []
+        for action in row:
+            key = action.stage, action.microbatch
+            if action.kind == "F":
+                numbers[key] = len(numbers)
+            elif action.kind in ("B", "I"):
+                order.append(numbers[key])
+        self._order = tuple(order)
         self._begun = 0
         if self._order and self._order != self._learned:
             # In the first step too: a schedule before this configuration may have left its own.
@@ -45,9 +51,11 @@ class Offloading:
             return
         call(**{**kwargs, "vp_size": 1, "vp_stage": 0})  # so it derives nothing
         manager = sys.modules[_MEGATRONS].PipelineOffloadManager.get_instance()
-        made = manager._cached_chunks_forward
-        manager._cached_chunks_backward[:] = [made[n] for n in self._order if n < len(made)]
-        manager._cur_forward_chunk = made[self._begun]
+        chunks = manager._cached_chunks_forward
+        # Before the end of the first step Megatron knows the forwards so far.
+        by_backward = [chunks[number] for number in self._order if number < len(chunks)]
+        manager._cached_chunks_backward[:] = by_backward
+        manager._cur_forward_chunk = chunks[self._begun]
         self._begun += 1
 
     @staticmethod

@@ -33,6 +33,18 @@ _Key = tuple[int, int]
 _PARTS = ("attn", "pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine")
 
 
+def _nodes_of(layer: Any) -> list[Any]:
+    """Return the nodes of a layer in the order in which they run."""
+    # A dense layer, for one, has none for dispatch and combine.
+    nodes = [vars(layer).get(name) for name in _PARTS]
+    return [node for node in nodes if isinstance(node, utils.ScheduleNode)]
+
+
+def _predicts(layer: Any) -> bool:
+    """Return whether a layer is one of multi-token prediction."""
+    return isinstance(layer.mtp_post_process, utils.ScheduleNode)
+
+
 @dataclass
 class PlannedCompute(StageCompute):
     """Runs the actions of a training step with pairs; those outside of pairs take plans too."""
@@ -76,31 +88,23 @@ class PlannedCompute(StageCompute):
         call = self.call
         saved: tuple[Tensors, Tensors] = ([], [])
         store: list[Any] = []
-        given: dict[str, Any] = dict.fromkeys(
+        # Megatron runs what has a model: the forward, the backward, or both in turn.
+        arguments: dict[str, Any] = dict.fromkeys(
             ("forward_step_func", "data_iterator", "f_model", "b_model")
         )
         drawing: AbstractContextManager[None] = nullcontext()
         if forward is not None:
-            place = self._stage(forward[0])
+            arguments |= self._arguments_of_forward(forward)
             if self._draws_by_microbatch:
                 # A backward draws nothing: what recomputes has the numbers of its forward.
                 drawing = rng_of_this_step(*forward)
-            given |= {
-                "forward_step_func": self._planning(forward),
-                "data_iterator": place.data.view(forward[1]),
-                "f_model": place.model,
-                "f_model_chunk_id": place.vp_stage,
-                "is_first_microbatch": upstream.check_first_val_step(
-                    call.first_val_step, call.forward_only, not self._forwards[forward[0]]
-                ),
-                "current_microbatch": forward[1],
-            }
         if backward is not None:
+            # Gone from here before the backward runs, so that it frees what it has used.
             saved = self._live.pop(backward)
-            given["b_model"] = self._stage(backward[0]).model
+            arguments["b_model"] = self._stage(backward[0]).model
         with drawing:
-            outputs, num_tokens, found = combined_1f1b.combined_forward_backward_step(
-                **given,
+            outputs, num_tokens, input_gradients = combined_1f1b.combined_forward_backward_step(
+                **arguments,
                 num_microbatches=call.num_microbatches,
                 input_tensor=inputs,
                 forward_data_store=store,
@@ -117,17 +121,26 @@ class PlannedCompute(StageCompute):
             outputs = self._made(*forward, inputs, outputs, num_tokens, store)
         if backward is None:
             return outputs, []
-        return outputs, self._sent_back(*backward, saved[0], found)
+        return outputs, self._sent_back(*backward, saved[0], input_gradients)
+
+    def _arguments_of_forward(self, key: _Key) -> dict[str, Any]:
+        """Return what Megatron's step of a forward and a backward takes for a forward."""
+        stage, microbatch = key
+        place, is_first = self._stage(stage), not self._forwards[stage]
+        return {
+            "forward_step_func": self._planning(key),
+            "data_iterator": place.data.view(microbatch),
+            "f_model": place.model,
+            "f_model_chunk_id": place.vp_stage,
+            "is_first_microbatch": upstream.check_first_val_step(
+                self.call.first_val_step, self.call.forward_only, is_first
+            ),
+            "current_microbatch": microbatch,
+        }
 
     def _planning(self, key: _Key) -> Callable[..., Any]:
         """Return Megatron's forward step for a micro-batch, in the form that makes a plan."""
         splits = key in self.table.split_backwards
-
-        def around_forward() -> AbstractContextManager[Any]:
-            return self.splits.postponing(key[0]) or nullcontext()
-
-        def around_backward() -> AbstractContextManager[Any]:
-            return self.splits.defer(*key)
 
         def step(*args: Any, **kwargs: Any) -> Any:
             plan, loss = self.call.forward_step_func(*args, **kwargs)
@@ -135,34 +148,56 @@ class PlannedCompute(StageCompute):
             for layer in layers:
                 self._keep_what_is_read(layer)
                 self._draw_as_in_a_block(layer)
-            predicting = [
-                layer for layer in layers if isinstance(layer.mtp_post_process, utils.ScheduleNode)
-            ]
+            predicting = [layer for layer in layers if _predicts(layer)]
             if len(predicting) > 1:
                 self._predict_apart(predicting)
-            for layer in layers if self.observers else ():
-                for node in (layer.moe_dispatch, layer.moe_combine):
-                    if isinstance(node, utils.ScheduleNode):  # none of a layer without experts
-                        node.forward_func = self._observed("F", key, node.forward_func)
-                        kind: Kind = "I" if splits else "B"
-                        node.backward_func = self._observed(kind, key, node.backward_func)
-            config = self.call.config
-            if config.recompute_granularity == "full":
-                is_partial = config.recompute_method == "block"
-                for layer in layers[: config.recompute_num_layers] if is_partial else layers:
-                    # Those of MTP keep more than their input.
-                    if not isinstance(layer.mtp_post_process, utils.ScheduleNode):
-                        self._recompute(layer)
-            for part in (plan, *layers) if splits else ():
-                for node in vars(part).values():
-                    if isinstance(node, utils.ScheduleNode):
-                        node.forward_func = self._kept_for_w(node.forward_func, around_forward)
-                        node.backward_func = self._kept_for_w(node.backward_func, around_backward)
-                        # Where the table says W, not behind the node.
-                        node.delay_wgrad_compute = False
+            # In this order: what recomputes runs the nodes that observers see, and what leaves
+            # weight gradients to W wraps both.
+            if self.observers:
+                for layer in layers:
+                    self._observe(layer, key, "I" if splits else "B")
+            for layer in self._recomputed(layers):
+                self._recompute(layer)
+            if splits:
+                for part in (plan, *layers):
+                    self._defer_weights(part, key)
             return plan, loss
 
         return step
+
+    def _recomputed(self, layers: list[Any]) -> list[Any]:
+        """Return the layers that full recomputation runs once more before their backward."""
+        config = self.call.config
+        if config.recompute_granularity != "full":
+            return []
+        if config.recompute_method == "block":
+            layers = layers[: config.recompute_num_layers]
+        # Those of multi-token prediction keep more than their input.
+        return [layer for layer in layers if not _predicts(layer)]
+
+    def _observe(self, layer: Any, key: _Key, backward_kind: Kind) -> None:
+        """Let observers see the exchanges of tokens of a layer."""
+        for node in (layer.moe_dispatch, layer.moe_combine):
+            if isinstance(node, utils.ScheduleNode):  # none of a layer without experts
+                node.forward_func = self._observed("F", key, node.forward_func)
+                node.backward_func = self._observed(backward_kind, key, node.backward_func)
+
+    def _defer_weights(self, part: Any, key: _Key) -> None:
+        """Let the nodes of a plan, or of a layer, leave weight gradients to W."""
+        stage, microbatch = key
+
+        def around_forward() -> AbstractContextManager[Any]:
+            return self.splits.postponing(stage) or nullcontext()
+
+        def around_backward() -> AbstractContextManager[Any]:
+            return self.splits.defer(stage, microbatch)
+
+        for node in vars(part).values():
+            if isinstance(node, utils.ScheduleNode):
+                node.forward_func = self._kept_for_w(node.forward_func, around_forward)
+                node.backward_func = self._kept_for_w(node.backward_func, around_backward)
+                # Where the table says W, not behind the node.
+                node.delay_wgrad_compute = False
 
     def _keep_what_is_read(self, layer: Any) -> None:
         """Let nothing of a layer be freed or overwritten that another part of it still reads."""
@@ -186,17 +221,15 @@ class PlannedCompute(StageCompute):
         """
         config = self.call.config
         draws = config.hidden_dropout or config.attention_dropout or config.moe_input_jitter_eps
-        predicts = isinstance(layer.mtp_post_process, utils.ScheduleNode)
-        if predicts or not (config.sequence_parallel and draws):
+        if _predicts(layer) or not (config.sequence_parallel and draws):
             return
 
-        def forked(run: Callable[..., Any], *given: Any) -> Any:
+        def forked(run: Callable[..., Any], *arguments: Any) -> Any:
             with random.get_cuda_rng_tracker().fork():
-                return run(*given)
+                return run(*arguments)
 
-        for name in _PARTS:
-            if isinstance(node := vars(layer).get(name), utils.ScheduleNode):
-                node.forward_func = partial(forked, node.forward_func)
+        for node in _nodes_of(layer):
+            node.forward_func = partial(forked, node.forward_func)
 
     @staticmethod
     def _predict_apart(layers: list[Any]) -> None:
@@ -211,32 +244,34 @@ class PlannedCompute(StageCompute):
             predicts = layer.mtp_post_process
 
             def hand_on(
-                given: Any, predicts: Any = predicts, run: Any = predicts.forward_func
+                hidden_states: Any, predicts: Any = predicts, run: Any = predicts.forward_func
             ) -> Any:
-                made = run(given)
-                predicts.chunk_state.mtp_hidden_states[-1] = predicts.detach(made)
-                return made
+                output = run(hidden_states)
+                predicts.chunk_state.mtp_hidden_states[-1] = predicts.detach(output)
+                return output
 
             predicts.forward_func = hand_on
-        first, *others = (
+        first_node, *later_nodes = (
             getattr(layer, _PARTS[0], None) or layer.pre_dispatch_computation for layer in layers
         )
-        for node in others:
+        for node in later_nodes:
 
             def embed(
-                *given: Any, state: Any = node.chunk_state, run: Any = node.forward_func
+                *arguments: Any, state: Any = node.chunk_state, run: Any = node.forward_func
             ) -> Any:
                 model = state.model
 
                 def embedding(**tokens: Any) -> Any:
-                    made = model.embedding(**tokens)
-                    return first.detach(made) if made.requires_grad else made
+                    embedded = model.embedding(**tokens)
+                    if not embedded.requires_grad:
+                        return embedded
+                    return first_node.detach(embedded)
 
                 state.model = SimpleNamespace(
                     embedding=embedding, decoder=model.decoder, vp_stage=model.vp_stage
                 )
                 try:
-                    return run(*given)
+                    return run(*arguments)
                 finally:
                     state.model = model
 
@@ -245,28 +280,27 @@ class PlannedCompute(StageCompute):
     @staticmethod
     def _recompute(layer: Any) -> None:
         """Let a layer run without a graph, and once more before its backward."""
-        parts = [vars(layer).get(name) for name in _PARTS]
-        nodes = [part for part in parts if isinstance(part, utils.ScheduleNode)]
+        nodes = _nodes_of(layer)
         forwards = [node.forward for node in nodes]
         backward = nodes[-1].backward
-        kept: list[Any] = []
+        input_and_states: list[Any] = []
 
-        def without_graph(forward: Callable[..., Any], given: Any) -> Any:
-            if not kept:
+        def without_graph(forward: Callable[..., Any], value: Any) -> Any:
+            if not input_and_states:
                 # It may belong to the stream for communication, and is read in this one.
-                given.record_stream(torch.cuda.current_stream())
-                kept.extend((given, random._get_all_rng_states()))
+                value.record_stream(torch.cuda.current_stream())
+                input_and_states.extend((value, random._get_all_rng_states()))
             with torch.no_grad():
-                made = forward(given)
+                output = forward(value)
             if forward is not forwards[-1]:
-                return made
+                return output
             for node in nodes:
                 node.inputs = node.output = None
-            return made.requires_grad_()
+            return output.requires_grad_()
 
         def again(gradient: Any) -> Any:
-            value, drawn = kept
-            kept.clear()
+            value, drawn = input_and_states
+            input_and_states.clear()
             states = random._get_all_rng_states()
             set_rng_states(*drawn)
             for node, forward in zip(nodes, forwards, strict=True):
@@ -287,10 +321,10 @@ class PlannedCompute(StageCompute):
         def run(*args: Any) -> Any:
             for observer in self.observers:
                 observer.begin_exchange()
-            made = function(*args)
+            output = function(*args)
             for observer in self.observers:
                 observer.end_exchange(kind, *key)
-            return made
+            return output
 
         return run
 
@@ -307,12 +341,13 @@ class PlannedCompute(StageCompute):
 
         def run(*args: Any) -> Any:
             with context():
-                made = function(*args)
-            for tensor in made if isinstance(made, tuple) else (made,):
+                output = function(*args)
+            tensors = output if isinstance(output, tuple) else (output,)
+            for tensor in tensors:
                 if tensor is not None:
                     # It may belong to the stream for communication, and W may read it: the output
                     # layer's input, for one. That stream would reuse it while W still runs.
                     tensor.record_stream(of_w)
-            return made
+            return output
 
         return run
