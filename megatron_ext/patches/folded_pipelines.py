@@ -59,15 +59,15 @@ def _place_segment(
     chosen: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> tuple[list[str], int]:
     """Megatron places the segments of a hybrid pattern round-robin; V and W do not."""
-    pattern, *others = args
+    pattern, *further_args = args
     segments, stages_of = pattern.split("|"), chosen.placement.stages_of
     if len(segments) != chosen.placement.num_stages:
         return cast("tuple[list[str], int]", call(*args, **kwargs))
-    given = dict(zip(("pp_group", "vp_stage"), others, strict=False), **kwargs)
+    placed = dict(zip(("pp_group", "vp_stage"), further_args, strict=False), **kwargs)
     # Upstream deals segments out round-robin: given them in that order, it deals this rank its own.
     dealt = [segments[stage] for chunk in zip(*stages_of, strict=True) for stage in chunk]
-    layers, _ = call("|".join(dealt), *others, **kwargs)
-    stage = stages_of[given["pp_group"].rank()][given["vp_stage"]]
+    layers, _ = call("|".join(dealt), *further_args, **kwargs)
+    stage = stages_of[placed["pp_group"].rank()][placed["vp_stage"]]
     return layers, sum(map(len, segments[:stage]))
 
 
@@ -88,12 +88,12 @@ def _of_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
 @PATCHES.row("placement.is_pipeline_last_stage", f"{_STATE}:is_pipeline_last_stage", kind="replace")
 def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
     """Megatron takes the last rank for the one with the last stage."""
-    given = dict(zip(("ignore_virtual", "vp_stage"), args, strict=False), **kwargs)
+    arguments = dict(zip(("ignore_virtual", "vp_stage"), args, strict=False), **kwargs)
     state = sys.modules[_STATE]
     chunks = state.get_virtual_pipeline_model_parallel_world_size()
-    if not given.get("ignore_virtual", True) and chunks is not None:
-        assert given.get("vp_stage") is not None, "ranks hold several chunks: give vp_stage"
-        if given["vp_stage"] != chunks - 1:
+    if not arguments.get("ignore_virtual", True) and chunks is not None:
+        assert arguments.get("vp_stage") is not None, "ranks hold several chunks: give vp_stage"
+        if arguments["vp_stage"] != chunks - 1:
             return False
     return bool(state.get_pipeline_model_parallel_rank() == 0)
 
@@ -155,9 +155,9 @@ def _share_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """The last rank logs, but the first has the losses."""
     from megatron_ext.runtime.folded import share_losses, share_mtp_losses
 
-    losses, *others = call(*args, **kwargs)
+    losses, *further_results = call(*args, **kwargs)
     share_mtp_losses()
-    return share_losses(losses), *others
+    return share_losses(losses), *further_results
 
 
 @PATCHES.row("placement.evaluate", f"{_TRAINING}:evaluate")
@@ -165,10 +165,10 @@ def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     """The last rank logs, but the first has the losses."""
     from megatron_ext.runtime.folded import share_losses
 
-    losses, *others = call(*args, **kwargs)
+    losses, *further_results = call(*args, **kwargs)
     if losses is not None:  # None: the time limit was reached
         losses = share_losses(losses)
-    return losses, *others
+    return losses, *further_results
 
 
 @PATCHES.row("placement.optimizer_state", f"{_CHECKPOINTING}:generate_state_dict")
@@ -177,15 +177,15 @@ def check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs
     optimizer = args[2] if len(args) > 2 else kwargs["optimizer"]
     options = kwargs.get("optim_sd_kwargs") or {}
     if optimizer is not None and options.get("is_loading"):
-        found = options["metadata"].get("distrib_optim_sharding_type")
+        saved_format = options["metadata"].get("distrib_optim_sharding_type")
         module = sys.modules["megatron.core.optimizer.distrib_optimizer"]
         # Only formats that index state by parameter fit other stages than those that saved it.
         fits = module.DistributedOptimizer.checkpoint_fully_reshardable_formats
-        if found is not None and found not in fits:
+        if saved_format is not None and saved_format not in fits:
             raise DataError(
-                f"the checkpoint's optimizer state is {found}: it fits only the stages that it was "
-                "saved with; save with --dist-ckpt-optim-fully-reshardable to change the schedule, "
-                "or load the weights alone with --no-load-optim"
+                f"the checkpoint's optimizer state is {saved_format}: it fits only the stages that "
+                "it was saved with; save with --dist-ckpt-optim-fully-reshardable to change the "
+                "schedule, or load the weights alone with --no-load-optim"
             )
     return call(*args, **kwargs)
 
@@ -254,26 +254,25 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     state, name, _, kind = loaded  # each rank has a file of its own two folders below
     if kind is None or kind.name != "LEGACY":
         return loaded if not active.is_folded() else check_format(lambda: loaded, None, (), {})
-    version, _, saved = str(state.get("checkpoint_version", 0)).partition(" ")
-    if saved:
+    version, _, saved_stages = str(state.get("checkpoint_version", 0)).partition(" ")
+    if saved_stages:
         state["checkpoint_version"] = float(version)
     # --use-checkpoint-args: the arguments are read, and no layers, before there is a schedule.
     if kwargs.get("rank0") and active.active() is None:
         return loaded
     settings = args[1] if len(args) > 1 else kwargs["args"]
-    mine, usual = _stages(settings), "those of Megatron"
-    chunks = sum(re.fullmatch(r"model\d*", entry) is not None for entry in state)
-    wanted = getattr(settings, "virtual_pipeline_model_parallel_size", None) or 1
+    stages, megatrons = _stages(settings), "those of Megatron"
+    num_saved_chunks = sum(re.fullmatch(r"model\d*", entry) is not None for entry in state)
+    num_chunks = getattr(settings, "virtual_pipeline_model_parallel_size", None) or 1
     # Megatron trains a chunk that is not in the file from its random weights, without a word.
-    lacks = chunks not in (0, wanted) and active.pipeline() is not None
-    if saved != mine or lacks:
+    lacks = num_saved_chunks not in (0, num_chunks) and active.pipeline() is not None
+    if saved_stages != stages or lacks:
         raise DataError(
-            f"the stages of {Path(name).parents[1]} are {saved or usual} ({chunks} on each rank), "
-            f"but those of this run are {mine or usual} ({wanted} on each rank), and "
-            "--ckpt-format torch names layers by their place; load it "
-            "with the schedule that it was saved with, or convert it to names there: "
-            "--ckpt-convert-format torch_dist "
-            "--ckpt-convert-save FOLDER"
+            f"the stages of {Path(name).parents[1]} are {saved_stages or megatrons} "
+            f"({num_saved_chunks} on each rank), but those of this run are {stages or megatrons} "
+            f"({num_chunks} on each rank), and --ckpt-format torch names layers by their place; "
+            "load it with the schedule that it was saved with, or convert it to names there: "
+            "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
         )
     return loaded
 

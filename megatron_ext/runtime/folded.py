@@ -53,9 +53,12 @@ def differing_copies(chunks: Sequence[torch.nn.Module]) -> str | None:
     # A diverged training has NaN in both copies, which equal nothing: its own trouble.
     if tied is None or torch.equal(*map(torch.nan_to_num, tied)):
         return None
-    difference = (tied[0].float() - tied[1].float()).abs().max().item()
-    zero = " (the second is zero)" if not tied[1].any() else ""
-    return f"they differ by up to {difference:.2g}{zero}"
+    first, last = tied
+    difference = (first.float() - last.float()).abs().max().item()
+    told = f"they differ by up to {difference:.2g}"
+    if not last.any():
+        told += " (the second is zero)"
+    return told
 
 
 def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:
@@ -110,25 +113,26 @@ def keep_one_main_copy(sharded_state_dict: Any) -> None:
     The dict has upstream's replica ids for parallel saving or loading; 0 marks the tensors that
     this rank handles. It is modified in place.
     """
-    taken: set[tuple[Any, ...]] = set()
+    main_copies: set[tuple[Any, ...]] = set()
     for shard in nested_values(sharded_state_dict):
         if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
             name = (shard.key, shard.global_offset)
-            if name in taken:
+            if name in main_copies:
                 # Any number but 0: this rank then leaves the tensor to its first copy.
                 shard.replica_id = 1
-            taken.add(name)
+            main_copies.add(name)
 
 
 def with_own_tensors(state_dict: Any) -> Any:
     """Copy every tensor that a loaded state dict has in two places, in place; return the dict."""
-    seen: set[int] = set()
+    tensor_ids: set[int] = set()
 
     def own(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        value = value.clone() if id(value) in seen else value
-        seen.add(id(value))
+        if id(value) in tensor_ids:
+            value = value.clone()
+        tensor_ids.add(id(value))
         return value
 
     return dict_list_map_inplace(own, state_dict)
@@ -144,14 +148,17 @@ def share_losses(
     if not is_folded():
         return dict(losses)
     # As objects on the host: names and shapes differ between models, and only one rank knows them.
-    group = (default_groups() if groups is None else groups).pp
+    group = (groups or default_groups()).pp
     source = dist.get_process_group_ranks(group)[0]
-    holder = dist.get_rank() == source
-    box: list[Any] = [{k: v.detach().cpu() for k, v in losses.items()} if holder else None]
+    has_losses = dist.get_rank() == source
+    box: list[Any] = [None]
+    if has_losses:
+        box = [{name: loss.detach().cpu() for name, loss in losses.items()}]
     dist.broadcast_object_list(box, src=source, group=group)
-    if holder:
+    if has_losses:
         return dict(losses)
-    return {key: loss.to(torch.cuda.current_device()) for key, loss in box[0].items()}
+    [shared] = box
+    return {name: loss.to(torch.cuda.current_device()) for name, loss in shared.items()}
 
 
 def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
@@ -159,16 +166,15 @@ def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
     if not is_folded():
         return
     tracker = MTPLossLoggingHelper.tracker
-    mine = {
-        name: values
-        for name, values in tracker.items()
-        if name.endswith("values") and not name.startswith("cumulative")
-    }
-    shared = share_losses(mine, groups)
+    step_values = {}
+    for name, values in tracker.items():
+        if name.endswith("values") and not name.startswith("cumulative"):
+            step_values[name] = values
+    shared = share_losses(step_values, groups)
     if shared:
         # Upstream averages over the replicas of the rank that computed the values. Now the replicas
         # of every rank hold them, so the average is right on the rank that logs.
-        replicas = (default_groups() if groups is None else groups).dp_cp
+        replicas = (groups or default_groups()).dp_cp
         tracker.update(shared, reduce_group=None, avg_group=replicas)
 
 
@@ -213,7 +219,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         chunks = self.stages_of[pp_rank]
         assert vp_stage is not None or len(chunks) == 1, "ranks hold several chunks: give vp_stage"
         stage = chunks[vp_stage or 0]
-        return sum(earlier.count(layer_type) for earlier in self.stages[:stage])
+        return sum(layers.count(layer_type) for layers in self.stages[:stage])
 
 
 # Upstream builds a new configuration for every micro-batch.

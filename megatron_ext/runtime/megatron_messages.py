@@ -7,7 +7,7 @@ Megatron's 1F1B and interleaved schedules run unmodified; only the P2P transport
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +66,8 @@ class StockPipeline:
         shape = shape_between_stages(config, groups, length, call["micro_batch_size"])
         pairs = pairs_of(self._table(call["num_microbatches"]), self._peers)
         shapes = {"F": [shape], "B": [shape]}
-        made = open_transport(pipeline, self._device, pairs, shapes, self._dtype)
-        self.transport = observed(made, active.required().observers)
+        transport = open_transport(pipeline, self._device, pairs, shapes, self._dtype)
+        self.transport = observed(transport, active.required().observers)
 
     def _table(self, num_microbatches: int) -> Table:
         if num_microbatches not in self._tables:
@@ -79,19 +79,20 @@ class StockPipeline:
     def begin(self, num_microbatches: int, forward_only: bool) -> None:
         """Begin a step; an evaluation runs its forwards in the order of training."""
         table = self._table(num_microbatches)
-        sent = [t for e in table.exchanges for t in e.outputs if t.verb == "SEND"]
-        # Evaluation has no gradients.
-        kinds: tuple[MessageKind, ...] = ("F",) if forward_only else ("F", "B")
+        sent: list[Transfer] = []
+        for exchange in table.exchanges:
+            sent += [transfer for transfer in exchange.outputs if transfer.verb == "SEND"]
+        kinds: tuple[MessageKind, ...] = ("F", "B")
+        if forward_only:  # an evaluation has no gradients
+            kinds = ("F",)
         # With names a send never blocks, whatever order the peer receives in.
-        self._to_send, self._to_receive = (
-            {kind: deque(t for t in transfers if t.message.kind == kind) for kind in kinds}
-            for transfers in (sent, table.arrivals)
-        )
-        expected = [
-            Expected(self._peers.of(transfer), transfer.message, None, self._dtype)
-            for queue in self._to_receive.values()
-            for transfer in queue
-        ]
+        self._to_send = _by_kind(sent, kinds)
+        self._to_receive = _by_kind(table.arrivals, kinds)
+        expected = []
+        for queue in self._to_receive.values():
+            for transfer in queue:
+                source = self._peers.of(transfer)
+                expected.append(Expected(source, transfer.message, None, self._dtype))
         self.transport.begin(expected, table.slots)
 
     def send(self, tensor: torch.Tensor, kind: MessageKind) -> _Request:
@@ -149,7 +150,8 @@ class StockPipeline:
         if wait_on_reqs:
             for request in requests.values():
                 request.wait()
-        return activation, gradient, None if wait_on_reqs else requests
+            return activation, gradient, None
+        return activation, gradient, requests
 
     def _next(
         self, queues: dict[MessageKind, deque[Transfer]], kind: MessageKind, verb: str
@@ -160,6 +162,17 @@ class StockPipeline:
                 f"has messages; take --pipeline-transport torch"
             )
         return queues[kind].popleft()
+
+
+def _by_kind(
+    transfers: Iterable[Transfer], kinds: Iterable[MessageKind]
+) -> dict[MessageKind, deque[Transfer]]:
+    """Return a queue of transfers for each kind, in the order of the table."""
+    queues: dict[MessageKind, deque[Transfer]] = {kind: deque() for kind in kinds}
+    for transfer in transfers:
+        if transfer.message.kind in queues:
+            queues[transfer.message.kind].append(transfer)
+    return queues
 
 
 @dataclass
