@@ -26,6 +26,7 @@ from megatron_ext.schedules.generators.catalog import generate, get
 from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.costs import SHORTEST, Costs
 from megatron_ext.schedules.table.cuts import cut, layout_of
+from megatron_ext.schedules.table.memory import running_peak
 
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
@@ -318,19 +319,18 @@ def is_tight(job: Question, sizes: ParallelSizes) -> bool:
 
 def _peak_kept_bytes(row: Row, stages: Sequence[Part]) -> float:
     """Return the most bytes of activations that a rank keeps, in the order of its row."""
-    kept_bytes = peak_bytes = 0.0
+    changes = []
     for action in row:
         part = stages[action.stage]
         if action.kind == "F":
-            kept_bytes += part.saved + part.logits
+            changes.append(part.saved + part.logits)
         elif action.kind == "I":  # of all else, only the operands of weight gradients stay
-            kept_bytes += part.waiting - part.saved - part.logits
+            changes.append(part.waiting - part.saved - part.logits)
         elif action.kind == "B":
-            kept_bytes -= part.saved + part.logits
+            changes.append(-(part.saved + part.logits))
         elif action.kind == "W":
-            kept_bytes -= part.waiting
-        peak_bytes = max(peak_bytes, kept_bytes)
-    return peak_bytes
+            changes.append(-part.waiting)
+    return running_peak(changes)
 
 
 class _RankLoad(NamedTuple):

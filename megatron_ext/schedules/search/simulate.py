@@ -192,8 +192,11 @@ class Clock:
         """Whether everything arrives when the action that made it ends."""
         # By kind and stage of an action: the link to each that takes its tensor; None: free.
         self._links = {
-            kind: [[link if costs.latency else None for _, link in fed] for fed in of_stages]
-            for kind, of_stages in schedule.links.items()
+            kind: [
+                [link if costs.latency else None for _, link in outputs]
+                for outputs in outputs_by_stage
+            ]
+            for kind, outputs_by_stage in schedule.links.items()
         }
 
     def time_of(self, action: Action) -> float:

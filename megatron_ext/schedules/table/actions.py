@@ -31,8 +31,7 @@ Link = tuple[int, int]
 """(sending rank, receiving rank); equal ranks: to the twin."""
 
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
-# At most nine digits: no table has more, and `int` refuses thousands of them with an error of its
-# own.
+# At most nine digits: no table has more, and `int` refuses thousands of them with another error.
 _ACTION = re.compile(r"([0-9]{1,9})([FBIWR])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
@@ -63,8 +62,8 @@ class Action(NamedTuple):
                 f"{text[:40]!r} is not an action; write stage, kind (F, B, I, W or R) and "
                 f"micro-batch, as in 2F0"
             )
-        stage, kind, microbatch, part = match.groups(default="0")
-        return cls(int(stage), kind, int(microbatch), int(part))  # type: ignore[arg-type]
+        stage, kind, microbatch, slice_index = match.groups(default="0")
+        return cls(int(stage), kind, int(microbatch), int(slice_index))  # type: ignore[arg-type]
 
 
 Row = tuple[Action, ...]
@@ -93,6 +92,15 @@ def parse_row(cells: Iterable[str]) -> tuple[Row, frozenset[int]]:
         except ScheduleError as error:
             raise ScheduleError(f"cell {number}: {error}") from error
     return tuple(row), frozenset(pairs)
+
+
+class Output(NamedTuple):
+    """A result of an action of micro-batch 0 that leaves its stage or its rank."""
+
+    target: Action
+    """The action that needs it."""
+    link: Link | None
+    """The link that its tensor takes; None: it stays on its rank."""
 
 
 class Route(NamedTuple):
@@ -138,9 +146,9 @@ class Schedule:
     earlier slices, and their backwards in reverse, because those add gradients to them."""
     pairs: tuple[frozenset[int], ...] = ()
     """By rank: positions of the forwards that run as one action with the backward behind them, each
-    with its communication behind the other's computation. Both wait for all inputs of the two, and
-    hand on when both have ended. Empty: the table has no pairs. Whoever reads rows alone sees the
-    two in sequence, which is right for all that only counts: activations, gradients, the order of
+    with its communication behind the other's computation. Both wait for the inputs of both, and
+    send their results when both have ended. Empty: the table has no pairs. Code that reads only the
+    rows sees the two in sequence, which is right for counting: activations, gradients, the order of
     sums."""
 
     @property
@@ -202,15 +210,23 @@ class Schedule:
 
     def cells(self, rank: int) -> Iterator[str]:
         """Yield the text of each action or pair of a rank; `parse_row` reads them."""
-        row, pairs = self.rows[rank], self.pairs_of(rank)
+        row = self.rows[rank]
+        pairs = self.pairs_of(rank)
         for index in self.begins(rank):
-            first = row[index]
-            yield f"({first};{row[index + 1]})OVERLAP_F_B" if index in pairs else str(first)
+            if index in pairs:
+                yield f"({row[index]};{row[index + 1]})OVERLAP_F_B"
+            else:
+                yield str(row[index])
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int, int]]:
         """The (stage, micro-batch, slice) of each backward that is split into I and W."""
-        return frozenset((a[0], *a[2:]) for row in self.rows for a in row if a.kind == "I")
+        return frozenset(
+            (action.stage, action.microbatch, action.slice)
+            for row in self.rows
+            for action in row
+            if action.kind == "I"
+        )
 
     def needs(self, action: Action) -> tuple[Action, ...]:
         """Return the actions whose results an action needs: the one rule of dependencies.
@@ -220,50 +236,54 @@ class Schedule:
         shipped, the F of its own stage, which is on another rank. On its own stage a slice also
         needs the F of the slice before it, and the backward of the slice after it.
         """
-        stage, kind, _, part = action
+        stage, kind, _, slice_index = action
         if kind == "W":
             return (action._replace(kind="I"),)
         if kind == "R" and self.ships_activations:
             return (action._replace(kind="F"),)
-        # A recomputation needs what the forward of its stage needed: the input, not the result.
         source = self.placement.source(stage, kind)
+        needed: list[Action] = []
+        # A recomputation needs what the forward of its stage needed: the input, not the result.
         if kind in ("F", "R"):
-            before = (action._replace(slice=part - 1),) if part else ()
-            return before if source is None else (action._replace(stage=source, kind="F"), *before)
-        # What the backward reads was kept on its own rank, where F ran, or with two roles R.
-        own = action._replace(kind="R" if self.disaggregated else "F")
-        needed = (own,) if source is None else (own, self._backward(action, source))
-        if part + 1 == self.num_slices:
-            return needed
-        return (*needed, self._backward(action._replace(slice=part + 1), stage))
+            if source is not None:
+                needed.append(action._replace(stage=source, kind="F"))
+            if slice_index:
+                needed.append(action._replace(slice=slice_index - 1))
+            return tuple(needed)
+        # The backward reads what was kept on its rank: by F, or with two roles by R.
+        needed.append(action._replace(kind="R" if self.disaggregated else "F"))
+        if source is not None:
+            needed.append(self._backward(action, source))
+        if slice_index + 1 < self.num_slices:
+            needed.append(self._backward(action._replace(slice=slice_index + 1), stage))
+        return tuple(needed)
 
     def feeds(self, action: Action) -> tuple[Action, ...]:
         """Return the actions that need the result of an action: `needs`, the other way round."""
-        stage, kind, _, part = action
-        if kind == "W":
-            return ()
+        stage, kind, _, slice_index = action
         target = self.placement.target(stage, kind)
-        if kind == "R":
-            return (self._backward(action, stage),)
-        if kind in ("B", "I"):
-            fed = [] if target is None else [self._backward(action, target)]
+        fed: list[Action] = []
+        if kind == "F":
+            # Where backward ranks recompute, no rank runs F of the last stage: its R takes this.
+            if target is not None and self.runs_forward(target):
+                fed.append(action._replace(stage=target))
+            if slice_index + 1 < self.num_slices:
+                fed.append(action._replace(slice=slice_index + 1))
+            if not self.disaggregated:
+                fed.append(self._backward(action, stage))
+            elif self.ships_activations:
+                fed.append(action._replace(kind="R"))
+            elif target is not None:
+                fed.append(action._replace(stage=target, kind="R"))
+        elif kind == "R":
+            fed.append(self._backward(action, stage))
+        elif kind in ("B", "I"):
+            if target is not None:
+                fed.append(self._backward(action, target))
             if kind == "I":
                 fed.append(action._replace(kind="W"))
-            if part:
-                fed.append(self._backward(action._replace(slice=part - 1), stage))
-            return tuple(fed)
-        fed = []
-        # Where backward ranks recompute, nobody runs F of the last stage: its R takes this output.
-        if target is not None and self.runs_forward(target):
-            fed.append(action._replace(stage=target))
-        if part + 1 < self.num_slices:
-            fed.append(action._replace(slice=part + 1))
-        if not self.disaggregated:
-            fed.append(self._backward(action, stage))
-        elif self.ships_activations:
-            fed.append(action._replace(kind="R"))
-        elif target is not None:
-            fed.append(action._replace(stage=target, kind="R"))
+            if slice_index:
+                fed.append(self._backward(action._replace(slice=slice_index - 1), stage))
         return tuple(fed)
 
     def travels(self, source: Action, target: Action) -> bool:
@@ -272,21 +292,25 @@ class Schedule:
         return source.stage != target.stage or rank_for(*source[:2]) != rank_for(*target[:2])
 
     @cached_property
-    def links(self) -> Mapping[Kind, Sequence[Sequence[tuple[Action, Link | None]]]]:
-        """By kind and stage: what its action of micro-batch 0 feeds on other stages and ranks.
+    def links(self) -> Mapping[Kind, Sequence[Sequence[Output]]]:
+        """By kind and stage: the outputs of its action of micro-batch 0 for other stages or ranks.
 
-        Each with the link that the tensor takes; None: it stays on its rank.
+        Other micro-batches have the same ones, so tables with millions of actions need no more.
         """
-        hops, rank_for = self.placement.hops, self.placement.rank_for
-        links: dict[Kind, list[list[tuple[Action, Link | None]]]] = {kind: [] for kind in KINDS}
+        rank_for = self.placement.rank_for
+        links: dict[Kind, list[list[Output]]] = {kind: [] for kind in KINDS}
         for kind, stage in product(KINDS, range(self.num_stages)):
-            action, taken = Action(stage, kind, 0), []
+            action = Action(stage, kind, 0)
+            outputs = []
             for fed in self.feeds(action):
-                if self.travels(action, fed):
-                    stays = fed.stage != stage and hops[min(fed.stage, stage)] == "local"
-                    ranks = rank_for(stage, kind), rank_for(fed.stage, fed.kind)
-                    taken.append((fed, None if stays else ranks))
-            links[kind].append(taken)
+                if not self.travels(action, fed):
+                    continue
+                link: Link | None = (rank_for(stage, kind), rank_for(fed.stage, fed.kind))
+                # Between both roles of one stage there is no hop: they are on two ranks.
+                if fed.stage != stage and self.placement.hops[min(fed.stage, stage)] == "local":
+                    link = None
+                outputs.append(Output(fed, link))
+            links[kind].append(outputs)
         return links
 
     def _backward(self, action: Action, stage: int) -> Action:
@@ -307,12 +331,16 @@ class Schedule:
 
         An index past the last action marks the end of the row.
         """
-        row = [*map(str, self.rows[rank]), "end"]
-        row[index] = f">>{row[index]}<<"
-        end = min(len(row) - (index < len(row) - 1), index + context + 1)
-        first = max(0, index - context)
-        cells = [*["..."] * (first > 0), *row[first:end]]
-        cells += ["..."] * (index + context + 1 < len(row))
+        texts = [str(action) for action in self.rows[rank]]
+        if index == len(texts):
+            texts.append("end")
+        texts[index] = f">>{texts[index]}<<"
+        first, last = max(0, index - context), index + context
+        cells = texts[first : last + 1]
+        if first > 0:
+            cells.insert(0, "...")
+        if last < len(self.rows[rank]):
+            cells.append("...")
         return f"rank {rank}, action {index}: {' '.join(cells)}"
 
     @property

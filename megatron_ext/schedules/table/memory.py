@@ -15,17 +15,18 @@ backward on. They are counted apart, because their size depends on the heads of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
 from operator import mul
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.schedules.table.route_plan import plan_routes
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Row, Schedule
+    from megatron_ext.schedules.table.actions import Kind, Row, Schedule
 
 Edge = tuple[int, int, str]
 """(sending rank, receiving rank, kind of message); equal ranks: to the twin."""
@@ -46,17 +47,28 @@ class Memory:
 # activation function. Attention itself keeps nothing more than its operands.
 _RECOMPUTED = {"layernorm": 4, "mla_up_proj": 6, "mlp": 16, "moe": 16, "moe_act": 8}
 
-# The same if Megatron offloads a module until its backward: of tensors as wide as the model, and of
-# those that tensor-parallel ranks divide.
+
+class _OffloadedBytes(NamedTuple):
+    """Memory that a layer saves if Megatron offloads a module until its backward.
+
+    In bytes for each token and unit of width.
+    """
+
+    whole: int = 0
+    """Of tensors as wide as the model."""
+    divided: int = 0
+    """Of tensors that tensor-parallel ranks divide."""
+
+
 _OFFLOADED = {
-    "attn_norm": (2, 0),
-    "qkv_linear": (2, 0),
-    "core_attn": (0, 6),
-    "attn_proj": (0, 2),
-    "mlp_norm": (2, 0),
-    "expert_fc1": (2, 0),
-    "moe_act": (0, 8),
-    "fused_group_mlp": (2, 16),
+    "attn_norm": _OffloadedBytes(whole=2),
+    "qkv_linear": _OffloadedBytes(whole=2),
+    "core_attn": _OffloadedBytes(divided=6),
+    "attn_proj": _OffloadedBytes(divided=2),
+    "mlp_norm": _OffloadedBytes(whole=2),
+    "expert_fc1": _OffloadedBytes(whole=2),
+    "moe_act": _OffloadedBytes(divided=8),
+    "fused_group_mlp": _OffloadedBytes(whole=2, divided=16),
 }
 
 
@@ -73,71 +85,95 @@ def stash_ratio(
 ) -> float:
     """Return the stash ratio of a transformer layer: bytes held for W over bytes held for I.
 
-    The layer has width h and a feed-forward network of 4h, in 16 bits; what it keeps is that of
+    The layer has width h and a feed-forward network of 4h, in 16 bits. Its activations are those of
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 
-    Layers of Transformer Engine keep what they gathered from I to W (`keeps_gathered`). Modules
-    have Megatron's names; inputs of `offloaded` ones are on the host until I, which leaves the
-    operands of W on the device. A share of the layers, `recomputed_layers`, is recomputed whole;
-    each keeps `kept_inputs` inputs, 1/n if n layers are recomputed at once, which tensor-parallel
-    ranks may divide without sequence parallelism too (`divides_inputs`).
+    Args:
+        tensor_parallel: Ranks that divide the layer.
+        sequence_parallel: Whether they divide the tensors as wide as the model as well.
+        keeps_gathered: Whether what I gathered stays until W, as in Transformer Engine.
+        recomputed: Modules that are recomputed, by Megatron's names.
+        offloaded: Modules whose inputs are on the host until I, by Megatron's names. The operands
+            of their W are then on the device.
+        recomputed_layers: Share of the layers that are recomputed whole, 0 to 1.
+        kept_inputs: Inputs that such a layer keeps: 1/n if n layers are recomputed at once.
+        divides_inputs: Whether tensor-parallel ranks divide these inputs even without sequence
+            parallelism.
 
     Returns:
         A ratio of at least 1, a multiple of 1/16, so that sums of it are exact.
     """
-    t = tensor_parallel
-    divided = t if sequence_parallel else 1
+    divided = tensor_parallel if sequence_parallel else 1
     # For each token and unit of width: 10 + 24/t bytes, 34/t with sequence parallelism.
-    kept = 10 / divided + 24 / t
-    # A recomputed expert layer includes its activation function, which counts once.
-    for module in set(recomputed) - ({"moe_act"} if "moe" in recomputed else set()):
-        kept -= _RECOMPUTED.get(module, 0) / (divided if module == "layernorm" else t)
+    kept = 10 / divided + 24 / tensor_parallel
+    recomputed_modules = set(recomputed)
+    if "moe" in recomputed_modules:
+        # A recomputed expert layer includes its activation function, which counts once.
+        recomputed_modules.discard("moe_act")
+    for module in recomputed_modules:
+        ranks = divided if module == "layernorm" else tensor_parallel
+        kept -= _RECOMPUTED.get(module, 0) / ranks
     for module in offloaded:
-        of_width, of_ranks = _OFFLOADED.get(module, (0, 0))
-        kept -= of_width / divided + of_ranks / t
-    kept = max(kept, 2 / divided)  # modules may be recomputed and offloaded
+        saved = _OFFLOADED.get(module, _OffloadedBytes())
+        kept -= saved.whole / divided + saved.divided / tensor_parallel
+    # A module may be recomputed and offloaded, which saves its memory once.
+    kept = max(kept, 2 / divided)
     # A recomputed layer keeps only its input.
-    inputs = 2 * kept_inputs / (t if divides_inputs else divided)
+    inputs = 2 * kept_inputs / (tensor_parallel if divides_inputs else divided)
     kept = recomputed_layers * inputs + (1 - recomputed_layers) * kept
     # The four linear layers keep two operands each until W, recomputed or not: one is as wide as
     # the model (the input of a column-parallel layer, the gradient of a row-parallel one), the
     # other divided (3h/t, h/t, 4h/t and 4h/t). That makes 8 + 24/t bytes, and 32/t if sequence
     # parallelism divides the first ones and W gathers them again.
-    stash = (8 if keeps_gathered or not sequence_parallel else 8 / t) + 24 / t
+    stash = 8.0
+    if sequence_parallel and not keeps_gathered:
+        stash = 8 / tensor_parallel
+    stash += 24 / tensor_parallel
     return max(1.0, ceil(16 * stash / kept) / 16)
+
+
+def running_peak(changes: Iterable[float]) -> float:
+    """Return the highest sum that changes reach one after the other, at least 0.
+
+    Every peak of memory is one: each kind of memory has its own changes.
+    """
+    return max(accumulate(changes, initial=0))
 
 
 def most_alive(row: Row, stash_ratio: float = 1.0, slices: Sequence[float] = (1.0,)) -> float:
     """Return the most activations (one stage, one micro-batch) that a row keeps at once.
 
-    A weight stash counts `stash_ratio` times the activations, each slice its share.
+    Args:
+        row: The actions of a rank.
+        stash_ratio: What a weight stash counts, in activations.
+        slices: Share of a micro-batch in each of its slices.
     """
     kinds = [action.kind for action in row]
-    found = set(kinds)
-    if found <= {"F"}:  # no backward needs them
-        return len(found)
-    opens = {"F": 0, "R": 1} if "R" in found else {"F": 1, "R": 0}
-    changes = {**opens, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
-    # Without a step of a loop for each action: tables have millions.
-    taken = map(changes.__getitem__, kinds)
+    present = set(kinds)
+    if present <= {"F"}:  # no backward needs them
+        return len(present)
+    change_of: dict[Kind, float] = {"B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
+    # On a backward rank R makes the activations; a forward rank beside it keeps none.
+    recomputes = "R" in present
+    change_of["F"] = 0 if recomputes else 1
+    change_of["R"] = 1 if recomputes else 0
+    # `map`, not a loop: tables have millions of actions.
+    changes: Iterable[float] = map(change_of.__getitem__, kinds)
     if len(slices) > 1:
-        taken = map(mul, taken, [slices[action.slice] for action in row])
-    return max(accumulate(taken, initial=0))
+        changes = map(mul, changes, [slices[action.slice] for action in row])
+    return running_peak(changes)
 
 
-def _keys_peak(row: Row, num_slices: int) -> int:
-    """Return the peak of keys and values, or their gradients, of a micro-batch on one stage."""
-    kept = peak = 0
-    for _, kind, _, part in row:
-        if kind == "F":
-            kept += part == 0
-        elif kind in ("B", "I"):
-            kept += part == num_slices - 1
-        peak = max(peak, kept)
-        # The last backward of a micro-batch ends both, the keys and values and their gradients.
-        if kind in ("B", "I") and part == 0:
-            kept -= 2
-    return peak
+def _keys_and_values_changes(row: Row, num_slices: int) -> Iterator[int]:
+    """Yield the changes of keys and values, and of their gradients, in micro-batches of a stage."""
+    for _, kind, _, slice_index in row:
+        if kind == "F" and slice_index == 0:
+            yield 1  # keys and values, from the first forward on
+        if kind in ("B", "I"):
+            if slice_index == num_slices - 1:
+                yield 1  # their gradients, from the first backward on
+            if slice_index == 0:
+                yield -2  # the last backward ends both
 
 
 def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[float, ...]:
@@ -148,11 +184,15 @@ def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[floa
 
 def measure(schedule: Schedule) -> Memory:
     """Return the peak memory of a schedule."""
-    share, rows, count = schedule.pp / schedule.num_stages, schedule.rows, schedule.num_slices
-    return Memory(
-        activation_peaks(schedule),
-        tuple(share * _keys_peak(row, count) for row in rows) if count > 1 else (),
-    )
+    activations = activation_peaks(schedule)
+    if schedule.num_slices == 1:
+        return Memory(activations)
+    share = schedule.pp / schedule.num_stages
+    keys_and_values = []
+    for row in schedule.rows:
+        changes = _keys_and_values_changes(row, schedule.num_slices)
+        keys_and_values.append(share * running_peak(changes))
+    return Memory(activations, tuple(keys_and_values))
 
 
 def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
@@ -163,44 +203,61 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
     alive between F and B (or I), on the stages that an edge serves, is enough for either direction,
     in any order of arrival.
     """
-    slots: dict[Edge, int] = {}
     if schedule.disaggregated:
-        # Forwards do not wait for backwards, so all micro-batches may be in flight on each edge.
-        for kind, of_stages in schedule.links.items():
-            for stage, fed in enumerate(of_stages):
-                for _, link in fed if schedule.runs_forward(stage) or kind != "F" else ():
-                    if link:
-                        edge = (*link, "F" if kind == "F" else "B")
-                        slots[edge] = schedule.num_microbatches
-        return dict(sorted(slots.items()))
+        return _slots_of_roles(schedule)
+    slots: dict[Edge, int] = {}
     # The rank that takes each stage's output; the twin counts as that rank itself.
-    takers = [next((link[1] for _, link in fed if link), None) for fed in schedule.links["F"]]
+    receivers: list[int | None] = []
+    for outputs in schedule.links["F"]:
+        links = [output.link for output in outputs if output.link]
+        receivers.append(links[0][1] if links else None)
     for rank, row in enumerate(schedule.rows):
-        for peer, peak in _most_by_group(row, takers).items():
-            slots[rank, peer, "F"] = slots[peer, rank, "B"] = peak
-    # A tensor of a route that waits for its taker is of a micro-batch that is alive in its
-    # publisher; a gradient that waits is of one that is alive in the stage that takes it.
-    rank_of = schedule.placement.rank_of
-    alive: dict[int, int] = {}
-    for row in schedule.rows if schedule.routes else ():
-        alive |= _most_by_group(row, range(schedule.num_stages))
-    for hops in plan_routes(schedule.routes, schedule.placement).sent.values():
-        for hop in hops:
-            edge = (rank_of[hop.stage], rank_of[hop.taker], hop.kind)
-            waits = alive[hop.stage if hop.kind == "P" else hop.taker]
-            slots[edge] = slots.get(edge, 0) + waits
+        for receiver, peak in _alive_by_group(row, receivers).items():
+            slots[rank, receiver, "F"] = peak
+            slots[receiver, rank, "B"] = peak
+    if schedule.routes:
+        _add_slots_of_routes(schedule, slots)
     return dict(sorted(slots.items()))
 
 
-def _most_by_group(row: Row, group_of: Sequence[int | None]) -> dict[int, int]:
-    """Return the peak of activations between F and B (or I), by the group of their stage."""
+def _slots_of_roles(schedule: Schedule) -> dict[Edge, int]:
+    """Return the slots of a disaggregated table.
+
+    Forwards do not wait for backwards, so all micro-batches may be in flight on each edge.
+    """
+    edges: set[Edge] = set()
+    for kind, outputs_by_stage in schedule.links.items():
+        for stage, outputs in enumerate(outputs_by_stage):
+            if kind == "F" and not schedule.runs_forward(stage):
+                continue
+            for output in outputs:
+                if output.link:
+                    edges.add((*output.link, "F" if kind == "F" else "B"))
+    return dict.fromkeys(sorted(edges), schedule.num_microbatches)
+
+
+def _add_slots_of_routes(schedule: Schedule, slots: dict[Edge, int]) -> None:
+    """Add what routes need on each edge.
+
+    A tensor that waits for its taker is of a micro-batch that is alive in its publisher; a gradient
+    that waits is of one that is alive in the stage that takes it.
+    """
+    rank_of = schedule.placement.rank_of
     alive: dict[int, int] = {}
-    peak: dict[int, int] = {}
+    for row in schedule.rows:
+        alive |= _alive_by_group(row, range(schedule.num_stages))
+    for hops in plan_routes(schedule.routes, schedule.placement).sent.values():
+        for hop in hops:
+            edge = (rank_of[hop.stage], rank_of[hop.taker], hop.kind)
+            waiting = alive[hop.stage if hop.kind == "P" else hop.taker]
+            slots[edge] = slots.get(edge, 0) + waiting
+
+
+def _alive_by_group(row: Row, group_of: Sequence[int | None]) -> dict[int, int]:
+    """Return the peak of activations between F and B (or I), by the group of their stage."""
+    changes: dict[int, list[int]] = defaultdict(list)
     for stage, kind, _, _ in row:
         group = group_of[stage]
-        if group is None or kind == "W":
-            continue
-        alive[group] = count = alive.get(group, 0) + (1 if kind == "F" else -1)
-        if count > peak.get(group, 0):
-            peak[group] = count
-    return peak
+        if group is not None and kind != "W":
+            changes[group].append(1 if kind == "F" else -1)
+    return {group: int(running_peak(of_group)) for group, of_group in changes.items()}

@@ -9,15 +9,15 @@ at all (`stuck`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.actions import KINDS, Action, Kind, Schedule
 
 Visit = Callable[[int, int, Any], Any]
 """(rank, position in its row, value of the tensor that the action takes) -> value of the tensor
-that it makes; two values where it feeds two ranks. A pair is one visit with two values, and returns
-two."""
+that it makes; two values where it feeds two ranks. A pair is one visit, which takes and returns two
+values."""
 
 
 def check_ends(schedule: Schedule) -> None:
@@ -44,102 +44,163 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
     Returns:
         The ranks that did not finish, with the position at which they wait; empty if all did.
     """
-    steps = _steps(schedule)
-    # Numbered and not by name: a table has millions of tensors, and this is asked twice for each.
-    there: list[Any] = [None] * 3 * schedule.num_stages * schedule.slices_in_step
-    num_slices = schedule.num_slices
-    position = [0] * len(schedule.rows)
-    awaited: dict[int, int] = {}  # missing tensor: the rank that waits for it
-    waiting: dict[int, int] = {}  # rank: the position of the action that cannot run
+    walking = _Walk(schedule, visit)
     # A stack: rank 0, which has the first forward, is on top.
-    todo = list(range(len(schedule.rows)))[::-1]
+    walking.runnable = list(range(len(schedule.rows)))[::-1]
+    while walking.runnable:
+        walking.run(walking.runnable.pop())
+    return walking.waiting
 
-    def hand_over(number: int, value: Any) -> None:
-        there[number] = value
-        if number in awaited:
-            todo.append(awaited.pop(number))
 
-    while todo:
-        rank = todo.pop()
-        row, index, pairs = schedule.rows[rank], position[rank], schedule.pairs_of(rank)
+class _Tensors(NamedTuple):
+    """The tensors of an action of micro-batch 0, slice 0, by their numbers; -1: there is none."""
+
+    taken: int
+    made: int
+    copy: int
+    """A second one with the same content, where two ranks take it."""
+
+
+class _Walk:
+    """One walk over a table. Tensors have numbers, because a table has millions of them."""
+
+    def __init__(self, schedule: Schedule, visit: Visit) -> None:
+        self._rows = schedule.rows
+        self._pairs = [schedule.pairs_of(rank) for rank in range(len(schedule.rows))]
+        self._num_slices = schedule.num_slices
+        self._visit = visit
+        self._tensors = _tensors(schedule)
+        # By number: the value of each tensor that exists.
+        self._values: list[Any] = [None] * 3 * schedule.num_stages * schedule.slices_in_step
+        self._positions = [0] * len(schedule.rows)
+        # By number of a missing tensor: the rank that waits for it.
+        self._awaited: dict[int, int] = {}
+        self.runnable: list[int] = []
+        """Ranks that may continue; the last is the next."""
+        self.waiting: dict[int, int] = {}
+        """By rank: the position of the action that lacks a tensor."""
+
+    def run(self, rank: int) -> None:
+        """Visit the actions of a rank until one lacks a tensor."""
+        row, pairs, index = self._rows[rank], self._pairs[rank], self._positions[rank]
+        # Locals: this loop runs once for each of millions of actions.
+        tensors, values, awaited = self._tensors, self._values, self._awaited
+        num_slices, visit = self._num_slices, self._visit
         while index < len(row):
-            stage, kind, microbatch, part = row[index]
-            number = microbatch * num_slices + part
-            source, makes, copies = steps[kind][stage]
-            taken = there[source + number] if source >= 0 else None
-            if source >= 0 and taken is None:
-                awaited[source + number] = rank
-                waiting[rank] = index
-                break
-            if index in pairs:  # both wait for all inputs, and hand on at the end
-                stage, kind, microbatch, part = row[index + 1]
-                partner = microbatch * num_slices + part
-                source, sent, _ = steps[kind][stage]
-                other = there[source + partner] if source >= 0 else None
-                if source >= 0 and other is None:
-                    awaited[source + partner] = rank
-                    waiting[rank] = index + 1
-                    break
-                made, other = visit(rank, index, (taken, other))
-                index += 1
-                if sent >= 0:
-                    hand_over(sent + partner, other)
-            else:
-                made = visit(rank, index, taken)
-                if copies >= 0:
-                    made, other = made
-                    hand_over(copies + number, other)
+            stage, kind, microbatch, slice_index = row[index]
+            offset = microbatch * num_slices + slice_index
+            taken, made, copy = tensors[kind][stage]
+            value = None
+            if taken >= 0:
+                value = values[taken + offset]
+                if value is None:
+                    self._wait(rank, index, taken + offset)
+                    return
+            if index in pairs:
+                if not self._run_pair(rank, index, value):
+                    return
+                index += 2
+                continue
+            result = visit(rank, index, value)
+            if copy >= 0:
+                result, copied = result
+                self._hand_over(copy + offset, copied)
             index += 1
-            if makes >= 0:  # not by `hand_over`: this runs for nearly every action
-                there[makes + number] = made
-                if makes + number in awaited:
-                    todo.append(awaited.pop(makes + number))
-        else:
-            waiting.pop(rank, None)
-        position[rank] = index
-    return waiting
+            if made >= 0:  # not by `_hand_over`, for speed: nearly every action makes a tensor
+                values[made + offset] = result
+                if made + offset in awaited:
+                    self.runnable.append(awaited.pop(made + offset))
+        self._positions[rank] = index
+        self.waiting.pop(rank, None)
+
+    def _run_pair(self, rank: int, index: int, forward_value: Any) -> bool:
+        """Visit a pair, whose forward has its tensor; return False if the backward lacks one.
+
+        Both wait for all tensors of the two, and their results exist when both have ended.
+        """
+        stage, kind, microbatch, slice_index = self._rows[rank][index]
+        forward_offset = microbatch * self._num_slices + slice_index
+        forward = self._tensors[kind][stage]
+        stage, kind, microbatch, slice_index = self._rows[rank][index + 1]
+        backward_offset = microbatch * self._num_slices + slice_index
+        backward = self._tensors[kind][stage]
+        backward_value = None
+        if backward.taken >= 0:
+            backward_value = self._values[backward.taken + backward_offset]
+            if backward_value is None:
+                self._wait(rank, index, backward.taken + backward_offset, partner=True)
+                return False
+        result, backward_result = self._visit(rank, index, (forward_value, backward_value))
+        if backward.made >= 0:
+            self._hand_over(backward.made + backward_offset, backward_result)
+        if forward.made >= 0:
+            self._hand_over(forward.made + forward_offset, result)
+        return True
+
+    def _wait(self, rank: int, index: int, number: int, *, partner: bool = False) -> None:
+        """Let a rank stop before an action or pair, until a tensor exists."""
+        self._positions[rank] = index
+        self._awaited[number] = rank
+        # Of a pair, errors name the action that lacks the tensor.
+        self.waiting[rank] = index + 1 if partner else index
+
+    def _hand_over(self, number: int, value: Any) -> None:
+        self._values[number] = value
+        if number in self._awaited:
+            self.runnable.append(self._awaited.pop(number))
 
 
-def _steps(schedule: Schedule) -> dict[Kind, list[tuple[int, int, int]]]:
-    """By kind and stage of an action: the tensor that it takes and those that it makes, or -1.
+def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
+    """Return the tensors of each action of slice 0 of micro-batch 0, by its kind and stage.
 
-    The tensors are those of slice 0 of micro-batch 0. They are numbered by the stage, micro-batch
-    and slice that take them: activations first, then gradients, then what R takes. Tables have
-    millions of actions, so a walk looks up nothing but these numbers.
+    Tensors are numbered by the stage, micro-batch and slice that take them: activations first, then
+    gradients, then what R takes.
     """
-    m, count = schedule.slices_in_step, schedule.num_stages * schedule.slices_in_step
+    per_stage = schedule.slices_in_step
+    count = schedule.num_stages * per_stage
     base = {"F": 0, "B": count, "I": count, "R": 2 * count}
-    makes = {
-        kind: [[base[fed.kind] + fed.stage * m for fed, _ in each] for each in of_stages]
-        for kind, of_stages in schedule.links.items()
-    }
-    made = {number for of_stages in makes.values() for each in of_stages for number in each}
-    steps: dict[Kind, list[tuple[int, int, int]]] = {}
+    made_by: dict[Kind, list[list[int]]] = {}
+    existing: set[int] = set()
+    for kind, outputs_by_stage in schedule.links.items():
+        made_by[kind] = []
+        for outputs in outputs_by_stage:
+            targets = [output.target for output in outputs]
+            numbers = [base[target.kind] + target.stage * per_stage for target in targets]
+            made_by[kind].append(numbers)
+            existing.update(numbers)
+    tensors: dict[Kind, list[_Tensors]] = {}
     for kind in KINDS:
-        steps[kind] = []
-        for stage, each in enumerate(makes[kind]):
-            taken = base.get(kind, -1) + stage * m
-            first, second, *_ = *each, -1, -1
-            steps[kind].append((taken if kind != "W" and taken in made else -1, first, second))
-    return steps
+        tensors[kind] = []
+        for stage, numbers in enumerate(made_by[kind]):
+            taken = -1
+            # What no action makes is data or the loss, which is there from the start.
+            if kind != "W" and base[kind] + stage * per_stage in existing:
+                taken = base[kind] + stage * per_stage
+            made, copy = [*numbers, -1, -1][:2]
+            tensors[kind].append(_Tensors(taken, made, copy))
+    return tensors
 
 
 def _cycle_message(schedule: Schedule, position: dict[int, int]) -> str:
     """Follow the waiting ranks until one repeats, and describe that cycle."""
     rank_for = schedule.placement.rank_for
     rank = min(position)
+    # By rank, in the order of the walk: the action that needs, and the one that it needs.
     chain: dict[int, tuple[Action, Action]] = {}
     while rank not in chain:
         action = schedule.rows[rank][position[rank]]
-        [needed] = (n for n in schedule.needs(action) if schedule.travels(n, action))
+        [needed] = (need for need in schedule.needs(action) if schedule.travels(need, action))
         chain[rank] = action, needed
         rank = rank_for(needed.stage, needed.kind)
     lines = ["the order of the ranks is cyclic, so these wait for each other forever:"]
-    for waiting in list(chain)[list(chain).index(rank) :]:
-        action, needed = chain[waiting]
+    # The ranks before the one that repeats lead into the cycle, and are not in it.
+    for waiting_rank in list(chain)[list(chain).index(rank) :]:
+        action, needed = chain[waiting_rank]
         peer = rank_for(needed.stage, needed.kind)
-        behind = schedule.rows[peer][position[peer]]
-        lines.append(f"  {action} of rank {waiting} needs {needed}, which is behind {behind}")
-        lines.append(f"  {schedule.marked(waiting, position[waiting])}")
+        blocking = schedule.rows[peer][position[peer]]
+        lines.append(
+            f"  {action} of rank {waiting_rank} needs {needed}, which is behind {blocking}"
+        )
+        lines.append(f"  {schedule.marked(waiting_rank, position[waiting_rank])}")
     lines.append("run every action after all that it needs, on all ranks in one common order")
     return "\n".join(lines)
