@@ -62,9 +62,10 @@ class Message(NamedTuple):
         if self.launched:
             return f"the launch of {self.tensor}"
         if kind in _OF_MICROBATCHES:
-            of_slice = f"slice {position} of " if position else ""
-            what = _OF_MICROBATCHES[kind].format(stage)
-            return f"{what} for {of_slice}micro-batch {microbatch}"
+            tensor = _OF_MICROBATCHES[kind].format(stage)
+            if position:
+                return f"{tensor} for slice {position} of micro-batch {microbatch}"
+            return f"{tensor} for micro-batch {microbatch}"
         if kind == "D":
             return f"decision {microbatch} of the leader"
         if self.header:

@@ -285,7 +285,10 @@ def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:
         sent = [sum(t.verb == "SEND" for t in exchange.all_outputs) for exchange in resolved]
         calls = list(accumulate(map(add, received, sent), initial=0))
         turns = (
-            (post.transfer, calls[post.before] + (received[post.before] if post.taken else 0))
+            (
+                post.transfer,
+                calls[post.before] + (received[post.before] if post.is_behind_inputs else 0),
+            )
             for post in table.order.posts(table.rank, leads=leads)
         )
     expected = (

@@ -252,10 +252,8 @@ def _check_sizes(args: argparse.Namespace) -> None:
     if args.microbatches is None:
         missing.append("--microbatches")
     if missing:
-        verb, them = ("are", "them") if len(missing) > 1 else ("is", "it")
-        raise ScheduleError(
-            f"{' and '.join(missing)} {verb} missing; give {them} (only csv:FILE has its own size)"
-        )
+        advice = "are missing; give them" if len(missing) > 1 else "is missing; give it"
+        raise ScheduleError(f"{' and '.join(missing)} {advice} (only csv:FILE has its own size)")
     if args.pp > MAX_RANKS:
         raise ScheduleError(f"--pp {args.pp} is more than can be planned; use at most {MAX_RANKS}")
     max_microbatches = MAX_PASSES // max(args.pp, 1)

@@ -52,19 +52,31 @@ def ink(colour: str) -> str:
     return max(_DARK_INK, _LIGHT_INK, key=lambda text: contrast(text, colour))
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(first: str, second: str) -> float:
     """Return the contrast of two colours as WCAG defines it, from 1 to 21."""
-    low, high = sorted(map(_luminance, (one, other)))
-    return (high + 0.05) / (low + 0.05)
+    darker, lighter = sorted((_luminance(first), _luminance(second)))
+    return (lighter + 0.05) / (darker + 0.05)
 
 
 def _luminance(colour: str) -> float:
-    parts = (value / 255 for value in bytes.fromhex(colour[1:]))
-    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    """Return the relative luminance of a colour as WCAG defines it, from 0 to 1."""
+    red, green, blue = (_linear(value / 255) for value in bytes.fromhex(colour[1:]))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _linear(value: float) -> float:
+    """Return the linear value of a component of sRGB, both from 0 to 1."""
+    if value <= 0.04045:
+        return value / 12.92
+    linear: float = ((value + 0.055) / 1.055) ** 2.4
+    return linear
 
 
 def ansi(text: str, colour: str) -> str:
     """Return text for a terminal, on a colour."""
-    back, front = (";".join(map(str, bytes.fromhex(c[1:]))) for c in (colour, ink(colour)))
-    return f"\x1b[48;2;{back};38;2;{front}m{text}\x1b[0m"
+    background, foreground = _ansi_rgb(colour), _ansi_rgb(ink(colour))
+    return f"\x1b[48;2;{background};38;2;{foreground}m{text}\x1b[0m"
+
+
+def _ansi_rgb(colour: str) -> str:
+    return ";".join(str(value) for value in bytes.fromhex(colour[1:]))

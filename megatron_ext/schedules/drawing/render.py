@@ -10,8 +10,10 @@ those of the first.
 
 from __future__ import annotations
 
+import math
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, ansi
@@ -22,19 +24,23 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Schedule
 
 _CELL = re.compile(r"\b\d*([FBIWRfbiwr])\d+\S*")
+_KIND_IN_LEGEND = re.compile(r"\b([FBIWR])(?= [a-z])")
 
 
 def picture(timeline: Timeline, width: int = 100, *, coloured: bool = False) -> str:
     """Return caption, grid and legend for a terminal of `width` columns."""
     body, legend = grid(timeline, width), _legend(timeline)
     if coloured:
-
-        def painted(cell: re.Match[str]) -> str:
-            return ansi(cell[0], KINDS[cell[1].upper()][cell[1].islower()])
-
-        body = _CELL.sub(painted, body)
-        legend = re.sub(r"\b([FBIWR])(?= [a-z])", painted, legend)
+        body = _CELL.sub(_painted, body)
+        legend = _KIND_IN_LEGEND.sub(_painted, legend)
     return f"{caption(timeline)}\n{body}\n{legend}"
+
+
+def _painted(cell: re.Match[str]) -> str:
+    """Return a cell in the colour of its kind, pale if its letter is lower case."""
+    kind = cell[1]
+    even, odd = KINDS[kind.upper()]
+    return ansi(cell[0], odd if kind.islower() else even)
 
 
 def caption(timeline: Timeline) -> str:
@@ -113,45 +119,66 @@ def grid(timeline: Timeline, width: int = 100) -> str:
     """Return the lines of all ranks, broken into blocks of at most `width` columns."""
     rows = _cells(timeline)
     rank_width = len(str(len(rows) - 1))
-    columns = len(rows[0])
-    if rank_width + columns * len(rows[0][0]) > width:  # the last character is a space
-        columns = max(1, (width - rank_width - 1) // len(rows[0][0]))
+    num_columns, cell_width = len(rows[0]), len(rows[0][0])
+    columns_per_block = num_columns
+    if rank_width + num_columns * cell_width > width:  # the last character is a space
+        columns_per_block = max(1, (width - rank_width - 1) // cell_width)
     blocks = []
-    for first in range(0, len(rows[0]), columns):
-        lines = (
-            f"{rank:>{rank_width}}|{''.join(row[first : first + columns])}".rstrip()
-            for rank, row in enumerate(rows)
-        )
+    for first in range(0, num_columns, columns_per_block):
+        lines = []
+        for rank, row in enumerate(rows):
+            cells = "".join(row[first : first + columns_per_block])
+            lines.append(f"{rank:>{rank_width}}|{cells}".rstrip())
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+class _Bar(NamedTuple):
+    """An action, or pair, on the grid."""
+
+    label: str
+    first: int
+    """Its first column."""
+    end: int
+    """The column behind its last."""
 
 
 def _cells(timeline: Timeline) -> list[list[str]]:
     """Return the text of each cell, by rank and column, padded to equal width."""
     schedule, slot = timeline.schedule, slot_time(timeline)
     check_drawable(timeline)
-    # By rank (text, first column, column behind the last); a pair is in the cell of its forward.
-    bars: list[list[tuple[str, int, int]]] = []
-    cell = 0
+    bars_by_rank: list[list[_Bar]] = []
+    cell_width = 0
     for rank, row in enumerate(timeline.bars):
         labels = [cell_label(schedule, action) for action, _, _ in row]
-        cell = max([cell, *(1 + len(label) for label in labels)])
+        cell_width = max([cell_width, *(len(label) + 1 for label in labels)])
+        # A pair is one bar, in the place of its forward.
         for index in schedule.pairs_of(table_rank(schedule, rank)):
             _, start, end = row[index]
             labels[index] += f"+{labels[index + 1]}"
             labels[index + 1] = ""
-            cell = max(cell, -(-(len(labels[index]) + 1) // max(1, _column(end - start, slot))))
-        columns = [(_column(start, slot), _column(end, slot)) for _, start, end in row]
-        bars.append([(text, *each) for text, each in zip(labels, columns, strict=True) if text])
-    rows = []
+            num_columns = max(1, _column(end - start, slot))
+            cell_width = max(cell_width, math.ceil((len(labels[index]) + 1) / num_columns))
+        bars = []
+        for label, (_, start, end) in zip(labels, row, strict=True):
+            if label:
+                bars.append(_Bar(label, _column(start, slot), _column(end, slot)))
+        bars_by_rank.append(bars)
+    num_columns = _column(timeline.makespan, slot)
+    return [_row_of_cells(bars, num_columns, cell_width) for bars in bars_by_rank]
+
+
+def _row_of_cells(bars: Sequence[_Bar], num_columns: int, cell_width: int) -> list[str]:
+    """Return the text of each cell of a rank; a label goes on through the columns of its bar."""
+    cells = [".".ljust(cell_width)] * num_columns
     for bar in bars:
-        cells = [".".ljust(cell)] * _column(timeline.makespan, slot)
-        for text, first, last in bar:
-            count = last - first
-            padded = text[: count * cell - 1].ljust(count * cell - 1, "-") + " "
-            cells[first:last] = [padded[i * cell : (i + 1) * cell] for i in range(count)]
-        rows.append(cells)
-    return rows
+        # The last character is a space, which keeps bars apart.
+        length = (bar.end - bar.first) * cell_width - 1
+        text = bar.label[:length].ljust(length, "-") + " "
+        for column in range(bar.first, bar.end):
+            start = (column - bar.first) * cell_width
+            cells[column] = text[start : start + cell_width]
+    return cells
 
 
 def _column(time: float, slot: float) -> int:

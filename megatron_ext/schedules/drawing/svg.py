@@ -51,65 +51,87 @@ def draw(
     """
     for timeline in timelines:
         check_drawable(timeline)
+    scale = _scale(timelines)
     longest = max(timeline.makespan for timeline in timelines)
-    # Of each action that takes time: the length of its number, and its duration.
-    numbers = [
-        (len(_label(timeline.schedule, action)), end - start)
-        for timeline in timelines
-        for row in timeline.bars
-        for action, start, end in row
-        if end > start
-    ]
-    legible = max((_DIGIT * length + 4) / duration for length, duration in numbers)
-    # Short tables are not stretched to the width: 30 pixels for the shortest action are enough.
-    scale = max(min(_WIDTH / longest, 30 / min(duration for _, duration in numbers)), legible)
     heights = [_TOP + _ROW * timeline.schedule.pp + _AXIS for timeline in timelines]
-    of_memory = _TOP + _ROW * len(memory_gib) + 12 if memory_gib else 0
-    legend, legend_width = _legend(timelines, sum(heights) + of_memory + 12)
-    height = sum(heights) + of_memory + 24
+    memory_height = _TOP + _ROW * len(memory_gib) + 12 if memory_gib else 0
+    legend, legend_width = _legend(timelines, sum(heights) + memory_height + 12)
+    height = sum(heights) + memory_height + 24
     width = max(600, legend_width, _LEFT + round(longest * scale) + 24)
     title = escape("; ".join(map(caption, timelines)))
-    kinds = {a.kind for t in timelines for row in t.schedule.rows for a in row}
-    fills = [
-        f".{kind} {{ fill: var(--{kind}) }} .{kind}.odd {{ fill: var(--{kind}-odd) }}\n"
-        f".on{kind} {{ fill: {ink(even)} }} .on{kind}.odd {{ fill: {ink(odd)} }}\n"
-        for kind, (even, odd) in KINDS.items()
-        if kind in kinds
-    ]
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">',
         f"<title>{title}</title>",
-        f"<style>\n{_STYLE}{''.join(fills)}</style>",
+        f"<style>\n{_STYLE}{_fills(timelines)}</style>",
         f'<rect class="page" width="{width}" height="{height}"/>',
     ]
     y = 0
-    for timeline, own in zip(timelines, heights, strict=True):
+    for timeline, timeline_height in zip(timelines, heights, strict=True):
         parts.append(f'<text class="title" x="4" y="{y + 17}">{escape(caption(timeline))}</text>')
         for rank in range(timeline.schedule.pp):
             parts += _lane(timeline, rank, scale, y + _TOP + _ROW * rank)
-        parts += _axis(timeline, scale, y + own - _AXIS + 2, unit or unit_of_time(timeline))
-        y += own
+        axis_unit = unit or unit_of_time(timeline)
+        parts += _axis(timeline, scale, y + timeline_height - _AXIS + 2, axis_unit)
+        y += timeline_height
     if memory_gib:
-        parts.append(f'<text class="title" x="4" y="{y + 17}">memory, of {limit_gib:g} GiB</text>')
-    for rank, held in enumerate(memory_gib):
-        top, full = y + _TOP + _ROW * rank, width - _LEFT - 24
-        bar = full * min(1.0, held / limit_gib)
-        parts += [
-            f'<text class="rank" x="{_LEFT - 6}" y="{top + 14}">rank {rank}</text>',
-            f'<rect class="lane" x="{_LEFT}" y="{top}" width="{full}" height="{_BAR}"/>',
-            f'<rect class="memory" x="{_LEFT}" y="{top}" width="{_n(bar)}" height="{_BAR}"/>',
-            f'<text x="{_LEFT + 4}" y="{top + 14}">{held:.1f}</text>',
-        ]
+        parts += _memory(memory_gib, limit_gib, width, y)
     return "\n".join([*parts, *legend, "</svg>", ""])
 
 
+def _scale(timelines: Sequence[Timeline]) -> float:
+    """Return the pixels of a unit of time, with which every number can be read."""
+    legible = shortest_scale = 0.0
+    for timeline in timelines:
+        for row in timeline.bars:
+            for action, start, end in row:
+                if end > start:
+                    label = _label(timeline.schedule, action)
+                    legible = max(legible, (_DIGIT * len(label) + 4) / (end - start))
+                    # 30 pixels for the shortest action are enough.
+                    shortest_scale = max(shortest_scale, 30 / (end - start))
+    longest = max(timeline.makespan for timeline in timelines)
+    # Short tables are not stretched to the width.
+    return max(min(_WIDTH / longest, shortest_scale), legible)
+
+
+def _fills(timelines: Sequence[Timeline]) -> str:
+    """Return the colours of the kinds of action that are drawn, as CSS."""
+    present: set[str] = set()
+    for timeline in timelines:
+        for row in timeline.schedule.rows:
+            present.update(action.kind for action in row)
+    rules = ""
+    for kind, (even, odd) in KINDS.items():
+        if kind in present:
+            rules += (
+                f".{kind} {{ fill: var(--{kind}) }} .{kind}.odd {{ fill: var(--{kind}-odd) }}\n"
+            )
+            rules += f".on{kind} {{ fill: {ink(even)} }} .on{kind}.odd {{ fill: {ink(odd)} }}\n"
+    return rules
+
+
+def _memory(memory_gib: Sequence[float], limit_gib: float, width: int, y: int) -> Iterator[str]:
+    """Yield a lane for the memory of each rank, whose length is the limit."""
+    yield f'<text class="title" x="4" y="{y + 17}">memory, of {limit_gib:g} GiB</text>'
+    full = width - _LEFT - 24
+    for rank, rank_gib in enumerate(memory_gib):
+        top = y + _TOP + _ROW * rank
+        bar = full * min(1.0, rank_gib / limit_gib)
+        yield f'<text class="rank" x="{_LEFT - 6}" y="{top + 14}">rank {rank}</text>'
+        yield f'<rect class="lane" x="{_LEFT}" y="{top}" width="{full}" height="{_BAR}"/>'
+        yield f'<rect class="memory" x="{_LEFT}" y="{top}" width="{_n(bar)}" height="{_BAR}"/>'
+        yield f'<text x="{_LEFT + 4}" y="{top + 14}">{rank_gib:.1f}</text>'
+
+
 def _label(schedule: Schedule, action: Action) -> str:
-    part = f".{action.slice}" if schedule.num_slices > 1 else ""
-    return f"{action.microbatch}{part}"
+    if schedule.num_slices > 1:
+        return f"{action.microbatch}.{action.slice}"
+    return str(action.microbatch)
 
 
 def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
+    """Yield the actions of a rank."""
     schedule = timeline.schedule
     yield f'<text class="rank" x="{_LEFT - 6}" y="{y + 14}">rank {rank}</text>'
     length = timeline.makespan * scale
@@ -153,20 +175,9 @@ def _axis(timeline: Timeline, scale: float, y: int, unit: str) -> Iterator[str]:
 def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
     """Return the legend, and how wide it is."""
     schedules = [timeline.schedule for timeline in timelines]
-    kinds = {
-        action.kind
-        for schedule in schedules
-        for row in schedule.rows
-        for action in row
-        if action.kind != "R" or not schedule.ships_activations  # a shipping R takes no time
-    }
-    entries = [(kind, name) for kind, name in NAMES.items() if kind in kinds] + [("lane", "idle")]
-    if any(chunk_on_screen(s, stage) for s in schedules for stage in range(s.num_stages)):
-        entries.append(("F odd", "pale: odd chunks"))
-    if any(schedule.placement.twins == 2 for schedule in schedules):
-        entries.append(("page up", "framed: second direction"))
-    x, parts = _LEFT, []
-    for classes, name in entries:
+    x = _LEFT
+    parts = []
+    for classes, name in _legend_entries(schedules):
         parts.append(f'<rect class="{classes}" x="{x}" y="{y - 10}" width="12" height="12"/>')
         parts.append(f'<text x="{x + 17}" y="{y}">{name}</text>')
         x += 34 + 6 * len(name)
@@ -176,10 +187,34 @@ def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
     if any(schedule.pairs for schedule in schedules):
         notes.append("above each other: a pair")
     if notes:
-        parts.append(f'<text x="{x}" y="{y}">{", ".join(notes)}</text>')
-        x += 6 * len(", ".join(notes)) + 6
+        text = ", ".join(notes)
+        parts.append(f'<text x="{x}" y="{y}">{text}</text>')
+        x += 6 * len(text) + 6
     return parts, x
 
 
+def _legend_entries(schedules: Sequence[Schedule]) -> list[tuple[str, str]]:
+    """Return (CSS classes, name) of everything that is drawn as a rectangle."""
+    kinds: set[str] = set()
+    for schedule in schedules:
+        present = {action.kind for row in schedule.rows for action in row}
+        if schedule.ships_activations:
+            present.discard("R")  # it takes no time there, and is not drawn
+        kinds |= present
+    entries = [(kind, name) for kind, name in NAMES.items() if kind in kinds]
+    entries.append(("lane", "idle"))
+    has_odd_chunks = any(
+        chunk_on_screen(schedule, stage)
+        for schedule in schedules
+        for stage in range(schedule.num_stages)
+    )
+    if has_odd_chunks:
+        entries.append(("F odd", "pale: odd chunks"))
+    if any(schedule.placement.twins == 2 for schedule in schedules):
+        entries.append(("page up", "framed: second direction"))
+    return entries
+
+
 def _n(number: float) -> str:
+    """Return a length in pixels, as short as it gets with one decimal."""
     return f"{number:.1f}".removesuffix(".0")

@@ -43,13 +43,13 @@ from __future__ import annotations
 
 import math
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.schedules.generators.catalog import register
 from megatron_ext.schedules.generators.patterns import shortened
 from megatron_ext.schedules.search.greedy import Problem, Variant, search
 from megatron_ext.schedules.table import placement
-from megatron_ext.schedules.table.actions import Action, Option, Schedule
+from megatron_ext.schedules.table.actions import Action, Kind, Option, Row, Schedule
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.costs import Costs
@@ -69,59 +69,87 @@ def bitpipe(
     pp: int, num_microbatches: int, costs: Costs, *, order: str, routing: placement.Routing
 ) -> Schedule:
     """Return the table of one of BitPipe's two mirrored pipelines."""
-    folded = placement.mirrored(placement.w(pp // 2), routing)
-    h, m = pp // 2, num_microbatches // 2
+    num_ranks = pp // 2
+    folded = placement.mirrored(placement.w(num_ranks), routing)
+    m = num_microbatches // 2
     if order == "paper":
-        # The published order fills whole units of h; missing micro-batches of the last are dropped.
-        whole = math.ceil(m / h) * h
-        rows = tuple(_paper_row(rank, pp, whole) for rank in range(h))
-        rows = rows if whole == m else shortened(rows, m)
+        rows = _paper_rows(pp, m)
     else:
-        problem = Problem(folded, m, 2 * pp, costs)
-        rows = search(problem, [Variant(), *map(Variant, range(h, pp + 1))])
+        problem = Problem(folded, m, cap=2 * pp, costs=costs)
+        variants = [Variant()]
+        for limit in range(num_ranks, pp + 1):
+            variants.append(Variant(limit))
+        rows = search(problem, variants)
     options: dict[str, Option] = {"order": order}
     if routing != "twin":
         options["routing"] = routing
     return Schedule("bitpipe", folded, m, rows, options)
 
 
-def _paper_row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
-    """Return the published order of one rank; h - rank is the depth of its alternation."""
-    h = pp // 2
-    near = (rank, 2 * pp - 1 - rank)
-    far = (pp - 1 - rank, pp + rank)
-    units = range(0, num_microbatches, h)
-    forwards = [Action(s, "F", i) for first in units for s, i in _unit(near, far, first, h, rank)]
-    near, far = near[::-1], far[::-1]
-    backwards = [Action(s, "B", i) for first in units for s, i in _unit(near, far, first, h, rank)]
-    return tuple(_weave(forwards, backwards, len(units), pp, h - rank))
+def _paper_rows(pp: int, num_microbatches: int) -> tuple[Row, ...]:
+    """Return the published order of one of the two pipelines."""
+    num_ranks = pp // 2
+    # It fills whole units of one micro-batch for each rank; what the last unit lacks is dropped.
+    published = math.ceil(num_microbatches / num_ranks) * num_ranks
+    rows = tuple(_paper_row(rank, pp, published) for rank in range(num_ranks))
+    if published == num_microbatches:
+        return rows
+    return shortened(rows, num_microbatches)
 
 
-def _unit(
-    near: tuple[int, int], far: tuple[int, int], first: int, h: int, rank: int
-) -> list[tuple[int, int]]:
-    """Return (stage, micro-batch) of a pass over one unit of h micro-batches per direction."""
-    head, tail = range(first, first + h - rank), range(first + h - rank, first + h)
-    early, late = range(first, first + rank), range(first + rank, first + h)
-    order = [(near[0], i) for i in head]
+class _Pass(NamedTuple):
+    """The stages of one rank in the order of a pass: down the first V and back, then the second."""
+
+    first_down: int
+    first_up: int
+    second_down: int
+    second_up: int
+
+
+def _paper_row(rank: int, pp: int, num_microbatches: int) -> Row:
+    """Return the published order of one rank."""
+    num_ranks = pp // 2
+    forward = _Pass(rank, pp - 1 - rank, pp + rank, 2 * pp - 1 - rank)
+    backward = _Pass(*reversed(forward))
+    forwards: list[Action] = []
+    backwards: list[Action] = []
+    firsts = range(0, num_microbatches, num_ranks)
+    for first in firsts:
+        unit = range(first, first + num_ranks)
+        forwards += _unit("F", forward, unit, rank)
+        backwards += _unit("B", backward, unit, rank)
+    return tuple(_weave(forwards, backwards, len(firsts), pp, num_pairs=num_ranks - rank))
+
+
+def _unit(kind: Kind, stages: _Pass, unit: range, rank: int) -> list[Action]:
+    """Return a pass over one unit of micro-batches, one for each rank of a direction."""
+    # Ranks further down begin with fewer micro-batches before the first one comes back up.
+    head, tail = unit[: len(unit) - rank], unit[len(unit) - rank :]
+    early, late = unit[:rank], unit[rank:]
+    row = [Action(stages.first_down, kind, i) for i in head]
     for i, j in zip(early, tail, strict=True):
-        order += [(far[0], i), (near[0], j)]
+        row += (Action(stages.first_up, kind, i), Action(stages.first_down, kind, j))
     for i, j in zip(late, head, strict=True):
-        order += [(far[0], i), (far[1], j)]
+        row += (Action(stages.first_up, kind, i), Action(stages.second_down, kind, j))
     for i, j in zip(early, tail, strict=True):
-        order += [(near[1], i), (far[1], j)]
-    return order + [(near[1], i) for i in late]
+        row += (Action(stages.second_up, kind, i), Action(stages.second_down, kind, j))
+    return row + [Action(stages.second_up, kind, i) for i in late]
 
 
 def _weave(
-    forwards: list[Action], backwards: list[Action], num_units: int, pp: int, pairs: int
+    forwards: list[Action], backwards: list[Action], num_units: int, pp: int, num_pairs: int
 ) -> list[Action]:
     """Warm-up, then for each unit: pairs, drain, pairs with the next unit, refill."""
-    warm_up = 2 * pp - pairs
-    f, b = iter(forwards), iter(backwards)
-    both = chain.from_iterable(zip(f, b, strict=False))  # one of each in turn
-    row = list(islice(f, warm_up))
+    warm_up = 2 * pp - num_pairs
+    remaining_forwards, remaining_backwards = iter(forwards), iter(backwards)
+    # One of each in turn; it takes them from the same iterators.
+    alternating = chain.from_iterable(zip(remaining_forwards, remaining_backwards, strict=False))
+    row = list(islice(remaining_forwards, warm_up))
     for _ in range(num_units - 1):
-        row += [*islice(both, 2 * pairs), *islice(b, warm_up - pairs + 1)]
-        row += [*islice(both, 2 * pairs - 2), *islice(f, warm_up - pairs + 1)]
-    return [*row, *islice(both, 2 * pairs), *b]
+        row += islice(alternating, 2 * num_pairs)
+        row += islice(remaining_backwards, warm_up - num_pairs + 1)
+        row += islice(alternating, 2 * num_pairs - 2)
+        row += islice(remaining_forwards, warm_up - num_pairs + 1)
+    row += islice(alternating, 2 * num_pairs)
+    row += remaining_backwards
+    return row

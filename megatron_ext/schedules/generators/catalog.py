@@ -77,8 +77,8 @@ class Generator:
             )
         for key, value in options.items():
             if key not in self.options:
-                known = ", ".join(self.options) or "none"
-                raise ScheduleError(f"{self.name} has no option {key!r}; it has: {known}")
+                keys = ", ".join(self.options) or "none"
+                raise ScheduleError(f"{self.name} has no option {key!r}; it has: {keys}")
             if value not in self.options[key]:
                 choices = ", ".join(map(str, self.options[key]))
                 raise ScheduleError(f"{self.name}: {key} must be one of {choices}, got {value}")
@@ -123,8 +123,13 @@ def registered(*, unlisted: bool = False) -> dict[str, Generator]:
     `unlisted` includes those that `--pipeline-schedule` does not accept.
     """
     _load_generators()
-    # Plug-ins register in the order of their imports, which differs from program to program.
-    return {k: v for k, v in sorted(_GENERATORS.items()) if v.listed or unlisted}
+    # Sorted, because plug-ins register in the order of their imports, which differs from program to
+    # program.
+    return {
+        name: generator
+        for name, generator in sorted(_GENERATORS.items())
+        if generator.listed or unlisted
+    }
 
 
 def get(name: str) -> Generator:
@@ -133,15 +138,16 @@ def get(name: str) -> Generator:
     Raises:
         ScheduleError: It does not exist; the message lists those that do.
     """
-    known = registered(unlisted=True)
-    if name not in known:
-        like = get_close_matches(name, known, 1)
-        if like:
-            raise ScheduleError(f"there is no schedule {name!r}; did you mean {like[0]}?")
+    generators = registered(unlisted=True)
+    if name not in generators:
+        similar = get_close_matches(name, generators, 1)
+        if similar:
+            raise ScheduleError(f"there is no schedule {name!r}; did you mean {similar[0]}?")
         raise ScheduleError(
-            f"there is no schedule {name!r}; use one of {', '.join(known)}, or {CSV_PREFIX}FILE"
+            f"there is no schedule {name!r}; use one of {', '.join(generators)}, or "
+            f"{CSV_PREFIX}FILE"
         )
-    return known[name]
+    return generators[name]
 
 
 def base_table(chunks: int | None) -> str:
@@ -179,25 +185,16 @@ def generate(
     """
     num_slices = int(slices)
     if name.startswith(CSV_PREFIX):
-        from megatron_ext.schedules.table.table_files import load_csv
-
         if chunks is not None or options:
             raise ScheduleError(f"{name}: the file fixes chunks and options; leave them out")
-        schedule = load_csv(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
-        if num_slices not in (1, schedule.num_slices):
-            raise ScheduleError(
-                f"{name}: the file fixes the number of slices, which is {schedule.num_slices}, not "
-                f"{num_slices}; leave it out"
-            )
-        shares = shares_of_equal_cost(schedule.num_slices, costs.attention)
-        return paired(schedule, costs) if pairs else replace(schedule, slices=shares)
+        schedule = _loaded(name, pp, num_microbatches, num_slices, costs)
+        return paired(schedule, costs) if pairs else schedule
     generator = get(name)
-    complete = generator.complete(chunks, options)
+    complete_options = generator.complete(chunks, options)
     if pp is None or num_microbatches is None:
         raise ScheduleError(f"{name} needs pp and num_microbatches, one is missing; give both")
-    for what, number in (("pp", pp), ("the number of micro-batches", num_microbatches)):
-        if number < 1:
-            raise ScheduleError(f"{what} must be at least 1, got {number}")
+    _check_size("pp", pp)
+    _check_size("the number of micro-batches", num_microbatches)
     if pairs and num_slices > 1:
         raise ScheduleError(f"{name}: slices cannot run as pairs yet; leave one of the two out")
     if pairs:
@@ -205,32 +202,68 @@ def generate(
         costs = exchanging(costs)
     # Refuses an impossible number of slices before the bounds multiply it.
     shares_of_equal_cost(num_slices)
-    _check_bounds(generator, pp, num_microbatches * num_slices, chunks or generator.num_chunks)
-    # Training has the same rule, in flags (`config/stages.py`).
-    if generator.twins == 2 and (pp < 4 or pp % 2):
-        near = f"{pp - 1} or {pp + 1}" if pp > 4 else "4"
-        raise ScheduleError(
-            f"{name} mirrors two pipelines on one set of ranks, so pp must be even and at least "
-            f"4, got {pp}; use {near}, or zb-v, which accepts any"
-        )
-    if num_microbatches % generator.twins:
-        raise ScheduleError(
-            f"{name} runs half of the micro-batches in each direction, so their number must be "
-            f"even, got {num_microbatches}; use {num_microbatches + 1}"
-        )
+    num_chunks = chunks or generator.num_chunks
+    _check_bounds(generator, pp, num_microbatches * num_slices, num_chunks)
+    if generator.twins == 2:
+        _check_twins(name, pp, num_microbatches)
+    # The generator takes slices for whole micro-batches.
     arguments: list[int | Costs] = [pp, num_microbatches * num_slices]
     if generator.free_chunks:
-        arguments.append(chunks or generator.num_chunks)
+        arguments.append(num_chunks)
     if generator.needs_costs:
-        # The generator takes slices for whole micro-batches, num_slices times as long as they are;
-        # beside those a message takes as many times its latency.
+        # So every action lasts num_slices times too long, and a message must do as well.
         arguments.append(replace(costs, latency=num_slices * costs.latency))
-    schedule = generator.build(*arguments, **complete)
+    schedule = generator.build(*arguments, **complete_options)
     if num_slices > 1:
         return sliced(schedule, num_slices, costs)
     if not pairs:
         return schedule
     return marked_pairs(schedule) if generator.pairs else paired(schedule, costs)
+
+
+def _loaded(
+    name: str, pp: int | None, num_microbatches: int | None, num_slices: int, costs: Costs
+) -> Schedule:
+    """Return the table of a file, with slices of equal cost.
+
+    Raises:
+        ScheduleError: The file is not such a schedule, or has another number of slices.
+    """
+    from megatron_ext.schedules.table.table_files import load_csv
+
+    schedule = load_csv(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
+    # 1 is the default: the caller has asked for no number.
+    if num_slices not in (1, schedule.num_slices):
+        raise ScheduleError(
+            f"{name}: the file fixes the number of slices, which is {schedule.num_slices}, not "
+            f"{num_slices}; leave it out"
+        )
+    shares = shares_of_equal_cost(schedule.num_slices, costs.attention)
+    return replace(schedule, slices=shares)
+
+
+def _check_size(name: str, number: int) -> None:
+    if number < 1:
+        raise ScheduleError(f"{name} must be at least 1, got {number}")
+
+
+def _check_twins(name: str, pp: int, num_microbatches: int) -> None:
+    """Check the sizes of two mirrored pipelines; `config/stages.py` has the same rule, in flags.
+
+    Raises:
+        ScheduleError: A number is odd, or there are fewer than four ranks.
+    """
+    if pp < 4 or pp % 2:
+        near = f"{pp - 1} or {pp + 1}" if pp > 4 else "4"
+        raise ScheduleError(
+            f"{name} mirrors two pipelines on one set of ranks, so pp must be even and at least "
+            f"4, got {pp}; use {near}, or zb-v, which accepts any"
+        )
+    if num_microbatches % 2:
+        raise ScheduleError(
+            f"{name} runs half of the micro-batches in each direction, so their number must be "
+            f"even, got {num_microbatches}; use {num_microbatches + 1}"
+        )
 
 
 def _check_bounds(generator: Generator, pp: int, num_microbatches: int, chunks: int) -> None:
@@ -241,10 +274,12 @@ def _check_bounds(generator: Generator, pp: int, num_microbatches: int, chunks: 
             f"{MAX_RANKS}"
         )
     passes = pp * chunks // generator.twins * (num_microbatches // generator.twins)
-    most = MAX_SEARCHED_PASSES if generator.searches(pp, num_microbatches) else MAX_PASSES
-    if passes > most:
+    max_passes = MAX_PASSES
+    if generator.searches(pp, num_microbatches):
+        max_passes = MAX_SEARCHED_PASSES
+    if passes > max_passes:
         raise ScheduleError(
             f"{generator.name} with {pp} ranks, {chunks} stages on each and {num_microbatches} "
             f"micro-batches or slices is a table of {passes} forwards, more than the maximum of "
-            f"{most}; use fewer (beyond about 4 x pp micro-batches the bubble stays the same)"
+            f"{max_passes}; use fewer (beyond about 4 x pp micro-batches the bubble stays the same)"
         )

@@ -40,8 +40,11 @@ def dualpipe_v(pp: int, num_microbatches: int) -> Schedule:
 
 def step_lists(pp: int, num_microbatches: int) -> tuple[Row, ...]:
     """Return the published steps of all ranks, shortened for fewer than 2pp micro-batches."""
-    rows = tuple(_step_list(rank, pp, max(num_microbatches, 2 * pp)) for rank in range(pp))
-    return rows if num_microbatches >= 2 * pp else shortened(rows, num_microbatches)
+    published = max(num_microbatches, 2 * pp)
+    rows = tuple(_step_list(rank, pp, published) for rank in range(pp))
+    if published == num_microbatches:
+        return rows
+    return shortened(rows, num_microbatches)
 
 
 def _step_list(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:

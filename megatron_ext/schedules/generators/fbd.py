@@ -27,7 +27,7 @@ from __future__ import annotations
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import register
 from megatron_ext.schedules.table import placement
-from megatron_ext.schedules.table.actions import Action, Schedule
+from megatron_ext.schedules.table.actions import Action, Row, Schedule
 
 
 @register(
@@ -50,18 +50,20 @@ def fbd(pp: int, num_microbatches: int, activations: str = "recompute") -> Sched
             f"{pp}; use {near}"
         )
     stages, microbatches = range(pp // 2), range(num_microbatches)
-    working = stages if activations == "ship" else stages[:-1]
-    forwards = [
-        tuple(Action(stage, "F", m) for m in microbatches if stage in working) for stage in stages
-    ]
-    backwards = [
-        tuple(action for m in microbatches for action in (Action(s, "R", m), Action(s, "B", m)))
-        for s in reversed(stages)
-    ]
+    rows: list[Row] = []
+    for stage in stages:
+        # Where backward ranks recompute, nobody needs the output of the last stage.
+        works = activations == "ship" or stage < stages[-1]
+        rows.append(tuple(Action(stage, "F", m) for m in microbatches if works))
+    for stage in reversed(stages):
+        row: list[Action] = []
+        for m in microbatches:
+            row += (Action(stage, "R", m), Action(stage, "B", m))
+        rows.append(tuple(row))
     return Schedule(
         "fbd",
         placement.roles(pp),
         num_microbatches,
-        (*forwards, *backwards),
+        tuple(rows),
         {"activations": activations},
     )

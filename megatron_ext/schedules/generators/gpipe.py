@@ -25,12 +25,9 @@ from megatron_ext.schedules.table.actions import Action, Schedule
 @register("gpipe")
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of GPipe."""
-    microbatches = range(num_microbatches)
-    rows = tuple(
-        (
-            *(Action(rank, "F", i) for i in microbatches),
-            *(Action(rank, "B", i) for i in microbatches),
-        )
-        for rank in range(pp)
-    )
-    return Schedule("gpipe", placement.linear(pp), num_microbatches, rows)
+    rows = []
+    for rank in range(pp):
+        forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
+        backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
+        rows.append((*forwards, *backwards))
+    return Schedule("gpipe", placement.linear(pp), num_microbatches, tuple(rows))

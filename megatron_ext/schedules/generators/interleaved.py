@@ -46,26 +46,25 @@ def interleaved(pp: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """
     if pp < 2:
         raise ScheduleError("interleaved needs at least 2 ranks, got pp 1; use 1f1b")
-    whole = math.ceil(num_microbatches / pp) * pp
-    rows = tuple(_row(rank, pp, whole, num_chunks) for rank in range(pp))
-    if whole > num_microbatches:
+    in_whole_groups = math.ceil(num_microbatches / pp) * pp
+    rows = tuple(_row(rank, pp, in_whole_groups, num_chunks) for rank in range(pp))
+    if in_whole_groups > num_microbatches:
         rows = shortened(rows, num_microbatches)
     options = {"chunks": num_chunks}
     return Schedule("interleaved", placement.loop(pp, num_chunks), num_microbatches, rows, options)
 
 
 def _row(rank: int, pp: int, num_microbatches: int, num_chunks: int) -> tuple[Action, ...]:
+    """Return the order of one rank; the micro-batches are whole groups of pp."""
     stages = range(rank, pp * num_chunks, pp)
-    groups = range(0, num_microbatches, pp)
-    forwards = [
-        Action(stage, "F", first + i) for first in groups for stage in stages for i in range(pp)
-    ]
-    backwards = [
-        Action(stage, "B", first + i)
-        for first in groups
-        for stage in reversed(stages)
-        for i in range(pp)
-    ]
+    forwards: list[Action] = []
+    backwards: list[Action] = []
+    for first in range(0, num_microbatches, pp):
+        group = range(first, first + pp)
+        for stage in stages:
+            forwards += [Action(stage, "F", i) for i in group]
+        for stage in reversed(stages):
+            backwards += [Action(stage, "B", i) for i in group]
     # A round of forwards for each chunk before the last, and two more for each rank below: one on
     # the way down, one until the first gradient is back. Tables of one round have fewer.
     warm_up = 2 * (pp - 1 - rank) + (num_chunks - 1) * pp

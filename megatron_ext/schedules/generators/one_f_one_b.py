@@ -27,14 +27,11 @@ from megatron_ext.schedules.table.actions import Action, Schedule
 @register("1f1b")
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of 1F1B."""
-    m = num_microbatches
-    rows = tuple(
-        alternate(
-            [Action(rank, "F", i) for i in range(m)],
-            [Action(rank, "B", i) for i in range(m)],
-            # As many forwards as there are ranks below: then the first gradient is on its way.
-            min(pp - 1 - rank, m),
-        )
-        for rank in range(pp)
-    )
-    return Schedule("1f1b", placement.linear(pp), m, rows)
+    rows = []
+    for rank in range(pp):
+        forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
+        backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
+        # As many forwards as there are ranks below: then the first gradient is on its way.
+        warm_up = min(pp - 1 - rank, num_microbatches)
+        rows.append(alternate(forwards, backwards, warm_up))
+    return Schedule("1f1b", placement.linear(pp), num_microbatches, tuple(rows))

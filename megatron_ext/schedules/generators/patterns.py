@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.schedules.table.actions import Action, Row
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import Kind
 
 
 def alternate(
@@ -25,9 +29,10 @@ def shortened(rows: Sequence[Row], num_microbatches: int) -> tuple[Row, ...]:
     Actions of different micro-batches depend on each other only through their order on a rank. So
     what is left of a table that ends still ends, in the same order and with no more activations.
     """
-    return tuple(
-        tuple(action for action in row if action.microbatch < num_microbatches) for row in rows
-    )
+    shorter = []
+    for row in rows:
+        shorter.append(tuple(action for action in row if action.microbatch < num_microbatches))
+    return tuple(shorter)
 
 
 def expand(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> tuple[Action, ...]:
@@ -39,24 +44,41 @@ def expand(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> tuple[Ac
             the W of the oldest pending I, of either chunk.
         stages: The stage of each chunk.
     """
+    # By `_Step.counter`: the micro-batches that ran.
     counts: Counter[str] = Counter()
-    weights: deque[Action] = deque()  # the W of each I, in the order of the I
+    # The W of each I, in the order of the I.
+    weights: deque[Action] = deque()
     row: list[Action] = []
     for steps, repeats in phases:
-        # A step of a phase: kind and stage of its action, and the counter of its micro-batch, which
-        # B and I share.
-        parsed = [
-            (step[0], stages[int(step[1:])], step.replace("I", "B")) if step != "W" else None
-            for step in steps.split()
-        ]
+        parsed = [_parsed(step, stages) for step in steps.split()]
         for _ in range(repeats):
             for step in parsed:
                 if step is None:
                     row.append(weights.popleft())
                     continue
                 kind, stage, counter = step
-                row.append(Action(stage, kind, counts[counter]))  # type: ignore[arg-type]
+                microbatch = counts[counter]
                 counts[counter] += 1
+                row.append(Action(stage, kind, microbatch))
                 if kind == "I":
-                    weights.append(Action(stage, "W", row[-1].microbatch))
+                    weights.append(Action(stage, "W", microbatch))
     return tuple(row)
+
+
+class _Step(NamedTuple):
+    """A step of a phase."""
+
+    kind: Kind
+    stage: int
+    counter: str
+    """What counts its micro-batches: steps with one counter run them in turn."""
+
+
+def _parsed(step: str, stages: Sequence[int]) -> _Step | None:
+    """Parse the step of a phase; None: it is the oldest pending W."""
+    if step == "W":
+        return None
+    kind, chunk = step[0], int(step[1:])
+    # B and I of a chunk share the micro-batches: each has one of the two.
+    counter = step.replace("I", "B")
+    return _Step(kind, stages[chunk], counter)  # type: ignore[arg-type]

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 def v_half(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     """Return the table of V-Half."""
     folded = placement.v(pp)
-    problem = Problem(folded, num_microbatches, pp + 2, costs)
-    rows = search(problem, [Variant(), *map(Variant, spread(pp // 2 + 1, pp + 1))])
+    problem = Problem(folded, num_microbatches, cap=pp + 2, costs=costs)
+    variants = [Variant()]
+    for limit in spread(pp // 2 + 1, pp + 1):
+        variants.append(Variant(limit))
+    rows = search(problem, variants)
     return Schedule("v-half", folded, num_microbatches, rows, {"chunks": 2})

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 def _is_short(pp: int, num_microbatches: int) -> bool:
+    """Return whether the published order has gaps, so that a search may find a shorter one."""
     return num_microbatches <= max(2 * pp - 3, pp)
 
 
@@ -44,10 +45,13 @@ def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     """Return the table of ZB-V."""
     if not _is_short(pp, num_microbatches):
         return _table(pp, num_microbatches, _published_rows(pp, num_microbatches))
-    problem = Problem(placement.v(pp), num_microbatches, 2 * pp, costs)
-    variants = [Variant(), *map(Variant, spread(pp // 2 + 1, pp))]
+    problem = Problem(placement.v(pp), num_microbatches, cap=2 * pp, costs=costs)
+    variants = [Variant()]
     if num_microbatches > pp:
+        # The cap allows most micro-batches of the step, but not all (greedy.py).
         variants.insert(0, Variant(forwards_first=True))
+    for limit in spread(pp // 2 + 1, pp):
+        variants.append(Variant(limit))
     searched = _table(pp, num_microbatches, search(problem, variants))
     if num_microbatches <= pp:
         return searched
@@ -60,13 +64,17 @@ def _table(pp: int, num_microbatches: int, rows: Rows) -> Schedule:
 
 
 def _published_rows(pp: int, num_microbatches: int) -> Rows:
-    # The published phases need as many; fewer are cut out of that table.
-    count = max(num_microbatches, 2 * pp - 1)
-    rows = tuple(_row(rank, pp, count) for rank in range(pp))
-    return rows if count == num_microbatches else shortened(rows, num_microbatches)
+    """Return the published order of all ranks."""
+    # Its phases need 2pp - 1 micro-batches; a table of fewer is cut out of that one.
+    published = max(num_microbatches, 2 * pp - 1)
+    rows = tuple(_row(rank, pp, published) for rank in range(pp))
+    if published == num_microbatches:
+        return rows
+    return shortened(rows, num_microbatches)
 
 
 def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Return the published order of one rank, which has at least 2pp - 1 micro-batches."""
     below = pp - 1 - rank
     phases = (
         # Warm-up: down the V, then as many forwards as memory allows, then up.

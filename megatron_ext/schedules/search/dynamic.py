@@ -38,82 +38,138 @@ def simulate_dynamic(
 ) -> Timeline:
     """Return the timeline of a step in which each rank's policy chooses the order.
 
+    Args:
+        schedule: The table, whose actions run.
+        policies: Makes the policy of a rank, for one step.
+        costs: Durations of actions and latencies of links.
+
     Returns:
         A timeline; its schedule has the rows in the order in which they ran.
 
     Raises:
         ScheduleError: The policies stopped before all actions had run.
     """
-    ranks = range(len(schedule.rows))
-    clock, chosen = Clock(schedule, costs), [policies(rank) for rank in ranks]
-    starts, ends = clock.starts, clock.ends
-    rows: list[list[Action]] = [[] for _ in ranks]
-    pairs: list[set[int]] = [set() for _ in ranks]
-    running: list[Sequence[int]] = [()] * len(ranks)
-    # A launch that takes time is what tells a device that runs behind its host from one that does
-    # not. The rule for it is that of `runtime/ordering.py`: an action is chosen while the last one
-    # runs if the policy looks ahead, otherwise when it has ended. The next rank hears of a launch
-    # at once, as between devices of one host (`transport/direct.py`).
-    for policy in chosen:
-        policy.progress.hears_launches = bool(costs.launch)
-    # By rank: when its host may choose again.
-    free = [0.0 for _ in ranks]
-    # When tensors arrive, or have arrived.
-    there: dict[Message, float] = {}
-    events = [_RankEvent(0.0, True, rank) for rank in ranks]
+    step = _DynamicStep(schedule, [policies(rank) for rank in range(len(schedule.rows))], costs)
+    step.run()
+    return step.timeline()
 
-    def wake(rank: int, now: float) -> None:
-        """Let a rank choose, if its policy does not wait; start what it chooses."""
-        policy, idle = chosen[rank], ends[rank][-1] if ends[rank] else 0.0
-        for done in running[rank]:
-            policy.progress.finished(done)
-            policy.progress.began()  # its host is free again when the action before it has ended
-        running[rank] = ()
-        again = idle + policy.wait()
-        if now < again and not (now < idle and policy.looks_ahead()):
-            heapq.heappush(events, _RankEvent(again, True, rank))
+
+class _DynamicStep:
+    """One step: the ranks, each with its policy, and the events between them.
+
+    A launch that takes time is what tells a device that runs behind its host from one that does
+    not. The rule for it is that of `runtime/ordering.py`: an action is chosen while the last one
+    runs if the policy looks ahead, otherwise when it has ended. The next rank hears of a launch at
+    once, as between devices of one host (`transport/direct.py`).
+    """
+
+    def __init__(self, schedule: Schedule, policies: Sequence[Policy], costs: Costs) -> None:
+        self._schedule = schedule
+        self._costs = costs
+        self._policies = policies
+        self._clock = Clock(schedule, costs)
+        ranks = range(len(schedule.rows))
+        self._rows: list[list[Action]] = [[] for _ in ranks]
+        self._pairs: list[set[int]] = [set() for _ in ranks]
+        # By rank: positions in its table row of the action, or pair, that runs.
+        self._running: list[Sequence[int]] = [() for _ in ranks]
+        # By rank: the time at which its host may choose again.
+        self._host_free = [0.0 for _ in ranks]
+        # By tensor: the time at which it arrives, or has arrived.
+        self._arrivals: dict[Message, float] = {}
+        self._events = [_RankEvent(0.0, True, rank) for rank in ranks]
+        for policy in policies:
+            policy.progress.hears_launches = bool(costs.launch)
+
+    def run(self) -> None:
+        """Process all events in the order of their times."""
+        while self._events:
+            now, chooses, rank, arrival = heapq.heappop(self._events)
+            if arrival is not None:
+                self._policies[rank].progress.arrived(arrival)
+            if now < self._host_free[rank]:
+                continue
+            if chooses:
+                self._wake(rank, now)
+            else:
+                # A rank chooses once it knows all arrivals of this time, so behind them.
+                self._push(now, rank)
+
+    def timeline(self) -> Timeline:
+        """Return the timeline of the step.
+
+        Raises:
+            ScheduleError: Some actions have not run.
+        """
+        num_left = sum(policy.progress.left for policy in self._policies)
+        if num_left:
+            raise ScheduleError(f"the policies of {self._schedule.label} left {num_left} actions")
+        table = replace(
+            self._schedule,
+            rows=tuple(map(tuple, self._rows)),
+            pairs=tuple(map(frozenset, self._pairs)) if any(self._pairs) else (),
+        )
+        return Timeline(table, self._costs, tuple(self._clock.starts), tuple(self._clock.ends))
+
+    def _push(self, time: float, rank: int, arrival: Message | None = None) -> None:
+        """Add the arrival of a message, or without one a time at which a rank may choose."""
+        heapq.heappush(self._events, _RankEvent(time, arrival is None, rank, arrival))
+
+    def _wake(self, rank: int, now: float) -> None:
+        """Let a rank choose, if its policy does not wait, and start what it chooses."""
+        policy = self._policies[rank]
+        ends = self._clock.ends[rank]
+        device_free = ends[-1] if ends else 0.0
+        for position in self._running[rank]:
+            policy.progress.finished(position)
+            # Its host is free again when the action before it has ended.
+            policy.progress.began()
+        self._running[rank] = ()
+        patient_until = device_free + policy.wait()
+        if now < patient_until and not (now < device_free and policy.looks_ahead()):
+            self._push(patient_until, rank)
             return
-        index = policy.choose()
-        if index is None:
-            return
-        running[rank] = policy.with_partner(index)
-        actions = [policy.progress.row[each] for each in running[rank]]
-        launched = now + costs.launch
-        inputs = [there.get(tensor_of(action), 0.0) for action in actions if action.kind != "W"]
-        begin = max(launched, idle, *inputs)
-        end = clock.run(rank, begin, *actions)
-        if len(actions) == 2:
-            pairs[rank].add(len(rows[rank]))
-        rows[rank] += actions
+        chosen = policy.choose()
+        if chosen is not None:
+            self._running[rank] = policy.with_partner(chosen)
+            self._start(rank, now, device_free)
+
+    def _start(self, rank: int, now: float, device_free: float) -> None:
+        """Start the actions that a rank has chosen: one, or the two of a pair."""
+        row = self._policies[rank].progress.row
+        actions = [row[position] for position in self._running[rank]]
+        launched = now + self._costs.launch
+        begin = max(launched, device_free)
         for action in actions:
-            fed = (to for to in schedule.feeds(action) if schedule.travels(action, to))
-            for to, arrival in zip(fed, clock.arrivals(action, end), strict=True):
-                message, target = tensor_of(to), schedule.placement.rank_of[to.stage]
-                if costs.launch and target != rank:
-                    there[message] = arrival
-                    heapq.heappush(events, _RankEvent(launched, False, target, message.notice))
-                # On its rank it is there for everything launched later.
-                known = launched if costs.launch and target == rank else arrival
-                heapq.heappush(events, _RankEvent(known, False, target, message))
+            if action.kind != "W":
+                # What is not in there is data or the loss.
+                begin = max(begin, self._arrivals.get(tensor_of(action), 0.0))
+        end = self._clock.run(rank, begin, *actions)
+        if len(actions) == 2:
+            self._pairs[rank].add(len(self._rows[rank]))
+        self._rows[rank] += actions
+        for action in actions:
+            self._send(action, rank, launched, end)
         # Behind the host one more may be launched once what ran before it has ended.
-        free[rank] = max(launched, idle if costs.launch else end)
-        heapq.heappush(events, _RankEvent(free[rank], True, rank))
+        self._host_free[rank] = max(launched, device_free if self._costs.launch else end)
+        self._push(self._host_free[rank], rank)
 
-    while events:
-        now, chooses, rank, arrival = heapq.heappop(events)
-        if arrival is not None:
-            chosen[rank].progress.arrived(arrival)
-        if now >= free[rank] and chooses:
-            wake(rank, now)
-        elif now >= free[rank]:
-            # At this time again, behind all arrivals: a rank chooses once it knows them all.
-            heapq.heappush(events, _RankEvent(now, True, rank))
-    left = sum(policy.progress.left for policy in chosen)
-    if left:
-        raise ScheduleError(f"the policies of {schedule.label} left {left} actions")
-    ran = replace(
-        schedule,
-        rows=tuple(map(tuple, rows)),
-        pairs=tuple(map(frozenset, pairs)) if any(pairs) else (),
-    )
-    return Timeline(ran, costs, tuple(starts), tuple(ends))
+    def _send(self, action: Action, rank: int, launched: float, end: float) -> None:
+        """Let the results of an action arrive where others need them."""
+        targets = [
+            target
+            for target in self._schedule.feeds(action)
+            if self._schedule.travels(action, target)
+        ]
+        for target, arrival in zip(targets, self._clock.arrivals(action, end), strict=True):
+            message = tensor_of(target)
+            target_rank = self._schedule.placement.rank_of[target.stage]
+            noticed = arrival
+            if self._costs.launch:
+                if target_rank == rank:
+                    # On its rank it is there for everything launched later.
+                    noticed = launched
+                else:
+                    self._arrivals[message] = arrival
+                    self._push(launched, target_rank, message.notice)
+            self._push(noticed, target_rank, message)

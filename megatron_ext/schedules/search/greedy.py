@@ -39,11 +39,11 @@ _PILOT_ROUNDS = 4
 
 def _priority(action: Action) -> Key:
     """Backwards before F before W; of the forwards the deepest stage, of the others the first."""
-    stage, kind, microbatch, part = action
+    stage, kind, microbatch, slice_index = action
     # The deepest forward is nearest to its backward, which frees memory.
     if kind == "F":
-        return 1, -stage, microbatch, part
-    return (2 if kind == "W" else 0), stage, microbatch, -part
+        return 1, -stage, microbatch, slice_index
+    return (2 if kind == "W" else 0), stage, microbatch, -slice_index
 
 
 # Ticks per unit of time; times are whole ticks, so sums are exact.
@@ -68,13 +68,17 @@ class Problem:
     def durations(self) -> dict[Kind, list[int]]:
         """Ticks of each kind of action on one stage, by slice."""
         share = self.placement.num_ranks * self.placement.twins / self.placement.num_stages
-        costs, factors = self.costs, self.costs.slice_factors(self.slices)
-        times: dict[Kind, float] = {"F": costs.forward, "B": costs.backward}
-        times |= {"I": costs.input, "W": costs.weight}
-        return {
-            kind: [round(time * share * factor * _TICKS) for factor in factors[kind]]
-            for kind, time in times.items()
+        factors = self.costs.slice_factors(self.slices)
+        times: dict[Kind, float] = {
+            "F": self.costs.forward,
+            "B": self.costs.backward,
+            "I": self.costs.input,
+            "W": self.costs.weight,
         }
+        ticks: dict[Kind, list[int]] = {}
+        for kind, time in times.items():
+            ticks[kind] = [round(time * share * factor * _TICKS) for factor in factors[kind]]
+        return ticks
 
     @property
     def delays(self) -> list[int]:
@@ -111,20 +115,22 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
     """
     num_ranks = problem.placement.num_ranks
     surplus = max(0, problem.num_microbatches // num_ranks - _PILOT_ROUNDS) * num_ranks
-    found = None
+    best = None
     if surplus:
-        # The pipeline reaches its steady state long before: the best limit stays the best.
+        # Trying all variants on the long table would take the time of all of them. The pipeline
+        # reaches its steady state long before its end, so the best limit stays the best.
         pilot = replace(problem, num_microbatches=problem.num_microbatches - surplus)
-        # Trying all variants on the long table would take the time of all of them.
-        best = _best(pilot, variants)
-        found = best and _best(problem, [best.variant])
-    found = found or _best(problem, variants)
-    if found is None:
+        best_of_pilot = _best(pilot, variants)
+        if best_of_pilot is not None:
+            best = _best(problem, [best_of_pilot.variant])
+    if best is None:
+        best = _best(problem, variants)
+    if best is None:
         raise ScheduleError(
             f"no order of {problem.num_microbatches} micro-batches keeps at most {problem.cap} "
             f"activations of a stage on each of {num_ranks} ranks; allow more"
         )
-    return tuple(map(tuple, found.rows))
+    return tuple(map(tuple, best.rows))
 
 
 def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
@@ -144,32 +150,38 @@ def slots_for_forward(schedule: Schedule) -> int:
     No activation memory bounds the messages in flight here, so senders wait for receivers. With the
     slots of one run that ends, the simulated one, no other deadlocks.
     """
-    outputs = [next((link for _, link in fed), None) for fed in schedule.links["F"]]
+    # By stage: the link to the rank that takes its output; None: it stays, or nobody takes it.
+    link_of: list[Link | None] = []
+    for outputs in schedule.links["F"]:
+        link_of.append(outputs[0].link if outputs else None)
     # Deep stages first: they free a slot before one before them fills it at the same time.
-    ran = sorted(
-        (end, -action.stage)
-        for row, ends in zip(schedule.rows, simulate(schedule).ends, strict=True)
-        for action, end in zip(row, ends, strict=True)
-    )
+    completions: list[tuple[float, int]] = []
+    for row, ends in zip(schedule.rows, simulate(schedule).ends, strict=True):
+        for action, end in zip(row, ends, strict=True):
+            completions.append((end, -action.stage))
+    completions.sort()
     under_way: Counter[Link] = Counter()
     slots = 2
-    for _, depth in ran:
-        source, target = outputs[-depth - 1] if depth else None, outputs[-depth]
-        if source:
-            under_way[source] -= 1
-        if target:
-            under_way[target] += 1
-            slots = max(slots, under_way[target])
+    for _, negative_stage in completions:
+        stage = -negative_stage
+        input_link = link_of[stage - 1] if stage else None
+        output_link = link_of[stage]
+        if input_link:
+            under_way[input_link] -= 1
+        if output_link:
+            under_way[output_link] += 1
+            slots = max(slots, under_way[output_link])
     return slots
 
 
 def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
     best: _Attempt | None = None
     forwards = problem.placement.num_stages * problem.num_microbatches * len(problem.slices)
-    runs = max(1, _MAX_PLACED // (3 * forwards))
     # The variants differ in their limit on micro-batches in flight. Which is best follows from no
     # formula, so several are tried; of long tables fewer, so that a search ends.
-    for variant in variants[:: -(-len(variants) // runs)]:
+    max_attempts = max(1, _MAX_PLACED // (3 * forwards))
+    step = math.ceil(len(variants) / max_attempts)
+    for variant in variants[::step]:
         attempt = _Attempt(problem, variant)
         if attempt.run() and (best is None or attempt.makespan < best.makespan):
             best = attempt
@@ -184,6 +196,9 @@ def spread(first: int, last: int) -> list[int]:
     return list(range(first, last + 1, 1 + (last - first) // 12))
 
 
+Candidate = tuple[Key, Action]
+"""(priority, action): heaps have the best on top."""
+
 Choice = tuple[int, Key, Action]
 """(time, priority, action): the earliest start, or once chosen the actual start."""
 
@@ -192,30 +207,33 @@ Choice = tuple[int, Key, Action]
 class _Rank:
     """The timeline of one rank so far, and its candidates.
 
-    Actions that became ready while the rank was busy wait in heaps by priority; `later` holds the
+    Actions that became ready while the rank was busy wait in heaps by priority; `future` holds the
     few that become ready after the rank is free.
     """
 
     free: int = 0
+    """Tick at which it may start another action."""
     live: float = 0
-    later: list[Choice] = field(default_factory=list)
-    inputs: list[tuple[Key, Action]] = field(default_factory=list)
-    weights: list[tuple[Key, Action]] = field(default_factory=list)
-    forwards: list[tuple[Key, Action]] = field(default_factory=list)
-    entries: list[tuple[Key, Action]] = field(default_factory=list)
+    """Activations of one stage and micro-batch each that it keeps."""
+    future: list[Choice] = field(default_factory=list)
+    inputs: list[Candidate] = field(default_factory=list)
+    """B and I."""
+    weights: list[Candidate] = field(default_factory=list)
+    forwards: list[Candidate] = field(default_factory=list)
+    entries: list[Candidate] = field(default_factory=list)
     """Forwards of the first stage, which the limit on micro-batches in flight may delay."""
     choice: Choice | None = None
 
-    def heap_of(self, action: Action) -> list[tuple[Key, Action]]:
+    def heap_of(self, action: Action) -> list[Candidate]:
         """Return the heap that an action waits in."""
-        if action.kind != "F":
-            return self.weights if action.kind == "W" else self.inputs
-        return self.forwards if action.stage else self.entries
+        if action.kind == "F":
+            return self.forwards if action.stage else self.entries
+        return self.weights if action.kind == "W" else self.inputs
 
     def remove(self, choice: Choice) -> None:
-        """Remove the chosen action, which is in `later` or at the top of its heap."""
-        if choice in self.later:
-            self.later.remove(choice)
+        """Remove the chosen action, which is in `future` or at the top of its heap."""
+        if choice in self.future:
+            self.future.remove(choice)
         else:
             heappop(self.heap_of(choice[2]))
 
@@ -227,25 +245,29 @@ class _Attempt:
         self.variant = variant
         self._problem = problem
         self._num_slices = len(problem.slices)
-        in_step = problem.num_microbatches * self._num_slices
-        self._max_in_flight = in_step if variant.limit is None else variant.limit
+        self._max_in_flight = problem.num_microbatches * self._num_slices
+        if variant.limit is not None:
+            self._max_in_flight = variant.limit
         self._in_flight = 0
         self._durations = problem.durations
         self._delays = problem.delays
         self._ranks = [_Rank() for _ in range(problem.placement.num_ranks)]
+        # Heap of (tick, rank) at which a rank starts what it chose.
         self._starts: list[tuple[int, int]] = []
         self.rows: list[list[Action]] = [[] for _ in self._ranks]
 
     @property
     def makespan(self) -> int:
-        """End of the last action."""
+        """Ticks until the end of the last action."""
         return max(rank.free for rank in self._ranks)
 
     def run(self) -> bool:
         """Place all actions; return False if the cap makes that impossible."""
+        problem = self._problem
+        kinds = 1 + len(problem.backwards)
+        forwards = problem.placement.num_stages * problem.num_microbatches * self._num_slices
         self._choose(self._release(0, Action(0, "F", 0)))
-        stages, m = self._problem.placement.num_stages, self._problem.num_microbatches
-        for _ in range((1 + len(self._problem.backwards)) * stages * m * self._num_slices):
+        for _ in range(kinds * forwards):
             while True:
                 if not self._starts:
                     return False
@@ -261,70 +283,92 @@ class _Attempt:
             rank.remove(choice)
             rank.free = start + self._durations[action.kind][action.slice]
             self.rows[number].append(action)
+            self._account(rank, action)
             self._follow(number, action)
             self._choose(number)
         return True
 
+    def _account(self, rank: _Rank, action: Action) -> None:
+        """Count the activations of an action's rank, and the slices in flight."""
+        stage, kind, _, slice_index = action
+        if kind == "F":
+            rank.live += self._problem.slices[slice_index]
+            self._in_flight += stage == 0
+        else:
+            if kind in ("B", "W"):
+                rank.live -= self._problem.slices[slice_index]
+            self._in_flight -= stage == 0 and kind != "W"
+
     def _follow(self, number: int, action: Action) -> None:
-        """Release the actions that an action of a rank enables."""
-        stage, kind, microbatch, part = action
-        rank = self._ranks[number]
-        now, share = rank.free, self._problem.slices[part]
-        if kind in ("B", "W"):
-            rank.live -= share
+        """Release the actions that an action of a rank enables.
+
+        The rule is that of `Schedule.feeds`, in the order of a greedy run: a rank runs the slices
+        and micro-batches of a stage one after the other, so an action that has several inputs is
+        released by the one that comes last.
+        """
+        stage, kind, microbatch, slice_index = action
         if kind == "W":
             return
+        now = self._ranks[number].free
+        backwards = self._problem.backwards
         target = self._problem.placement.target(stage, kind)
         if target is not None:
             arrival = now + self._delays[min(stage, target)]
-            elsewhere = self._release(arrival, Action(target, kind, microbatch, part))
-            if elsewhere != number:  # the rank of the action chooses once it has all
-                self._choose(elsewhere)
+            receiver = self._release(arrival, Action(target, kind, microbatch, slice_index))
+            if receiver != number:  # the rank of the action chooses once it has all
+                self._choose(receiver)
         # Slices reach all other stages in order, and their gradients in reverse.
         if kind == "F":
-            rank.live += share
-            is_last = part + 1 == self._num_slices
-            if target is None and is_last and self._problem.backwards:
-                self._release(now, Action(stage, self._problem.backwards[0], microbatch, part))
+            is_last_slice = slice_index + 1 == self._num_slices
+            if target is None and is_last_slice and backwards:
+                self._release(now, Action(stage, backwards[0], microbatch, slice_index))
             if stage == 0:
-                self._in_flight += 1
-                following = (microbatch + 1, 0) if is_last else (microbatch, part + 1)
-                if following[0] < self._problem.num_microbatches:
-                    self._release(now, Action(0, "F", *following))
-        else:
-            if kind == "I":
-                self._release(now, Action(stage, "W", microbatch, part))
-            if stage == self._problem.placement.num_stages - 1 and part:
-                self._release(now, Action(stage, kind, microbatch, part - 1))
-            self._in_flight -= target is None
+                self._enter(now, microbatch, slice_index)
+            return
+        if kind == "I":
+            self._release(now, Action(stage, "W", microbatch, slice_index))
+        if stage == self._problem.placement.num_stages - 1 and slice_index:
+            self._release(now, Action(stage, kind, microbatch, slice_index - 1))
+
+    def _enter(self, now: int, microbatch: int, slice_index: int) -> None:
+        """Release the forward of the first stage that follows another: the next slice."""
+        slice_index += 1
+        if slice_index == self._num_slices:
+            microbatch, slice_index = microbatch + 1, 0
+        if microbatch < self._problem.num_microbatches:
+            self._release(now, Action(0, "F", microbatch, slice_index))
 
     def _release(self, time: int, action: Action) -> int:
         """Make an action a candidate of its rank, and return the rank."""
         number = self._problem.placement.rank_of[action.stage]
-        self._ranks[number].later.append((time, _priority(action), action))
+        self._ranks[number].future.append((time, _priority(action), action))
         return number
 
     def _choose(self, number: int) -> None:
         """Choose the best action that a rank can start next, and queue its start."""
         rank = self._ranks[number]
-        later = []
-        for choice in rank.later:
+        still_future = []
+        for choice in rank.future:
             if choice[0] <= rank.free:
                 heappush(rank.heap_of(choice[2]), choice[1:])
             else:
-                later.append(choice)
-        rank.later = later
+                still_future.append(choice)
+        rank.future = still_future
         heaps = self._allowed(rank)
         first = min((heap[0] for heap in heaps if heap), default=None)
         if first is not None:
             rank.choice = (rank.free, *first)
         else:
-            allowed = (c for c in rank.later if any(rank.heap_of(c[2]) is heap for heap in heaps))
+            allowed = (
+                choice
+                for choice in still_future
+                if any(rank.heap_of(choice[2]) is heap for heap in heaps)
+            )
             rank.choice = min(allowed, default=None)
         if rank.choice is not None:
             heappush(self._starts, (rank.choice[0], number))
 
-    def _allowed(self, rank: _Rank) -> list[list[tuple[Key, Action]]]:
+    def _allowed(self, rank: _Rank) -> list[list[Candidate]]:
         """Return the heaps that the next action of a rank may come from."""
         forwards = [rank.forwards]
         if self._in_flight < self._max_in_flight:
@@ -335,4 +379,7 @@ class _Attempt:
                 return forwards
             if rank.weights:
                 return [rank.weights]
-        return [rank.inputs, rank.weights, *(forwards if may_grow else ())]
+        heaps = [rank.inputs, rank.weights]
+        if may_grow:
+            heaps += forwards
+        return heaps

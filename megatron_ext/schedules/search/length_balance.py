@@ -142,41 +142,62 @@ def deal_out(costs: Sequence[float], num_replicas: int, fills: float = 0.0) -> l
     Raises:
         ScheduleError: The micro-batches cannot be divided equally.
     """
-    each, rest = divmod(len(costs), num_replicas)
-    if rest:
+    share_size, remainder = divmod(len(costs), num_replicas)
+    if remainder:
         raise ScheduleError(
             f"{len(costs)} micro-batches cannot be shared equally by {num_replicas} replicas; give "
             "each replica the same number"
         )
 
     def costliest(shares: list[list[int]]) -> float:
-        rows = [[costs[number] for number in share] for share in shares]
-        return max((fsum(row) + fills * max(row) for row in rows if row), default=0.0)
+        """Return the cost of the costliest replica."""
+        replica_costs = []
+        for share in shares:
+            share_costs = [costs[number] for number in share]
+            if share_costs:
+                replica_costs.append(fsum(share_costs) + fills * max(share_costs))
+        return max(replica_costs, default=0.0)
 
     in_file_order = [list(range(first, len(costs), num_replicas)) for first in range(num_replicas)]
-    dealt: list[list[int]] = [[] for _ in range(num_replicas)]
+    dealt = _dealt(costs, num_replicas, share_size)
+    # Of equals that of the file, which moves nothing.
+    shares = min(in_file_order, dealt, key=costliest)
+    return _assigned(shares)
+
+
+def _dealt(costs: Sequence[float], num_replicas: int, share_size: int) -> list[list[int]]:
+    """Deal out micro-batches, the costliest first, each to the cheapest share that has room."""
+    shares: list[list[int]] = [[] for _ in range(num_replicas)]
+    # Heap of (cost, share); full shares are not in it.
     cheapest = [(0.0, share) for share in range(num_replicas)]
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
         cost, share = heapq.heappop(cheapest)
-        dealt[share].append(number)
-        if len(dealt[share]) < each:
+        shares[share].append(number)
+        if len(shares[share]) < share_size:
             heapq.heappush(cheapest, (cost + costs[number], share))
-    shares = min(in_file_order, dealt, key=costliest)
-    # The replica that has read most of a share takes it, so that few micro-batches move.
-    has_read = Counter(
-        (number % num_replicas, index) for index, share in enumerate(shares) for number in share
-    )
-    taken: dict[int, int] = {}
-    left = dict.fromkeys(range(num_replicas))
+    return shares
+
+
+def _assigned(shares: list[list[int]]) -> list[list[int]]:
+    """Return the shares by replica: the one that has read most of a share takes it."""
+    num_replicas = len(shares)
+    has_read: Counter[tuple[int, int]] = Counter()
+    for index, share in enumerate(shares):
+        for number in share:
+            has_read[number % num_replicas, index] += 1
+    share_of: dict[int, int] = {}
+    free_shares = dict.fromkeys(range(num_replicas))
     for replica, index in sorted(has_read, key=lambda pair: (-has_read[pair], pair)):
-        if replica not in taken and index in left:
-            taken[replica] = index
-            del left[index]
-    others = iter(left)
-    return [
-        sorted(shares[taken[replica] if replica in taken else next(others)])
-        for replica in range(num_replicas)
-    ]
+        if replica not in share_of and index in free_shares:
+            share_of[replica] = index
+            del free_shares[index]
+    # Replicas whose shares others have taken get what remains, in order.
+    remaining = iter(free_shares)
+    assigned = []
+    for replica in range(num_replicas):
+        index = share_of[replica] if replica in share_of else next(remaining)
+        assigned.append(sorted(shares[index]))
+    return assigned
 
 
 def packs_in_file_order(lengths: Iterable[int], max_tokens: int) -> Iterator[list[int]]:
@@ -220,13 +241,13 @@ def shortest(
 
     `costs` are those of a sample of cost 1.
     """
-    share = placement.num_ranks / placement.num_stages  # of a rank's work that one stage is
-    heads = [min(stages) for stages in placement.stages_of]
-    fill = max(heads) * share * costs.forward * min(sample_costs)
+    stage_share = placement.num_ranks / placement.num_stages  # one stage's part of a rank's work
+    last_head = max(min(stages) for stages in placement.stages_of)
+    fill = last_head * stage_share * costs.forward * min(sample_costs)
     mean = costs.work * sum(sample_costs) / num_replicas
     hops = sum(hop != "local" for hop in placement.hops)
-    through = placement.num_ranks * (costs.forward + costs.input) * max(sample_costs)
-    return max(mean + fill, through + 2 * hops * costs.latency)
+    longest = placement.num_ranks * (costs.forward + costs.input) * max(sample_costs)
+    return max(mean + fill, longest + 2 * hops * costs.latency)
 
 
 # Small micro-batches that fill the pipeline before the largest come.

@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.simulate import Clock, fastest
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 # All-to-all over the computation beside it, where costs have none: the middle of the three that
 # `benchmarks/expert_overlap.py` measures.
-_USUAL = 0.6
+_DEFAULT_EXCHANGE = 0.6
 # Micro-batches by which an order that is placed anew may be ahead of its table, unless none ends.
-_MOST_LEAD = 3
+_MAX_LEAD = 3
 
 
 def exchanging(costs: Costs) -> Costs:
@@ -46,12 +46,14 @@ def exchanging(costs: Costs) -> Costs:
     """
     if costs.all_to_all:
         return costs
-    longer = 1 + _USUAL if costs.forward == costs.input == costs.weight else 1.0
+    scale = 1.0
+    if costs.forward == costs.input == costs.weight:
+        scale += _DEFAULT_EXCHANGE
     return replace(
         costs,
-        forward=longer * costs.forward,
-        input=longer * costs.input,
-        all_to_all=_USUAL / (1 + _USUAL),
+        forward=scale * costs.forward,
+        input=scale * costs.input,
+        all_to_all=_DEFAULT_EXCHANGE / (1 + _DEFAULT_EXCHANGE),
     )
 
 
@@ -64,13 +66,22 @@ def marked_pairs(schedule: Schedule) -> Schedule:
     pairs: list[set[int]] = []
     for row in schedule.rows:
         begins: set[int] = set()
-        for index, (one, two) in enumerate(pairwise(row)):
-            if one.kind == "F" and two.kind in ("B", "I") and one.microbatch != two.microbatch:
+        for index, (first, second) in enumerate(pairwise(row)):
+            if (
+                first.kind == "F"
+                and second.kind in ("B", "I")
+                and first.microbatch != second.microbatch
+            ):
                 begins.add(index)
         pairs.append(begins)
     while True:
         table = _with_pairs(schedule, schedule.rows, pairs)
-        alone = [(rank, at - 1) for rank, at in stuck(table).items() if at - 1 in pairs[rank]]
+        # A backward that lacks its input stops its pair: the forward before it then runs alone.
+        alone = [
+            (rank, position - 1)
+            for rank, position in stuck(table).items()
+            if position - 1 in pairs[rank]
+        ]
         if not alone:
             return table
         for rank, index in alone:
@@ -99,44 +110,76 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
         )
     # Which order is best must not depend on luck.
     costs = replace(exchanging(costs), jitter=0.0, link_jitter=0.0, launch=0.0)
-    last = len(schedule.rows) - 1
-    graded = [last - rank for rank in range(last + 1)]
-    found = []
-    # Where neighbours differ by one micro-batch of warm-up, as in 1F1B, a pair would wait for its
-    # neighbour's pair and that for this one's, two pairs for each micro-batch: a lead that grows by
+    candidates = _moved_tables(schedule)
+    most_pairs = max((sum(map(len, table.pairs)) for table in candidates), default=0)
+    if most_pairs < _pairs_of_regular_rows(schedule):
+        # Tables from a search (v-half, bitpipe) have no such regular phase. Their actions are
+        # placed anew, in simulated time: an idle rank runs a pair if it can.
+        candidates += _placed_tables(schedule, costs, has_fallback=bool(candidates))
+    return fastest(candidates, costs)
+
+
+def _moved_tables(schedule: Schedule) -> list[Schedule]:
+    """Return the tables with pairs in which forwards move ahead, without those that deadlock."""
+    # A pair would wait for its neighbour's pair and that for this one's, where neighbours differ by
+    # one micro-batch of warm-up, as in 1F1B: two pairs for each micro-batch. A lead that grows by
     # one from rank to rank keeps all of them busy. Interleaved and V-shaped tables already differ
     # by two, and take a lead of one.
-    for leads in ([1] * len(graded), [1 + more for more in graded]):
+    num_ranks = len(schedule.rows)
+    equal = [1] * num_ranks
+    growing = [num_ranks - rank for rank in range(num_ranks)]
+    tables = []
+    for leads in (equal, growing):
         rows = tuple(ahead(row, lead) for row, lead in zip(schedule.rows, leads, strict=True))
-        moved = replace(schedule, rows=rows)
-        if not stuck(moved):
-            found.append(marked_pairs(moved))
-    # What regular rows could pair if each had one more forward in its warm-up.
-    most = sum(
-        max(0, sum(action.kind == "F" for action in row) - _warm_up(row) - 1)
-        for row in schedule.rows
-    )
-    # Tables from a search (v-half, bitpipe) have no such regular phase. Their actions are placed
-    # anew, in simulated time: an idle rank runs a pair if it can.
-    if max((sum(map(len, table.pairs)) for table in found), default=0) < most:
-        feeds = {
-            action: [(fed, schedule.travels(action, fed)) for fed in schedule.feeds(action)]
-            for row in schedule.rows
-            for action in row
-        }
-        warm_ups = [_warm_up(row) for row in schedule.rows]
-        for lead in count():
-            # Forwards may fill all memory before a backward can run; with enough of it some end.
-            if lead > _MOST_LEAD and found:
-                break
-            for more in ([0] * len(graded), graded):
-                leads = [sum(each) + lead for each in zip(warm_ups, more, strict=True)]
-                for waits in (True, False):
-                    extra = 2 * lead + max(more)
-                    placing = _Placing(schedule, costs, feeds, leads, extra, waits=waits)
-                    table = placing.table()
-                    found += [table] if table is not None else []
-    return fastest(found, costs)
+        moved_table = replace(schedule, rows=rows)
+        if not stuck(moved_table):
+            tables.append(marked_pairs(moved_table))
+    return tables
+
+
+def _pairs_of_regular_rows(schedule: Schedule) -> int:
+    """Return what regular rows could pair if each had one more forward in its warm-up."""
+    num_pairs = 0
+    for row in schedule.rows:
+        num_forwards = sum(action.kind == "F" for action in row)
+        num_pairs += max(0, num_forwards - _warm_up(row) - 1)
+    return num_pairs
+
+
+def _placed_tables(schedule: Schedule, costs: Costs, *, has_fallback: bool) -> list[Schedule]:
+    """Return tables whose actions are placed anew; at least one, unless there is a fallback."""
+    feeds: dict[Action, list[_Fed]] = {}
+    for row in schedule.rows:
+        for action in row:
+            feeds[action] = [
+                _Fed(target, schedule.travels(action, target)) for target in schedule.feeds(action)
+            ]
+    warm_ups = [_warm_up(row) for row in schedule.rows]
+    num_ranks = len(schedule.rows)
+    equal = [0] * num_ranks
+    growing = [num_ranks - 1 - rank for rank in range(num_ranks)]
+    tables: list[Schedule] = []
+    for lead in count():
+        # Forwards may fill all memory before a backward can run; with enough of it some end.
+        if lead > _MAX_LEAD and (tables or has_fallback):
+            return tables
+        for extra_leads in (equal, growing):
+            leads = [
+                warm_up + extra + lead for warm_up, extra in zip(warm_ups, extra_leads, strict=True)
+            ]
+            for waits in (True, False):
+                placing = _Placing(
+                    schedule,
+                    costs,
+                    feeds,
+                    leads,
+                    extra_activations=2 * lead + max(extra_leads),
+                    waits=waits,
+                )
+                table = placing.table()
+                if table is not None:
+                    tables.append(table)
+    raise AssertionError("leads have no end")
 
 
 def _with_pairs(schedule: Schedule, rows: tuple[Row, ...], pairs: list[set[int]]) -> Schedule:
@@ -154,44 +197,74 @@ def _warm_up(row: Row) -> int:
     return next((index for index, action in enumerate(row) if action.kind != "F"), len(row))
 
 
+class _Fed(NamedTuple):
+    """An action that needs the result of another."""
+
+    action: Action
+    travels: bool
+    """Whether the result leaves its stage or its rank."""
+
+
+# Activations of one stage that begin or end with an action.
+_LIVE_CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
+
+
+class _Event(NamedTuple):
+    """A time at which a rank may choose. At equal times, ranks are in order."""
+
+    time: float
+    rank: int
+    supplied: tuple[()] | Action = ()
+    """The action that has one input more, if one arrives."""
+
+
 class _Placing:
     """The actions of a table, placed anew in simulated time.
 
-    Outside of pairs, each rank may be ahead of its backwards by as many forwards as its lead, and
-    exceed the table's peak by `extra` activations of one stage each; a backward waits for a partner
-    if it `waits`.
+    Args:
+        schedule: The table.
+        costs: Durations and latencies of the simulation.
+        feeds: By action: those that need its result.
+        leads: By rank: the forwards by which it may be ahead of its backwards, outside of pairs.
+        extra_activations: Those of one stage each that a rank may keep beyond the table's peak.
+        waits: Whether a backward waits for a partner.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         costs: Costs,
-        feeds: dict[Action, list[tuple[Action, bool]]],
+        feeds: dict[Action, list[_Fed]],
         leads: list[int],
-        extra: int,
+        extra_activations: int,
         *,
         waits: bool,
     ) -> None:
-        self._schedule, self._leads, self._waits = schedule, leads, waits
+        self._schedule = schedule
+        self._leads = leads
+        self._waits = waits
         self._feeds = feeds
-        self._missing = Counter(fed for each in feeds.values() for fed, _ in each)
+        # By action: the inputs that have not arrived.
+        self._missing = Counter(fed.action for targets in feeds.values() for fed in targets)
         self._clock = Clock(schedule, costs)
+        self._cap = extra_activations + max(map(most_alive, schedule.rows))
         ranks = range(len(schedule.rows))
-        self._cap = extra + max(map(most_alive, schedule.rows))
-        # By rank, stage and whether it is a forward: what has not run, the next one last.
+        # By rank, stage and whether it is a forward: the actions that have not run, the next last.
         self._queues: list[dict[tuple[int, bool], list[Action]]] = [{} for _ in ranks]
         for rank, row in enumerate(schedule.rows):
             for action in reversed(row):
                 if action.kind != "W":
                     key = action.stage, action.kind == "F"
                     self._queues[rank].setdefault(key, []).append(action)
+        # By rank: the W that may run, the oldest first.
         self._weights: list[list[Action]] = [[] for _ in ranks]
         self._rows: list[list[Action]] = [[] for _ in ranks]
         self._pairs: list[set[int]] = [set() for _ in ranks]
-        self._ahead, self._live = [0 for _ in ranks], [0 for _ in ranks]
+        # By rank: forwards minus backwards that ran, and the activations that it keeps.
+        self._ahead = [0 for _ in ranks]
+        self._live = [0 for _ in ranks]
         self._free = [0.0 for _ in ranks]
-        # (time, rank, what has one input more): the rank may choose.
-        self._events: list[tuple[float, int, Action | tuple[()]]] = [(0.0, r, ()) for r in ranks]
+        self._events = [_Event(0.0, rank) for rank in ranks]
 
     def table(self) -> Schedule | None:
         """Place everything; return None if forwards fill all memory before a backward can run."""
@@ -206,60 +279,88 @@ class _Placing:
                     continue
                 if self._free[rank] <= now:
                     self._run(rank, self._chosen(rank), now)
-            # All ranks wait for a partner: one of them runs an action without.
-            for rank in range(len(self._rows)):
-                actions = self._chosen(rank, alone=True)
-                if actions:
-                    self._run(rank, actions, max(now, self._free[rank]))
-                    break
-            else:
-                rows = tuple(map(tuple, self._rows))
-                if sum(map(len, rows)) < len(self._feeds):
-                    return None
-                return _with_pairs(self._schedule, rows, self._pairs)
+            if not self._run_alone(now):
+                break
+        rows = tuple(map(tuple, self._rows))
+        if sum(map(len, rows)) < len(self._feeds):
+            return None
+        return _with_pairs(self._schedule, rows, self._pairs)
+
+    def _run_alone(self, now: float) -> bool:
+        """Run an action without a partner where all ranks wait for one; return whether one can."""
+        for rank in range(len(self._rows)):
+            actions = self._chosen(rank, alone=True)
+            if actions:
+                self._run(rank, actions, max(now, self._free[rank]))
+                return True
+        return False
 
     def _chosen(self, rank: int, *, alone: bool = False) -> tuple[Action, ...]:
         """Return what a rank runs next: a pair, an action, or nothing."""
-        heads = [queue[-1] for queue in self._queues[rank].values() if queue]
-        ready = [action for action in heads if not self._missing[action]]
-        room = self._live[rank] < self._cap
-        # What is deepest frees memory first.
-        forwards = sorted((a for a in ready if a.kind == "F" and room), key=lambda a: -a.stage)
-        backwards = sorted(action for action in ready if action.kind != "F")
-        for two in backwards:
-            for one in forwards:
-                if one.microbatch != two.microbatch:
-                    return one, two
-        has_partners = any(action.kind == "F" for action in heads)
-        if backwards and not (has_partners and (self._waits or forwards)):
+        forwards, backwards = self._ready(rank)
+        for backward in backwards:
+            for forward in forwards:
+                if forward.microbatch != backward.microbatch:
+                    return forward, backward
+        if backwards and not self._awaits_partner(rank, has_forward=bool(forwards)):
             return (backwards[0],)
         if forwards and self._ahead[rank] < self._leads[rank]:
             return (forwards[0],)
         if self._weights[rank]:
             return (self._weights[rank].pop(0),)
-        if alone or not self._waits:
-            return tuple((backwards or (forwards if alone else []))[:1])
+        if backwards and (alone or not self._waits):
+            return (backwards[0],)
+        if forwards and alone:
+            return (forwards[0],)
         return ()
 
+    def _ready(self, rank: int) -> tuple[list[Action], list[Action]]:
+        """Return the forwards that may run now, and the backwards, the preferred ones first."""
+        forwards: list[Action] = []
+        backwards: list[Action] = []
+        has_room = self._live[rank] < self._cap
+        for queue in self._queues[rank].values():
+            if not queue or self._missing[queue[-1]]:
+                continue
+            if queue[-1].kind != "F":
+                backwards.append(queue[-1])
+            elif has_room:
+                forwards.append(queue[-1])
+        # What is deepest frees memory first.
+        forwards.sort(key=lambda action: -action.stage)
+        backwards.sort()
+        return forwards, backwards
+
+    def _awaits_partner(self, rank: int, *, has_forward: bool) -> bool:
+        """Return whether a backward that is ready leaves its place to a later pair."""
+        has_partners = any(queue and queue[-1].kind == "F" for queue in self._queues[rank].values())
+        return has_partners and (self._waits or has_forward)
+
     def _run(self, rank: int, actions: tuple[Action, ...], now: float) -> None:
+        """Run an action or a pair, and supply what it feeds."""
         if not actions:
             return
         if len(actions) == 2:
             self._pairs[rank].add(len(self._rows[rank]))
-        self._free[rank] = end = self._clock.run(rank, now, *actions)
-        heappush(self._events, (end, rank, ()))
-        rank_of = self._schedule.placement.rank_of
+        end = self._clock.run(rank, now, *actions)
+        self._free[rank] = end
+        heappush(self._events, _Event(end, rank))
         for action in actions:
             self._rows[rank].append(action)
-            self._live[rank] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            self._live[rank] += _LIVE_CHANGE[action.kind]
             if action.kind == "W":
                 continue
             self._queues[rank][action.stage, action.kind == "F"].pop()
             self._ahead[rank] += 1 if action.kind == "F" else -1
-            arrivals = iter(self._clock.arrivals(action, end))
-            for fed, travels in self._feeds[action]:
-                if fed.kind == "W":
-                    self._weights[rank].append(fed)
-                else:
-                    arrival = next(arrivals) if travels else end
-                    heappush(self._events, (arrival, rank_of[fed.stage], fed))
+            self._supply(rank, action, end)
+
+    def _supply(self, rank: int, action: Action, end: float) -> None:
+        """Let the results of an action arrive at the actions that need them."""
+        rank_of = self._schedule.placement.rank_of
+        arrivals = iter(self._clock.arrivals(action, end))
+        for target, travels in self._feeds[action]:
+            if target.kind == "W":
+                self._weights[rank].append(target)
+            else:
+                arrival = next(arrivals) if travels else end
+                heappush(self._events, _Event(arrival, rank_of[target.stage], target))

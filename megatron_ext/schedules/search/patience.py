@@ -54,15 +54,15 @@ def quiet(costs: Costs = UNIT) -> Costs:
     return replace(costs, latency=latency, jitter=0.0, link_jitter=0.0)
 
 
-def _made_once(make: Callable[[int], Policy]) -> Callable[[int], Policy]:
-    """Let a factory make the policy of each rank once, and that of each step from it."""
+def _copied(make: Callable[[int], Policy]) -> Callable[[int], Policy]:
+    """Let a factory make the policy of each rank once, and that of each step as a copy of it."""
     # Building a policy takes 0.2 ms for 96 actions, at the start of a step; a copy takes 0.01 ms.
-    made = cache(make)
+    originals = cache(make)
 
-    def of_a_step(rank: int) -> Policy:
-        return made(rank).again()
+    def policy_of_step(rank: int) -> Policy:
+        return originals(rank).again()
 
-    return of_a_step
+    return policy_of_step
 
 
 def policies(
@@ -76,8 +76,13 @@ def policies(
 ) -> Callable[[int], Policy]:
     """Return the factory of a rank's policy, for one step.
 
-    W fills gaps, without a fixed place in the table, if `weights_fill`; `costs` are those that the
-    table is simulated with. The others are as for `activation_cap`.
+    Args:
+        name: The kind of policy.
+        schedule: The table.
+        extra_activations: As for `activation_cap`.
+        weights_fill: Whether W has no fixed place in the table and fills gaps.
+        costs: Those that the table is simulated with.
+        stash_ratio: As for `activation_cap`.
 
     Raises:
         ScheduleError: The table sums gradients in another order than policies (`progress.py`), or
@@ -96,36 +101,55 @@ def policies(
     if schedule.pairs:
         costs = exchanging(costs)
     cap = activation_cap(schedule, extra_activations, stash_ratio)
-
     if name != "hint":
-        return _made_once(lambda rank: Greedy(schedule, rank, depth_first=name == "depth-first"))
-    hint = partial(Hint, schedule, cap=cap, stash_ratio=stash_ratio)
-    at_once = _made_once(partial(hint, weights_fill=weights_fill))
-    # W has no fixed place and runs when nothing else can. For some tables (v-half, bitpipe) that
-    # gains more than the jumps lose.
-    filling = _made_once(partial(hint, weights_fill=True))
+        return _copied(lambda rank: Greedy(schedule, rank, depth_first=name == "depth-first"))
+
+    def hint(rank: int, *, weights_fill: bool, patience: Patience | None = None) -> Hint:
+        return Hint(
+            schedule,
+            rank,
+            cap,
+            weights_fill=weights_fill,
+            patience=patience,
+            stash_ratio=stash_ratio,
+        )
+
+    return _best_hint(schedule, hint, costs, weights_fill=weights_fill)
+
+
+def _best_hint(
+    schedule: Schedule, hint: Callable[..., Hint], costs: Costs, *, weights_fill: bool
+) -> Callable[[int], Policy]:
+    """Return the factory of the strategy that loses nothing on quiet links, and is the fastest."""
+    at_once = _copied(lambda rank: hint(rank, weights_fill=weights_fill))
     calm = quiet(costs)
     static = simulate(schedule, calm)
-    if not schedule.pairs and simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
-        return at_once
     # A rank waits as long as in the simulated static order, plus a small margin. Then it never
     # jumps ahead while nothing is late, and the step takes the time of the table. The total wait of
     # a rank is its bubble in the table, plus the margin for each action.
-    patiently = _made_once(
+    patiently = _copied(
         lambda rank: hint(rank, weights_fill=False, patience=waits_of(static, rank))
     )
+    if schedule.pairs:  # a rank that never waits finds few partners
+        return patiently
+    if simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
+        return at_once
+    # W has no fixed place and runs when nothing else can. For some tables (v-half, bitpipe) that
+    # gains more than the jumps lose.
+    filling = _copied(lambda rank: hint(rank, weights_fill=True))
 
     def loses_nothing(policy: Callable[[int], Policy]) -> bool:
         # The same durations are summed in another order.
         return simulate_dynamic(schedule, policy, calm).makespan <= static.makespan * (1 + 1e-9)
 
     def time_with_jitter(policy: Callable[[int], Policy]) -> float:
-        draws = (replace(calm, jitter=_JITTER, seed=seed) for seed in range(_DRAWS))
-        return sum(simulate_dynamic(schedule, policy, these).makespan for these in draws)
+        total = 0.0
+        for seed in range(_DRAWS):
+            jittery = replace(calm, jitter=_JITTER, seed=seed)
+            total += simulate_dynamic(schedule, policy, jittery).makespan
+        return total
 
-    if schedule.pairs:  # a rank that never waits finds few partners
-        return patiently
-    candidates = filter(loses_nothing, (filling, patiently))
+    candidates = [policy for policy in (filling, patiently) if loses_nothing(policy)]
     return min(candidates, key=time_with_jitter, default=at_once)
 
 
@@ -140,11 +164,12 @@ def waits_of(static: Timeline, rank: int) -> Patience:
     for index in pairs:
         alone = durations[index] + durations[index + 1]
         gains[index] = alone - (ends[index] - starts[index])
-    return Patience(
-        waits=[start - free + margin for start, free in zip(starts, [0.0, *ends], strict=False)],
-        durations=durations,
-        gains=gains,
-    )
+    waits = []
+    free = 0.0
+    for start, end in zip(starts, ends, strict=True):
+        waits.append(start - free + margin)
+        free = end
+    return Patience(waits, durations, gains)
 
 
 # Mean of the random latency of late links (log-normal, sigma 1), in forwards.
@@ -172,19 +197,20 @@ def gains(schedule: Schedule, costs: Costs = UNIT) -> Gains:
 
     A latency in the costs applies to quiet links.
     """
-    dynamic = _dynamic(schedule, costs)
+    simulate_hint = _hint_simulator(schedule, costs)
 
-    def ratio(these: Costs) -> float:
-        return simulate(schedule, these).makespan / dynamic(these).makespan
+    def ratio(link_costs: Costs) -> float:
+        return simulate(schedule, link_costs).makespan / simulate_hint(link_costs).makespan
 
-    draws = (ratio(_late(costs, seed)) for seed in range(_DRAWS))
-    return Gains(ratio(quiet(costs)), mean(draws))
+    late = [ratio(_late(costs, seed)) for seed in range(_DRAWS)]
+    return Gains(ratio(quiet(costs)), mean(late))
 
 
 def while_late(timeline: Timeline) -> tuple[Timeline, Timeline]:
     """Return a step while messages are late at random: in the table's order, in the dynamic one."""
     schedule, costs = timeline.schedule, _late(timeline.costs, 0)
-    static, dynamic = simulate(schedule, costs), _dynamic(schedule, timeline.costs)(costs)
+    static = simulate(schedule, costs)
+    dynamic = _hint_simulator(schedule, timeline.costs)(costs)
     named = replace(dynamic.schedule, name=f"{schedule.name} --use-dpp")
     return static, replace(dynamic, schedule=named)
 
@@ -193,9 +219,14 @@ def _late(costs: Costs, seed: int) -> Costs:
     return replace(costs, latency=_LATE * costs.forward, link_jitter=1.0, seed=seed)
 
 
-def _dynamic(schedule: Schedule, costs: Costs) -> Callable[[Costs], Timeline]:
+def _hint_simulator(schedule: Schedule, costs: Costs) -> Callable[[Costs], Timeline]:
     """Return what simulates a table in the order of `--use-dpp`, made for some costs."""
     split = split_backwards(schedule)
-    fill = not schedule.splits_backward
-    made = policies("hint", split, extra_activations=1, weights_fill=fill, costs=costs)
-    return partial(simulate_dynamic, split, made)
+    hints = policies(
+        "hint",
+        split,
+        extra_activations=1,
+        weights_fill=not schedule.splits_backward,
+        costs=costs,
+    )
+    return partial(simulate_dynamic, split, hints)

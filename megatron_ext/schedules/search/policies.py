@@ -63,9 +63,9 @@ class Policy(ABC):
 
     def again(self) -> Policy:
         """Return a copy for another step; only before this one has chosen anything."""
-        made = copy(self)
-        made.progress = self.progress.again()
-        return made
+        policy = copy(self)
+        policy.progress = self.progress.again()
+        return policy
 
     def wait(self) -> float:
         """Return how long to wait before choosing, measured from when the rank became idle."""
@@ -83,25 +83,25 @@ class Policy(ABC):
         """Choose the next action: its position in the rank's row, or None if none may run."""
 
     def with_partner(self, index: int) -> tuple[int, ...]:
-        """Return the action that was just chosen, and with pairs what runs with it.
+        """Return the action that was just chosen, and with pairs its partner, the forward first.
 
-        It is the first ready one of the other direction. The forward of a pair comes first.
+        The partner is the first ready action of the other direction.
         """
-        found = self._partners(index)
-        if found is None:
+        partners = self._partners(index)
+        if partners is None:
             return (index,)
-        other = heapq.heappop(found)
-        return (index, other) if self.progress.row[index].kind == "F" else (other, index)
+        partner = heapq.heappop(partners)
+        return (index, partner) if self.progress.row[index].kind == "F" else (partner, index)
 
     def _partners(self, index: int) -> list[int] | None:
-        """Return the ready actions of which the first may be the partner of another."""
+        """Return the heap whose first action may be the partner of another; None if none may."""
         action, progress = self.progress.row[index], self.progress
         if not self._runs_pairs or action.kind == "W":
             return None
-        found = progress.backwards if action.kind == "F" else progress.forwards
-        if not found or progress.row[found[0]].microbatch == action.microbatch:
+        partners = progress.backwards if action.kind == "F" else progress.forwards
+        if not partners or progress.row[partners[0]].microbatch == action.microbatch:
             return None
-        return found
+        return partners
 
 
 class Curve:
@@ -123,10 +123,10 @@ class Curve:
             self._top[node] = max(self._top[left], self._sum[left] + self._top[right])
 
     def again(self) -> Curve:
-        """Return a curve of its own with the same changes."""
-        made = copy(self)
-        made._sum, made._top = [*self._sum], [*self._top]
-        return made
+        """Return a copy for another step."""
+        curve = copy(self)
+        curve._sum, curve._top = list(self._sum), list(self._top)
+        return curve
 
     def take(self, position: int) -> float:
         """Remove the change at a position, and return it."""
@@ -182,11 +182,10 @@ class Hint(Policy):
     ) -> None:
         self._pairs = schedule.pairs_of(rank)
         super().__init__(schedule, rank, pairs=bool(self._pairs))
-        # I replaces the activations by a weight stash, which may be larger: it counts as what it
-        # is.
+        # I replaces the activations by a weight stash, which may be larger than they are.
         self._changes = {"F": 1, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
         self._slices = schedule.slices
-        self._rest = Curve([self._change(action) for action in self.progress.row])
+        self._remaining = Curve([self._change(action) for action in self.progress.row])
         self.cap = cap
         self.live: float = 0
         self.patience = patience
@@ -197,19 +196,22 @@ class Hint(Policy):
 
     def again(self) -> Hint:
         """Return the policy of another step."""
-        made = copy(self)
+        policy = copy(self)
         # Everything else is a number, or never changes during a step and is shared.
-        made.progress, made._rest = self.progress.again(), self._rest.again()
-        return made
+        policy.progress, policy._remaining = self.progress.again(), self._remaining.again()
+        return policy
 
     def wait(self) -> float:
         """Return how long to wait for the head of the table; 0 if it can run or follow."""
         if self.patience is None:
             return 0.0
         self._advance()
-        if not self.progress.left or ((runs := self._runs_head()) and not self._lacks_partner()):
+        if not self.progress.left:
             return 0.0
-        return (self.patience.gains if runs else self.patience.waits)[self._head]
+        if not self._runs_head():
+            return self.patience.waits[self._head]
+        # It could run alone; a pair may gain more than its wait costs.
+        return self.patience.gains[self._head] if self._lacks_partner() else 0.0
 
     def looks_ahead(self) -> bool:
         """Return whether the head can run or follow, or another action can and nothing is due."""
@@ -229,34 +231,34 @@ class Hint(Policy):
     def choose(self) -> int | None:
         """Choose the first ready and admissible action, else one that can follow its input."""
         self._advance()
-        found = self._first()
-        self._follows = found is None
-        if found is not None:
-            index: int | None = heapq.heappop(found)
+        heap = self._first()
+        self._follows = heap is None
+        if heap is not None:
+            index: int | None = heapq.heappop(heap)
         else:
             index = self._follower()
             if index is not None:
                 self.progress.follow(index)
         if index is not None:
-            self.live += self._rest.take(index)
+            self.live += self._remaining.take(index)
         return index
 
     def with_partner(self, index: int) -> tuple[int, ...]:
-        """Return the chosen action, and what runs with it, unless it follows its input."""
-        both = (index,) if self._follows else super().with_partner(index)
-        # That of the chosen action is taken already, and counts 0.
-        self.live += sum(map(self._rest.take, both))
-        return both
+        """Return the chosen action, and its partner unless it follows its input."""
+        positions = (index,) if self._follows else super().with_partner(index)
+        # The change of the chosen action is taken already, and counts 0.
+        self.live += sum(map(self._remaining.take, positions))
+        return positions
 
     def _partners(self, index: int) -> list[int] | None:
-        """Return the ready actions of which the first can be the partner of another."""
-        found = super()._partners(index)
-        if found is None or not self._is_admissible(found[0]):
+        """Return the heap whose first action can be the partner of another; None if none can."""
+        partners = super()._partners(index)
+        if partners is None or not self._is_admissible(partners[0]):
             return None
         # The forward of a pair runs first: a backward chosen for it has freed nothing by then.
         row = self.progress.row
-        held = self.live - self._change(row[index]) + self._change(row[found[0]])
-        return found if held <= self.cap else None
+        peak = self.live - self._change(row[index]) + self._change(row[partners[0]])
+        return partners if peak <= self.cap else None
 
     def _lacks_partner(self) -> bool:
         """Return whether the table pairs the head with an action that has not run, and none can."""
@@ -274,11 +276,11 @@ class Hint(Policy):
 
     def _follower(self) -> int | None:
         """Return an admissible action that needs nothing but what is launched."""
-        # An action whose input its sender's device has launched is launched right after it: that
-        # hides its launch where the pipeline fills and drains. Allowed for the head, and for others
-        # if the head waits for the same sender, whose device makes the head's input later anyway.
-        # It ends: an action follows only what was launched before it, and each device runs its
-        # actions in the order of their launches.
+        # Once its sender's device has launched its input, an action can be launched right after it:
+        # that hides its launch where the pipeline fills and drains. This holds for the head, and
+        # for others if the head waits for the same sender, whose device makes the head's input
+        # later anyway. The step ends, because an action follows only what was launched before it,
+        # and each device runs its actions in the order of their launches.
         index = self.progress.follower(self._head)
         return index if index is not None and self._is_admissible(index) else None
 
@@ -288,6 +290,7 @@ class Hint(Policy):
             self._head += 1
 
     def _first(self) -> list[int] | None:
+        """Return the heap whose first action is to run; None if none is ready and admissible."""
         progress = self.progress
         best, weights, forwards = progress.backwards, progress.weights, progress.forwards
         if best and not self._is_admissible(best[0]):
@@ -312,16 +315,18 @@ class Hint(Policy):
         change = self._change(self.progress.row[index])
         if change <= 0 or index == self._head:
             return True
-        return self.live + self._rest.top(index) + change <= self.cap
+        return self.live + self._remaining.top(index) + change <= self.cap
 
 
 class Greedy(Policy):
     """Alternates forwards and backwards by a fixed preference; runs W when neither can run.
 
-    It may keep up to m activations.
+    It may keep up to m activations. Only the actions of the table matter, not their order.
 
-    Only the actions of the table matter, not their order. Depth-first: the deepest forward comes
-    first, instead of the first chunk's.
+    Args:
+        schedule: The table.
+        rank: Pipeline rank.
+        depth_first: Whether the deepest forward comes first, instead of the first chunk's.
     """
 
     def __init__(self, schedule: Schedule, rank: int, *, depth_first: bool) -> None:
@@ -344,7 +349,7 @@ class Greedy(Policy):
         return bool(progress.backwards if self._backward_next else progress.forwards)
 
     def choose(self) -> int | None:
-        """Choose the other direction than last time if one is ready."""
+        """Choose the other direction than last time if it has a ready action."""
         progress = self.progress
         turns = [progress.backwards, progress.forwards]
         if not self._backward_next:
@@ -361,10 +366,12 @@ def activation_cap(
 ) -> float:
     """Return the cap of `hint`, in activations of one stage each, the same on all ranks.
 
-    `extra_activations` are micro-batches beyond the table's peak, each on all stages of a rank; a
-    weight stash counts `stash_ratio`.
+    Args:
+        schedule: The table.
+        extra_activations: Micro-batches beyond the table's peak, each on all stages of a rank.
+        stash_ratio: What a weight stash counts.
     """
-    # A cap of each rank's own would save no memory that counts: every rank needs as much as the
+    # Caps that differ by rank would save no memory that counts: every rank needs as much as the
     # worst one. And 1F1B and interleaved tables keep far less on the last ranks than on the first,
     # so the last ranks could never run ahead.
     slices = schedule.slices
@@ -387,12 +394,13 @@ def arena_slots(
     what a policy keeps beyond the table's peak. A greedy policy may keep all activations: a message
     without a slot waits in its sender's memory.
     """
-    more = 0
+    extra_slots = 0
     if extra_activations is not None:
-        least = min(most_alive(row, slices=table.slices) for row in table.rows)
-        beyond = activation_cap(table, extra_activations, stash_ratio) - least
-        more = math.ceil(beyond / min(table.slices))
-    by_pair: dict[frozenset[int], int] = defaultdict(int)
+        lowest_peak = min(most_alive(row, slices=table.slices) for row in table.rows)
+        beyond_peak = activation_cap(table, extra_activations, stash_ratio) - lowest_peak
+        extra_slots = math.ceil(beyond_peak / min(table.slices))
+    slots_by_ranks: dict[frozenset[int], int] = defaultdict(int)
     for (source, target, _), slots in validate(table).slots.items():
-        by_pair[frozenset((source, target))] += slots + more
-    return min(max(2, 2 * max(by_pair.values(), default=1)), _MAX_SLOTS)
+        slots_by_ranks[frozenset((source, target))] += slots + extra_slots
+    peak = max(slots_by_ranks.values(), default=1)
+    return min(max(2, 2 * peak), _MAX_SLOTS)

@@ -60,16 +60,20 @@ class Progress:
 
     def again(self) -> Progress:
         """Return a copy for another step; what no step changes is shared."""
-        made = copy(self)
-        made.done = bytearray(self.done)
-        made.forwards, made.backwards = [*self.forwards], [*self.backwards]
-        made.weights = [*self.weights]
-        made._missing, made._unlaunched = [*self._missing], [*self._unlaunched]
-        made._launched, made._launched_before = {*self._launched}, {*self._launched_before}
-        made._awaited, made._takers = {*self._awaited}, {**self._takers}
-        # The map by position holds the lists themselves, so a copy needs one of its own.
-        made._heap_of = made._heaps()
-        return made
+        progress = copy(self)
+        progress.done = bytearray(self.done)
+        progress.forwards = list(self.forwards)
+        progress.backwards = list(self.backwards)
+        progress.weights = list(self.weights)
+        progress._missing = list(self._missing)
+        progress._unlaunched = list(self._unlaunched)
+        progress._launched = set(self._launched)
+        progress._launched_before = set(self._launched_before)
+        progress._awaited = set(self._awaited)
+        progress._takers = dict(self._takers)
+        # The map by position holds the heaps themselves, not those of this step.
+        progress._heap_of = progress._heaps()
+        return progress
 
     def _heaps(self) -> list[list[int]]:
         heaps = {"F": self.forwards, "B": self.backwards, "I": self.backwards, "W": self.weights}
@@ -87,31 +91,45 @@ class Progress:
                     self._sources[index] = rank_of[needed.stage]
                 else:
                     self._order(position[needed], index)
-        # The backwards of a stage, and what computes its weight gradients, become ready in the
-        # order of micro-batches. So gradients are summed in one order, and the result equals that
-        # of the static table bit for bit, whatever arrives first.
-        last_stage = schedule.num_stages - 1
-        turns: dict[tuple[int, str], list[int]] = defaultdict(list)
-        # The slices of a micro-batch run backward in reverse.
-        turn_of = [(action.microbatch, -action.slice) for action in self.row]
-        for index in sorted(range(len(self.row)), key=turn_of.__getitem__):
+        self._order_gradients()
+        self._order_forwards(last_stage=schedule.num_stages - 1)
+
+    def _order_gradients(self) -> None:
+        """Let the backwards of a stage become ready in the order of micro-batches.
+
+        So gradients are summed in one order, and the result equals that of the static table bit for
+        bit, whatever arrives first.
+        """
+
+        def turn(index: int) -> tuple[int, int]:
+            action = self.row[index]
+            # The slices of a micro-batch run backward in reverse.
+            return action.microbatch, -action.slice
+
+        # By stage, and I or W for the gradients that an action computes: its positions, in order.
+        sums: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for index in sorted(range(len(self.row)), key=turn):
             stage, kind, *_ = self.row[index]
             if kind in ("B", "I"):
-                turns[stage, "I"].append(index)
+                sums[stage, "I"].append(index)
             if kind in ("B", "W"):
-                turns[stage, "W"].append(index)
+                sums[stage, "W"].append(index)
+        for positions in sums.values():
+            for before, after in pairwise(positions):
+                self._order(before, after)
+
+    def _order_forwards(self, last_stage: int) -> None:
+        """Let the first forward of each stage, and all of the last one, keep the table's order."""
         forwards: dict[int, list[int]] = defaultdict(list)
         for index, action in enumerate(self.row):
             if action.kind == "F":
                 forwards[action.stage].append(index)
-        # Forwards of the last stage keep the order of the table: some losses are averaged over
-        # replicas, which must meet there.
-        for turn in (*turns.values(), forwards.get(last_stage, [])):
-            for before, after in pairwise(turn):
-                self._order(before, after)
+        # Some losses are averaged over replicas, which must meet in the forwards of the last stage.
+        for before, after in pairwise(forwards.get(last_stage, [])):
+            self._order(before, after)
         # On every stage the first forward is the table's: `validation.check_first_gradients`.
-        for first, *others in forwards.values():
-            for after in others:
+        for first, *following in forwards.values():
+            for after in following:
                 self._order(first, after)
 
     def _order(self, before: int, after: int) -> None:
@@ -164,7 +182,8 @@ class Progress:
     def expects(self) -> bool:
         """Return whether a tensor may arrive before the last chosen action has ended.
 
-        Actions take about as long on all ranks. So what was launched after its begin ends later.
+        Actions take about as long on all ranks, so one that was launched after that action began
+        ends later.
         """
         return not self.hears_launches or not self._launched_before.isdisjoint(self._launched)
 

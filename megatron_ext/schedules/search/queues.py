@@ -34,7 +34,7 @@ class Post(NamedTuple):
     transfer: Transfer
     before: int
     """Position of the action that it precedes."""
-    taken: bool
+    is_behind_inputs: bool
     """Whether the rank receives the inputs of that action first."""
 
 
@@ -45,10 +45,10 @@ class _Moment(NamedTuple):
     message: Message
     """The first that its action sends: what routes take leaves right behind it."""
     answers: bool
-    """Where its action sends to the twin, which does the same at the same time: the leader's are
-    first."""
+    """Whether it comes second of two messages that twins send to each other at the same time: those
+    of the leading twin come first."""
     number: int = 0
-    """Among those of its action."""
+    """Position among the messages of its action."""
 
 
 class MessageOrder:
@@ -61,21 +61,21 @@ class MessageOrder:
         """By rank; here a pair counts as one action."""
         self._starts: list[list[float]] = []
         # By rank: when each action ends and its result leaves.
-        self._left: list[list[_Moment]] = [[] for _ in schedule.rows]
+        self._departures: list[list[_Moment]] = [[] for _ in schedule.rows]
         self._arrivals: list[list[tuple[_Moment, Transfer]]] = [[] for _ in schedule.rows]
-        for rank, own in enumerate(self.exchanges):
+        for rank, rank_exchanges in enumerate(self.exchanges):
             begins = schedule.begins(rank)
             self._starts.append([timeline.starts[rank][index] for index in begins])
-            for index, exchange in zip(begins, own, strict=True):
-                leaving = _sent(exchange)
-                # What sends nothing sorts before all messages of its moment.
-                first = leaving[0].message if leaving else Message("B", -1, -1)
-                crosses = any(sent.to_twin for sent in leaving)
+            for index, exchange in zip(begins, rank_exchanges, strict=True):
+                sends = _sends(exchange)
+                # An action that sends nothing sorts before all messages of its moment.
+                first = sends[0].message if sends else Message("B", -1, -1)
+                crosses = any(send.to_twin for send in sends)
                 moment = _Moment(timeline.ends[rank][index], first, crosses)
-                self._left[rank].append(moment)
-                for number, sent in enumerate(leaving):
-                    transfer = Transfer("RECV", sent.message, rank, sent.to_twin)
-                    self._arrivals[sent.peer].append((moment._replace(number=number), transfer))
+                self._departures[rank].append(moment)
+                for number, send in enumerate(sends):
+                    transfer = Transfer("RECV", send.message, rank, send.to_twin)
+                    self._arrivals[send.peer].append((moment._replace(number=number), transfer))
 
     def posts(self, rank: int, *, leads: bool = True) -> list[Post]:
         """Return the receives of a rank in their order.
@@ -83,22 +83,24 @@ class MessageOrder:
         Of two twins one `leads`: it sends before it receives.
         """
         starts = self._starts[rank]
-        left = [each._replace(answers=each.answers and not leads) for each in self._left[rank]]
-        arrivals = sorted(
-            (moment._replace(answers=moment.answers and leads == transfer.to_twin), transfer)
-            for moment, transfer in self._arrivals[rank]
-        )
+        departures = []
+        for moment in self._departures[rank]:
+            departures.append(moment._replace(answers=moment.answers and not leads))
+        arrivals = []
+        for moment, transfer in self._arrivals[rank]:
+            answers = moment.answers and leads == transfer.to_twin
+            arrivals.append((moment._replace(answers=answers), transfer))
         posts = []
-        for moment, transfer in arrivals:
+        for moment, transfer in sorted(arrivals):
             # Behind what leaves earlier in the order of all messages, and before what leaves later:
             # that is what keeps two ranks from waiting for each other.
-            index = bisect_left(left, moment)
-            taken = index < len(starts) and starts[index] < moment.time
-            posts.append(Post(transfer, index, taken))
+            index = bisect_left(departures, moment)
+            is_behind_inputs = index < len(starts) and starts[index] < moment.time
+            posts.append(Post(transfer, index, is_behind_inputs))
         return posts
 
 
-def _sent(exchange: Exchange) -> list[Transfer]:
+def _sends(exchange: Exchange) -> list[Transfer]:
     return [transfer for transfer in exchange.all_outputs if transfer.verb == "SEND"]
 
 
@@ -126,28 +128,40 @@ def programs(schedule: Schedule) -> dict[Place, list[Meeting]]:
         ScheduleError: An action needs a message before the rank starts its receive.
     """
     order = MessageOrder(schedule)
-    found: dict[Place, list[Meeting]] = {}
+    started: dict[Place, list[Meeting]] = {}
     for twin, rank in product(range(schedule.placement.twins), range(len(schedule.rows))):
-        place = twin, rank
-        started = found[place] = []
-        posts, coming = deque(order.posts(rank, leads=twin == 0)), set[Message]()
-        for index, exchange in enumerate(order.exchanges[rank]):
-            for taken in (False, True):
-                while posts and (posts[0].before, posts[0].taken) <= (index, taken):
-                    transfer = posts.popleft().transfer
-                    coming.add(transfer.message)
-                    source = 1 - twin if transfer.to_twin else twin, transfer.peer
-                    started.append(Meeting(source, place, transfer.message))
-                for needed in exchange.all_inputs:
-                    if needed.verb == "RECV" and needed.message not in coming:
-                        raise ScheduleError(
-                            f"{exchange.action} of rank {rank} needs {needed.message}, but no "
-                            "receive brings it; use --pipeline-transport auto"
-                        )
-            for sent in _sent(exchange):
-                target = 1 - twin if sent.to_twin else twin, sent.peer
-                started.append(Meeting(place, target, sent.message))
-    return found
+        started[twin, rank] = _program(order, twin, rank)
+    return started
+
+
+def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
+    """Return the messages of one rank, in the order in which it starts them.
+
+    Raises:
+        ScheduleError: An action needs a message before the rank starts its receive.
+    """
+    place = twin, rank
+    started: list[Meeting] = []
+    posts = deque(order.posts(rank, leads=twin == 0))
+    posted: set[Message] = set()
+    for index, exchange in enumerate(order.exchanges[rank]):
+        for behind_inputs in (False, True):
+            # All receives that precede the action, or those that come behind its inputs.
+            while posts and (posts[0].before, posts[0].is_behind_inputs) <= (index, behind_inputs):
+                transfer = posts.popleft().transfer
+                posted.add(transfer.message)
+                source = 1 - twin if transfer.to_twin else twin, transfer.peer
+                started.append(Meeting(source, place, transfer.message))
+            for needed in exchange.all_inputs:
+                if needed.verb == "RECV" and needed.message not in posted:
+                    raise ScheduleError(
+                        f"{exchange.action} of rank {rank} needs {needed.message}, but no "
+                        "receive brings it; use --pipeline-transport auto"
+                    )
+        for send in _sends(exchange):
+            target = 1 - twin if send.to_twin else twin, send.peer
+            started.append(Meeting(place, target, send.message))
+    return started
 
 
 def check_queues(schedule: Schedule) -> None:

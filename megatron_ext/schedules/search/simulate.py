@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from operator import sub
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.schedules.table.costs import AHEAD, UNIT, Costs
 from megatron_ext.schedules.table.memory import activation_peaks, measure, slots_needed
@@ -20,7 +20,15 @@ from megatron_ext.schedules.table.transforms import literal_rows, table_rank
 from megatron_ext.schedules.table.walk import check_ends, walk
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Action, Schedule
+    from megatron_ext.schedules.table.actions import Action, Kind, Link, Schedule
+
+
+class _PairExchanges(NamedTuple):
+    """The all-to-all of a rank's pairs, in the unit of the costs."""
+
+    total: float
+    hidden: float
+    """How much of it runs behind computation."""
 
 
 @dataclass(frozen=True)
@@ -42,46 +50,51 @@ class Timeline:
         """The work of the busiest rank: the makespan without any wait."""
         busy = []
         for rank, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True)):
-            # The second action of a pair takes no time beyond that of the first.
-            twice = [ends[index] - starts[index] for index in self.schedule.pairs_of(rank)]
-            busy.append(sum(map(sub, ends, starts), 0.0) - sum(twice))
+            # Both actions of a pair have its time, which counts once.
+            counted_twice = [ends[index] - starts[index] for index in self.schedule.pairs_of(rank)]
+            busy.append(sum(map(sub, ends, starts), 0.0) - sum(counted_twice))
         return max(busy)
 
     @cached_property
-    def _of_pairs(self) -> list[tuple[float, float]]:
-        """By rank the all-to-all of its pairs, and how much of it runs behind computation."""
-        clock, found = Clock(self.schedule, self.costs), []
+    def _exchanges_of_pairs(self) -> list[_PairExchanges]:
+        """By rank: the all-to-all of its pairs."""
+        clock = Clock(self.schedule, self.costs)
+        by_rank = []
         for rank, row in enumerate(self.schedule.rows):
-            total = saved = 0.0
+            total = hidden = 0.0
             for index in self.schedule.pairs_of(rank):
-                both = row[index : index + 2]
-                total += sum(map(clock.all_to_all_of, both))
-                saved += sum(map(clock.time_of, both))
-                saved -= self.ends[rank][index] - self.starts[rank][index]
-            found.append((total, saved))
-        return found
+                pair = row[index : index + 2]
+                total += sum(map(clock.all_to_all_of, pair))
+                hidden += sum(map(clock.time_of, pair))
+                hidden -= self.ends[rank][index] - self.starts[rank][index]
+            by_rank.append(_PairExchanges(total, hidden))
+        return by_rank
 
     @cached_property
     def hidden(self) -> float:
         """The share of all-to-all that runs behind computation, over all ranks; 0 without any."""
         all_to_all_of = Clock(self.schedule, self.costs).all_to_all_of
         total = sum(all_to_all_of(action) for row in self.schedule.rows for action in row)
-        return sum(saved for _, saved in self._of_pairs) / total if total else 0.0
+        if not total:
+            return 0.0
+        return sum(exchanges.hidden for exchanges in self._exchanges_of_pairs) / total
 
     @property
     def hidden_in_pairs(self) -> tuple[float, ...]:
-        """By rank the same of its pairs alone, which a long step comes close to."""
-        return tuple(saved / total if total else 0.0 for total, saved in self._of_pairs)
+        """Per rank, for pairs only: the share of `hidden` that long steps converge to."""
+        shares = []
+        for exchanges in self._exchanges_of_pairs:
+            shares.append(exchanges.hidden / exchanges.total if exchanges.total else 0.0)
+        return tuple(shares)
 
     @cached_property
     def bars(self) -> list[list[tuple[Action, float, float]]]:
         """By rank of the world, both twins: each action as it is drawn, with its start and end."""
-        rows, schedule = literal_rows(self.schedule), self.schedule
-        sources = [table_rank(schedule, rank) for rank in range(schedule.pp)]
-        return [
-            list(zip(row, self.starts[source], self.ends[source], strict=True))
-            for row, source in zip(rows, sources, strict=True)
-        ]
+        bars = []
+        for rank, row in enumerate(literal_rows(self.schedule)):
+            source = table_rank(self.schedule, rank)
+            bars.append(list(zip(row, self.starts[source], self.ends[source], strict=True)))
+        return bars
 
     @property
     def bubble(self) -> float:
@@ -129,13 +142,13 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     clock = Clock(schedule, costs)
     rows, ends, launch = schedule.rows, clock.ends, costs.launch
     run, is_free = clock.run, clock.is_free
+    # By rank, where launches take time: that of its last launch, and the ends of its actions.
     launched = [0.0] * len(rows)
-    # By rank, where launches take time: the ends of its actions and pairs.
     ran = [[0.0] * AHEAD for _ in rows]
 
     def visit(rank: int, index: int, arrived: Any) -> float | list[float]:
-        action, ended = rows[rank][index], ends[rank]
-        begin = ended[-1] if index else 0.0
+        action, rank_ends = rows[rank][index], ends[rank]
+        begin = rank_ends[-1] if index else 0.0
         # `walk` hands over two values at a pair, and one at an action.
         partner = rows[rank][index + 1] if type(arrived) is tuple else None
         if partner is not None:
@@ -143,15 +156,15 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
             arrived = max(filter(None, arrived), default=None)
         if arrived is not None and arrived > begin:
             begin = arrived
-        if launch:  # at most AHEAD - 1 of them still run when the host launches one
+        if launch:
+            # The host launches one while at most AHEAD - 1 of them still run.
             launched[rank] = max(launched[rank], ran[rank][-AHEAD]) + launch
             begin = max(begin, launched[rank])
         end = run(rank, begin, action, partner)
         if launch:
             ran[rank].append(end)
         if partner is not None:
-            made = clock.arrivals(action, end), clock.arrivals(partner, end)
-            return [each[0] if each else end for each in made]
+            return [_first_arrival(clock, action, end), _first_arrival(clock, partner, end)]
         if is_free:  # as in tables of millions of actions
             return end
         arrivals = clock.arrivals(action, end)
@@ -162,6 +175,12 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
         check_ends(schedule)
         raise AssertionError(f"{schedule.label} stopped, but has an order")
     return Timeline(schedule, costs, tuple(clock.starts), tuple(ends))
+
+
+def _first_arrival(clock: Clock, action: Action, end: float) -> float:
+    """Return when the result of a pair's action arrives at the one rank that takes it."""
+    arrivals = clock.arrivals(action, end)
+    return arrivals[0] if arrivals else end
 
 
 def fastest(tables: Iterable[Schedule], costs: Costs) -> Schedule:
@@ -180,10 +199,13 @@ class Clock:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.starts: list[list[float]] = [[] for _ in schedule.rows]
         self.ends: list[list[float]] = [[] for _ in schedule.rows]
-        self._num_slices, self._in_step = schedule.num_slices, schedule.slices_in_step
+        self._num_slices = schedule.num_slices
+        self._slices_in_step = schedule.slices_in_step
         self._durations = costs.durations(schedule)
-        differ = costs.jitter or costs.microbatch_scale or schedule.num_slices > 1
-        self._factors = costs.action_factors(schedule) if differ else None
+        # By kind and action (`Costs.action_factors`); None: all are 1.
+        self._factors = None
+        if costs.jitter or costs.microbatch_scale or schedule.num_slices > 1:
+            self._factors = costs.action_factors(schedule)
         self._hides = costs.hides
         self._exchanges = costs.exchanges or (costs.all_to_all,) * schedule.num_stages
         self._latency = costs.latency
@@ -191,29 +213,29 @@ class Clock:
         self.is_free = not (costs.latency or schedule.disaggregated)
         """Whether everything arrives when the action that made it ends."""
         # By kind and stage of an action: the link to each that takes its tensor; None: free.
-        self._links = {
-            kind: [
-                [link if costs.latency else None for _, link in outputs]
-                for outputs in outputs_by_stage
-            ]
-            for kind, outputs_by_stage in schedule.links.items()
-        }
+        self._links: dict[Kind, list[list[Link | None]]] = {}
+        for kind, outputs_by_stage in schedule.links.items():
+            self._links[kind] = []
+            for outputs in outputs_by_stage:
+                links = [output.link if costs.latency else None for output in outputs]
+                self._links[kind].append(links)
 
     def time_of(self, action: Action) -> float:
         """Return how long an action takes that runs alone."""
-        stage, kind, microbatch, part = action
+        stage, kind, microbatch, slice_index = action
         time = self._durations[kind][stage]
         if self._factors is not None:
-            number = microbatch * self._num_slices + part
-            time *= self._factors[kind][stage * self._in_step + number]
+            number = microbatch * self._num_slices + slice_index
+            time *= self._factors[kind][stage * self._slices_in_step + number]
         return time
 
     def all_to_all_of(self, action: Action) -> float:
         """Return how much of this time is all-to-all; weight gradients need none."""
         if not self._exchanges[action.stage] or action.kind == "W":
             return 0.0
-        is_whole, kinds = action.kind == "B", self._durations
-        share = kinds["I"][action.stage] / kinds["B"][action.stage] if is_whole else 1.0
+        share = 1.0
+        if action.kind == "B":  # its I exchanges, its W does not
+            share = self._durations["I"][action.stage] / self._durations["B"][action.stage]
         return self._exchanges[action.stage] * share * self.time_of(action)
 
     def run(self, rank: int, now: float, action: Action, partner: Action | None = None) -> float:
@@ -230,29 +252,31 @@ class Clock:
 
         Layers pair one to one: what the longer of both stages has beyond the other runs alone.
         """
-        time = hidden = left = 0.0
+        time = exchange = compute = 0.0
+        # The forward of a stage measures how many layers it has.
         layers = [self._durations["F"][action.stage] for action in (forward, backward)]
-        for action, own in zip((forward, backward), layers, strict=True):
-            share, alone = min(layers) / own, self.time_of(action)
+        for action, stage_layers in zip((forward, backward), layers, strict=True):
+            paired_share = min(layers) / stage_layers
+            alone = self.time_of(action)
             time += alone
-            hidden += share * self.all_to_all_of(action)
-            left += share * (alone - self.all_to_all_of(action))
-        end = now + time - self._hides * min(hidden, left)
+            exchange += paired_share * self.all_to_all_of(action)
+            compute += paired_share * (alone - self.all_to_all_of(action))
+        end = now + time - self._hides * min(exchange, compute)
         self.starts[rank] += (now, now)
         self.ends[rank] += (end, end)
         return end
 
     def arrivals(self, action: Action, end: float) -> list[float]:
         """Return when what an action has made arrives at each action that takes it."""
-        stage, kind, microbatch, part = action
+        stage, kind, microbatch, slice_index = action
         arrivals = []
         for link in self._links[kind][stage]:
             arrival = end
             if link is not None:
                 latency = self._latency
                 if self._link_factors is not None:
-                    number = microbatch * self._num_slices + part
-                    key = stage * self._in_step + number
+                    number = microbatch * self._num_slices + slice_index
+                    key = stage * self._slices_in_step + number
                     latency *= self._link_factors["F" if kind == "F" else "B"][key]
                 arrival += latency
             arrivals.append(arrival)

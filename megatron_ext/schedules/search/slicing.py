@@ -16,11 +16,12 @@ backwards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.search.greedy import Problem, Variant, search, spread
+from megatron_ext.schedules.search.greedy import Problem, Rows, Variant, search, spread
 from megatron_ext.schedules.search.simulate import fastest, simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.memory import most_alive
@@ -43,65 +44,91 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     Raises:
         ScheduleError: Forwards and backwards are on different ranks, or no order is found.
     """
-    equal = shares_of_equal_cost(num_slices)
     table = replace(
         schedule,
         num_microbatches=schedule.num_microbatches // num_slices,
-        rows=tuple(tuple(_of_slice(action, num_slices) for action in r) for r in schedule.rows),
-        slices=equal,
+        rows=_rows_of_slices(schedule, num_slices),
+        slices=shares_of_equal_cost(num_slices),
         options={**schedule.options, "slices": num_slices},
     )
     # Without chunks, and in interleaved tables, that costs nothing but k - 1 slices of memory.
-    lead = max(_lead(row) for row in table.rows)
-    moved = replace(table, rows=tuple(ahead(row, lead) for row in table.rows))
-    check_actions(moved)
-    even = replace(costs, attention=0.0)
-    whole = replace(even, latency=num_slices * costs.latency)
-    ends = not stuck(moved)
-    found = [moved.rows] if ends else []
+    lead = max(map(_lead, table.rows))
+    moved_table = replace(table, rows=tuple(ahead(row, lead) for row in table.rows))
+    check_actions(moved_table)
+    candidates: list[Sequence[Row]] = []
+    if not stuck(moved_table):
+        candidates.append(moved_table.rows)
+    # Slices that take more than 1/k of the step with whole micro-batches, beyond noise, are placed
+    # anew under the same memory cap: in folded tables each chunk needs a lead of its own.
+    even_costs = replace(costs, attention=0.0)
+    whole_costs = replace(even_costs, latency=num_slices * costs.latency)
+    least_makespan = simulate(schedule, whole_costs).makespan / num_slices
     shares = shares_of_equal_cost(num_slices, costs.attention)
-    # Slices that take more than 1/k of as many micro-batches, beyond noise, are placed anew, with
-    # the same memory: in folded tables each chunk needs a move of its own.
-    least = simulate(schedule, whole).makespan / num_slices
-    if not ends or simulate(moved, even).makespan > least * (1 + 1e-6):
-        chunks = max(map(len, schedule.placement.stages_of))
-        cap = (max(map(most_alive, schedule.rows)) + chunks * (num_slices - 1)) / num_slices
-        problem = Problem(
-            schedule.placement,
-            table.num_microbatches,
-            cap,
-            costs,
-            shares,
-            ("I", "W") if schedule.splits_backward else ("B",),
-        )
-        limits = spread(num_slices, num_slices + schedule.pp)
+    if not candidates or simulate(moved_table, even_costs).makespan > least_makespan * (1 + 1e-6):
         try:
-            found.append(search(problem, [Variant(), *map(Variant, limits)]))
+            candidates.append(_searched_rows(schedule, num_slices, shares, costs))
         except ScheduleError:
-            if not found:
+            if not candidates:
                 raise
-    return fastest((replace(table, rows=rows, slices=shares) for rows in found), costs)
+    tables = [replace(table, rows=tuple(rows), slices=shares) for rows in candidates]
+    return fastest(tables, costs)
+
+
+def _searched_rows(
+    schedule: Schedule, num_slices: int, shares: tuple[float, ...], costs: Costs
+) -> Rows:
+    """Return the rows that a search finds, with the memory of the moved table.
+
+    Raises:
+        ScheduleError: It finds none.
+    """
+    chunks = max(map(len, schedule.placement.stages_of))
+    peak = max(map(most_alive, schedule.rows))
+    problem = Problem(
+        schedule.placement,
+        schedule.num_microbatches // num_slices,
+        (peak + chunks * (num_slices - 1)) / num_slices,
+        costs,
+        shares,
+        ("I", "W") if schedule.splits_backward else ("B",),
+    )
+    variants = [Variant()]
+    for limit in spread(num_slices, num_slices + schedule.pp):
+        variants.append(Variant(limit))
+    return search(problem, variants)
+
+
+def _rows_of_slices(schedule: Schedule, num_slices: int) -> tuple[Row, ...]:
+    """Return the rows with a slice in the place of each micro-batch."""
+    rows = []
+    for row in schedule.rows:
+        rows.append(tuple(_of_slice(action, num_slices) for action in row))
+    return tuple(rows)
 
 
 def _of_slice(action: Action, num_slices: int) -> Action:
     """Return the action of a slice in the place of that of a micro-batch."""
-    microbatch, part = divmod(action.microbatch, num_slices)
+    microbatch, slice_index = divmod(action.microbatch, num_slices)
     # Backwards of a micro-batch begin with its last slice, which saw all keys and values.
     if action.kind != "F":
-        part = num_slices - 1 - part
-    return action._replace(microbatch=microbatch, slice=part)
+        slice_index = num_slices - 1 - slice_index
+    return action._replace(microbatch=microbatch, slice=slice_index)
 
 
 def _lead(row: Row) -> int:
     """Return by how many forwards those of a row are too late for its backwards."""
-    needed: dict[tuple[int, int], int] = {}
-    """By stage and micro-batch: the forwards of the row until that of its last slice."""
-    for count, action in enumerate((action for action in row if action.kind == "F"), start=1):
-        needed[action.stage, action.microbatch] = count
-    lead = ran = 0
+    # By stage and micro-batch: the number of forwards in the row up to that of its last slice.
+    forwards_needed: dict[tuple[int, int], int] = {}
+    num_forwards = 0
     for action in row:
         if action.kind == "F":
-            ran += 1
+            num_forwards += 1
+            forwards_needed[action.stage, action.microbatch] = num_forwards
+    lead = num_ran = 0
+    for action in row:
+        if action.kind == "F":
+            num_ran += 1
         else:
-            lead = max(lead, needed.get((action.stage, action.microbatch), 0) - ran)
+            needed = forwards_needed.get((action.stage, action.microbatch), 0)
+            lead = max(lead, needed - num_ran)
     return lead

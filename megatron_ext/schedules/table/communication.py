@@ -18,6 +18,8 @@ from megatron_ext.schedules.table.route_plan import plan_routes
 if TYPE_CHECKING:
     from megatron_ext.message import MessageKind
     from megatron_ext.schedules.table.actions import Action, Row, Schedule
+    from megatron_ext.schedules.table.placement import Hop
+    from megatron_ext.schedules.table.route_plan import RouteHop
 
 
 class Transfer(NamedTuple):
@@ -42,11 +44,11 @@ class Exchange(NamedTuple):
     grants: tuple[Transfer, ...] = ()
     """Credits that it grants as soon as it has its inputs."""
     outputs: tuple[Transfer, ...] = ()
-    """SEND or LOCAL: for the stage after or before, if there is one; then what routes take. None
+    """SEND or LOCAL: for the stage after or before, if there is one; then what routes take. Empty
     for W and R."""
     partner: Exchange | None = None
-    """The backward that runs with this forward as a pair. Everything that either needs comes before
-    both, and everything that either makes leaves after both, the forward's first."""
+    """The backward that runs with this forward as a pair. The inputs of both come before either
+    runs, and the outputs leave after both have run, the forward's first."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -70,47 +72,88 @@ def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple
     In a disaggregated table a forward rank may run `window` micro-batches ahead of the backward
     rank, which grants one more credit with each that it begins. None: no limit, no credits.
     """
-    plan, placement = plan_routes(schedule.routes, schedule.placement), schedule.placement
-    rank_for = placement.rank_for
-
-    def transfers(action: Action, *, sends: bool) -> tuple[Transfer, ...]:
-        verb: Literal["RECV", "SEND"] = "SEND" if sends else "RECV"
-        found = []
-        for other in schedule.feeds(action) if sends else schedule.needs(action):
-            source, target = (action, other) if sends else (other, action)
-            if schedule.travels(source, target):
-                # Between both roles of one stage there is no hop: they are on two ranks.
-                stays = source.stage == target.stage
-                hop = "rank" if stays else placement.hops[min(source.stage, target.stage)]
-                how, peer = "LOCAL" if hop == "local" else verb, rank_for(other.stage, other.kind)
-                found.append(Transfer(how, tensor_of(target), peer, hop == "twin"))
-        for sent in plan.hops_out(action) if sends else plan.hops_in(action):
-            peer = rank_for(sent.taker if sends else sent.stage, _ENDS[sent.kind])
-            found.append(Transfer(verb, sent.message(action), peer, sent.to_twin))
-        return tuple(found)
-
-    def exchange(action: Action) -> Exchange:
-        stage, kind, microbatch, _ = action
-        awaits: tuple[Transfer, ...] = ()
-        grants: tuple[Transfer, ...] = ()
-        # The first forwards need no credit: that is how far ahead the forward rank may be. And
-        # nobody would await the last ones, so the step would end with messages under way.
-        if window is not None and kind == "F" and microbatch >= window:
-            awaits = (Transfer("RECV", Message("C", stage, microbatch), rank_for(stage, "R")),)
-        if window is not None and kind == "R" and schedule.runs_forward(stage):
-            granted = microbatch + window
-            if granted < schedule.num_microbatches:
-                grants = (Transfer("SEND", Message("C", stage, granted), rank_for(stage, "F")),)
-        inputs, outputs = transfers(action, sends=False), transfers(action, sends=True)
-        return Exchange(action, awaits, inputs, grants, outputs)
-
+    messages = _Messages(schedule, window)
     row, pairs = schedule.rows[rank], schedule.pairs_of(rank)
-    return tuple(
-        exchange(row[index])._replace(partner=exchange(row[index + 1]))
-        if index in pairs
-        else exchange(row[index])
-        for index in schedule.begins(rank)
-    )
+    row_exchanges: list[Exchange] = []
+    for index in schedule.begins(rank):
+        exchange = messages.exchange(row[index])
+        if index in pairs:
+            exchange = exchange._replace(partner=messages.exchange(row[index + 1]))
+        row_exchanges.append(exchange)
+    return tuple(row_exchanges)
+
+
+class _Messages:
+    """The messages of each action of a table."""
+
+    def __init__(self, schedule: Schedule, window: int | None) -> None:
+        self._schedule = schedule
+        self._window = window
+        self._route_plan = plan_routes(schedule.routes, schedule.placement)
+
+    def exchange(self, action: Action) -> Exchange:
+        """Return an action with its messages, without a partner."""
+        inputs = []
+        for needed in self._schedule.needs(action):
+            if self._schedule.travels(needed, action):
+                inputs.append(self._transfer("RECV", needed, action, peer=needed))
+        for hop in self._route_plan.hops_in(action):
+            inputs.append(self._route_transfer("RECV", hop, action, peer_stage=hop.stage))
+        outputs = []
+        for target in self._schedule.feeds(action):
+            if self._schedule.travels(action, target):
+                outputs.append(self._transfer("SEND", action, target, peer=target))
+        for hop in self._route_plan.hops_out(action):
+            outputs.append(self._route_transfer("SEND", hop, action, peer_stage=hop.taker))
+        return Exchange(
+            action,
+            self._awaited_credits(action),
+            tuple(inputs),
+            self._granted(action),
+            tuple(outputs),
+        )
+
+    def _transfer(
+        self, verb: Literal["RECV", "SEND"], source: Action, target: Action, *, peer: Action
+    ) -> Transfer:
+        """Return the transfer of the tensor that `target` takes from `source`."""
+        placement = self._schedule.placement
+        hop: Hop = "rank"
+        # Between both roles of one stage there is no hop: they are on two ranks.
+        if source.stage != target.stage:
+            hop = placement.hops[min(source.stage, target.stage)]
+        return Transfer(
+            "LOCAL" if hop == "local" else verb,
+            tensor_of(target),
+            placement.rank_for(peer.stage, peer.kind),
+            to_twin=hop == "twin",
+        )
+
+    def _route_transfer(
+        self, verb: Literal["RECV", "SEND"], hop: RouteHop, action: Action, *, peer_stage: int
+    ) -> Transfer:
+        peer = self._schedule.placement.rank_for(peer_stage, _ENDS[hop.kind])
+        return Transfer(verb, hop.message(action), peer, hop.to_twin)
+
+    def _awaited_credits(self, action: Action) -> tuple[Transfer, ...]:
+        stage, kind, microbatch, _ = action
+        # The first forwards need no credit: that is how far ahead the forward rank may be.
+        if self._window is None or kind != "F" or microbatch < self._window:
+            return ()
+        backward_rank = self._schedule.placement.rank_for(stage, "R")
+        return (Transfer("RECV", Message("C", stage, microbatch), backward_rank),)
+
+    def _granted(self, action: Action) -> tuple[Transfer, ...]:
+        stage, kind, microbatch, _ = action
+        if self._window is None or kind != "R" or not self._schedule.runs_forward(stage):
+            return ()
+        granted = microbatch + self._window
+        # No forward would await a credit for a micro-batch beyond the last, and the step would end
+        # with a message under way.
+        if granted >= self._schedule.num_microbatches:
+            return ()
+        forward_rank = self._schedule.placement.rank_for(stage, "F")
+        return (Transfer("SEND", Message("C", stage, granted), forward_rank),)
 
 
 # By kind of a route's message, the kind of action at both of its ends.
@@ -125,5 +168,5 @@ def tensor_of(action: Action) -> Message:
 
 def reduction_order(row: Row) -> tuple[int, ...]:
     """Return the stages of a row in the order in which their gradients complete."""
-    last_use = {action.stage: index for index, action in enumerate(row)}
-    return tuple(sorted(last_use, key=last_use.__getitem__))
+    last_index = {action.stage: index for index, action in enumerate(row)}
+    return tuple(sorted(last_index, key=last_index.__getitem__))

@@ -62,24 +62,19 @@ class Costs:
     """Seed of the jitter; the factor of an action depends on the seed and the action only."""
 
     def __post_init__(self) -> None:
-        times = (self.forward, self.input, self.weight, *map(sum, self.stages))
+        times = [self.forward, self.input, self.weight]
+        times += [sum(stage_times) for stage_times in self.stages]
         if not all(SHORTEST <= time <= _LONGEST for time in times):
             raise ScheduleError(
                 f"times of actions must be positive, from {SHORTEST:g} to {_LONGEST:g} in any "
                 f"consistent unit, got {', '.join(f'{time:g}' for time in times)}"
             )
-        for what, value in (
-            ("the latency of a link", self.latency),
-            ("the time of a launch", self.launch),
-            *(("factors of micro-batches", scale) for scale in self.microbatch_scale),
-        ):
-            if not 0 <= value <= _LONGEST:
-                raise ScheduleError(f"{what} must be 0 or more, up to {_LONGEST:g}, got {value:g}")
-        for what, share in (("attention", self.attention), ("all-to-all", self.all_to_all)):
-            if not 0 <= share < 1:
-                raise ScheduleError(
-                    f"the share of {what} must be from 0 to less than 1, got {share:g}"
-                )
+        _check_time("the latency of a link", self.latency)
+        _check_time("the time of a launch", self.launch)
+        for scale in self.microbatch_scale:
+            _check_time("factors of micro-batches", scale)
+        _check_share("attention", self.attention)
+        _check_share("all-to-all", self.all_to_all)
         if not 0 <= self.hides <= 1:
             raise ScheduleError(
                 f"how much of its all-to-all a pair hides must be from 0 to 1, got {self.hides:g}"
@@ -98,9 +93,13 @@ class Costs:
             ScheduleError: The text is not such a list of numbers, or a number is impossible.
         """
         try:
-            forward, input_gradient, weight, *rest = map(float, text.split(","))
-            # A sixth number stays in and does not unpack, which refuses it.
-            latency, launch = (*rest, 0.0, 0.0)[: max(2, len(rest))]
+            numbers = [float(number) for number in text.split(",")]
+            if len(numbers) > 3:
+                # Latency and launch are optional.
+                numbers += [0.0] * (5 - len(numbers))
+            else:
+                numbers += [0.0, 0.0]
+            forward, input_gradient, weight, latency, launch = numbers
         except ValueError:
             raise ScheduleError(
                 f"costs must be three numbers F,I,W and optionally a latency and the time of a "
@@ -111,8 +110,10 @@ class Costs:
     def __str__(self) -> str:
         """Return the text form that `parse` accepts."""
         numbers = [self.forward, self.input, self.weight]
-        numbers += [self.latency] if self.latency or self.launch else []
-        numbers += [self.launch] if self.launch else []
+        if self.latency or self.launch:
+            numbers.append(self.latency)
+        if self.launch:
+            numbers.append(self.launch)
         return ",".join(f"{number:.15g}" for number in numbers)
 
     @property
@@ -139,22 +140,28 @@ class Costs:
                 f"the costs are of {len(stages)} stages, {schedule.label} has "
                 f"{schedule.num_stages} stages; give the times of each stage"
             )
-        ships = schedule.ships_activations  # each layer is recomputed just before its backward
-        return {
-            "F": [forward for forward, _, _ in stages],
-            "B": [own_input + weight + ships * forward for forward, own_input, weight in stages],
-            "I": [own_input for _, own_input, _ in stages],
-            "W": [weight for _, _, weight in stages],
-            "R": [0.0 if ships else forward for forward, _, _ in stages],
-        }
+        durations: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
+        for forward, input_gradient, weight in stages:
+            durations["F"].append(forward)
+            durations["I"].append(input_gradient)
+            durations["W"].append(weight)
+            if schedule.ships_activations:
+                # Each layer is recomputed just before its backward, so B has the time of R.
+                durations["B"].append(input_gradient + weight + forward)
+                durations["R"].append(0.0)
+            else:
+                durations["B"].append(input_gradient + weight)
+                durations["R"].append(forward)
+        return durations
 
     def slice_factors(self, slices: Sequence[float]) -> dict[Kind, list[float]]:
         """Return the factor on each kind of action by slice: its share of the micro-batch's time.
 
         All attention of a backward is in its I, as far as it fits, because W has none.
         """
-        ends = [*accumulate(slices, initial=0.0)]
-        squares = [after * after - before * before for before, after in pairwise(ends)]
+        ends = list(accumulate(slices, initial=0.0))
+        # Of the tokens before x, attention costs x^2.
+        squares = [end * end - start * start for start, end in pairwise(ends)]
         of_backward = self.attention * self.backward
         of_input = min(of_backward, self.input)
         attention: dict[Kind, float] = {
@@ -164,13 +171,12 @@ class Costs:
             "W": (of_backward - of_input) / self.weight,
             "R": self.attention,
         }
-        return {
-            kind: [
-                share * square + (1 - share) * tokens
-                for tokens, square in zip(slices, squares, strict=True)
-            ]
-            for kind, share in attention.items()
-        }
+        factors: dict[Kind, list[float]] = {}
+        for kind, share in attention.items():
+            factors[kind] = []
+            for tokens, square in zip(slices, squares, strict=True):
+                factors[kind].append(share * square + (1 - share) * tokens)
+        return factors
 
     def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """Return the factor on each action, by kind and stage, and in it micro-batch and slice.
@@ -182,7 +188,7 @@ class Costs:
             ScheduleError: `microbatch_scale` does not have one factor for each micro-batch.
         """
         count = schedule.num_stages * schedule.slices_in_step
-        factors = {kind: self._factors(self.jitter, kind, count) for kind in KINDS}
+        factors = {kind: self._jitter_factors(self.jitter, kind, count) for kind in KINDS}
         scales = self.microbatch_scale or (1.0,) * schedule.num_microbatches
         if len(scales) != schedule.num_microbatches:
             raise ScheduleError(
@@ -190,26 +196,39 @@ class Costs:
                 f"{schedule.num_microbatches} micro-batches; give one factor for each"
             )
         for kind, shares in self.slice_factors(schedule.slices).items():
-            of_slices = [scale * share for scale in scales for share in shares]
-            factors[kind] = list(map(mul, factors[kind], of_slices * schedule.num_stages))
+            # By micro-batch and slice; each stage has the same.
+            of_stage = [scale * share for scale in scales for share in shares]
+            factors[kind] = list(map(mul, factors[kind], of_stage * schedule.num_stages))
         return factors
 
     def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """Return the jitter of each message by the action that sends it; B covers I as well."""
         count = schedule.num_stages * schedule.slices_in_step
         return {
-            "F": self._factors(self.link_jitter, "link F", count),
-            "B": self._factors(self.link_jitter, "link B", count),
+            "F": self._jitter_factors(self.link_jitter, "link F", count),
+            "B": self._jitter_factors(self.link_jitter, "link B", count),
         }
 
-    def _factors(self, sigma: float, what: str, count: int) -> list[float]:
+    def _jitter_factors(self, sigma: float, purpose: str, count: int) -> list[float]:
+        """Draw log-normal factors of mean 1; `purpose` names what they are for."""
         if not sigma:
             return [1.0] * count
-        # Seeded by what is drawn: tables with the same stages meet the same luck in whatever order
+        # Seeded by the purpose: tables with the same stages draw the same factors in whatever order
         # they run, so a comparison shows their orders.
-        draw = random.Random(f"{self.seed} {what}").lognormvariate  # noqa: S311 - no secret
+        draw = random.Random(f"{self.seed} {purpose}").lognormvariate  # noqa: S311 - no secret
         # The mean of a log-normal variable is exp(mu + sigma^2 / 2), which this mu makes 1.
-        return [draw(-sigma * sigma / 2, sigma) for _ in range(count)]
+        mu = -sigma * sigma / 2
+        return [draw(mu, sigma) for _ in range(count)]
+
+
+def _check_time(name: str, value: float) -> None:
+    if not 0 <= value <= _LONGEST:
+        raise ScheduleError(f"{name} must be 0 or more, up to {_LONGEST:g}, got {value:g}")
+
+
+def _check_share(name: str, share: float) -> None:
+    if not 0 <= share < 1:
+        raise ScheduleError(f"the share of {name} must be from 0 to less than 1, got {share:g}")
 
 
 UNIT = Costs()

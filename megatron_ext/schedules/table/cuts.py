@@ -45,38 +45,77 @@ def cut(
     Raises:
         ScheduleError: There are too few layers.
     """
-    stages, count = placement.num_stages, len(layers)
-    upto = [0.0, *accumulate(layers)]
-    never = (float("inf"), 0.0)
-    # Filling each stage up to this, one after the other, reaches the end; sums may round up.
-    enough = (max((upto[-1] + first + last) / stages, first, last) + max(layers)) * (1 + 1e-9)
-    best = [(0.0, 0.0), *[never] * count]
-    starts: list[list[int]] = []
-    for stage in range(stages):
-        least = least_last if stage == stages - 1 else least_first if stage == 0 else 1
-        extra = first * (stage == 0) + last * (stage == stages - 1)
-        found, froms = [never] * (count + 1), [0] * (count + 1)
-        left = max(0, stages - stage - 2 + least_last)  # layers that later stages need
-        before = least_first + stage - 1 if stage else 0  # layers that earlier stages need
-        for end in range(before + least, count - left + 1) if stage < stages - 1 else (count,):
-            for start in range(end - least, before - 1, -1):
-                work = upto[end] - upto[start] + extra
-                if work > min(enough, found[end][0]):
-                    break  # an earlier start only makes it longer
-                total = (max(best[start][0], work), best[start][1] + work * work)
-                if total < found[end]:
-                    found[end], froms[end] = total, start
-        best = found
-        starts.append(froms)
-    if best[count] == never:
-        raise ScheduleError(f"{count} layers do not divide into {stages} stages")
-    counts, end = [], count
-    for froms in reversed(starts):
-        counts.append(end - froms[end])
-        end = froms[end]
-    counts.reverse()
-    if stages > placement.num_ranks and not by_stage:
+    counts = _by_longest_stage(
+        layers, first, last, placement.num_stages, least_first=least_first, least_last=least_last
+    )
+    if placement.num_stages > placement.num_ranks and not by_stage:
         _move(counts, layers, first, last, placement, (least_first, least_last))
+    return counts
+
+
+_Work = tuple[float, float]
+"""(work of the longest stage, sum of the squares of all stages): the order of cuts."""
+
+_NEVER: _Work = (float("inf"), 0.0)
+
+
+def _by_longest_stage(
+    layers: Sequence[float],
+    first: float,
+    last: float,
+    num_stages: int,
+    *,
+    least_first: int,
+    least_last: int,
+) -> list[int]:
+    """Return the layers of each stage that make the longest stage shortest, then the squares.
+
+    Raises:
+        ScheduleError: There are too few layers.
+    """
+    count = len(layers)
+    work_before = [0.0, *accumulate(layers)]
+    # Filling each stage up to this, one after the other, reaches the end; sums may round up.
+    enough = (max((work_before[-1] + first + last) / num_stages, first, last) + max(layers)) * (
+        1 + 1e-9
+    )
+    # By the layer at which the stages so far end: the best cut of them.
+    best: list[_Work] = [(0.0, 0.0)] + [_NEVER] * count
+    # By stage and the layer at which it ends: where it starts in that cut.
+    starts: list[list[int]] = []
+    for stage in range(num_stages):
+        min_layers, extra = 1, 0.0
+        if stage == 0:
+            min_layers, extra = least_first, extra + first
+        if stage == num_stages - 1:
+            min_layers, extra = least_last, extra + last
+        layers_before = least_first + stage - 1 if stage else 0  # that earlier stages need
+        layers_behind = max(0, num_stages - stage - 2 + least_last)  # that later stages need
+        ends: Sequence[int] = range(layers_before + min_layers, count - layers_behind + 1)
+        if stage == num_stages - 1:
+            ends = (count,)
+        stage_best = [_NEVER] * (count + 1)
+        stage_starts = [0] * (count + 1)
+        for end in ends:
+            for start in range(end - min_layers, layers_before - 1, -1):
+                work = work_before[end] - work_before[start] + extra
+                if work > min(enough, stage_best[end][0]):
+                    break  # an earlier start only makes it longer
+                longest, squares = best[start]
+                total = (max(longest, work), squares + work * work)
+                if total < stage_best[end]:
+                    stage_best[end] = total
+                    stage_starts[end] = start
+        best = stage_best
+        starts.append(stage_starts)
+    if best[count] == _NEVER:
+        raise ScheduleError(f"{count} layers do not divide into {num_stages} stages")
+    counts = []
+    end = count
+    for stage_starts in reversed(starts):
+        counts.append(end - stage_starts[end])
+        end = stage_starts[end]
+    counts.reverse()
     return counts
 
 
@@ -84,13 +123,14 @@ def loads(
     counts: Sequence[int], layers: Sequence[float], first: float, last: float, placement: Placement
 ) -> list[float]:
     """Return the work of each rank under a cut, in the unit of the layers."""
-    found, start = [0.0] * placement.num_ranks, 0
+    rank_work = [0.0] * placement.num_ranks
+    start = 0
     for stage, count in enumerate(counts):
-        found[placement.rank_of[stage]] += sum(layers[start : start + count])
+        rank_work[placement.rank_of[stage]] += sum(layers[start : start + count])
         start += count
-    found[placement.rank_of[0]] += first
-    found[placement.rank_of[-1]] += last
-    return found
+    rank_work[placement.rank_of[0]] += first
+    rank_work[placement.rank_of[-1]] += last
+    return rank_work
 
 
 def _move(
@@ -104,27 +144,33 @@ def _move(
     """Move single layers from the busiest rank while its load, then the sum of squares, falls."""
 
     def value() -> tuple[float, float, int]:
-        now = loads(counts, layers, first, last, placement)
-        return round(max(now), 12), round(sum(load * load for load in now), 12), max(counts)
+        """Return what a move has to lower: the highest load, the squares, the longest stage."""
+        rank_work = loads(counts, layers, first, last, placement)
+        # Rounded, or the order of a sum could look like a gain.
+        squares = sum(work * work for work in rank_work)
+        return round(max(rank_work), 12), round(squares, 12), max(counts)
 
+    least_first, least_last = least_ends
+    least_of = {0: least_first, len(counts) - 1: least_last}
     reached = value()
     for _ in range(4 * len(layers)):
-        now = loads(counts, layers, first, last, placement)
-        better = None
-        busiest = max(range(len(now)), key=now.__getitem__)
+        rank_work = loads(counts, layers, first, last, placement)
+        busiest = max(range(len(rank_work)), key=rank_work.__getitem__)
+        # (value, giving stage, taking stage) of the best move.
+        best = (reached, 0, 0)
         for giver in placement.stages_of[busiest]:
-            ends = {0: least_ends[0], len(counts) - 1: least_ends[1]}
-            if counts[giver] <= ends.get(giver, 1):
+            if counts[giver] <= least_of.get(giver, 1):
                 continue
             counts[giver] -= 1
             for taker in range(len(counts)):
                 counts[taker] += 1
-                better = min(better or (reached, 0, 0), (value(), giver, taker))
+                best = min(best, (value(), giver, taker))
                 counts[taker] -= 1
             counts[giver] += 1
-        if better is None or better[0] >= reached:
+        best_value, giver, taker = best
+        if best_value >= reached:
             return
-        reached, giver, taker = better
+        reached = best_value
         counts[giver] -= 1
         counts[taker] += 1
 
@@ -138,7 +184,7 @@ def spread(
 ) -> list[int]:
     """Return the layers of each stage, so that all stages compute about the same.
 
-    For layers of which nothing is known but that they are alike: `cut` has the work of each.
+    For layers that are alike; `cut` takes the work of each.
 
     Args:
         num_layers: Layers of the model.
@@ -147,24 +193,27 @@ def spread(
         last: The same of the last stage.
         rank_of: The rank of each stage; None: one for each.
     """
-    loads = [0.0] * num_stages
-    loads[0] += first
-    loads[-1] += last
-    counts, rank_of = [0] * num_stages, rank_of or range(num_stages)
-    of_rank = [0.0] * (max(rank_of) + 1)
-    for stage, load in enumerate(loads):
-        of_rank[rank_of[stage]] += load
+    rank_of = rank_of or range(num_stages)
+    stage_work = [0.0] * num_stages
+    stage_work[0] += first
+    stage_work[-1] += last
+    rank_work = [0.0] * (max(rank_of) + 1)
+    for stage, work in enumerate(stage_work):
+        rank_work[rank_of[stage]] += work
+
+    def preference(stage: int) -> tuple[float, float, int]:
+        # Of equal stages, one of the rank with the least work: otherwise the layers that remain
+        # would all end up on the ranks of the middle, which in a V hold two such stages each. Of
+        # equal ranks the middle ones, because the ends also compute embedding and loss.
+        off_centre = abs(2 * stage - num_stages + 1)
+        return stage_work[stage], rank_work[rank_of[stage]], off_centre
+
+    counts = [0] * num_stages
     for _ in range(num_layers):
-        # Of equal stages one of the rank with the least, or what does not divide ends up on the
-        # ranks of the middle: in a V they hold two stages each of it. Of equal ranks the middle
-        # ones: the ends also compute embedding and loss.
-        least = min(
-            range(num_stages),
-            key=lambda s: (loads[s], of_rank[rank_of[s]], abs(2 * s - num_stages + 1)),
-        )
-        loads[least] += 1
-        of_rank[rank_of[least]] += 1
-        counts[least] += 1
+        stage = min(range(num_stages), key=preference)
+        stage_work[stage] += 1
+        rank_work[rank_of[stage]] += 1
+        counts[stage] += 1
     return counts
 
 
@@ -182,8 +231,8 @@ def parse_layout(text: str) -> list[str]:
         ScheduleError: A letter is no layer.
     """
     unrolled = text.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        unrolled = re.sub(repeated, lambda match: match[1] * int(match[2]), unrolled)
+    for repetition in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        unrolled = re.sub(repetition, lambda match: match[1] * int(match[2]), unrolled)
     unknown = set(unrolled) - set("EtmL|")
     if unknown:
         raise ScheduleError(

@@ -54,21 +54,21 @@ class _OffloadedBytes(NamedTuple):
     In bytes for each token and unit of width.
     """
 
-    whole: int = 0
+    undivided: int = 0
     """Of tensors as wide as the model."""
     divided: int = 0
     """Of tensors that tensor-parallel ranks divide."""
 
 
 _OFFLOADED = {
-    "attn_norm": _OffloadedBytes(whole=2),
-    "qkv_linear": _OffloadedBytes(whole=2),
+    "attn_norm": _OffloadedBytes(undivided=2),
+    "qkv_linear": _OffloadedBytes(undivided=2),
     "core_attn": _OffloadedBytes(divided=6),
     "attn_proj": _OffloadedBytes(divided=2),
-    "mlp_norm": _OffloadedBytes(whole=2),
-    "expert_fc1": _OffloadedBytes(whole=2),
+    "mlp_norm": _OffloadedBytes(undivided=2),
+    "expert_fc1": _OffloadedBytes(undivided=2),
     "moe_act": _OffloadedBytes(divided=8),
-    "fused_group_mlp": _OffloadedBytes(whole=2, divided=16),
+    "fused_group_mlp": _OffloadedBytes(undivided=2, divided=16),
 }
 
 
@@ -105,31 +105,31 @@ def stash_ratio(
     """
     divided = tensor_parallel if sequence_parallel else 1
     # For each token and unit of width: 10 + 24/t bytes, 34/t with sequence parallelism.
-    kept = 10 / divided + 24 / tensor_parallel
+    kept_bytes = 10 / divided + 24 / tensor_parallel
     recomputed_modules = set(recomputed)
     if "moe" in recomputed_modules:
         # A recomputed expert layer includes its activation function, which counts once.
         recomputed_modules.discard("moe_act")
     for module in recomputed_modules:
         ranks = divided if module == "layernorm" else tensor_parallel
-        kept -= _RECOMPUTED.get(module, 0) / ranks
+        kept_bytes -= _RECOMPUTED.get(module, 0) / ranks
     for module in offloaded:
         saved = _OFFLOADED.get(module, _OffloadedBytes())
-        kept -= saved.whole / divided + saved.divided / tensor_parallel
+        kept_bytes -= saved.undivided / divided + saved.divided / tensor_parallel
     # A module may be recomputed and offloaded, which saves its memory once.
-    kept = max(kept, 2 / divided)
+    kept_bytes = max(kept_bytes, 2 / divided)
     # A recomputed layer keeps only its input.
     inputs = 2 * kept_inputs / (tensor_parallel if divides_inputs else divided)
-    kept = recomputed_layers * inputs + (1 - recomputed_layers) * kept
+    kept_bytes = recomputed_layers * inputs + (1 - recomputed_layers) * kept_bytes
     # The four linear layers keep two operands each until W, recomputed or not: one is as wide as
     # the model (the input of a column-parallel layer, the gradient of a row-parallel one), the
     # other divided (3h/t, h/t, 4h/t and 4h/t). That makes 8 + 24/t bytes, and 32/t if sequence
     # parallelism divides the first ones and W gathers them again.
-    stash = 8.0
+    stash_bytes = 8.0
     if sequence_parallel and not keeps_gathered:
-        stash = 8 / tensor_parallel
-    stash += 24 / tensor_parallel
-    return max(1.0, ceil(16 * stash / kept) / 16)
+        stash_bytes = 8 / tensor_parallel
+    stash_bytes += 24 / tensor_parallel
+    return max(1.0, ceil(16 * stash_bytes / kept_bytes) / 16)
 
 
 def running_peak(changes: Iterable[float]) -> float:

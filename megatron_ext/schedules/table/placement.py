@@ -70,23 +70,28 @@ class Placement:
         """
         if kind == "W":
             return None
-        other = stage - 1 if kind in ("F", "R") else stage + 1
-        return other if 0 <= other < self.num_stages else None
+        source = stage - 1 if kind in ("F", "R") else stage + 1
+        return source if 0 <= source < self.num_stages else None
 
     def target(self, stage: int, kind: str) -> int | None:
         """Return the stage that takes the tensor which an action makes; None if none does."""
         if kind in ("W", "R"):
             return None
-        other = stage + 1 if kind == "F" else stage - 1
-        return other if 0 <= other < self.num_stages else None
+        target = stage + 1 if kind == "F" else stage - 1
+        return target if 0 <= target < self.num_stages else None
 
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
         """The hop from each stage but the last to the next."""
-        return tuple(
-            "twin" if stage in self.twin_hops else "local" if here == there else "rank"
-            for stage, (here, there) in enumerate(pairwise(self.rank_of))
-        )
+        hops: list[Hop] = []
+        for stage, (rank, next_rank) in enumerate(pairwise(self.rank_of)):
+            if stage in self.twin_hops:
+                hops.append("twin")
+            elif rank == next_rank:
+                hops.append("local")
+            else:
+                hops.append("rank")
+        return tuple(hops)
 
     def is_crossed(self, stage: int) -> bool:
         """Return whether a stage runs the micro-batches that began on the twin."""
@@ -136,21 +141,22 @@ def mirrored(placement: Placement, routing: Routing) -> Placement:
     share a rank; a literal bidirectional pipeline continues straight there. With `"local"` they
     stay, which saves these messages.
     """
-    h = placement.num_ranks
-    # The fold between the two v of a w is at the outer end, where a literal pipeline turns round as
-    # well.
-    inner = range(h - 1, placement.num_stages - 1, 2 * h)
-    hops = frozenset(inner) if routing == "twin" else frozenset[int]()
-    return Placement(placement.name, h, placement.rank_of, twins=2, twin_hops=hops)
+    num_ranks = placement.num_ranks
+    twin_hops = frozenset[int]()
+    if routing == "twin":
+        # Not the fold between the two v of a w: it is at the outer end, where a literal pipeline
+        # turns round as well.
+        twin_hops = frozenset(range(num_ranks - 1, placement.num_stages - 1, 2 * num_ranks))
+    return Placement(placement.name, num_ranks, placement.rank_of, twins=2, twin_hops=twin_hops)
 
 
 def recognised(rank_of: tuple[int, ...], num_ranks: int) -> Placement:
     """Return the placement of a foreign table, under its usual name if it has one."""
-    num_chunks, rest = divmod(len(rank_of), num_ranks)
-    known = [v(num_ranks), w(num_ranks)]
-    if rest == 0:
-        known.append(loop(num_ranks, num_chunks) if num_chunks > 1 else linear(num_ranks))
-    for placement in known:
+    num_chunks, remainder = divmod(len(rank_of), num_ranks)
+    candidates = [v(num_ranks), w(num_ranks)]
+    if remainder == 0:
+        candidates.append(loop(num_ranks, num_chunks) if num_chunks > 1 else linear(num_ranks))
+    for placement in candidates:
         if placement.rank_of == rank_of:
             return placement
     return Placement("custom", num_ranks, rank_of)

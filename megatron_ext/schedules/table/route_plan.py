@@ -68,7 +68,7 @@ def connect(
     return tuple(Route(name, sources[name], tuple(takers[name])) for name in sorted(sources))
 
 
-class Hop(NamedTuple):
+class RouteHop(NamedTuple):
     """A message of routes, which one stage sends to another rank for each slice."""
 
     kind: Literal["P", "G"]
@@ -90,51 +90,91 @@ class Hop(NamedTuple):
 class RoutePlan:
     """The messages of all routes under one placement, and the lifetime of their tensors."""
 
-    sent: Mapping[tuple[str, int], Sequence[Hop]]
+    sent: Mapping[tuple[str, int], Sequence[RouteHop]]
     """By (message kind, sending stage), in sending order."""
-    received: Mapping[tuple[str, int], Sequence[Hop]]
+    received: Mapping[tuple[str, int], Sequence[RouteHop]]
     """By (message kind, receiving stage)."""
     dropped: Mapping[tuple[str, int], Sequence[str]]
     """By (F or B, stage): routes that the rank drops after this B, or this F in evaluation."""
 
-    def hops_out(self, action: Action) -> Sequence[Hop]:
+    def hops_out(self, action: Action) -> Sequence[RouteHop]:
         """Return the messages that an action sends."""
-        return self.sent.get((_KIND.get(action.kind, ""), action.stage), ())
+        return self.sent.get((_MESSAGE_KIND.get(action.kind, ""), action.stage), ())
 
-    def hops_in(self, action: Action) -> Sequence[Hop]:
+    def hops_in(self, action: Action) -> Sequence[RouteHop]:
         """Return the messages that an action receives."""
-        return self.received.get((_KIND.get(action.kind, ""), action.stage), ())
+        return self.received.get((_MESSAGE_KIND.get(action.kind, ""), action.stage), ())
 
 
 # By kind of action, the kind of route messages that it receives and sends.
-_KIND = {"F": "P", "B": "G", "I": "G"}
+_MESSAGE_KIND = {"F": "P", "B": "G", "I": "G"}
 
-# (pipeline rank, whether the twin's micro-batches run there).
-_Place = tuple[int, bool]
+
+class _Place(NamedTuple):
+    """Where a stage runs."""
+
+    rank: int
+    """Pipeline rank."""
+    is_crossed: bool
+    """Whether the twin's micro-batches run there."""
+
+
+class _Bundle(NamedTuple):
+    """The routes that one stage sends to one place, as one message."""
+
+    kind: Literal["P", "G"]
+    stage: int
+    """The sending stage."""
+    place: _Place
 
 
 @cache
 def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
     """Derive the messages of routes under a placement. Takers on the same rank need none."""
-    places = [(rank, placement.is_crossed(stage)) for stage, rank in enumerate(placement.rank_of)]
-    ends: dict[tuple[Literal["P", "G"], int, _Place], dict[str, list[int]]] = defaultdict(dict)
+    places = [
+        _Place(rank, placement.is_crossed(stage)) for stage, rank in enumerate(placement.rank_of)
+    ]
+    sent = defaultdict[tuple[str, int], list[RouteHop]](list)
+    received = defaultdict[tuple[str, int], list[RouteHop]](list)
+    for bundle, stages_by_route in sorted(_bundles(routes, places).items()):
+        receivers = {stage for stages in stages_by_route.values() for stage in stages}
+        # Of several takers on a rank the one that runs first: forwards go up the stages, backwards
+        # down.
+        taker = min(receivers) if bundle.kind == "P" else max(receivers)
+        hop = RouteHop(
+            bundle.kind,
+            bundle.stage,
+            taker,
+            tuple(sorted(stages_by_route)),
+            to_twin=bundle.place.is_crossed != places[bundle.stage].is_crossed,
+        )
+        sent[bundle.kind, bundle.stage].append(hop)
+        received[bundle.kind, taker].append(hop)
+    return RoutePlan(sent, received, _dropped(routes, places))
+
+
+def _bundles(
+    routes: Sequence[Route], places: Sequence[_Place]
+) -> dict[_Bundle, dict[str, list[int]]]:
+    """Return the messages of routes; by route that one carries, the stages that it is for."""
+    bundles: dict[_Bundle, dict[str, list[int]]] = defaultdict(dict)
     for route in routes:
         source = route.source
         for taker in route.takers:
             if places[taker] != places[source]:
-                ends["P", source, places[taker]].setdefault(route.name, []).append(taker)
-        for taker, before in route.links:
-            if places[taker] != places[before]:
-                ends["G", taker, places[before]].setdefault(route.name, []).append(before)
-    sent = defaultdict[tuple[str, int], list[Hop]](list)
-    received = defaultdict[tuple[str, int], list[Hop]](list)
-    for (kind, stage, place), takers in sorted(ends.items()):
-        # Of several takers on a rank the one that runs first: forwards go up the stages, backwards
-        # down.
-        first = (min if kind == "P" else max)(end for each in takers.values() for end in each)
-        hop = Hop(kind, stage, first, tuple(sorted(takers)), place[1] != places[stage][1])
-        sent[kind, stage].append(hop)
-        received[kind, first].append(hop)
+                bundle = _Bundle("P", source, places[taker])
+                bundles[bundle].setdefault(route.name, []).append(taker)
+        for taker, receiver in route.links:
+            if places[taker] != places[receiver]:
+                bundle = _Bundle("G", taker, places[receiver])
+                bundles[bundle].setdefault(route.name, []).append(receiver)
+    return bundles
+
+
+def _dropped(
+    routes: Sequence[Route], places: Sequence[_Place]
+) -> Mapping[tuple[str, int], Sequence[str]]:
+    """Return which routes a rank drops after which action (`RoutePlan.dropped`)."""
     dropped = defaultdict[tuple[str, int], list[str]](list)
     for route in routes:
         # By place: the stages for which it keeps the route's tensor.
@@ -142,15 +182,19 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
         for stage in (route.source, *route.takers):
             users[places[stage]].append(stage)
         for stages in users.values():
+            # A place that only publishes sends the tensor and keeps nothing.
             if stages != [route.source]:
                 dropped["F", max(stages)].append(route.name)
                 dropped["B", min(stages)].append(route.name)
-    return RoutePlan(sent, received, dropped)
+    return dropped
 
 
 def most_hops(routes: tuple[Route, ...], placement: Placement) -> int:
     """Return the most messages that one micro-batch's routes send from one rank to another."""
     rank_of = placement.rank_of
-    hops = (hop for sent in plan_routes(routes, placement).sent.values() for hop in sent)
-    edges = Counter((rank_of[hop.stage], rank_of[hop.taker]) for hop in hops if hop.kind == "P")
-    return max(edges.values(), default=0)
+    hops_by_link: Counter[tuple[int, int]] = Counter()
+    for hops in plan_routes(routes, placement).sent.values():
+        for hop in hops:
+            if hop.kind == "P":
+                hops_by_link[rank_of[hop.stage], rank_of[hop.taker]] += 1
+    return max(hops_by_link.values(), default=0)

@@ -32,32 +32,39 @@ def shares_of_equal_cost(num_slices: int, attention: float = 0.0) -> tuple[float
         raise ScheduleError(
             f"a micro-batch has 1 to {MAX_SLICES} slices, got {num_slices}; use 4 or 8"
         )
-    linear, ends = 1 - attention, [0]
+    linear = 1 - attention
+    ends = [0]
     for number in range(1, num_slices + 1):
-        part = number / num_slices
-        # The root of the quadratic in the form that has no difference of equals.
-        end = 2 * part / (linear + sqrt(linear * linear + 4 * attention * part))
+        cost = number / num_slices
+        # The root of the quadratic in the form that subtracts no nearly equal numbers.
+        end = 2 * cost / (linear + sqrt(linear * linear + 4 * attention * cost))
         ends.append(round(end * _STEPS))
-    return tuple((after - before) / _STEPS for before, after in pairwise(ends))
+    return tuple((end - start) / _STEPS for start, end in pairwise(ends))
 
 
 def attention_of(shares: Sequence[float]) -> float:
     """Return the share of attention for which slices have equal cost (`shares_of_equal_cost`)."""
+    if len(shares) == 1:
+        return 0.0
     first = shares[0]
-    return (first - 1 / len(shares)) / (first - first * first) if len(shares) > 1 else 0.0
+    return (first - 1 / len(shares)) / (first - first * first)
 
 
 def token_bounds(shares: Sequence[float], length: int, multiple: int = 1) -> tuple[int, ...]:
     """Return the first token of each slice, and the number of all tokens.
 
-    The length of each slice is a multiple of `multiple`.
+    Args:
+        shares: Share of the tokens in each slice.
+        length: Tokens of the sequence.
+        multiple: What divides the length of each slice.
 
     Raises:
         ScheduleError: The sequence is too short for as many slices.
     """
     ends = [round(end * length / multiple) * multiple for end in accumulate(shares)]
     bounds = (0, *ends[:-1], length)
-    if any(after <= before for before, after in pairwise(bounds)) or length % multiple:
+    has_empty_slice = any(end <= start for start, end in pairwise(bounds))
+    if has_empty_slice or length % multiple:
         raise ScheduleError(
             f"a sequence of {length} tokens cannot be cut into {len(shares)} slices whose lengths "
             f"are multiples of {multiple}; use fewer (--pipeline-slices)"

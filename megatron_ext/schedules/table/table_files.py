@@ -90,14 +90,35 @@ def from_csv(text: str, name: str) -> Schedule:
     Raises:
         ScheduleError: A cell is not an action, or the rows do not imply a placement of stages.
     """
+    rows, pairs = _parsed(text)
+    if not any(rows):
+        raise ScheduleError("it contains no action; write one row of actions for each rank")
+    rank_of = _rank_of(rows)
+    num_microbatches = 1 + max(action.microbatch for row in rows for action in row)
+    num_slices = 1 + max(action.slice for row in rows for action in row)
+    return Schedule(
+        name,
+        recognised(rank_of, len(rows)),
+        num_microbatches,
+        tuple(rows),
+        pairs=tuple(pairs) if any(pairs) else (),
+        slices=shares_of_equal_cost(num_slices),
+    )
+
+
+def _parsed(text: str) -> tuple[list[Row], list[frozenset[int]]]:
+    """Return the rows of a CSV text, and where pairs begin in each.
+
+    Raises:
+        ScheduleError: It is not CSV, or a cell is not an action.
+    """
     rows: list[Row] = []
     pairs: list[frozenset[int]] = []
+    # Editors add a mark of UTF-8 in front, and blank lines behind, which are not ranks.
+    lines = io.StringIO(text.strip("\ufeff \t\r\n"))
     try:
-        # Without what editors add: a mark of UTF-8 in front, and blank lines behind, which are no
-        # ranks.
-        lines = io.StringIO(text.strip("\ufeff \t\r\n"))
         for line, cells in enumerate(csv.reader(lines), start=1):
-            computed = ("" if _DERIVED.fullmatch(cell.strip()) else cell for cell in cells)
+            computed = ["" if _DERIVED.fullmatch(cell.strip()) else cell for cell in cells]
             try:
                 row, begins = parse_row(computed)
             except ScheduleError as error:
@@ -106,40 +127,39 @@ def from_csv(text: str, name: str) -> Schedule:
             pairs.append(begins)
     except csv.Error as error:
         raise ScheduleError(f"this is not CSV: {error}") from error
-    if not any(rows):
-        raise ScheduleError("it contains no action; write one row of actions for each rank")
+    return rows, pairs
+
+
+def _rank_of(rows: Sequence[Row]) -> tuple[int, ...]:
+    """Return the rank of each stage.
+
+    Raises:
+        ScheduleError: A stage is on several rows or none, or the numbers are far too large.
+    """
     num_actions = sum(map(len, rows))
-    owner: dict[int, int] = {}
+    rank_of: dict[int, int] = {}
     for rank, actions in enumerate(rows):
         for index, action in enumerate(actions):
-            # So large that checking it would need more memory than the file itself.
+            # Checking such a table would need more memory than the file itself.
             if max(action.stage, action.microbatch, action.slice) >= num_actions:
                 raise ScheduleError(
                     f"row {rank + 1} runs {action}, but {num_actions} actions are too few for that "
                     f"many stages, micro-batches or slices, numbered from 0; is the file complete?"
                 )
-            first = owner.setdefault(action.stage, rank)
-            if first != rank:
+            first_rank = rank_of.setdefault(action.stage, rank)
+            if first_rank != rank:
                 raise ScheduleError(
                     f"row {rank + 1} runs {action} as its action {index}, but stage "
-                    f"{action.stage} is on row {first + 1}; keep each stage on one row"
+                    f"{action.stage} is on row {first_rank + 1}; keep each stage on one row"
                 )
-    missing = set(range(max(owner) + 1)) - set(owner)
+    num_stages = 1 + max(rank_of)
+    missing = set(range(num_stages)) - set(rank_of)
     if missing:
         raise ScheduleError(
-            f"no row runs stage {min(missing)} although there is a stage {max(owner)}; is the "
+            f"no row runs stage {min(missing)} although there is a stage {num_stages - 1}; is the "
             f"file complete? It has {len(rows)} rows and needs one for each rank"
         )
-    count = 1 + max(action.microbatch for row in rows for action in row)
-    slices = shares_of_equal_cost(1 + max(action.slice for row in rows for action in row))
-    return Schedule(
-        name,
-        recognised(tuple(owner[stage] for stage in sorted(owner)), len(rows)),
-        count,
-        tuple(rows),
-        pairs=tuple(pairs) if any(pairs) else (),
-        slices=slices,
-    )
+    return tuple(rank_of[stage] for stage in range(num_stages))
 
 
 def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
@@ -147,15 +167,17 @@ def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
 
     `times` are additional rows, such as the `starts` and `ends` of a simulation.
     """
-    where = asdict(schedule.placement) | {"twin_hops": sorted(schedule.placement.twin_hops)}
+    placement = asdict(schedule.placement)
+    placement["twin_hops"] = sorted(schedule.placement.twin_hops)
     content: dict[str, Any] = {
         "schedule": schedule.name,
         "options": dict(schedule.options),
         "num_microbatches": schedule.num_microbatches,
-        **({"slices": schedule.slices} if schedule.num_slices > 1 else {}),
-        "placement": {key: value for key, value in where.items() if value is not None},
-        "rows": [[*schedule.cells(rank)] for rank in range(len(schedule.rows))],
     }
+    if schedule.num_slices > 1:
+        content["slices"] = schedule.slices
+    content["placement"] = {key: value for key, value in placement.items() if value is not None}
+    content["rows"] = [list(schedule.cells(rank)) for rank in range(len(schedule.rows))]
     content.update(times)
     lines = []
     for key, value in content.items():
@@ -174,8 +196,12 @@ def from_json(text: str) -> Schedule:
     """
     try:
         content = json.loads(text)
-        where = {k: tuple(v) if isinstance(v, list) else v for k, v in content["placement"].items()}
-        placement = Placement(**where | {"twin_hops": frozenset(where["twin_hops"])})
+        fields = dict(content["placement"])
+        for key, value in fields.items():
+            if isinstance(value, list):
+                fields[key] = tuple(value)
+        fields["twin_hops"] = frozenset(fields["twin_hops"])
+        placement = Placement(**fields)
         rows, pairs = zip(*map(parse_row, content["rows"]), strict=True)
         return Schedule(
             content["schedule"],

@@ -35,30 +35,43 @@ def weights_at_once(schedule: Schedule) -> Schedule:
     valid, and I still sends its result before W runs.
     """
 
-    def moved(action: Action) -> Row:
+    def weights_behind_inputs(action: Action) -> Row:
         if action.kind == "W":
             return ()
-        return (action, action._replace(kind="W")) if action.kind == "I" else (action,)
+        if action.kind == "I":
+            return action, action._replace(kind="W")
+        return (action,)
 
-    return _replaced(schedule, moved)
+    return _replaced(schedule, weights_behind_inputs)
 
 
-def _replaced(schedule: Schedule, by: Callable[[Action], Row]) -> Schedule:
+def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Schedule:
     """Return the table with other actions in place of each; a pair keeps what both begin with."""
-    rows, pairs = [], []
+    rows: list[Row] = []
+    pairs: list[frozenset[int]] = []
     for rank, row in enumerate(schedule.rows):
-        places = [*accumulate((len(by(action)) for action in row), initial=0)]
-        rows.append(tuple(chain.from_iterable(map(by, row))))
-        pairs.append(frozenset(places[index] for index in schedule.pairs_of(rank)))
+        replacements = [replacement(action) for action in row]
+        # By position of an action: that of its first replacement.
+        positions = list(accumulate(map(len, replacements), initial=0))
+        rows.append(tuple(chain.from_iterable(replacements)))
+        pairs.append(frozenset(positions[index] for index in schedule.pairs_of(rank)))
     return replace(schedule, rows=tuple(rows), pairs=tuple(pairs) if schedule.pairs else ())
 
 
 def ahead(row: Row, lead: int) -> Row:
     """Let each forward of a row run where the one that is `lead` forwards earlier did."""
     forwards = [action for action in row if action.kind == "F"]
+    moved_row = forwards[:lead]
     following = iter(forwards[lead:])
-    others = (next(following, None) if action.kind == "F" else action for action in row)
-    return (*forwards[:lead], *(action for action in others if action is not None))
+    for action in row:
+        if action.kind != "F":
+            moved_row.append(action)
+            continue
+        forward = next(following, None)
+        # The places of the last forwards stay empty: those forwards have moved ahead.
+        if forward is not None:
+            moved_row.append(forward)
+    return tuple(moved_row)
 
 
 def literal_rows(schedule: Schedule) -> tuple[Row, ...]:
@@ -71,18 +84,20 @@ def literal_rows(schedule: Schedule) -> tuple[Row, ...]:
     """
     if schedule.placement.twins == 1:
         return schedule.rows
-    m, crossed = schedule.num_microbatches, schedule.placement.is_crossed
     # With twin routing, a micro-batch changes sides at each inner fold.
-    sides = list(map(crossed, range(schedule.num_stages)))
-    return tuple(
-        tuple(
-            action._replace(microbatch=action.microbatch + m)
-            if sides[action.stage] != (rank >= schedule.placement.num_ranks)
-            else action
-            for action in schedule.rows[table_rank(schedule, rank)]
-        )
-        for rank in range(schedule.pp)
-    )
+    is_crossed = [schedule.placement.is_crossed(stage) for stage in range(schedule.num_stages)]
+    rows: list[Row] = []
+    for rank in range(schedule.pp):
+        is_twin = rank >= schedule.placement.num_ranks
+        row: list[Action] = []
+        for action in schedule.rows[table_rank(schedule, rank)]:
+            if is_crossed[action.stage] == is_twin:
+                row.append(action)
+            else:
+                microbatch = action.microbatch + schedule.num_microbatches
+                row.append(action._replace(microbatch=microbatch))
+        rows.append(tuple(row))
+    return tuple(rows)
 
 
 def table_rank(schedule: Schedule, rank: int) -> int:

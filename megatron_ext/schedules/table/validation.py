@@ -15,15 +15,17 @@ from megatron_ext.schedules.table.actions import Action, Kind, Schedule
 from megatron_ext.schedules.table.memory import Edge, Memory, measure, slots_needed
 from megatron_ext.schedules.table.walk import check_ends
 
-# Actions done for one stage and micro-batch, as a bit set.
+# Actions that ran for one stage, micro-batch and slice, as a bit set.
 _BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
-# Compared as a whole and not bit by bit: an action that comes twice, and a B beside an I, differ
-# from it as much as one that comes too early.
+# By kind: the set just before it runs. Sets are compared as wholes, so an action that comes twice,
+# and a B beside an I, are as wrong as one that comes too early.
 _BEFORE = {"F": 0, "R": 0, "B": 1, "I": 1, "W": 1 | 4}
+# The set at the end of a step: F and B, or F, I and W.
 _COMPLETE = (1 | 2, 1 | 4 | 8)
 # I computes the gradients that are never postponed, W those that may be, B both.
-_ADDS: Mapping[Kind, str] = {"B": "IW", "I": "I", "W": "W"}
-_INSTEAD: Mapping[Kind, tuple[Kind, ...]] = {"B": ("I", "W"), "I": ("B",), "W": ("B",)}
+_GRADIENTS_OF: Mapping[Kind, str] = {"B": "IW", "I": "I", "W": "W"}
+# By kind of a backward: what a table has in its place.
+_REPLACED_BY: Mapping[Kind, tuple[Kind, ...]] = {"B": ("I", "W"), "I": ("B",), "W": ("B",)}
 
 
 @dataclass(frozen=True)
@@ -59,51 +61,77 @@ def check_actions(schedule: Schedule) -> None:
         ScheduleError: At the first action that is duplicated, missing, too early or misplaced, or
             two actions that are no pair.
     """
-    m, num_ranks = schedule.num_microbatches, schedule.placement.num_ranks
+    num_ranks = schedule.placement.num_ranks
     if len(schedule.rows) != num_ranks:
         raise ScheduleError(
             f"{schedule.label} has {len(schedule.rows)} rows, its {schedule.placement.name} "
             f"placement has {num_ranks} ranks; a table has one row for each rank"
         )
-    num_slices = schedule.num_slices
-    if num_slices > 1 and schedule.disaggregated:
+    if schedule.num_slices > 1 and schedule.disaggregated:
         raise ScheduleError(
             f"{schedule.label} runs forwards and backwards on different ranks, which would both "
             "need the keys and values of earlier slices; leave slices out"
         )
-    # A byte for each: a set of actions would make the proof of a large table many times as long.
+    # By stage, micro-batch and slice, a byte for each: a set of actions would make the proof of a
+    # large table many times as long.
     done = bytearray(schedule.num_stages * schedule.slices_in_step)
-    # With two roles, a forward is not a precondition of later actions of the same rank.
-    forwards = bytearray(len(done)) if schedule.disaggregated else done
-    for rank, row in enumerate(schedule.rows):
-        mine = {
-            stage: _kinds(schedule, stage, rank) for stage in schedule.placement.stages_of[rank]
-        }
-        for index, (stage, kind, microbatch, part) in enumerate(row):
-            key = (stage * m + microbatch) * num_slices + part
-            cells = forwards if kind == "F" else done
-            if (
-                kind not in mine.get(stage, "")
-                or not (0 <= microbatch < m and 0 <= part < num_slices)
-                or cells[key] != _BEFORE[kind]
-                or (kind == "F" and part and not cells[key - 1])
-                # Any backward of the later slice has set a higher bit than F.
-                or (kind in ("B", "I") and part + 1 < num_slices and cells[key + 1] < _BIT["B"])
-            ):
-                raise ScheduleError(_misplaced(schedule, rank, index))
-            cells[key] |= _BIT[kind]
+    forwards = done
+    if schedule.disaggregated:
+        # A forward runs on another rank, so it is not a precondition of actions of this one.
+        forwards = bytearray(len(done))
+    for rank in range(num_ranks):
+        _check_row(schedule, rank, done, forwards)
     for key, bits in enumerate(done):
         if bits not in _COMPLETE:
             raise ScheduleError(_missing(schedule, key, bits))
     if schedule.disaggregated:
-        for key, ran in enumerate(forwards):
-            if not ran and schedule.runs_forward(key // m):
-                raise ScheduleError(
-                    f"rank {schedule.placement.rank_of[key // m]} never runs {key // m}F{key % m}, "
-                    "which others need; forward ranks must run F of each micro-batch"
-                )
-    for rank in range(len(schedule.rows)):
+        _check_forwards(schedule, forwards)
+    for rank in range(num_ranks):
         _check_pairs(schedule, rank)
+
+
+def _check_row(schedule: Schedule, rank: int, done: bytearray, forwards: bytearray) -> None:
+    """Check that each action of a rank is in its place, and record that it ran.
+
+    `done` and `forwards` hold the bits of actions by stage, micro-batch and slice.
+
+    Raises:
+        ScheduleError: At the first action that is misplaced, duplicated or too early.
+    """
+    m, num_slices = schedule.num_microbatches, schedule.num_slices
+    kinds_of = {
+        stage: _kinds(schedule, stage, rank) for stage in schedule.placement.stages_of[rank]
+    }
+    for index, (stage, kind, microbatch, slice_index) in enumerate(schedule.rows[rank]):
+        key = (stage * m + microbatch) * num_slices + slice_index
+        cells = forwards if kind == "F" else done
+        # One condition, not several with messages: this runs once for each of millions of actions,
+        # and `_misplaced` finds the reason again.
+        if (
+            kind not in kinds_of.get(stage, "")
+            or not (0 <= microbatch < m and 0 <= slice_index < num_slices)
+            or cells[key] != _BEFORE[kind]
+            or (kind == "F" and slice_index and not cells[key - 1])
+            # Any backward of the later slice has set a higher bit than F.
+            or (kind in ("B", "I") and slice_index + 1 < num_slices and cells[key + 1] < _BIT["B"])
+        ):
+            raise ScheduleError(_misplaced(schedule, rank, index))
+        cells[key] |= _BIT[kind]
+
+
+def _check_forwards(schedule: Schedule, forwards: bytearray) -> None:
+    """Check that forward ranks of a disaggregated table run every F that others need.
+
+    Raises:
+        ScheduleError: One is missing.
+    """
+    for key, ran in enumerate(forwards):
+        stage, microbatch = divmod(key, schedule.num_microbatches)
+        if not ran and schedule.runs_forward(stage):
+            raise ScheduleError(
+                f"rank {schedule.placement.rank_of[stage]} never runs {stage}F{microbatch}, "
+                "which others need; forward ranks must run F of each micro-batch"
+            )
 
 
 def _kinds(schedule: Schedule, stage: int, rank: int) -> str:
@@ -117,96 +145,125 @@ def _kinds(schedule: Schedule, stage: int, rank: int) -> str:
 
 def _misplaced(schedule: Schedule, rank: int, index: int) -> str:
     """Say why an action cannot run where it is."""
-    action, before = schedule.rows[rank][index], schedule.rows[rank][:index]
-    stage, kind, microbatch, part = action
+    action = schedule.rows[rank][index]
+    marked = schedule.marked(rank, index)
+    foreign = _foreign(schedule, rank, action)
+    if foreign:
+        return f"{action} does not belong here: {foreign}\n  {marked}"
+    return f"{action} cannot run here: {_out_of_order(schedule, rank, index)}\n  {marked}"
+
+
+def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
+    """Say why no position of a rank's row may hold an action; empty if some may."""
+    stage, kind, microbatch, slice_index = action
     m, placement = schedule.num_microbatches, schedule.placement
-    rule = ""
     if not 0 <= microbatch < m:
-        rule = f"there are {m} micro-batches, 0 to {m - 1}"
-    elif not 0 <= part < schedule.num_slices:
-        rule = f"micro-batches have {schedule.num_slices} slices, 0 to {schedule.num_slices - 1}"
-    elif stage >= schedule.num_stages:
-        rule = f"there are {schedule.num_stages} stages, 0 to {schedule.num_stages - 1}"
-    elif (owner := placement.rank_for(stage, kind)) != rank:
-        held = ", ".join(map(str, placement.stages_of[rank])) or "none"
-        rule = f"rank {rank} holds the stages {held}; {action} belongs to rank {owner}"
-    elif kind not in _kinds(schedule, stage, rank):
-        rule = f"nobody needs the output of {action}, because backward ranks recompute it"
-        if kind == "R":
-            rule = "R is for ranks that run backwards only; this one runs F"
-    if rule:
-        return f"{action} does not belong here: {rule}\n  {schedule.marked(rank, index)}"
-    needed = [need for need in schedule.needs(action) if not schedule.travels(need, action)]
-    missing = [need for need in needed if need not in before]
+        return f"there are {m} micro-batches, 0 to {m - 1}"
+    if not 0 <= slice_index < schedule.num_slices:
+        return f"micro-batches have {schedule.num_slices} slices, 0 to {schedule.num_slices - 1}"
+    if stage >= schedule.num_stages:
+        return f"there are {schedule.num_stages} stages, 0 to {schedule.num_stages - 1}"
+    owner = placement.rank_for(stage, kind)
+    if owner != rank:
+        stages = ", ".join(map(str, placement.stages_of[rank])) or "none"
+        return f"rank {rank} holds the stages {stages}; {action} belongs to rank {owner}"
+    if kind in _kinds(schedule, stage, rank):
+        return ""
+    if kind == "R":
+        return "R is for ranks that run backwards only; this one runs F"
+    return f"nobody needs the output of {action}, because backward ranks recompute it"
+
+
+def _out_of_order(schedule: Schedule, rank: int, index: int) -> str:
+    """Say why an action of a rank cannot run at its position."""
+    action, before = schedule.rows[rank][index], schedule.rows[rank][:index]
     if action in before:
-        rule = f"it already ran as action {before.index(action)}; each action runs exactly once"
-    elif not missing or any(
-        action._replace(kind=other) in before for other in _INSTEAD.get(kind, ())
-    ):
-        rule = "a micro-batch has either one B or one I and one W on a stage, not both"
-    else:
-        rule = f"{missing[0]} has to run before it"
-        if missing[0].slice < part:
-            rule += ", because its keys and values are read"
-        elif missing[0].slice > part:
-            rule += ", because it adds to the gradients of keys and values"
-    return f"{action} cannot run here: {rule}\n  {schedule.marked(rank, index)}"
+        return f"it already ran as action {before.index(action)}; each action runs exactly once"
+    for kind in _REPLACED_BY.get(action.kind, ()):
+        if action._replace(kind=kind) in before:
+            return _ONE_BACKWARD
+    missing = [
+        needed
+        for needed in schedule.needs(action)
+        if not schedule.travels(needed, action) and needed not in before
+    ]
+    if not missing:
+        return _ONE_BACKWARD
+    rule = f"{missing[0]} has to run before it"
+    if missing[0].slice < action.slice:
+        rule += ", because its keys and values are read"
+    elif missing[0].slice > action.slice:
+        rule += ", because it adds to the gradients of keys and values"
+    return rule
+
+
+_ONE_BACKWARD = "a micro-batch has either one B or one I and one W on a stage, not both"
 
 
 def _missing(schedule: Schedule, key: int, bits: int) -> str:
-    number, part = divmod(key, schedule.num_slices)
+    """Say which action is missing of the stage, micro-batch and slice with a key."""
+    number, slice_index = divmod(key, schedule.num_slices)
     stage, microbatch = divmod(number, schedule.num_microbatches)
-    opens = Action(stage, "R" if schedule.disaggregated else "F", microbatch, part)
     rank = schedule.placement.rank_for(stage, "B")
     row = schedule.rows[rank]
+    opening = Action(stage, "R" if schedule.disaggregated else "F", microbatch, slice_index)
     if not bits & _BIT["F"]:
-        what, last = opens, len(row)
+        missing, index = opening, len(row)
     elif bits & _BIT["I"]:
-        what, last = opens._replace(kind="W"), row.index(opens._replace(kind="I"))
+        missing = opening._replace(kind="W")
+        index = row.index(opening._replace(kind="I"))
     else:
-        what, last = opens._replace(kind="I" if schedule.splits_backward else "B"), row.index(opens)
-    of = f"each of the {schedule.num_microbatches} micro-batches"
+        missing = opening._replace(kind="I" if schedule.splits_backward else "B")
+        index = row.index(opening)
+    parts = f"each of the {schedule.num_microbatches} micro-batches"
     if schedule.num_slices > 1:
-        of = f"each of the {schedule.num_slices} slices of {of}"
+        parts = f"each of the {schedule.num_slices} slices of {parts}"
     return (
-        f"rank {rank} never runs {what}; each of its stages needs {opens.kind} and B (or I and W) "
-        f"of {of}\n  {schedule.marked(rank, last)}"
+        f"rank {rank} never runs {missing}; each of its stages needs {opening.kind} and B "
+        f"(or I and W) of {parts}\n  {schedule.marked(rank, index)}"
     )
 
 
 def _check_pairs(schedule: Schedule, rank: int) -> None:
-    """Check that pairs are a forward and a backward of two micro-batches."""
-    # The members of an expert group, which meet inside a pair, run the same row: they verify that
+    """Check that pairs are a forward and a backward of two micro-batches.
+
+    Raises:
+        ScheduleError: At the first two that are not.
+    """
+    # The members of an expert group, which meet inside a pair, run the same row. They verify that
     # by the digest, which has the pairs.
-    row, ends = schedule.rows[rank], 0
+    row = schedule.rows[rank]
+    previous_end = 0
     for index in sorted(schedule.pairs_of(rank)):
-        both = row[index : index + 2]
-        if "".join(action.kind for action in both) not in ("FB", "FI"):
+        pair = row[index : index + 2]
+        kinds = "".join(action.kind for action in pair)
+        if kinds not in ("FB", "FI"):
             rule = "a pair is a forward and the backward, or input gradient, behind it"
-        elif both[0].microbatch == both[1].microbatch:
+        elif pair[0].microbatch == pair[1].microbatch:
             rule = "both are of one micro-batch, whose backward needs the forward first"
         elif schedule.disaggregated:
             rule = "forwards and backwards are on different ranks"
-        elif index < ends:
-            rule = f"{both[0]} is in two pairs"
+        elif index < previous_end:
+            rule = f"{pair[0]} is in two pairs"
         else:
-            ends = index + 2
+            previous_end = index + 2
             continue
-        names = ";".join(map(str, both))
+        names = ";".join(map(str, pair))
         raise ScheduleError(f"({names}) is no pair: {rule}\n  {schedule.marked(rank, index)}")
 
 
 def _is_ascending(schedule: Schedule) -> bool:
-    newest: dict[tuple[int, str], int] = {}
+    """Return whether each stage adds up gradients in the order of an unpipelined model."""
+    # By stage and kind of gradients: the place of the last one that was added.
+    last_places: dict[tuple[int, str], int] = {}
     for row in schedule.rows:
-        for stage, kind, microbatch, part in row:
-            # The place of a backward in the sum without a pipeline: slices of a micro-batch in
-            # reverse.
-            number = (microbatch + 1) * schedule.num_slices - part
-            for gradients in _ADDS.get(kind, ""):
-                if newest.get((stage, gradients), 0) > number:
+        for stage, kind, microbatch, slice_index in row:
+            # Without a pipeline the slices of a micro-batch are added in reverse.
+            place = (microbatch + 1) * schedule.num_slices - slice_index
+            for gradients in _GRADIENTS_OF.get(kind, ""):
+                if last_places.get((stage, gradients), 0) > place:
                     return False
-                newest[stage, gradients] = number
+                last_places[stage, gradients] = place
     return True
 
 
@@ -214,9 +271,9 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
     """Check that a stage's first forward and its first weight gradients are of one micro-batch.
 
     Layers of Transformer Engine with fused gradient accumulation do not add the gradient of the
-    first micro-batch: they overwrite with it what is there. For the first one they take that whose
-    forward was the first of the step. If another micro-batch has added to the gradient by then,
-    that is lost, without an error.
+    first micro-batch: it overwrites the sum. They take the micro-batch whose forward was the first
+    of the step for the first one. If another has added its gradient by then, that gradient is lost
+    without an error.
 
     Raises:
         ScheduleError: On one of its stages they are of different micro-batches, or of different
@@ -231,15 +288,16 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
             f"first forward; {consequence} use --no-gradient-accumulation-fusion, or build the "
             "model with disable_parameter_transpose_cache"
         )
+    # By stage, and F or the kind of gradients: the micro-batch that came first.
     first: dict[tuple[int, str], int] = {}
     for index, (stage, kind, microbatch, _) in enumerate(schedule.rows[rank]):
-        # A stage begins with its forward.
-        opened = first.setdefault((stage, "F"), microbatch)
-        for part in _ADDS.get(kind, ""):
-            if first.setdefault((stage, part), microbatch) != opened:
+        # The first action of a stage is a forward.
+        first_forward = first.setdefault((stage, "F"), microbatch)
+        for gradients in _GRADIENTS_OF.get(kind, ""):
+            if first.setdefault((stage, gradients), microbatch) != first_forward:
                 raise ScheduleError(
                     f"the first weight gradients of stage {stage} are those of micro-batch "
-                    f"{microbatch}, its first forward is that of {opened}; {consequence} begin "
-                    "with one micro-batch, or use --no-gradient-accumulation-fusion\n"
+                    f"{microbatch}, its first forward is that of {first_forward}; {consequence} "
+                    "begin with one micro-batch, or use --no-gradient-accumulation-fusion\n"
                     f"  {schedule.marked(rank, index)}"
                 )

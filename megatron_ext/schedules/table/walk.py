@@ -55,8 +55,8 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
 class _Tensors(NamedTuple):
     """The tensors of an action of micro-batch 0, slice 0, by their numbers; -1: there is none."""
 
-    taken: int
-    made: int
+    needed: int
+    produced: int
     copy: int
     """A second one with the same content, where two ranks take it."""
 
@@ -89,12 +89,12 @@ class _Walk:
         while index < len(row):
             stage, kind, microbatch, slice_index = row[index]
             offset = microbatch * num_slices + slice_index
-            taken, made, copy = tensors[kind][stage]
+            needed, produced, copy = tensors[kind][stage]
             value = None
-            if taken >= 0:
-                value = values[taken + offset]
+            if needed >= 0:
+                value = values[needed + offset]
                 if value is None:
-                    self._wait(rank, index, taken + offset)
+                    self._wait(rank, index, needed + offset)
                     return
             if index in pairs:
                 if not self._run_pair(rank, index, value):
@@ -106,10 +106,10 @@ class _Walk:
                 result, copied = result
                 self._hand_over(copy + offset, copied)
             index += 1
-            if made >= 0:  # not by `_hand_over`, for speed: nearly every action makes a tensor
-                values[made + offset] = result
-                if made + offset in awaited:
-                    self.runnable.append(awaited.pop(made + offset))
+            if produced >= 0:  # not by `_hand_over`, for speed: nearly every action makes a tensor
+                values[produced + offset] = result
+                if produced + offset in awaited:
+                    self.runnable.append(awaited.pop(produced + offset))
         self._positions[rank] = index
         self.waiting.pop(rank, None)
 
@@ -125,16 +125,16 @@ class _Walk:
         backward_offset = microbatch * self._num_slices + slice_index
         backward = self._tensors[kind][stage]
         backward_value = None
-        if backward.taken >= 0:
-            backward_value = self._values[backward.taken + backward_offset]
+        if backward.needed >= 0:
+            backward_value = self._values[backward.needed + backward_offset]
             if backward_value is None:
-                self._wait(rank, index, backward.taken + backward_offset, partner=True)
+                self._wait(rank, index, backward.needed + backward_offset, partner=True)
                 return False
         result, backward_result = self._visit(rank, index, (forward_value, backward_value))
-        if backward.made >= 0:
-            self._hand_over(backward.made + backward_offset, backward_result)
-        if forward.made >= 0:
-            self._hand_over(forward.made + forward_offset, result)
+        if backward.produced >= 0:
+            self._hand_over(backward.produced + backward_offset, backward_result)
+        if forward.produced >= 0:
+            self._hand_over(forward.produced + forward_offset, result)
         return True
 
     def _wait(self, rank: int, index: int, number: int, *, partner: bool = False) -> None:
@@ -159,25 +159,25 @@ def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
     per_stage = schedule.slices_in_step
     count = schedule.num_stages * per_stage
     base = {"F": 0, "B": count, "I": count, "R": 2 * count}
-    made_by: dict[Kind, list[list[int]]] = {}
+    produced_by: dict[Kind, list[list[int]]] = {}
     existing: set[int] = set()
     for kind, outputs_by_stage in schedule.links.items():
-        made_by[kind] = []
+        produced_by[kind] = []
         for outputs in outputs_by_stage:
             targets = [output.target for output in outputs]
             numbers = [base[target.kind] + target.stage * per_stage for target in targets]
-            made_by[kind].append(numbers)
+            produced_by[kind].append(numbers)
             existing.update(numbers)
     tensors: dict[Kind, list[_Tensors]] = {}
     for kind in KINDS:
         tensors[kind] = []
-        for stage, numbers in enumerate(made_by[kind]):
-            taken = -1
+        for stage, numbers in enumerate(produced_by[kind]):
+            needed = -1
             # What no action makes is data or the loss, which is there from the start.
             if kind != "W" and base[kind] + stage * per_stage in existing:
-                taken = base[kind] + stage * per_stage
-            made, copy = [*numbers, -1, -1][:2]
-            tensors[kind].append(_Tensors(taken, made, copy))
+                needed = base[kind] + stage * per_stage
+            produced, copy = [*numbers, -1, -1][:2]
+            tensors[kind].append(_Tensors(needed, produced, copy))
     return tensors
 
 

@@ -104,7 +104,7 @@ def test_only_the_next_receive_stands_before_a_computation() -> None:
         posts = order.posts(rank)
         for index, exchange in enumerate(exchanges):
             used = sum(len(before.inputs) for before in exchanges[: index + 1])
-            started = sum((p.before, p.taken) <= (index, True) for p in posts)
+            started = sum((p.before, p.is_behind_inputs) <= (index, True) for p in posts)
             assert started - used <= 2, exchange
 
 
