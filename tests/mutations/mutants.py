@@ -47,8 +47,8 @@ MUTANTS = (
     Mutant(
         "a message names the stage that made it",
         f"{_TABLES}.communication",
-        "how, tensor_of(target), peer",
-        "how, tensor_of(source), peer",
+        "            tensor_of(target),\n",
+        "            tensor_of(source),\n",
         (_COMMUNICATION_TESTS,),
     ),
     Mutant(
@@ -73,15 +73,15 @@ MUTANTS = (
     Mutant(
         "a dynamic order sums gradients as they come",
         "megatron_ext.schedules.search.progress",
-        "for turn in (*turns.values(), ",
-        "for turn in (",
+        "        for positions in sums.values():\n",
+        "        for positions in list[list[int]]():\n",
         ("tests/schedules/search/test_policies.py",),
     ),
     Mutant(
         "a dynamic order begins a stage with any forward",
         "megatron_ext.schedules.search.progress",
-        "        for first, *others in forwards.values():\n",
-        "        for first, *others in [[0]]:\n",
+        "        for first, *following in forwards.values():\n",
+        "        for first, *following in [[0]]:\n",
         ("tests/schedules/search/test_policies.py",),
     ),
     Mutant(
@@ -94,8 +94,8 @@ MUTANTS = (
     Mutant(
         "a dynamic order waits for no partner",
         "megatron_ext.schedules.search.policies",
-        "(self.patience.gains if runs else self.patience.waits)[self._head]",
-        "0.0 if runs else self.patience.waits[self._head]",
+        "self.patience.gains[self._head] if self._lacks_partner() else 0.0",
+        "0.0",
         ("tests/schedules/search/test_policies.py",),
     ),
     Mutant(
@@ -115,8 +115,8 @@ MUTANTS = (
     Mutant(
         "a table has one slot too few",
         f"{_TABLES}.memory",
-        'slots[rank, peer, "F"] = slots[peer, rank, "B"] = peak',
-        'slots[rank, peer, "F"] = slots[peer, rank, "B"] = max(1, peak - 1)',
+        "_alive_by_group(row, receivers).items():\n",
+        "_alive_by_group(row, receivers).items():\n            peak = max(1, peak - 1)\n",
         ("tests/schedules/table/test_route_plan.py",),
     ),
     Mutant(
@@ -153,8 +153,8 @@ MUTANTS = (
     Mutant(
         "credits are granted for one micro-batch too many",
         f"{_TABLES}.communication",
-        "if granted < schedule.num_microbatches:",
-        "if granted <= schedule.num_microbatches:",
+        "if granted >= self._schedule.num_microbatches:",
+        "if granted > self._schedule.num_microbatches:",
         (_COMMUNICATION_TESTS,),
     ),
     Mutant(
