@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 # A plain tuple because one is created between every two actions, where the device may wait.
 Executed = tuple[int, "Action", float]
-"""(position in table order, action, duration in seconds of host time, of which the two of a pair
-have a half each)."""
+"""(position in table order, action, seconds of host time). Each action of a pair counts half of the
+time of both."""
 
 
 class Observer(TransportObserver):
     """Observes the training of one rank; override the methods you need.
 
-    Append to the `observers` of what is in force before the first step. A runtime hands them to its
-    transport, which reports messages also between steps, to the data (`read`), and in training to
-    the executor, after `begin_step`. The patches of `patches/trace.py` report what belongs to a
+    Append it to the `observers` of what is in force before the first step. A runtime hands them to
+    its transport, which reports messages also between steps, to the data (`read`), and in training
+    to the executor, after `begin_step`. The patches of `patches/trace.py` report what belongs to a
     training step but not to its table, and the actions of Megatron's own schedules.
     """
 
@@ -36,8 +36,8 @@ class Observer(TransportObserver):
     def end_iteration(self) -> None:
         """Called when a training step has failed, or has sent new weights to forward ranks.
 
-        Any other step ends with the optimizer, of which only Megatron's are reported; where it is
-        not, with the evaluation behind it.
+        Any other step ends with the optimizer. Only Megatron's optimizers are reported: with
+        another one, the step ends with the evaluation behind it.
         """
 
     def begin_collective(self, name: str) -> None:
@@ -68,7 +68,7 @@ class Observer(TransportObserver):
         """Called when experts are about to exchange tokens, in the stream that does; pairs only."""
 
     def end_exchange(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Called behind it, with the action that it belongs to."""
+        """Called in that stream behind the exchange, with the action that it belongs to."""
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
         """Called when a step is complete, with its actions in execution order and its duration."""

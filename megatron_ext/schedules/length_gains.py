@@ -73,7 +73,7 @@ def predict_lengths(
     Args:
         lengths: Tokens of each sample, in the order in which a sampler reads them.
         name: A registered schedule, or `all`, which leaves mirrored pipelines out.
-        sizes: Those of a step.
+        sizes: Sizes of a step.
         length_cost: The cost of a sample by its length.
         costs: Durations of actions on the mean micro-batch, and latencies.
 
@@ -86,6 +86,7 @@ def predict_lengths(
     """
     batches = _global_batches(lengths, sizes, length_cost)
     choices: list[Choice] = []
+    # Reasons, a line for each schedule.
     left_out: list[str] = []
     for generator in registered().values():
         if name not in ("all", generator.name):
@@ -126,6 +127,7 @@ def _global_batches(lengths: Sequence[int], sizes: Sizes, length_cost: LengthCos
     for first in range(0, len(packs) - batch_size + 1, batch_size):
         batch_packs = packs[first : first + batch_size]
         samples = [length for pack in batch_packs for length in pack]
+        # The mean micro-batch is the unit of the costs, so steps compare across data sets.
         mean_cost = length_cost.of_pack(samples) / batch_size
         batches.append(
             _Batch(
@@ -161,6 +163,7 @@ def _gains(
     pack_steps: list[float] = []
     bounds: list[float] = []
     for batch in batches:
+        # Replicas take turns to read micro-batches, unless `pack` deals them out.
         as_read = [batch.microbatches[replica::num_replicas] for replica in range(num_replicas)]
         shares = deal_out(batch.microbatches, num_replicas, fills_of(schedule.placement))
         dealt = [[batch.microbatches[number] for number in share] for share in shares]

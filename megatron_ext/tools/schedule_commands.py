@@ -272,7 +272,7 @@ def refuse_others(args: argparse.Namespace, accepted: Collection[str], reason: s
     Args:
         args: The parsed arguments.
         accepted: Destinations of the flags that it accepts.
-        reason: What is wrong with any other, with the flag in place of `{}`.
+        reason: The error for any other flag, which takes the place of `{}`.
 
     Raises:
         ArgumentsError: The reason.

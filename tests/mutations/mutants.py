@@ -94,8 +94,8 @@ MUTANTS = (
     Mutant(
         "a dynamic order waits for no partner",
         "megatron_ext.schedules.search.policies",
-        "self.patience.gains[self._head] if self._lacks_partner() else 0.0",
-        "0.0",
+        "return self.patience.gains[self._head]",
+        "return 0.0",
         ("tests/schedules/search/test_policies.py",),
     ),
     Mutant(

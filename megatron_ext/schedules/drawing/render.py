@@ -120,6 +120,7 @@ def grid(timeline: Timeline, width: int = 100) -> str:
     rows = _cells(timeline)
     rank_width = len(str(len(rows) - 1))
     num_columns, cell_width = len(rows[0]), len(rows[0][0])
+    # A terminal would break long lines in the middle of the grid.
     columns_per_block = num_columns
     if rank_width + num_columns * cell_width > width:  # the last character is a space
         columns_per_block = max(1, (width - rank_width - 1) // cell_width)
@@ -164,6 +165,7 @@ def _cells(timeline: Timeline) -> list[list[str]]:
             if label:
                 bars.append(_Bar(label, _column(start, slot), _column(end, slot)))
         bars_by_rank.append(bars)
+    # The last action may end between two columns: the grid is rounded as its bars are.
     num_columns = _column(timeline.makespan, slot)
     return [_row_of_cells(bars, num_columns, cell_width) for bars in bars_by_rank]
 

@@ -44,10 +44,10 @@ def draw(
     other on the same time scale. The picture grows with the table: every number can be read.
 
     Args:
-        timelines: What is drawn.
-        unit: What 1 on the axis is; by default in the words of `unit_of_time`.
+        timelines: The schedules, from top to bottom.
+        unit: Meaning of 1 on the axis; empty: `unit_of_time` says it.
         memory_gib: Memory of each rank, drawn below; none if empty.
-        limit_gib: What a rank may hold: the length of a lane of memory.
+        limit_gib: Memory that a rank may hold: the length of its lane.
     """
     for timeline in timelines:
         check_drawable(timeline)
@@ -138,7 +138,7 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
     yield f'<rect class="lane" x="{_LEFT}" y="{y}" width="{_n(length)}" height="{_BAR}"/>'
     pairs = schedule.pairs_of(table_rank(schedule, rank))
     for index, (action, start, end) in enumerate(timeline.bars[rank]):
-        if start == end:
+        if start == end:  # an R that ships activations
             continue
         x, width = _LEFT + start * scale, (end - start) * scale
         # A pair shares its time: the forward above, the backward below.
@@ -162,6 +162,7 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
 def _axis(timeline: Timeline, scale: float, y: int, unit: str) -> Iterator[str]:
     """Yield a line with numbers at round times, and what they count."""
     end = _LEFT + timeline.makespan * scale
+    # The smallest of 1, 2, 5 or 10 times a power of ten that keeps numbers 50 pixels apart.
     step = 10 ** math.floor(math.log10(90 / scale))
     step *= next(factor for factor in (1, 2, 5, 10) if step * factor * scale >= 50)
     yield f'<path class="axis" d="M{_LEFT} {y}H{_n(end)}"/>'

@@ -175,7 +175,7 @@ def generate(
         chunks: Stages on each rank, if the schedule leaves their number open.
         costs: Durations that a generator with `needs_costs` optimises for, and pairs.
         pairs: Whether forwards and backwards of different micro-batches run as pairs, for models
-            with experts (`search/pairing.py`). A file may have pairs of its own.
+            with experts (`search/pairing.py`). A file may already have pairs.
         slices: Slices of each micro-batch's sequence, of equal cost (`search/slicing.py`). A file
             has its own number of slices.
         options: Options of the generator.

@@ -2,7 +2,7 @@
 
 Forwards of one chunk and backwards of the other alternate, F B F B, so that an executor can overlap
 the communication of each with the computation of the other. Backwards are split in the transitions
-only. Here forward and backward are two actions, and each has its result when it ends.
+only. Here a forward and a backward are two actions, each with its result at its end.
 
 Code: deepseek-ai/DualPipe; idea: DeepSeek-V3 technical report, 2024 (arXiv 2412.19437).
 

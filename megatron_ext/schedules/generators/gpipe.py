@@ -29,5 +29,6 @@ def gpipe(pp: int, num_microbatches: int) -> Schedule:
     for rank in range(pp):
         forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
         backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
+        # In ascending order, as 1F1B's: so gradients are summed as without a pipeline.
         rows.append((*forwards, *backwards))
     return Schedule("gpipe", placement.linear(pp), num_microbatches, tuple(rows))

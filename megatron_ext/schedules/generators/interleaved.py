@@ -12,7 +12,7 @@ interleaved chunks=2: pp 4, m 4, makespan 16.5, bubble 4.5 (27.3 %), peak 4
 2|.  .  F0 F1 F2 F3 f0 f1 f2 .  b0--- f3 b1--- .  b2--- .  b3--- B0--- B1--- B2--- B3--- .  .  .  .
 3|.  .  .  F0 F1 F2 F3 f0 b0--- f1 b1--- f2 b2--- f3 b3--- B0--- B1--- B2--- B3--- .  .  .  .  .  .
 
-If m is no multiple of pp, the last group is smaller: the table is that of a full group without the
+If pp does not divide m, the last group is smaller: the table is that of whole groups without the
 micro-batches that are not there.
 
 Bubble: (pp - 1)(Tf + Tb + Tw) / v for m = k pp.

@@ -71,7 +71,7 @@ class _Step(NamedTuple):
     kind: Kind
     stage: int
     counter: str
-    """What counts its micro-batches: steps with one counter run them in turn."""
+    """Name of the count of its micro-batches: steps with one counter run them in turn."""
 
 
 def _parsed(step: str, stages: Sequence[int]) -> _Step | None:

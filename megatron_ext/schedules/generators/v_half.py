@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 def v_half(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     """Return the table of V-Half."""
     folded = placement.v(pp)
+    # Half of ZB-V's cap, which is 2pp, and one for each of the two chunks.
     problem = Problem(folded, num_microbatches, cap=pp + 2, costs=costs)
     variants = [Variant()]
+    # Which limit on micro-batches in flight is best follows from no formula.
     for limit in spread(pp // 2 + 1, pp + 1):
         variants.append(Variant(limit))
     rows = search(problem, variants)

@@ -40,8 +40,10 @@ def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
         row.append(action)
         if action.kind == "F":
             num_forwards += 1
+        # A stage keeps at most pp micro-batches; behind the last forward nothing is urgent.
         elif num_forwards - num_weights >= pp or num_forwards == num_microbatches:
             row.append(Action(rank, "W", num_weights))
             num_weights += 1
+    # The others fill the end of the step, where 1F1B idles.
     row += (Action(rank, "W", i) for i in range(num_weights, num_microbatches))
     return tuple(row)

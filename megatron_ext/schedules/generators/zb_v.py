@@ -56,6 +56,7 @@ def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     if num_microbatches <= pp:
         return searched
     published = _table(pp, num_microbatches, _published_rows(pp, num_microbatches))
+    # Costs that differ, or latencies, may favour either.
     return min(searched, published, key=lambda table: simulate(table, costs).makespan)
 
 

@@ -142,7 +142,7 @@ class _DynamicStep:
         begin = max(launched, device_free)
         for action in actions:
             if action.kind != "W":
-                # What is not in there is data or the loss.
+                # A tensor that is not in there arrived before the rank chose.
                 begin = max(begin, self._arrivals.get(tensor_of(action), 0.0))
         end = self._clock.run(rank, begin, *actions)
         if len(actions) == 2:

@@ -4,9 +4,9 @@ The ranks of a model with experts exchange tokens twice in each layer (all-to-al
 and again in the backward, and wait for it. In a pair each of the two computes while the other
 communicates (DeepSeek-V3, 2024, arXiv 2412.19437).
 
-Most tables alternate F and B already, but their B is what the F before it has been waiting for: at
-the last stage it is even of the same micro-batch. Here every forward moves ahead of `lead` more
-backwards, so that partners exist.
+Most tables alternate F and B already, but each B depends on the F before it: at the last stage both
+are of one micro-batch. Here every forward moves ahead of `lead` more backwards, so that partners
+exist.
 
     1f1b, last ranks                 with pairs
     2|F0 F1 B0 F2 B1 F3 B2 ...       F0 F1 F2 (F3 B0) (F4 B1) ...
@@ -226,7 +226,8 @@ class _Placing:
         costs: Durations and latencies of the simulation.
         feeds: By action: those that need its result.
         leads: By rank: the forwards by which it may be ahead of its backwards, outside of pairs.
-        extra_activations: Those of one stage each that a rank may keep beyond the table's peak.
+        extra_activations: Activations of one stage each that a rank may keep beyond the
+            table's peak.
         waits: Whether a backward waits for a partner.
     """
 
@@ -326,7 +327,7 @@ class _Placing:
                 backwards.append(queue[-1])
             elif has_room:
                 forwards.append(queue[-1])
-        # What is deepest frees memory first.
+        # The deepest forward is nearest to its backward, which frees memory.
         forwards.sort(key=lambda action: -action.stage)
         backwards.sort()
         return forwards, backwards

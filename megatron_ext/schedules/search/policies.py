@@ -91,7 +91,9 @@ class Policy(ABC):
         if partners is None:
             return (index,)
         partner = heapq.heappop(partners)
-        return (index, partner) if self.progress.row[index].kind == "F" else (partner, index)
+        if self.progress.row[index].kind == "F":
+            return (index, partner)
+        return (partner, index)
 
     def _partners(self, index: int) -> list[int] | None:
         """Return the heap whose first action may be the partner of another; None if none may."""
@@ -167,7 +169,7 @@ class Hint(Policy):
             table's own peak there.
         weights_fill: Whether W has no fixed place in the table and runs when nothing else can.
         patience: See `patience.py`; None: never wait for the head.
-        stash_ratio: What a weight stash counts (`table/memory.py`), at least 1.
+        stash_ratio: Activations that a weight stash counts as (`table/memory.py`), at least 1.
     """
 
     def __init__(
@@ -211,7 +213,9 @@ class Hint(Policy):
         if not self._runs_head():
             return self.patience.waits[self._head]
         # It could run alone; a pair may gain more than its wait costs.
-        return self.patience.gains[self._head] if self._lacks_partner() else 0.0
+        if not self._lacks_partner():
+            return 0.0
+        return self.patience.gains[self._head]
 
     def looks_ahead(self) -> bool:
         """Return whether the head can run or follow, or another action can and nothing is due."""
@@ -282,7 +286,9 @@ class Hint(Policy):
         # later anyway. The step ends, because an action follows only what was launched before it,
         # and each device runs its actions in the order of their launches.
         index = self.progress.follower(self._head)
-        return index if index is not None and self._is_admissible(index) else None
+        if index is None or not self._is_admissible(index):
+            return None
+        return index
 
     def _advance(self) -> None:
         done = self.progress.done
@@ -369,7 +375,7 @@ def activation_cap(
     Args:
         schedule: The table.
         extra_activations: Micro-batches beyond the table's peak, each on all stages of a rank.
-        stash_ratio: What a weight stash counts.
+        stash_ratio: Activations that a weight stash counts as.
     """
     # Caps that differ by rank would save no memory that counts: every rank needs as much as the
     # worst one. And 1F1B and interleaved tables keep far less on the last ranks than on the first,

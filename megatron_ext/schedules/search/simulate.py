@@ -30,6 +30,13 @@ class _PairExchanges(NamedTuple):
     hidden: float
     """How much of it runs behind computation."""
 
+    @property
+    def hidden_share(self) -> float:
+        """The share that runs behind computation; 0 without pairs."""
+        if not self.total:
+            return 0.0
+        return self.hidden / self.total
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -82,10 +89,7 @@ class Timeline:
     @property
     def hidden_in_pairs(self) -> tuple[float, ...]:
         """Per rank, for pairs only: the share of `hidden` that long steps converge to."""
-        shares = []
-        for exchanges in self._exchanges_of_pairs:
-            shares.append(exchanges.hidden / exchanges.total if exchanges.total else 0.0)
-        return tuple(shares)
+        return tuple(exchanges.hidden_share for exchanges in self._exchanges_of_pairs)
 
     @cached_property
     def bars(self) -> list[list[tuple[Action, float, float]]]:
@@ -104,13 +108,17 @@ class Timeline:
     @property
     def bubble_ratio(self) -> float:
         """Bubble as a fraction of the makespan."""
-        return self.bubble / self.makespan if self.makespan else 0.0
+        if not self.makespan:
+            return 0.0
+        return self.bubble / self.makespan
 
     @cached_property
     def peak_activations_per_rank(self) -> tuple[float, ...]:
         """Peak of activations on each rank of the world (both twins), in Ma."""
         peaks = activation_peaks(self.schedule)
-        return peaks + peaks[::-1] if self.schedule.placement.twins == 2 else peaks
+        if self.schedule.placement.twins == 1:
+            return peaks
+        return peaks + peaks[::-1]
 
     @property
     def peak_activations(self) -> float:
@@ -142,7 +150,8 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     clock = Clock(schedule, costs)
     rows, ends, launch = schedule.rows, clock.ends, costs.launch
     run, is_free = clock.run, clock.is_free
-    # By rank, where launches take time: that of its last launch, and the ends of its actions.
+    # By rank, where launches take time: that of its last launch, and the ends of its actions. The
+    # ends begin with those of AHEAD actions before the step, so the first launches wait for none.
     launched = [0.0] * len(rows)
     ran = [[0.0] * AHEAD for _ in rows]
 

@@ -59,7 +59,7 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     if not stuck(moved_table):
         candidates.append(moved_table.rows)
     # Slices that take more than 1/k of the step with whole micro-batches, beyond noise, are placed
-    # anew under the same memory cap: in folded tables each chunk needs a lead of its own.
+    # anew under the same memory cap: in folded tables the chunks need different leads.
     even_costs = replace(costs, attention=0.0)
     whole_costs = replace(even_costs, latency=num_slices * costs.latency)
     least_makespan = simulate(schedule, whole_costs).makespan / num_slices

@@ -306,7 +306,7 @@ class Schedule:
                 if not self.travels(action, fed):
                     continue
                 link: Link | None = (rank_for(stage, kind), rank_for(fed.stage, fed.kind))
-                # Between both roles of one stage there is no hop: they are on two ranks.
+                # Both roles of one stage are on two ranks, with no hop between them.
                 if fed.stage != stage and self.placement.hops[min(fed.stage, stage)] == "local":
                     link = None
                 outputs.append(Output(fed, link))

@@ -53,17 +53,23 @@ class Exchange(NamedTuple):
     @property
     def actions(self) -> tuple[Action, ...]:
         """The action, or both of a pair."""
-        return (self.action,) if self.partner is None else (self.action, self.partner.action)
+        if self.partner is None:
+            return (self.action,)
+        return (self.action, self.partner.action)
 
     @property
     def all_inputs(self) -> tuple[Transfer, ...]:
         """The inputs of the action, or of both of a pair."""
-        return self.inputs if self.partner is None else self.inputs + self.partner.inputs
+        if self.partner is None:
+            return self.inputs
+        return self.inputs + self.partner.inputs
 
     @property
     def all_outputs(self) -> tuple[Transfer, ...]:
         """The outputs of the action, or of both of a pair."""
-        return self.outputs if self.partner is None else self.outputs + self.partner.outputs
+        if self.partner is None:
+            return self.outputs
+        return self.outputs + self.partner.outputs
 
 
 def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple[Exchange, ...]:
@@ -119,7 +125,7 @@ class _Messages:
         """Return the transfer of the tensor that `target` takes from `source`."""
         placement = self._schedule.placement
         hop: Hop = "rank"
-        # Between both roles of one stage there is no hop: they are on two ranks.
+        # Both roles of one stage are on two ranks, with no hop of the placement between them.
         if source.stage != target.stage:
             hop = placement.hops[min(source.stage, target.stage)]
         return Transfer(

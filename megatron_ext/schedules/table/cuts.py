@@ -189,8 +189,8 @@ def spread(
     Args:
         num_layers: Layers of the model.
         num_stages: Stages.
-        first: What the first stage computes besides its layers, in layers.
-        last: The same of the last stage.
+        first: Work of the first stage besides its layers, in layers.
+        last: Work of the last stage besides its layers, in layers.
         rank_of: The rank of each stage; None: one for each.
     """
     rank_of = rank_of or range(num_stages)
@@ -228,7 +228,7 @@ def parse_layout(text: str) -> list[str]:
     `(...)*n` and `x*n` are repetitions; commas only structure the text.
 
     Raises:
-        ScheduleError: A letter is no layer.
+        ScheduleError: A letter does not stand for a layer.
     """
     unrolled = text.replace(",", "")
     for repetition in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):

@@ -111,6 +111,7 @@ def stash_ratio(
         # A recomputed expert layer includes its activation function, which counts once.
         recomputed_modules.discard("moe_act")
     for module in recomputed_modules:
+        # The outputs of norms are as wide as the model.
         ranks = divided if module == "layernorm" else tensor_parallel
         kept_bytes -= _RECOMPUTED.get(module, 0) / ranks
     for module in offloaded:
@@ -145,18 +146,18 @@ def most_alive(row: Row, stash_ratio: float = 1.0, slices: Sequence[float] = (1.
 
     Args:
         row: The actions of a rank.
-        stash_ratio: What a weight stash counts, in activations.
+        stash_ratio: Activations that a weight stash counts as.
         slices: Share of a micro-batch in each of its slices.
     """
     kinds = [action.kind for action in row]
     present = set(kinds)
     if present <= {"F"}:  # no backward needs them
         return len(present)
-    change_of: dict[Kind, float] = {"B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
-    # On a backward rank R makes the activations; a forward rank beside it keeps none.
-    recomputes = "R" in present
-    change_of["F"] = 0 if recomputes else 1
-    change_of["R"] = 1 if recomputes else 0
+    change_of: dict[Kind, float] = {"F": 1, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
+    if "R" in present:
+        # R makes the activations that the backward needs; a forward of the same row keeps none.
+        change_of["F"] = 0
+        change_of["R"] = 1
     # `map`, not a loop: tables have millions of actions.
     changes: Iterable[float] = map(change_of.__getitem__, kinds)
     if len(slices) > 1:
@@ -209,8 +210,12 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
     # The rank that takes each stage's output; the twin counts as that rank itself.
     receivers: list[int | None] = []
     for outputs in schedule.links["F"]:
-        links = [output.link for output in outputs if output.link]
-        receivers.append(links[0][1] if links else None)
+        receiver = None
+        for output in outputs:
+            if output.link:
+                receiver = output.link[1]
+                break
+        receivers.append(receiver)
     for rank, row in enumerate(schedule.rows):
         for receiver, peak in _alive_by_group(row, receivers).items():
             slots[rank, receiver, "F"] = peak
@@ -230,9 +235,10 @@ def _slots_of_roles(schedule: Schedule) -> dict[Edge, int]:
         for stage, outputs in enumerate(outputs_by_stage):
             if kind == "F" and not schedule.runs_forward(stage):
                 continue
+            direction = "F" if kind == "F" else "B"
             for output in outputs:
                 if output.link:
-                    edges.add((*output.link, "F" if kind == "F" else "B"))
+                    edges.add((*output.link, direction))
     return dict.fromkeys(sorted(edges), schedule.num_microbatches)
 
 
@@ -249,8 +255,8 @@ def _add_slots_of_routes(schedule: Schedule, slots: dict[Edge, int]) -> None:
     for hops in plan_routes(schedule.routes, schedule.placement).sent.values():
         for hop in hops:
             edge = (rank_of[hop.stage], rank_of[hop.taker], hop.kind)
-            waiting = alive[hop.stage if hop.kind == "P" else hop.taker]
-            slots[edge] = slots.get(edge, 0) + waiting
+            holding_stage = hop.stage if hop.kind == "P" else hop.taker
+            slots[edge] = slots.get(edge, 0) + alive[holding_stage]
 
 
 def _alive_by_group(row: Row, group_of: Sequence[int | None]) -> dict[int, int]:
@@ -258,6 +264,10 @@ def _alive_by_group(row: Row, group_of: Sequence[int | None]) -> dict[int, int]:
     changes: dict[int, list[int]] = defaultdict(list)
     for stage, kind, _, _ in row:
         group = group_of[stage]
-        if group is not None and kind != "W":
-            changes[group].append(1 if kind == "F" else -1)
+        if group is None or kind == "W":
+            continue
+        if kind == "F":
+            changes[group].append(1)
+        else:
+            changes[group].append(-1)
     return {group: int(running_peak(of_group)) for group, of_group in changes.items()}

@@ -56,7 +56,7 @@ def token_bounds(shares: Sequence[float], length: int, multiple: int = 1) -> tup
     Args:
         shares: Share of the tokens in each slice.
         length: Tokens of the sequence.
-        multiple: What divides the length of each slice.
+        multiple: Number that divides the length of each slice.
 
     Raises:
         ScheduleError: The sequence is too short for as many slices.

@@ -59,7 +59,7 @@ def load_csv(path: str, pp: int | None = None, num_microbatches: int | None = No
         raise ScheduleError("csv: names no file; write csv:FILE")
     try:
         text = read_text(Path(path), _MAX_BYTES)
-    except (OSError, ValueError) as error:  # or it is no text, or an impossible path
+    except (OSError, ValueError) as error:  # it is not text, or the path is impossible
         reason = getattr(error, "strerror", None) or error
         raise ScheduleError(
             f"{path} cannot be read as a schedule: {reason}; `megatron-ext plot NAME --pp N "

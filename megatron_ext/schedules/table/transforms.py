@@ -103,7 +103,10 @@ def literal_rows(schedule: Schedule) -> tuple[Row, ...]:
 def table_rank(schedule: Schedule, rank: int) -> int:
     """Return the row of the table that a rank of the world runs."""
     last = schedule.pp - 1
-    return min(rank, last - rank) if schedule.placement.twins == 2 else rank
+    if schedule.placement.twins == 1:
+        return rank
+    # Ranks r and pp-1-r run one row, with directions exchanged.
+    return min(rank, last - rank)
 
 
 def chunk_on_screen(schedule: Schedule, stage: int) -> int:

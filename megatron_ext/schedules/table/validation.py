@@ -59,7 +59,7 @@ def check_actions(schedule: Schedule) -> None:
 
     Raises:
         ScheduleError: At the first action that is duplicated, missing, too early or misplaced, or
-            two actions that are no pair.
+            two actions that cannot be a pair.
     """
     num_ranks = schedule.placement.num_ranks
     if len(schedule.rows) != num_ranks:

@@ -173,7 +173,7 @@ def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
         tensors[kind] = []
         for stage, numbers in enumerate(produced_by[kind]):
             needed = -1
-            # What no action makes is data or the loss, which is there from the start.
+            # A tensor that no action makes is data or the loss, which is there from the start.
             if kind != "W" and base[kind] + stage * per_stage in existing:
                 needed = base[kind] + stage * per_stage
             produced, copy = [*numbers, -1, -1][:2]
