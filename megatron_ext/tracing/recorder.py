@@ -43,6 +43,16 @@ _EXCHANGES = 1000
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
+def _title(name: str, attributes: Mapping[str, Any]) -> str:
+    """Return what a viewer writes on a span."""
+    if name == "wait":
+        if "on" in attributes:
+            return f"wait for rank {attributes['on']}"
+        return f"wait: {attributes['cause']}"
+    number = attributes.get("iteration", attributes.get("microbatch"))
+    return name if number is None else f"{name} {number}"
+
+
 class HostClock:
     """Moments of the host in nanoseconds, on the clock that all processes of a host share."""
 
@@ -123,7 +133,8 @@ class Recorder:
         self._clock, self._sampling = clock or HostClock(), sampling
         self._file: IO[str] | None = None
         self._index, self._number, self._begin_ns = -1, 0, 0
-        self._kept: list[tuple[str, Any, Any, Mapping[str, Any]]] = []
+        self._spans: list[tuple[str, Any, Any, Mapping[str, Any]]] = []
+        """Of the iteration: name, stamps of begin and end, attributes."""
 
     def begin_iteration(self, number: int) -> None:
         """Start the iteration of a number; end the previous one if it is still open."""
@@ -148,7 +159,7 @@ class Recorder:
         """Record a span that began at a moment and ends now, or at another moment."""
         if not self.active:  # any more, since the action began
             return
-        self._kept.append((name, begin, self._clock.stamp() if end is None else end, attributes))
+        self._spans.append((name, begin, self._clock.stamp() if end is None else end, attributes))
 
     def end_iteration(self, timeout_s: float | None = None) -> None:
         """Write the iteration that runs, if one is traced.
@@ -159,19 +170,20 @@ class Recorder:
             return
         self.active = False  # also if the device has failed, which would fail again at exit
         end = self._clock.stamp()  # before our own work below
-        kept, self._kept = self._kept, []
-        stamps = [stamp for _, begin, until, _ in kept for stamp in (begin, until)]
-        resolved = self._clock.resolve([*stamps, end], timeout_s)
-        if resolved is None:
+        spans, self._spans = self._spans, []
+        stamps: list[Any] = []
+        for _, begin, span_end, _ in spans:
+            stamps += begin, span_end
+        stamps.append(end)
+        times_ns = self._clock.resolve(stamps, timeout_s)
+        if times_ns is None:
             return
-        *moments, end_ns = resolved
-        events = [
-            self._event(name, begin_ns, until_ns, about)
-            for (name, _, _, about), begin_ns, until_ns in zip(
-                kept, moments[::2], moments[1::2], strict=True
-            )
-            if name != "wait" or until_ns - begin_ns >= _WAIT_NS
-        ]
+        *span_times_ns, end_ns = times_ns
+        events = []
+        for index, (name, _, _, attributes) in enumerate(spans):
+            begin_ns, span_end_ns = span_times_ns[2 * index], span_times_ns[2 * index + 1]
+            if name != "wait" or span_end_ns - begin_ns >= _WAIT_NS:
+                events.append(self._event(name, begin_ns, span_end_ns, attributes))
         if isinstance(self._clock, DeviceClock):  # its host may have been busy for longer
             end_ns = time.monotonic_ns()
         figures = {"iteration": self._number, "wires": self.wires, **self.notes}
@@ -180,31 +192,31 @@ class Recorder:
         self._put(f",{_encode(events)[1:-1]}\n")
 
     def _event(
-        self, name: str, begin_ns: int, end_ns: int, about: Mapping[str, Any]
+        self, name: str, begin_ns: int, end_ns: int, attributes: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the Chrome-trace event of a span."""
-        title = name
-        if name == "wait":
-            title = f"wait for rank {about['on']}" if "on" in about else f"wait: {about['cause']}"
-        elif (number := about.get("iteration", about.get("microbatch"))) is not None:
-            title = f"{name} {number}"
         event: dict[str, Any] = {
-            "name": title, "cat": name, "ph": "X", **self._row,
+            "name": _title(name, attributes), "cat": name, "ph": "X", **self._row,
             "ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3,
-            "args": about,
+            "args": attributes,
         }  # fmt: skip
         if name == "exchange":
             event["tid"] += _EXCHANGES
-        elif name in ("send", "receive") and "for" in about:
-            # Viewers draw an arrow between two events with one number, which both ends find by
-            # themselves: Python's hash of whole numbers, not that of others, is the same in every
-            # process. JavaScript has 53 bits of it.
-            ends = about.get("from", self._rank), about.get("to", self._rank)
-            parts = (about.get(key, 0) for key in _PARTS)
-            message = self._number, *ends, ord(about["for"]), *parts
-            event["bind_id"] = hash(message) & (1 << 53) - 1
+        elif name in ("send", "receive") and "for" in attributes:
+            event["bind_id"] = self._message_number(attributes)
             event["flow_out" if name == "send" else "flow_in"] = True
         return event
+
+    def _message_number(self, attributes: Mapping[str, Any]) -> int:
+        """Return the number by which viewers join the two ends of a message with an arrow.
+
+        Both ends find it by themselves: Python's hash of whole numbers, not that of others, is the
+        same in every process. JavaScript has 53 bits of it.
+        """
+        ends = attributes.get("from", self._rank), attributes.get("to", self._rank)
+        parts = (attributes.get(key, 0) for key in _PARTS)
+        message = self._number, *ends, ord(attributes["for"]), *parts
+        return hash(message) & (1 << 53) - 1
 
     def close(self) -> None:
         """Write what is left and end the list. The recorder cannot be used afterwards."""
@@ -240,20 +252,32 @@ class Recorder:
                 f"--trace cannot write {self._path}: {error.strerror}; give another folder with "
                 f"--trace-dir, or leave --trace out"
             ) from error
-        pid, tid = header.data * header.sizes[1] + header.pipeline, header.tensor
-        self._rank, self._row = header.rank, {"pid": pid, "tid": tid}
-        place = f"data {header.data} pipeline {header.pipeline}"
-        name = f"rank {header.rank} on {header.host}"
+        self._rank = header.rank
+        process = header.data * header.sizes[1] + header.pipeline
+        self._row = {"pid": process, "tid": header.tensor}
+        self._put(f"{_encode(self._first_events(header))[:-1]}\n")
+
+    def _first_events(self, header: Header) -> list[dict[str, Any]]:
+        """Return the events of the first line: the header, and the names of the rows."""
+        process = self._row["pid"]
+        process_name = f"data {header.data} pipeline {header.pipeline}"
+        row_name = f"rank {header.rank} on {header.host}"
         events: list[dict[str, Any]] = [
             {"name": "run", "ph": "M", "args": {"format": FORMAT, **asdict(header)}},
-            {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": place}},
-            {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}},
-            {"name": "thread_name", "ph": "M", **self._row, "args": {"name": name}},
-        ]
+            {"name": "process_name", "ph": "M", "pid": process, "args": {"name": process_name}},
+            {
+                "name": "process_sort_index", "ph": "M", "pid": process,
+                "args": {"sort_index": process},
+            },
+            {"name": "thread_name", "ph": "M", **self._row, "args": {"name": row_name}},
+        ]  # fmt: skip
         if header.settings.get("pairs"):
-            second = {"tid": tid + _EXCHANGES, "args": {"name": f"{name}, exchanges of experts"}}
-            events.append(events[-1] | second)
-        self._put(f"{_encode(events)[:-1]}\n")
+            exchanges = {
+                "tid": self._row["tid"] + _EXCHANGES,
+                "args": {"name": f"{row_name}, exchanges of experts"},
+            }
+            events.append(events[-1] | exchanges)
+        return events
 
     def _put(self, line: str) -> None:
         """Append a line to the file; end the trace on failure."""
@@ -269,7 +293,7 @@ class Recorder:
         remedy = "this rank traces nothing more, and training goes on"
         _LOG.warning("--trace: %s", cannot_write(self._path, error, remedy))
         self._sampling, self.active = None, False
-        self._kept.clear()  # nobody would take it, and training may go on for weeks
+        self._spans.clear()  # nobody would take it, and training may go on for weeks
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):  # closing writes what is buffered once more

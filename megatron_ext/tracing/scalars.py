@@ -41,27 +41,29 @@ def report(iteration: int, writer: Any, wandb: Any) -> None:
     """
     import torch.distributed as dist
 
-    found = since_last()
-    if found is None:
+    scalars = since_last()
+    if scalars is None:
         return
     if writer is not None:
-        for tag, value in found.items():
+        for tag, value in scalars.items():
             writer.add_scalar(tag, value, iteration)
     if wandb is not None:
-        wandb.log(found, iteration)
+        wandb.log(scalars, iteration)
     is_last = dist.get_rank() == dist.get_world_size() - 1
     if is_last and (os.environ.get(_SHOWN) == "1" or sys.stdout.isatty()):
         # Where the line of the step follows, so that they stay together.
-        sys.stdout.write(f"{line_of(found)}\n")
+        sys.stdout.write(f"{line_of(scalars)}\n")
         sys.stdout.flush()
 
 
-def line_of(found: Mapping[str, float]) -> str:
+def line_of(scalars: Mapping[str, float]) -> str:
     """Return the progress line."""
-    bubble = f"bubble {100 * found[_BUBBLE]:.1f} %, " if _BUBBLE in found else ""
+    bubble = ""
+    if _BUBBLE in scalars:
+        bubble = f"bubble {100 * scalars[_BUBBLE]:.1f} %, "
     return (
-        f" pipeline: {bubble}{found[_SENT] / 2**20:.1f} MiB/s between ranks, "
-        f"{100 * found[_JUMPED]:.1f} % of the actions out of order"
+        f" pipeline: {bubble}{scalars[_SENT] / 2**20:.1f} MiB/s between ranks, "
+        f"{100 * scalars[_JUMPED]:.1f} % of the actions out of order"
     )
 
 
@@ -74,14 +76,16 @@ def since_last() -> dict[str, float] | None:
     from megatron_ext.runtime.runtime import in_force, totals
 
     # Of all steps so far; what is new since the last call is the difference.
-    of, sent_bytes = totals()
-    counts = [of.busy_s, of.wall_s, float(of.out_of_order), float(of.actions), float(sent_bytes)]
+    work, sent_bytes = totals()
+    counts = [
+        work.busy_s, work.wall_s, float(work.out_of_order), float(work.actions), float(sent_bytes),
+    ]  # fmt: skip
     now_s, runtimes = time.monotonic(), in_force()
     # Before the first call, the time in steps stands for the time that passed.
-    begin_s, before = runtimes.last_counts or (now_s - of.wall_s, [0.0] * len(counts))
+    last_s, last_counts = runtimes.last_counts or (now_s - work.wall_s, [0.0] * len(counts))
     runtimes.last_counts = now_s, counts
-    new = [count - old for count, old in zip(counts, before, strict=True)]
-    new.append(now_s - begin_s)
+    new = [count - last for count, last in zip(counts, last_counts, strict=True)]
+    new.append(now_s - last_s)
     # The default group reduces tensors of the device that it was made for.
     backend = devices.current()
     device = backend.torch_device(dist.get_node_local_rank(0))
@@ -92,11 +96,11 @@ def since_last() -> dict[str, float] | None:
     busy_s, wall_s, jumped, actions, sent, passed_s = ranks.T.tolist()
     if not max(wall_s) or not sum(actions):
         return None
-    found = {
+    scalars = {
         _SENT: sum(sent) / max(fmean(passed_s), 1e-9),
         _JUMPED: sum(jumped) / sum(actions),
     }
     if backend.is_host:  # another device still computes when an action's call ends
         # Ranks that have no action left wait for the last one of all, after their own step.
-        found[_BUBBLE] = max(0.0, 1 - fmean(busy_s) / max(wall_s))
-    return found
+        scalars[_BUBBLE] = max(0.0, 1 - fmean(busy_s) / max(wall_s))
+    return scalars

@@ -4,49 +4,30 @@ from __future__ import annotations
 
 import atexit
 import math
-import os
-import platform
-import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_ext import devices
-from megatron_ext.config.sizes import layout_text
-from megatron_ext.config.stages import batches_of
-from megatron_ext.errors import ScheduleError
 from megatron_ext.observer import Executed, Observer
 from megatron_ext.runtime.executor import num_out_of_order
 from megatron_ext.runtime.lengths import item_size
-from megatron_ext.schedules.generators.catalog import base_table, generate
 from megatron_ext.tracing import telemetry
 from megatron_ext.tracing.hang import OUTSIDE, RankState, Watchdog, made_by
+from megatron_ext.tracing.identity import identity_of
 from megatron_ext.tracing.recorder import DeviceClock, HostClock, Recorder
-from megatron_ext.tracing.records import ACTION_NAMES, Header, directory_name
-from megatron_ext.upstream.releases import core_version
+from megatron_ext.tracing.records import ACTION_NAMES
 from megatron_ext.upstream.signatures import megatron_arguments
-from megatron_ext.version import __version__, installed
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Active
     from megatron_ext.message import Message
     from megatron_ext.runtime.compute import StageCompute
-    from megatron_ext.schedules.table.actions import Action, Kind, Schedule
+    from megatron_ext.schedules.table.actions import Action, Kind
     from megatron_ext.transport.base import Expected
     from megatron_ext.transport.observed import WaitsFor
-
-_SETTINGS = (
-    "pipeline_costs", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size", "context_parallel_size",
-    "expert_model_parallel_size", "micro_batch_size", "global_batch_size", "num_layers",
-    "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "num_experts",
-    "params_dtype", "recompute_granularity", "overlap_grad_reduce", "overlap_param_gather",
-    "use_distributed_optimizer", "sequence_parallel",
-)  # fmt: skip
-"""Arguments of Megatron that may explain a duration; those of ours are in the configuration."""
 
 _OFFLOADING = "cpu_offloading", "fine_grained_activation_offloading"
 """Settings of a model whose activations leave the device."""
@@ -57,26 +38,27 @@ _STUCK_S = 5.0
 _COLLECTIVES = {"reduce": "the reduction of gradients", "optimizer": "the optimizer step"}
 
 
-def subscribe(found: Active) -> None:
+def subscribe(configuration: Active) -> None:
     """Add the observer that a configuration or Megatron's telemetry wants, once.
 
     Call it before the first step, when Megatron's process groups exist.
     """
-    has_table = found.pipeline is not None or found.job is not None  # else Megatron has the spans
+    # Without a table Megatron's own schedule runs, which has these spans itself.
+    has_table = configuration.pipeline is not None or configuration.job is not None
     has_spans = has_table and telemetry.is_on()
-    wanted, timeout_s = found.config.tracing, found.config.hang_timeout_s
-    if not (has_spans or wanted is not None or timeout_s is not None):
+    sampling, timeout_s = configuration.config.tracing, configuration.config.hang_timeout_s
+    if not (has_spans or sampling is not None or timeout_s is not None):
         return
-    if any(isinstance(observer, Session) for observer in found.observers):
+    if any(isinstance(observer, Session) for observer in configuration.observers):
         return
-    session = Session(found)
+    session = Session(configuration)
     session.has_spans = has_spans
     if timeout_s is not None:
         session.watchdog = Watchdog(lambda: session.state, timeout_s)
     device = devices.current()
     clock = HostClock() if device.is_host else DeviceClock(device)
-    session.recorder = Recorder(lambda: _identity(found), clock, wanted)
-    found.observers.append(session)
+    session.recorder = Recorder(lambda: identity_of(configuration), clock, sampling)
+    configuration.observers.append(session)
     atexit.register(session.close)  # a run that ends without deconfigure closes its file too
 
 
@@ -84,7 +66,7 @@ class Session(Observer):
     """Observes the training steps of this process, their actions and their messages."""
 
     def __init__(self, configuration: Active) -> None:
-        self.recorder = Recorder(lambda: _identity(configuration), sampling=None)
+        self.recorder = Recorder(lambda: identity_of(configuration), sampling=None)
         self.watchdog: Watchdog | None = None
         self.has_spans = False
         """Whether Megatron's telemetry has spans of actions and messages."""
@@ -99,9 +81,9 @@ class Session(Observer):
         self._compute: StageCompute | None = None
         self._outstanding: dict[Message, int] = {}
         """By outstanding message: its sender."""
-        self._began: list[tuple[Any, Callable[[Mapping[str, Any]], None] | None]] = []
-        """When what is under way began, one inside the other, None if it is not recorded; and what
-        ends its span of Megatron's telemetry."""
+        self._open_spans: list[tuple[Any, Callable[[Mapping[str, Any]], None] | None]] = []
+        """Spans under way, one inside the other: the stamp of their begin (None: not recorded), and
+        what ends them in Megatron's telemetry. Plain tuples, for each event of a step makes one."""
         self._collectives = 0
         """Collectives under way, one inside the other."""
         self._number = 0
@@ -121,10 +103,12 @@ class Session(Observer):
         """Start to watch and to record."""
         # Megatron skips iterations, and may run one again. Bridge's number, and that of a program
         # which gives one, is in force; a program that gives none is counted from its start.
-        last, given = self._number, self._configuration.iteration
-        counted = getattr(megatron_arguments(), "curr_iteration", last)
-        self._number = 1 + (counted if given is None else given)
-        if last == self._number:
+        previous_number = self._number
+        num_done = self._configuration.iteration
+        if num_done is None:
+            num_done = getattr(megatron_arguments(), "curr_iteration", previous_number)
+        self._number = 1 + num_done
+        if self._number == previous_number:
             self.recorder.notes["failed"] = True  # Megatron's rerun state machine has discarded it
         self.end_iteration()  # nothing else does where the optimizer is none of Megatron's
         self._report("begins a step")  # before the watchdog, which counts from here
@@ -140,19 +124,21 @@ class Session(Observer):
     def end_iteration(self) -> None:
         """Write what the step has left."""
         self._compute, self._collectives = None, 0
-        failed = bool(self._began)  # with an error, what is under way never ends
-        while self._began:
-            if (end := self._began.pop()[1]) is not None:
-                end({})
+        failed = bool(self._open_spans)  # with an error, what is under way never ends
+        while self._open_spans:
+            _, end_span = self._open_spans.pop()
+            if end_span is not None:
+                end_span({})
         try:
             if self.recorder.active:
                 notes = self.recorder.notes
                 if failed:
                     notes["failed"] = True
                 notes["memory_bytes"] = devices.current().peak_memory_bytes()
-                if kept := self._activation_bytes:
-                    stages = {stage for stage, _ in kept}
-                    notes["activation_bytes"] = sum(kept.values()) // len(stages)
+                if self._activation_bytes:
+                    stages = {stage for stage, _ in self._activation_bytes}
+                    total_bytes = sum(self._activation_bytes.values())
+                    notes["activation_bytes"] = total_bytes // len(stages)
                 self._now("waits until its device has finished the step")
                 # The error may be that the device never ends: waiting for it would hide that.
                 self.recorder.end_iteration(_STUCK_S if failed else None)
@@ -196,17 +182,19 @@ class Session(Observer):
 
     def end_action(self, position: int, action: Action) -> None:
         """Record an action, and the activations of a stage's first forward."""
-        stage, kind, microbatch, part = action
-        about = {"microbatch": microbatch, "stage": stage} | ({"slice": part} if part else {})
-        self._end(ACTION_NAMES[kind], about)
+        stage, kind, microbatch, slice_index = action
+        attributes = {"microbatch": microbatch, "stage": stage}
+        if slice_index:
+            attributes["slice"] = slice_index
+        self._end(ACTION_NAMES[kind], attributes)
         compute = self._compute
         if compute is None:  # Megatron's own schedule, whose transport may report nothing
             self._now(f"has run {action} and exchanges tensors")
-        elif kind in ("F", "R") and (stage, part) not in self._activation_bytes:
+        elif kind in ("F", "R") and (stage, slice_index) not in self._activation_bytes:
             saved = compute.saved_tensors(action)
             if saved is not None:
                 chunk = compute.table.schedule.placement.chunk_of(stage)
-                self.made(stage, saved[1], compute.call.chunks[chunk], part)
+                self.made(stage, saved[1], compute.call.chunks[chunk], slice_index)
 
     def begin_exchange(self) -> None:
         """Stamp the stream that exchanges the tokens of experts."""
@@ -217,14 +205,15 @@ class Session(Observer):
         self._end("exchange", {"of": kind, "microbatch": microbatch, "stage": stage})
 
     def made(
-        self, stage: int, outputs: Sequence[Any], model: torch.nn.Module, part: int = 0
+        self, stage: int, outputs: Sequence[Any], model: torch.nn.Module, slice_index: int = 0
     ) -> None:
         """Measure what a stage's first recorded forward, or one of a slice, keeps."""
         # To read what Megatron has moved to the host would bring it back, and its backward fails.
         config = getattr(model, "config", None)
         offloads = any(getattr(config, name, False) for name in _OFFLOADING)
-        if self.recorder.active and not offloads and (stage, part) not in self._activation_bytes:
-            self._activation_bytes[stage, part] = kept_bytes(outputs, model)
+        is_measured = (stage, slice_index) in self._activation_bytes
+        if self.recorder.active and not offloads and not is_measured:
+            self._activation_bytes[stage, slice_index] = kept_bytes(outputs, model)
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
         """Note how far the step left the table's order."""
@@ -249,8 +238,8 @@ class Session(Observer):
 
     def end_send(self, message: Message, target: int, num_bytes: int) -> None:
         """Record a send."""
-        about = {"to": target, **_about(message), "bytes": num_bytes}
-        self._end("weights" if message.kind == "W" else "send", about)
+        attributes = {"to": target, **_attributes_of(message), "bytes": num_bytes}
+        self._end("weights" if message.kind == "W" else "send", attributes)
 
     def begin_receive(self, message: Message, source: int) -> None:
         """Report the sender that the rank waits for."""
@@ -259,22 +248,25 @@ class Session(Observer):
 
     def end_receive(self, message: Message, source: int, num_bytes: int, waited_s: float) -> None:
         """Record a receive, and what of it was waiting."""
-        began, end_span = self._began.pop()
-        about = _about(message)
-        received = {"from": source, **about, "bytes": num_bytes}
+        begin, end_span = self._open_spans.pop()
+        message_attributes = _attributes_of(message)
+        received = {"from": source, **message_attributes, "bytes": num_bytes}
         if end_span is not None:
             end_span({**received, "waited_s": waited_s})
         recorder = self.recorder
-        if recorder.active and began is not None:
+        if recorder.active and begin is not None:
             end = recorder.stamp()
-            if about:
-                on = {"cause": _CAUSES.get(message.kind, "input"), "on": source, **about}
+            if message_attributes:
+                cause = _CAUSES.get(message.kind, "input")
+                awaited = {"cause": cause, "on": source, **message_attributes}
                 # The host's wait says nothing about its device's; of the events of that, only the
                 # last tells when the message was there.
-                arrived = began + round(1e9 * waited_s) if isinstance(began, int) else end
-                recorder.add("wait", began, on, arrived)
-                began = arrived
-            recorder.add("receive" if about else "weights", began, received, end)
+                arrival = end
+                if isinstance(begin, int):
+                    arrival = begin + round(1e9 * waited_s)
+                recorder.add("wait", begin, awaited, arrival)
+                begin = arrival
+            recorder.add("receive" if message_attributes else "weights", begin, received, end)
         self.arrived([message])
         self._now("goes on")
 
@@ -289,10 +281,11 @@ class Session(Observer):
 
     def end_wait(self, what: WaitsFor, arrived: Sequence[Message]) -> None:
         """Record a wait, and the message that ended it."""
-        about: dict[str, Any] = {"cause": what}
+        attributes: dict[str, Any] = {"cause": what}
         if arrived and arrived[0] in self._outstanding:
-            about |= {"on": self._outstanding[arrived[0]], **_about(arrived[0])}
-        self._end("wait", about)
+            attributes["on"] = self._outstanding[arrived[0]]
+            attributes |= _attributes_of(arrived[0])
+        self._end("wait", attributes)
         self.arrived(arrived)
         self._now("goes on")
 
@@ -317,15 +310,16 @@ class Session(Observer):
         )
 
     def _begin(self, span: str = "") -> None:
-        opened = telemetry.begin(span) if span and self.has_spans else None
-        self._began.append((self.recorder.stamp() if self.recorder.active else None, opened))
+        end_span = telemetry.begin(span) if span and self.has_spans else None
+        begin = self.recorder.stamp() if self.recorder.active else None
+        self._open_spans.append((begin, end_span))
 
-    def _end(self, name: str, about: Mapping[str, Any]) -> None:
-        began, end_span = self._began.pop()
-        if began is not None:
-            self.recorder.add(name, began, about)
+    def _end(self, name: str, attributes: Mapping[str, Any]) -> None:
+        begin, end_span = self._open_spans.pop()
+        if begin is not None:
+            self.recorder.add(name, begin, attributes)
         if end_span is not None:
-            end_span(about)
+            end_span(attributes)
 
 
 def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -> int:
@@ -335,119 +329,42 @@ def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -
     parameters, without the attributes that Megatron sets on them.
     """
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    found: dict[int, int] = {}
-    roots = (output.grad_fn for output in outputs if output is not None)
-    waiting: list[Any] = [root for root in roots if root is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
+    bytes_of_storages: dict[int, int] = {}
+    for tensor in _saved_tensors(outputs):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            bytes_of_storages[storage.data_ptr()] = storage.nbytes()
+    return sum(bytes_of_storages.values())
+
+
+def _saved_tensors(outputs: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+    """Yield what the nodes of the graph of these outputs keep, perhaps several times."""
+    queue: list[Any] = []
+    for output in outputs:
+        if output is not None and output.grad_fn is not None:
+            queue.append(output.grad_fn)
+    visited = set(queue)
+    while queue:
+        node = queue.pop()
         # Torch's nodes have an attribute for each tensor that they keep, custom ones a tuple.
         names = [name for name in dir(node) if name.startswith("_saved_")]
         for name in names or ["saved_tensors"]:
-            value = getattr(node, name, None)
-            for tensor in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(tensor, torch.Tensor):
-                    storage = tensor.untyped_storage()
-                    if storage.data_ptr() not in weights:
-                        found[storage.data_ptr()] = storage.nbytes()
-        following = {other for other, _ in node.next_functions if other is not None} - seen
-        seen |= following
-        waiting.extend(following)
-    return sum(found.values())
+            saved = getattr(node, name, None)
+            tensors = saved if isinstance(saved, tuple | list) else (saved,)
+            yield from (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in visited:
+                visited.add(next_node)
+                queue.append(next_node)
 
 
-def _about(message: Message) -> dict[str, Any]:
-    if message.kind == "W":
-        return {}  # no message of the pipeline
+def _attributes_of(message: Message) -> dict[str, Any]:
+    """Return the attributes by which a trace identifies a message; none for weights."""
+    if message.kind == "W":  # sent between steps, by no pipeline
+        return {}
     kind, stage, microbatch = message[:3]
-    others = {name: getattr(message, name) for name in ("slice", "part", "header")}
-    about = {"for": kind, "stage": stage, "microbatch": microbatch}
-    return about | {name: value for name, value in others.items() if value}
-
-
-def _identity(found: Active) -> tuple[Path, Header, Schedule | None]:
-    """Return what `Recorder` asks for; needs Megatron's groups."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state as groups
-
-    job, pipeline = found.job, found.pipeline
-    args = megatron_arguments() or getattr(found.host, "arguments", None)
-    sizes = (
-        groups.get_data_parallel_world_size(with_context_parallel=True),
-        groups.get_pipeline_model_parallel_world_size(),
-        groups.get_tensor_model_parallel_world_size(),
-    )
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    place = (
-        groups.get_data_parallel_rank(with_context_parallel=True),
-        groups.get_pipeline_model_parallel_rank(),
-        groups.get_tensor_model_parallel_rank(),
-    )
-    if job is not None:  # forward ranks are the first half of the pipeline
-        rank, num_ranks, place = job.rank, job.ranks.num_ranks, (place[0], job.position, place[2])
-        sizes = sizes[0], 2 * sizes[1], job.ranks.tp
-    settings: dict[str, Any] = {}
-    for name in _SETTINGS:
-        value = getattr(args, name, None)
-        if value is not None and value is not False:
-            settings[name] = value if isinstance(value, bool | int | float) else str(value)
-    if (layout := layout_text(getattr(args, "pipeline_model_parallel_layout", None))) is not None:
-        settings["pipeline_model_parallel_layout"] = layout
-    settings |= {
-        "pipeline_schedule": "Megatron's own" if job is None else "fbd",
-        "transport": "torch" if job is None else found.config.wire,
-        "device": devices.current().name,
-        # Ranks that share CPUs wait for each other: forecasts have to know.
-        "cpus": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
-        "megatron_ext": __version__,
-        "megatron-core": core_version() or "unknown",  # a tree on PYTHONPATH goes first
-        "torch": installed("torch") or "unknown",
-        "python": platform.python_version(),
-    }
-    if (carried := pipeline or found.transport_only) is not None:
-        settings["transport"] = carried.transport
-    if pipeline is not None:  # includes settings that other flags imply
-        settings["pipeline_schedule"] = pipeline.name
-        settings["stash_ratio"] = pipeline.config.stash_ratio
-        settings["pairs"] = pipeline.config.pairs
-        if pipeline.dynamic is not None:
-            settings["dpp_policy"] = pipeline.dynamic.policy
-            settings["dpp_extra_activations"] = pipeline.dynamic.margin
-    try:  # ranks of one boot of a host share its clock
-        clock = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        clock = socket.gethostname()
-    header = Header(
-        rank,
-        *place,
-        sizes=sizes,
-        num_ranks=num_ranks,
-        host=socket.gethostname(),
-        clock=clock,
-        clock_ns=time.monotonic_ns(),
-        wall_ns=time.time_ns(),
-        settings=settings,
-        run="/".join(filter(None, found.environment.run)),
-    )
-    assert found.config.tracing is not None
-    own = Path("benchmark") / directory_name(sizes, dynamic=found.config.dynamic is not None)
-    # The table is that of all ranks.
-    table = _table(found, args) if rank == 0 else None
-    return Path(found.config.tracing.directory or own), header, table
-
-
-def _table(found: Active, args: Any) -> Schedule | None:
-    """Return the table of a full batch; None: there is no pipeline, or no table of it."""
-    if (carried := found.pipeline or found.transport_only) is not None:
-        return carried.full
-    pp = 1 if args is None else args.pipeline_model_parallel_size
-    if args is None or (pp < 2 and found.job is None):
-        return None
-    count = batches_of(args, pp, 1).num_microbatches
-    if found.job is not None:
-        return found.job.schedule(count)
-    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None)
-    try:
-        return generate(base_table(chunks), pp, count, chunks)
-    except ScheduleError:
-        return None  # Megatron runs a schedule that we have no table for
+    attributes: dict[str, Any] = {"for": kind, "stage": stage, "microbatch": microbatch}
+    for name in ("slice", "part", "header"):
+        if value := getattr(message, name):
+            attributes[name] = value
+    return attributes

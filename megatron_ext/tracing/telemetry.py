@@ -19,9 +19,10 @@ def is_on() -> bool:
 
 
 def begin(name: str) -> Callable[[Mapping[str, Any]], None]:
-    """Begin a span below that of the step; return what ends it, the last one first.
+    """Begin a span below that of the step; return the function that ends it.
 
-    That takes the attributes that the span has in a trace, too.
+    The function takes the attributes that the span has in a trace. Of nested spans, the inner one
+    has to end first.
     """
     from nemo.lens.helpers import managed_span
 
@@ -29,9 +30,9 @@ def begin(name: str) -> Callable[[Mapping[str, Any]], None]:
     context = managed_span(group, f"megatron_ext.{name}")
     span = context.__enter__()
 
-    def end(about: Mapping[str, Any]) -> None:
+    def end(attributes: Mapping[str, Any]) -> None:
         if span is not None:  # its group is enabled
-            span.set_attributes(dict(about))
+            span.set_attributes(dict(attributes))
         context.__exit__(None, None, None)
 
     return end

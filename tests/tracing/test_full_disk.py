@@ -108,7 +108,7 @@ def test_a_trace_that_ended_keeps_nothing_and_says_so_once(
         recorder.begin_iteration(1)
     recorder.add("optimizer", recorder.stamp(), {})
     assert not recorder.active
-    assert not recorder._kept
+    assert not recorder._spans
     recorder.close()
     [record] = caplog.records
     assert "benchmark-data-0-pipeline-0-tensor-0.json cannot be written: No space" in record.message

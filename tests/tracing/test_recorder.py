@@ -22,6 +22,7 @@ from megatron_ext.patches import trace
 from megatron_ext.schedules.table.actions import Action
 from megatron_ext.tools.trace.reader import open_run
 from megatron_ext.tracing import session as session_module
+from megatron_ext.tracing.identity import Identity
 from megatron_ext.tracing.recorder import DeviceClock, Recorder
 from megatron_ext.tracing.records import Header
 from megatron_ext.tracing.session import Session
@@ -138,7 +139,7 @@ def test_device_marks_give_the_time_of_the_device(tmp_path: Path) -> None:
     Device.now_ms += 3
     begin = recorder.stamp()
     Device.now_ms += 1.5
-    recorder.add("forward", begin, {"stage": 0})
+    recorder.add("forward", begin, {"stage": 0, "microbatch": 0})
     for waited_ms in (0.01, 0.49):  # receives, of which the first found its message there
         begin = recorder.stamp()
         Device.now_ms += waited_ms
@@ -249,7 +250,8 @@ def test_steps_have_the_number_that_a_host_gives(
 ) -> None:
     """Bridge gives that of a resumed run; other programs may give one, or none."""
     use(make_pipeline("1f1b", 2, 2, tracing=Tracing()))
-    monkeypatch.setattr(session_module, "_identity", lambda found: (tmp_path, HEADER, None))
+    identity = Identity(tmp_path, HEADER, None)
+    monkeypatch.setattr(session_module, "identity_of", lambda _configuration: identity)
     monkeypatch.setattr(session_module, "megatron_arguments", lambda: None)
     session_module.subscribe(active.required())
     [session] = active.required().observers
@@ -273,7 +275,7 @@ def identified(folder: Path) -> list[tuple[str, Any]]:
         pipeline = make_pipeline("1f1b", 1, 2, tracing=Tracing(directory=folder))
         found = use(pipeline, environment=active.Environment(run=run))
         found.host = SimpleNamespace(arguments=Namespace(num_layers=8))  # type: ignore[assignment]
-        headers.append(session_module._identity(found)[1])
+        headers.append(session_module.identity_of(found).header)
     return [(header.run, header.settings["num_layers"]) for header in headers]
 
 

@@ -1,0 +1,164 @@
+"""Who this rank is, and the settings of its run, for the first line of its trace file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_ext import devices
+from megatron_ext.config.sizes import layout_text
+from megatron_ext.config.stages import batches_of
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.generators.catalog import base_table, generate
+from megatron_ext.tracing.records import Header, directory_name
+from megatron_ext.upstream.releases import core_version
+from megatron_ext.upstream.signatures import megatron_arguments
+from megatron_ext.version import __version__, installed
+
+if TYPE_CHECKING:
+    from megatron_ext.config.active import Active
+    from megatron_ext.schedules.table.actions import Schedule
+
+_SETTINGS = (
+    "pipeline_costs", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "micro_batch_size", "global_batch_size", "num_layers",
+    "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "num_experts",
+    "params_dtype", "recompute_granularity", "overlap_grad_reduce", "overlap_param_gather",
+    "use_distributed_optimizer", "sequence_parallel",
+)  # fmt: skip
+"""Arguments of Megatron that may explain a duration; those of ours are in the configuration."""
+
+
+class Identity(NamedTuple):
+    """What a recorder has to know when it creates its file."""
+
+    directory: Path
+    """The folder of the run."""
+    header: Header
+    schedule: Schedule | None
+    """On the first rank the table of a full batch, if there is one."""
+
+
+def identity_of(configuration: Active) -> Identity:
+    """Return who this rank is; it needs Megatron's process groups."""
+    args = megatron_arguments() or getattr(configuration.host, "arguments", None)
+    place = _place(configuration)
+    header = Header(
+        place.rank,
+        place.data,
+        place.pipeline,
+        place.tensor,
+        sizes=place.sizes,
+        num_ranks=place.num_ranks,
+        host=socket.gethostname(),
+        clock=_clock_name(),
+        clock_ns=time.monotonic_ns(),
+        wall_ns=time.time_ns(),
+        settings=_settings(configuration, args),
+        run="/".join(filter(None, configuration.environment.run)),
+    )
+    tracing = configuration.config.tracing
+    assert tracing is not None
+    is_dynamic = configuration.config.dynamic is not None
+    default = Path("benchmark") / directory_name(place.sizes, dynamic=is_dynamic)
+    # The table is that of all ranks, so one of them writes it.
+    schedule = _schedule(configuration, args) if place.rank == 0 else None
+    return Identity(Path(tracing.directory or default), header, schedule)
+
+
+class _Place(NamedTuple):
+    """A rank in its job and its groups; see `Header`."""
+
+    rank: int
+    num_ranks: int
+    data: int
+    pipeline: int
+    tensor: int
+    sizes: tuple[int, int, int]
+
+
+def _place(configuration: Active) -> _Place:
+    import torch.distributed as dist
+    from megatron.core import parallel_state as groups
+
+    data_size = groups.get_data_parallel_world_size(with_context_parallel=True)
+    pipeline_size = groups.get_pipeline_model_parallel_world_size()
+    data = groups.get_data_parallel_rank(with_context_parallel=True)
+    tensor = groups.get_tensor_model_parallel_rank()
+    job = configuration.job
+    if job is not None:  # forward ranks are the first half of the pipeline
+        sizes = data_size, 2 * pipeline_size, job.ranks.tp
+        return _Place(job.rank, job.ranks.num_ranks, data, job.position, tensor, sizes)
+    sizes = data_size, pipeline_size, groups.get_tensor_model_parallel_world_size()
+    pipeline = groups.get_pipeline_model_parallel_rank()
+    return _Place(dist.get_rank(), dist.get_world_size(), data, pipeline, tensor, sizes)
+
+
+def _clock_name() -> str:
+    """Return a name that ranks of one boot of a host share, as they share its clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _settings(configuration: Active, args: Any) -> dict[str, Any]:
+    """Return the settings that may explain a duration, and versions."""
+    settings: dict[str, Any] = {}
+    for name in _SETTINGS:
+        value = getattr(args, name, None)
+        if value is None or value is False:
+            continue
+        is_number = isinstance(value, bool | int | float)
+        settings[name] = value if is_number else str(value)
+    layout = layout_text(getattr(args, "pipeline_model_parallel_layout", None))
+    if layout is not None:
+        settings["pipeline_model_parallel_layout"] = layout
+    settings["pipeline_schedule"] = "Megatron's own"
+    settings["transport"] = "torch"
+    if configuration.job is not None:
+        settings["pipeline_schedule"] = "fbd"
+        settings["transport"] = configuration.config.wire
+    settings["device"] = devices.current().name
+    # Ranks that share CPUs wait for each other: forecasts have to know.
+    settings["cpus"] = ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0)))
+    settings["megatron_ext"] = __version__
+    settings["megatron-core"] = core_version() or "unknown"  # a tree on PYTHONPATH goes first
+    settings["torch"] = installed("torch") or "unknown"
+    settings["python"] = platform.python_version()
+    pipeline = configuration.pipeline
+    connected = pipeline or configuration.transport_only
+    if connected is not None:
+        settings["transport"] = connected.transport
+    if pipeline is not None:  # includes settings that other flags imply
+        settings["pipeline_schedule"] = pipeline.name
+        settings["stash_ratio"] = pipeline.config.stash_ratio
+        settings["pairs"] = pipeline.config.pairs
+        if pipeline.dynamic is not None:
+            settings["dpp_policy"] = pipeline.dynamic.policy
+            settings["dpp_extra_activations"] = pipeline.dynamic.margin
+    return settings
+
+
+def _schedule(configuration: Active, args: Any) -> Schedule | None:
+    """Return the table of a full batch; None: there is no pipeline, or no table of it."""
+    connected = configuration.pipeline or configuration.transport_only
+    if connected is not None:
+        return connected.full
+    job = configuration.job
+    pp = 1 if args is None else args.pipeline_model_parallel_size
+    if args is None or (pp < 2 and job is None):
+        return None
+    num_microbatches = batches_of(args, pp, 1).num_microbatches
+    if job is not None:
+        return job.schedule(num_microbatches)
+    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None)
+    try:
+        return generate(base_table(chunks), pp, num_microbatches, chunks)
+    except ScheduleError:
+        return None  # Megatron runs a schedule that we have no table for
