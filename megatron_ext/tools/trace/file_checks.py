@@ -56,7 +56,19 @@ def check_header(header: Header) -> None:
         _check_whole(size)
         if place >= size:
             raise ValueError(f"a group of {size} ranks has no rank {place}")
-    for name, value in header.settings.items():
+    _check_settings(header.settings)
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that readers cannot show, or compute with.
+
+    Raises:
+        TypeError: A setting has another type.
+        ValueError: It is impossible.
+    """
+    for name, value in settings.items():
+        if value is None:  # as good as missing
+            continue
         if not isinstance(value, str | int | float):
             raise TypeError(f"the setting {name} is {value!r}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -65,8 +77,9 @@ def check_header(header: Header) -> None:
             _check_whole(value)
         if name in _TEXT_SETTINGS and not isinstance(value, str):
             raise TypeError(f"the setting {name} is {value!r}")
-    if not 1 <= header.settings.get("stash_ratio", 1.0) <= MAX_NUMBER:
-        raise ValueError("the setting stash_ratio is below 1")
+    stash_ratio = settings.get("stash_ratio", 1.0)
+    if not 1 <= stash_ratio <= MAX_NUMBER:
+        raise ValueError(f"the setting stash_ratio is {stash_ratio}, which is below 1")
 
 
 def check_span(category: str, attributes: Mapping[str, Any]) -> None:

@@ -9,14 +9,12 @@ that memory other than activations stays the same.
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.config.active import Pipeline
 from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
@@ -24,23 +22,23 @@ from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules.comparison import evaluate, training_flags
 from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
-from megatron_ext.schedules.search.policies import POLICIES
+from megatron_ext.schedules.search.policies import POLICIES, PolicyName
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.schedules.table.slices import attention_of
 from megatron_ext.tools.text_table import aligned
+from megatron_ext.tools.trace.measured_costs import cut, measured_costs
 from megatron_ext.tools.trace.survey import figures
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.tools.trace.aggregate import Run
 
 _SEEDS = 5
 """Number of simulated steps with different jitter; their mean is the prediction."""
 _LAUNCH_S = 1e-4
-"""Of a host for an action of its device, which traces do not have: what counts is that it launches
-ahead."""
+"""What a host takes to launch an action of its device. Traces do not have it: what counts is that
+the host launches ahead."""
 _QUIET = 0.01
 """Jitter below this is negligible."""
 _EQUAL = 0.005
@@ -115,115 +113,40 @@ class Forecast:
 
         If that holds the weights twice, the same among those with one copy follows.
         """
-        found: list[Prediction] = []
-        left = self.candidates
-        while left and (not found or found[-1].weight_copies > 1):
-            fast = [p for p in left if p.step_s <= (1 + _EQUAL) * left[0].step_s]
-            found.append(min(fast, key=lambda p: (p.memory_bytes or 0, p.weight_copies, p.step_s)))
-            left = [p for p in left if p.weight_copies < found[-1].weight_copies]
-        return found
+        choices: list[Prediction] = []
+        candidates = self.candidates
+        while candidates and (not choices or choices[-1].weight_copies > 1):
+            bound_s = (1 + _EQUAL) * candidates[0].step_s
+            fast = [candidate for candidate in candidates if candidate.step_s <= bound_s]
+            smallest = min(fast, key=lambda p: (p.memory_bytes or 0, p.weight_copies, p.step_s))
+            choices.append(smallest)
+            candidates = [
+                candidate
+                for candidate in candidates
+                if candidate.weight_copies < smallest.weight_copies
+            ]
+        return choices
 
     @property
     def advice(self) -> str:
         """One sentence on the flags to take and the gain to expect."""
         own = self.own
         # Against its own prediction: what slowed the traced run down would slow any other.
-        before_s = self.measured_s if own is None else own.step_s
+        traced_s = self.measured_s if own is None else own.step_s
         choices = []
         for best in self.recommended:
-            if own is not None and before_s <= (1 + _EQUAL) * best.step_s:
+            if own is not None and traced_s <= (1 + _EQUAL) * best.step_s:
                 choices.append(f"{self.measured} as traced, for none is predicted to be faster")
                 continue
-            gain = f"{1e3 * best.step_s:.1f} ms a step, {before_s / best.step_s:.2f} x as fast"
+            gain = f"{1e3 * best.step_s:.1f} ms a step, {traced_s / best.step_s:.2f} x as fast"
             if best.memory_bytes is not None:
                 gain += f", {best.memory_bytes / 2**30:.2f} GiB on a rank"
             choices.append(f"{best.choice} ({gain})")
+        if not choices:
+            return "no schedule that bounds memory fits."
         if len(choices) > 1:
             choices[0] += f" where {self.recommended[0].weight_copies} copies of the weights fit"
-        return f"{', else '.join(choices)}." if choices else "no schedule that bounds memory fits."
-
-
-def cut(
-    stages: Sequence[tuple[float, float, float]], count: int
-) -> tuple[tuple[float, float, float], ...]:
-    """Return what each stage takes if the same model is cut into equal stages.
-
-    The time of each stage, seconds of forward, input and weight gradient, is spread evenly over its
-    part of the model. What the ends take beyond the stages beside them, embedding and loss, stays
-    in the ends.
-    """
-    found = []
-    for times in zip(*stages, strict=True):
-        first = last = 0.0
-        if (old := len(times)) > 2:
-            first, last = max(0.0, times[0] - times[1]), max(0.0, times[-1] - times[-2])
-        layers = [times[0] - first, *times[1:-1], times[-1] - last] if old > 1 else [*times]
-        # In parts that fill both an old stage and a new one.
-        parts = [time / count for time in layers for _ in range(count)]
-        spread = [sum(parts[stage * old : (stage + 1) * old]) for stage in range(count)]
-        spread[0] += first
-        spread[-1] += last
-        found.append(spread)
-    return tuple(zip(*found, strict=True))
-
-
-def measured_costs(run: Run, schedule: Schedule) -> Costs:
-    """Return the measured costs of a run's actions and messages, in seconds.
-
-    Raises:
-        DataError: The actions of some stage were not traced.
-    """
-    times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-    exchanged: dict[int, list[float]] = defaultdict(list)
-    sigmas = [0.0]
-    for survey in run.surveys:
-        for stage, sample in survey.exchanges.items():
-            exchanged[stage].append(statistics.median(sample))
-        for key, sample in survey.actions.items():
-            times[key].append(statistics.median(sample))
-            values = [value for value in sample if value > 0]
-            if len(values) >= 8:
-                # The quartiles of a normal distribution are 1.349 sigma apart; a step in which the
-                # machine did something else moves them little.
-                low, _, high = statistics.quantiles(values, n=4)
-                sigmas.append(math.log(high / low) / 1.349)
-    stages: list[tuple[float, float, float]] = []
-    for stage in range(schedule.num_stages):
-        forward, backward, input_gradient, weight = (
-            sum(
-                statistics.median(times.get((name, stage, part), [0.0])) / 1e9
-                for part in range(schedule.num_slices)
-            )
-            for name in ("forward", "backward", "input_gradient", "weight_gradient")
-        )
-        if not (input_gradient and weight):
-            # Matrix products of one size; the trace cannot tell them apart.
-            input_gradient = weight = backward / 2
-        if not (forward and weight):
-            raise DataError(
-                f"{run.directory}: the trace has no forward and backward of stage {stage}; plans "
-                f"need the traces of all pipeline ranks, with more than one iteration"
-            )
-        stages.append((forward, input_gradient, weight))
-    forward, input_gradient, weight = map(sum, zip(*stages, strict=True))
-    delays = [link.delay_ns for link in run.links if link.delay_ns is not None]
-    exchanged_s = sum(map(statistics.median, exchanged.values())) / 1e9
-    return Costs(
-        forward / schedule.pp,
-        input_gradient / schedule.pp,
-        weight / schedule.pp,
-        latency=statistics.median(delays or [0]) / 1e9,
-        stages=tuple(stages),
-        jitter=statistics.median(sigmas[1:] or sigmas),
-        all_to_all=min(0.999, exchanged_s / forward),
-    )
-
-
-def planned(run: Run, schedule: Schedule) -> Timeline:
-    """Return the table of a run, simulated with measured costs; times in seconds."""
-    attention = attention_of(schedule.slices)
-    costs = replace(measured_costs(run, schedule), jitter=0.0, attention=attention)
-    return evaluate(schedule, costs)
+        return f"{', else '.join(choices)}."
 
 
 def predict(run: Run, memory_gib: float | None = None) -> Forecast:
@@ -237,122 +160,140 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
         DataError: The trace lacks data that a prediction needs.
         ScheduleError: No schedule fits.
     """
-    directory, schedule = run.directory, run.schedule
-    if schedule is None:
-        raise DataError(
-            f"{directory} has no schedule.json, which identifies the actions; trace a run "
-            f"with pipeline parallelism"
-        )
-    if not any(step.is_full for survey in run.surveys for step in survey.steps):
-        raise DataError(
-            f"{directory}: no traced step had the {schedule.num_microbatches} micro-batches of the "
-            f"table; trace steps in which the batch has grown to its full size"
-        )
-    notes, measured = list(run.notes), _Measured(run, schedule)
-    if measured.fixed_bytes is None:
+    schedule = _required_schedule(run)
+    notes = list(run.notes)
+    traced_run = _TracedRun(run, schedule)
+    if traced_run.fixed_bytes is None:
         notes.append("no rank recorded what a forward keeps: memory is not predicted")
         if memory_gib is not None:
             raise DataError(
-                f"{directory}: no rank recorded what a forward keeps, which --memory-gib needs; "
-                f"leave --memory-gib out"
+                f"{run.directory}: no rank recorded what a forward keeps, which --memory-gib "
+                f"needs; leave --memory-gib out"
             )
-    found, left_out = [], []
-    for pipeline in measured.pipelines():
+    predictions: list[Prediction] = []
+    reasons: dict[str, None] = {}  # a set that keeps the order
+    for pipeline in traced_run.pipelines():
         try:
-            prediction = measured.predict(pipeline)
+            prediction = traced_run.predict(pipeline)
         except ScheduleError as error:
-            left_out.append(str(error))
+            reasons[str(error)] = None
             continue
         if memory_gib is None or (prediction.memory_bytes or 0) <= memory_gib * 2**30:
-            found.append(prediction)
+            predictions.append(prediction)
         else:
-            left_out.append(f"{prediction.schedule} needs {_gib(prediction)} GiB")
-    notes += [f"left out: {reason}" for reason in dict.fromkeys(left_out)]
-    if not all(prediction.is_known_to_fit for prediction in found):
+            reasons[f"{prediction.schedule} needs {_gib(prediction)} GiB"] = None
+    notes += [f"left out: {reason}" for reason in reasons]
+    if not all(prediction.is_known_to_fit for prediction in predictions):
         notes.append(
             "the trace does not say how many layers the model has: schedules with more than its "
             f"{schedule.num_stages} stages are predicted, and not recommended"
         )
-    if not found:
+    if not predictions:
         raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(notes))
     # The fastest first; of equal ones, what needs less memory.
-    found.sort(key=lambda p: (p.step_s, p.memory_bytes or 0))
+    predictions.sort(key=lambda prediction: (prediction.step_s, prediction.memory_bytes or 0))
     policy = run.settings.get("dpp_policy")
-    traced = schedule.label + ("" if policy is None else f" dpp {policy}")
-    shared = next(iter(run.shared_cpus.values()), None)
-    if shared is not None:
-        notes.append(f"{shared}: the forecast holds for ranks with a CPU or a device each")
-    return Forecast(found, measured.step_s, traced, notes, shared)
+    measured = schedule.label if policy is None else f"{schedule.label} dpp {policy}"
+    shared_cpus = next(iter(run.shared_cpus.values()), None)
+    if shared_cpus is not None:
+        notes.append(f"{shared_cpus}: the forecast holds for ranks with a CPU or a device each")
+    return Forecast(predictions, traced_run.step_s, measured, notes, shared_cpus)
 
 
-class _Measured:
+def _required_schedule(run: Run) -> Schedule:
+    """Return the table of a run that has steps of its size.
+
+    Raises:
+        DataError: There is no table, or no such step.
+    """
+    schedule = run.schedule
+    if schedule is None:
+        raise DataError(
+            f"{run.directory} has no schedule.json, which identifies the actions; trace a run "
+            f"with pipeline parallelism"
+        )
+    if not any(step.is_full for rank in run.surveys for step in rank.steps):
+        raise DataError(
+            f"{run.directory}: no traced step had the {schedule.num_microbatches} micro-batches of "
+            f"the table; trace steps in which the batch has grown to its full size"
+        )
+    return schedule
+
+
+class _TracedRun:
     """Properties of the model and the machines, as traced, and the steps that follow from them."""
 
     def __init__(self, run: Run, schedule: Schedule) -> None:
-        self.schedule, self.costs = schedule, measured_costs(run, schedule)
+        self.schedule = schedule
+        self.costs = measured_costs(run, schedule)
         if self.costs.jitter <= _QUIET:
             self.costs = replace(self.costs, jitter=0.0)
-        # A step is as long as that of its slowest rank, and its pipeline as that of any replica.
-        longest, pipelines, optimizers = [], [], []
-        for steps in run.steps.values():
-            pipelines.append(max(step.pipeline_ns - step.first_ns for step in steps))
-            longest.append(max(step.duration_ns for step in steps))
-            optimizers.append(max(step.optimizer_ns for step in steps))
-        self.step_s = statistics.median(longest) / 1e9
-        self.outside_s = max(0.0, self.step_s - statistics.median(pipelines) / 1e9)
-        # What of it grows with the copies of the weights.
-        shares = run.settings.get("use_distributed_optimizer")
-        self.optimizer_s = 0.0 if shares else statistics.median(optimizers) / 1e9
-        # Memory besides activations, with the weights once, and activations of one micro-batch on
-        # 1/pp of the model: the worst ranks bound what fits.
-        fixed, activations = [], [0.0]
-        for mine in (figures([survey]) for survey in run.surveys):
-            if (kept := mine.activation_bytes) and mine.memory_bytes:
-                fixed.append(max(0, mine.memory_bytes - kept * mine.peak_live))
-                activations.append(kept * schedule.num_stages / schedule.pp)
-        self.fixed_bytes = max(fixed, default=None)
-        self.activation_bytes = max(activations)
+        self.step_s, pipeline_s, optimizer_s = _median_times(run)
+        self.outside_s = max(0.0, self.step_s - pipeline_s)
+        """The part of a step outside of its pipeline."""
+        self.optimizer_s = optimizer_s
+        """The part of that which grows with the copies of the weights."""
+        if run.settings.get("use_distributed_optimizer"):
+            self.optimizer_s = 0.0  # replicas share it
+        self.fixed_bytes, self.activation_bytes = _memory_of_ranks(run, schedule)
+        """Memory besides activations, with the weights once (None: unknown); activations of one
+        micro-batch on 1/pp of the model."""
         self.num_layers = run.settings.get("num_layers")
-        # None for the default, which flags need not name.
         margin = run.settings.get("dpp_extra_activations")
         self.extra_activations = None if margin == DynamicOrder().margin else margin
+        """None for the default, which flags need not name."""
         self.stash_ratio = run.surveys[0].stash_ratio
         # Ranks of devices choose while an action runs, which is another order than afterwards.
-        self.launch_s = _LAUNCH_S if run.settings.get("device", "cpu") != "cpu" else 0.0
+        runs_on_device = run.settings.get("device", "cpu") != "cpu"
+        self.launch_s = _LAUNCH_S if runs_on_device else 0.0
 
     def pipelines(self) -> Iterator[Pipeline]:
         """Yield every configuration that fits the ranks and micro-batches of the run."""
-        traced = self.schedule
-        seen: set[tuple[object, ...]] = set()
-        cuts = [(False, 1)]
+        cuts = [_Cut(pairs=False, slices=1)]
         if self.costs.all_to_all:
-            cuts.append((True, 1))
-        if traced.num_slices > 1:
-            cuts.append((False, traced.num_slices))  # slices run in no pairs
-        for generator, (paired, slices) in product(registered().values(), cuts):
-            count = traced.total_microbatches // generator.twins
+            cuts.append(_Cut(pairs=True, slices=1))
+        if self.schedule.num_slices > 1:
+            cuts.append(_Cut(pairs=False, slices=self.schedule.num_slices))  # slices pair with none
+        # Policies that ignore the order of the table are the same for all tables of one placement.
+        placements: set[tuple[object, ...]] = set()
+        for generator, cut_ in product(registered().values(), cuts):
             for variant in generator.variants:
-                options = dict(variant)
-                chunks = options.pop("chunks", None)
-                config = PipelineConfig(
-                    pairs=paired,
-                    schedule=generator.name,
-                    chunks=None if chunks is None else int(chunks),
-                    options=options,
-                    slices=slices,
-                    stash_ratio=self.stash_ratio,
-                    costs=Costs(attention=attention_of(traced.slices)) if slices > 1 else None,
-                )
-                yield Pipeline(config, traced.pp, count)
+                config = self._configuration(generator.name, variant, cut_)
+                num_microbatches = self.schedule.total_microbatches // generator.twins
+                yield Pipeline(config, self.schedule.pp, num_microbatches)
+                num_chunks = variant.get("chunks", generator.num_chunks)
                 for policy in POLICIES:
-                    # All policies but hint ignore the order of the table.
-                    number = generator.num_chunks if chunks is None else chunks
-                    where = policy, number, generator.twins, paired, slices
-                    if policy == DynamicOrder.policy or where not in seen:
-                        seen.add(where)
-                        extra = self.extra_activations if policy == DynamicOrder.policy else None
-                        order = DynamicOrder(policy=policy, extra_activations=extra)
-                        yield Pipeline(replace(config, dynamic=order), traced.pp, count)
+                    placement = policy, num_chunks, generator.twins, cut_
+                    if policy != DynamicOrder.policy:
+                        if placement in placements:
+                            continue
+                        placements.add(placement)
+                    dynamic = replace(config, dynamic=self._order(policy))
+                    yield Pipeline(dynamic, self.schedule.pp, num_microbatches)
+
+    def _configuration(self, name: str, variant: Mapping[str, Any], cut_: _Cut) -> PipelineConfig:
+        """Return the configuration of a schedule with these options."""
+        options = dict(variant)
+        chunks = options.pop("chunks", None)
+        costs = None
+        if cut_.slices > 1:
+            costs = Costs(attention=attention_of(self.schedule.slices))
+        return PipelineConfig(
+            pairs=cut_.pairs,
+            schedule=name,
+            chunks=None if chunks is None else int(chunks),
+            options=options,
+            slices=cut_.slices,
+            stash_ratio=self.stash_ratio,
+            costs=costs,
+        )
+
+    def _order(self, policy: PolicyName) -> DynamicOrder:
+        """Return the dynamic order of a policy; only the default one has a margin."""
+        extra_activations = None
+        if policy == DynamicOrder.policy:
+            extra_activations = self.extra_activations
+        return DynamicOrder(policy=policy, extra_activations=extra_activations)
 
     def predict(self, pipeline: Pipeline) -> Prediction:
         """Simulate a pipeline with the costs of the trace, with several draws of jitter.
@@ -360,103 +301,167 @@ class _Measured:
         Raises:
             ScheduleError: The schedule is impossible for these sizes.
         """
-        traced, stages = self.schedule, pipeline.placement.num_stages
-        if traced.total_microbatches % pipeline.config.twins:
-            raise ScheduleError(
-                f"{pipeline.name} runs half of the micro-batches in each direction, and the traced "
-                f"run has {traced.total_microbatches}"
-            )
-        layers = self.num_layers
-        if isinstance(layers, int) and stages != traced.num_stages and layers % stages:
-            raise ScheduleError(
-                f"{pipeline.name} cuts the model into {stages} stages, which its {layers} layers "
-                f"do not fill evenly"
-            )
+        num_stages = pipeline.placement.num_stages
+        self._check_sizes(pipeline, num_stages)
         attention = pipeline.costs.attention
-        costs = replace(self.costs, stages=cut(self.costs.stages, stages), attention=attention)
-        draws = [replace(costs, seed=seed) for seed in range(_SEEDS if costs.jitter else 1)]
+        costs = replace(self.costs, stages=cut(self.costs.stages, num_stages), attention=attention)
+        num_draws = _SEEDS if costs.jitter else 1
+        draws = [replace(costs, seed=seed) for seed in range(num_draws)]
         pipelines = [pipeline]
         if registered()[pipeline.name].needs_costs:
             # An order made for costs, here in the form of --pipeline-costs, need not be the best.
             shares = (time / costs.forward for time in (costs.input, costs.weight, costs.latency))
-            given = Costs.parse(",".join(["1", *(f"{share:.3g}" for share in shares)]))
-            config = replace(pipeline.config, costs=replace(given, attention=attention))
+            rounded = Costs.parse(",".join(["1", *(f"{share:.3g}" for share in shares)]))
+            config = replace(pipeline.config, costs=replace(rounded, attention=attention))
             pipelines.append(replace(pipeline, config=config))
-        found = [self._simulated(each, draws) for each in pipelines]
-        return min(found, key=lambda prediction: prediction.step_s)
+        predictions = [self._simulated(variant, draws) for variant in pipelines]
+        return min(predictions, key=lambda prediction: prediction.step_s)
+
+    def _check_sizes(self, pipeline: Pipeline, num_stages: int) -> None:
+        """Refuse a pipeline that the micro-batches or the layers of the run do not fill.
+
+        Raises:
+            ScheduleError: Why it is impossible.
+        """
+        num_microbatches = self.schedule.total_microbatches
+        if num_microbatches % pipeline.config.twins:
+            raise ScheduleError(
+                f"{pipeline.name} runs half of the micro-batches in each direction, and the traced "
+                f"run has {num_microbatches}"
+            )
+        is_cut_anew = num_stages != self.schedule.num_stages
+        if is_cut_anew and isinstance(self.num_layers, int) and self.num_layers % num_stages:
+            raise ScheduleError(
+                f"{pipeline.name} cuts the model into {num_stages} stages, which its "
+                f"{self.num_layers} layers do not fill evenly"
+            )
 
     def _simulated(self, pipeline: Pipeline, draws: Sequence[Costs]) -> Prediction:
-        count, dynamic = pipeline.num_microbatches, pipeline.dynamic
+        """Return the mean of simulated steps."""
+        dynamic = pipeline.dynamic
         static = pipeline.full if dynamic is None else pipeline.static().full
-        label, flags = static.label, training_flags(static, pipeline.costs)
-        # Behind the flag of the number of ranks.
-        choice = "--" + training_flags(static).partition(" --")[2]
-        order_flags = ""
+        label, order_flags = static.label, ""
         if dynamic is None:
-            steps = [evaluate(pipeline.full, drawn) for drawn in draws]
+            steps = [evaluate(pipeline.full, costs) for costs in draws]
         else:
-            policies = partial(pipeline.policy, count)
+            policies = partial(pipeline.policy, pipeline.num_microbatches)
             steps = [
-                simulate_dynamic(pipeline.full, policies, replace(drawn, launch=self.launch_s))
-                for drawn in draws
+                simulate_dynamic(pipeline.full, policies, replace(costs, launch=self.launch_s))
+                for costs in draws
             ]
             label += f" dpp {dynamic.policy}"
             order_flags = f" --use-dpp --dpp-policy {dynamic.policy}"
             if dynamic.extra_activations is not None:
                 order_flags += f" --dpp-extra-activations {dynamic.extra_activations}"
         # Gradients and optimizer state come with each copy of the weights.
-        weights = static.weight_copies / self.schedule.weight_copies
-        outside_s = self.outside_s + (weights - 1) * self.optimizer_s
-        memory = None
+        copies = static.weight_copies / self.schedule.weight_copies
+        outside_s = self.outside_s + (copies - 1) * self.optimizer_s
+        memory_bytes = None
         if self.fixed_bytes is not None:
-            peak = max(max(activation_peaks(step.schedule, self.stash_ratio)) for step in steps)
-            memory = round(self.fixed_bytes * weights + peak * self.activation_bytes)
-        hidden = [step.hidden for step in steps] if self.costs.all_to_all else []
+            peaks = [max(activation_peaks(step.schedule, self.stash_ratio)) for step in steps]
+            memory_bytes = round(self.fixed_bytes * copies + max(peaks) * self.activation_bytes)
+        hidden_share = None
+        if self.costs.all_to_all:
+            hidden_share = statistics.fmean(step.hidden for step in steps)
+        has_known_stages = static.num_stages <= self.schedule.num_stages
         return Prediction(
             label,
-            flags + order_flags,
-            choice=choice + order_flags,
+            training_flags(static, pipeline.costs) + order_flags,
+            # What stands behind the flag of the number of ranks.
+            choice="--" + training_flags(static).partition(" --")[2] + order_flags,
             step_s=statistics.fmean(step.makespan for step in steps) + outside_s,
             bubble_ratio=statistics.fmean(step.bubble_ratio for step in steps),
-            memory_bytes=memory,
+            memory_bytes=memory_bytes,
             bounds_memory=dynamic is None or dynamic.policy == DynamicOrder.policy,
-            is_known_to_fit=(
-                isinstance(self.num_layers, int) or static.num_stages <= self.schedule.num_stages
-            ),
+            is_known_to_fit=isinstance(self.num_layers, int) or has_known_stages,
             weight_copies=static.weight_copies,
-            all_to_all_hidden=statistics.fmean(hidden) if hidden else None,
+            all_to_all_hidden=hidden_share,
         )
 
 
-def table(found: Forecast) -> str:
+class _Cut(NamedTuple):
+    """How the micro-batches of a configuration run."""
+
+    pairs: bool
+    slices: int
+
+
+class _Times(NamedTuple):
+    """Medians of a run's steps."""
+
+    step_s: float
+    pipeline_s: float
+    optimizer_s: float
+
+
+def _median_times(run: Run) -> _Times:
+    """Return the median step: as long as its slowest rank, with the longest of its pipelines."""
+    steps_ns: list[float] = []
+    pipelines_ns: list[float] = []
+    optimizers_ns: list[float] = []
+    for steps in run.steps.values():
+        steps_ns.append(max(step.duration_ns for step in steps))
+        pipelines_ns.append(max(step.pipeline_ns - step.first_ns for step in steps))
+        optimizers_ns.append(max(step.optimizer_ns for step in steps))
+    return _Times(
+        statistics.median(steps_ns) / 1e9,
+        statistics.median(pipelines_ns) / 1e9,
+        statistics.median(optimizers_ns) / 1e9,
+    )
+
+
+def _memory_of_ranks(run: Run, schedule: Schedule) -> tuple[float | None, float]:
+    """Return the bytes besides activations, and those of a micro-batch on 1/pp of the model.
+
+    The worst ranks bound what fits.
+    """
+    fixed_bytes: list[float] = []
+    activation_bytes = [0.0]
+    for survey in run.surveys:
+        rank = figures([survey])
+        if rank.activation_bytes and rank.memory_bytes:
+            fixed = rank.memory_bytes - rank.activation_bytes * rank.peak_live
+            fixed_bytes.append(max(0, fixed))
+            activation_bytes.append(rank.activation_bytes * schedule.num_stages / schedule.pp)
+    return max(fixed_bytes, default=None), max(activation_bytes)
+
+
+def table(forecast: Forecast) -> str:
     """Return the predictions as text, with the flags to paste."""
-    shown = found.predictions[:_MAX_ROWS]
-    hides = any(p.all_to_all_hidden is not None for p in shown)
-    rows = [("schedule", "step ms", "bubble %", "memory GiB", *["hidden %"] * hides)]
-    for p in shown:
-        times = f"{1e3 * p.step_s:.1f}", f"{100 * p.bubble_ratio:.1f}"
-        share = p.all_to_all_hidden
-        hidden = [] if share is None else [f"{100 * share:.0f}"]
-        rows.append((p.schedule, *times, _gib(p), *hidden))
-    traced = f"traced: {found.measured}, step {1e3 * found.measured_s:.1f} ms"
-    if found.own is not None:
-        traced += f", itself predicted as {1e3 * found.own.step_s:.1f} ms"
-    if found.shared_cpus is not None:
-        traced += f" for ranks with a CPU or a device each ({found.shared_cpus})"
+    shown = forecast.predictions[:_MAX_ROWS]
+    shows_hidden = any(prediction.all_to_all_hidden is not None for prediction in shown)
+    rows = [["schedule", "step ms", "bubble %", "memory GiB"]]
+    if shows_hidden:
+        rows[0].append("hidden %")
+    for prediction in shown:
+        step_ms, bubble_percent = 1e3 * prediction.step_s, 100 * prediction.bubble_ratio
+        row = [prediction.schedule, f"{step_ms:.1f}", f"{bubble_percent:.1f}", _gib(prediction)]
+        if prediction.all_to_all_hidden is not None:
+            row.append(f"{100 * prediction.all_to_all_hidden:.0f}")
+        rows.append(row)
+    traced = f"traced: {forecast.measured}, step {1e3 * forecast.measured_s:.1f} ms"
+    if forecast.own is not None:
+        traced += f", itself predicted as {1e3 * forecast.own.step_s:.1f} ms"
+    if forecast.shared_cpus is not None:
+        traced += f" for ranks with a CPU or a device each ({forecast.shared_cpus})"
     lines = [f"{traced}; predicted:", aligned(rows)]
-    if more := len(found.predictions) - len(shown):
-        lines.append(f"and {more} more (--json shows all)")
-    if not all(p.bounds_memory for p in shown):
+    num_hidden = len(forecast.predictions) - len(shown)
+    if num_hidden:
+        lines.append(f"and {num_hidden} more (--json shows all)")
+    if not all(prediction.bounds_memory for prediction in shown):
         lines.append("* not bounded: ranks may keep all micro-batches if others are late")
-    lines.append(f"\nrecommended: {found.advice}")
-    first = list(dict.fromkeys([*found.recommended, *found.candidates[:_WITH_FLAGS]]))
-    width = max(len(p.schedule) for p in first)
+    lines.append(f"\nrecommended: {forecast.advice}")
+    with_flags = list(dict.fromkeys([*forecast.recommended, *forecast.candidates[:_WITH_FLAGS]]))
+    width = max((len(prediction.schedule) for prediction in with_flags), default=0)
     lines.append("\nflags (--json has those of all):")
-    lines += [f"  {p.schedule.ljust(width)}  {p.flags}" for p in first]
+    for prediction in with_flags:
+        lines.append(f"  {prediction.schedule.ljust(width)}  {prediction.flags}")
     return "\n".join(lines)
 
 
 def _gib(prediction: Prediction) -> str:
-    memory = prediction.memory_bytes
+    """Return the memory as a cell of the table; a star marks orders without a bound on it."""
     mark = "" if prediction.bounds_memory else "*"
-    return mark or "-" if memory is None else f"{memory / 2**30:.2f}{mark}"
+    if prediction.memory_bytes is None:
+        return mark or "-"
+    return f"{prediction.memory_bytes / 2**30:.2f}{mark}"

@@ -27,11 +27,11 @@ _ONE_LENGTH = 1e-4
 
 
 class Point(NamedTuple):
-    """A micro-batch, or a slice of it: its size, and how long it took."""
+    """A micro-batch, or a slice of it: its size, and how long it took on a stage."""
 
     tokens: float
     pairs: float
-    """Of tokens of one sample."""
+    """Pairs of tokens of one sample."""
     took_s: float
 
 
@@ -43,65 +43,95 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
     Raises:
         DataError: They have no lengths, or all are the same.
     """
-    if (schedule := run.schedule) is not None and schedule.placement.twin_hops:
+    schedule = run.schedule
+    if schedule is not None and schedule.placement.twin_hops:
         raise DataError(
             f"{run.directory}: under {schedule.name} stages run micro-batches that their twin has "
             "read; trace another schedule to measure what a length costs"
         )
     slices = (1.0,) if schedule is None else schedule.slices
-    # Only ranks that read data know lengths; all stages of a replica have the same.
-    lengths = {(s.header.data, *of): size for s in run.surveys for of, size in s.lengths.items()}
-    points: dict[int, list[Point]] = defaultdict(list)
-    for survey in run.surveys:
-        if survey.header.tensor:
-            continue  # tensor-parallel ranks do the same as the first of them
-        for (stage, step, microbatch, part), took in survey.microbatch_ns.items():
-            tokens, pairs = lengths.get((survey.header.data, step, microbatch), (0, 0))
-            if tokens:
-                # The tokens of a slice attend to all before them, too.
-                begin, end = sum(slices[:part]), sum(slices[: part + 1])
-                share, attended = end - begin, end * end - begin * begin
-                points[stage].append(Point(tokens * share, pairs * attended, took / 1e9))
-    by_stage = list(points.values())
-    if not by_stage:
+    points_of_stages = list(_points(run, slices).values())
+    if not points_of_stages:
         raise DataError(
             f"{run.directory} has no lengths of micro-batches; trace a schedule of this "
             "package, and data with tokens or cu_seqlens"
         )
-    costs = [cost for cost in map(fit, by_stage) if cost is not None]
-    if len(costs) < len(by_stage):
-        raise DataError(
-            f"{run.directory}: micro-batches of one length do not show what a length costs; trace "
-            "more steps, or data of several lengths"
-        )
-    errors = [
-        abs(cost.linear * tokens + cost.quadratic * pairs - took_s) / took_s
-        for cost, of_cost in zip(costs, by_stage, strict=True)
-        for tokens, pairs, took_s in of_cost
-        if took_s
-    ]
-    together = LengthCost(sum(cost.linear for cost in costs), sum(cost.quadratic for cost in costs))
-    return together, errors
+    errors: list[float] = []
+    linear_s = quadratic_s = 0.0
+    for points in points_of_stages:
+        cost = fit(points)
+        if cost is None:
+            raise DataError(
+                f"{run.directory}: micro-batches of one length do not show what a length costs; "
+                "trace more steps, or data of several lengths"
+            )
+        linear_s += cost.linear
+        quadratic_s += cost.quadratic
+        for tokens, pairs, took_s in points:
+            if took_s:
+                fitted_s = cost.linear * tokens + cost.quadratic * pairs
+                errors.append(abs(fitted_s - took_s) / took_s)
+    return LengthCost(linear_s, quadratic_s), errors
+
+
+def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
+    """Return by stage the micro-batches of known length."""
+    # Only ranks that read data know lengths; all stages of a replica have the same.
+    lengths: dict[tuple[int, int, int], tuple[int, int]] = {}
+    for rank in run.surveys:
+        for (step, microbatch), size in rank.lengths.items():
+            lengths[rank.header.data, step, microbatch] = size
+    points: dict[int, list[Point]] = defaultdict(list)
+    for rank in run.surveys:
+        if rank.header.tensor:
+            continue  # tensor-parallel ranks do the same as the first of them
+        for (stage, step, microbatch, slice_index), took_ns in rank.microbatch_ns.items():
+            tokens, pairs = lengths.get((rank.header.data, step, microbatch), (0, 0))
+            if tokens:
+                # The tokens of a slice attend to all before them, too.
+                begin = sum(slices[:slice_index])
+                end = sum(slices[: slice_index + 1])
+                attended = end * end - begin * begin
+                point = Point(tokens * (end - begin), pairs * attended, took_ns / 1e9)
+                points[stage].append(point)
+    return points
+
+
+class _Rate(NamedTuple):
+    """A micro-batch as a point of the line that is fitted."""
+
+    pairs_per_token: float
+    s_per_token: float
 
 
 def fit(points: Sequence[Point]) -> LengthCost | None:
     """Return the cost that comes closest to durations, in seconds; None: they do not tell it."""
-    rates = [(pairs / tokens, took_s / tokens) for tokens, pairs, took_s in points]
+    rates = [_Rate(pairs / tokens, took_s / tokens) for tokens, pairs, took_s in points]
     cost = None
     # Once more without outliers, such as a step in which the machine did something else.
     for _ in range(2):
-        of_token, took = [x for x, _ in rates], [y for _, y in rates]
-        most = max(of_token, default=0.0)
-        if not any(took) or most - min(of_token) <= _ONE_LENGTH * most:
+        pairs = [rate.pairs_per_token for rate in rates]
+        seconds = [rate.s_per_token for rate in rates]
+        longest = max(pairs, default=0.0)
+        if not any(seconds) or longest - min(pairs) <= _ONE_LENGTH * longest:
             break
-        quadratic, linear = statistics.linear_regression(of_token, took)
-        # A negative cost would make a longer sample cheaper: the best fit of the other alone.
-        if linear < 0:
-            linear, quadratic = 0.0, sum(x * y for x, y in rates) / sum(x * x for x in of_token)
-        elif quadratic < 0:
-            linear, quadratic = statistics.fmean(took), 0.0
-        cost = LengthCost(linear, quadratic)
-        errors = [abs(linear + quadratic * x - y) for x, y in rates]
+        cost = _line(pairs, seconds)
+        errors = []
+        for rate in rates:
+            fitted_s = cost.linear + cost.quadratic * rate.pairs_per_token
+            errors.append(abs(fitted_s - rate.s_per_token))
         bound = _OUTLIER * statistics.median(errors)
         rates = [rate for rate, error in zip(rates, errors, strict=True) if error <= bound]
     return cost
+
+
+def _line(pairs: Sequence[float], seconds: Sequence[float]) -> LengthCost:
+    """Return the line through the points by least squares, with no negative cost."""
+    quadratic, linear = statistics.linear_regression(pairs, seconds)
+    # A negative cost would make a longer sample cheaper: the best fit of the other alone.
+    if linear < 0:
+        product = sum(x * y for x, y in zip(pairs, seconds, strict=True))
+        return LengthCost(0.0, product / sum(x * x for x in pairs))
+    if quadratic < 0:
+        return LengthCost(statistics.fmean(seconds), 0.0)
+    return LengthCost(linear, quadratic)

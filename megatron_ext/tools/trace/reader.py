@@ -16,18 +16,19 @@ from megatron_ext.errors import DataError
 from megatron_ext.tools.trace.file_checks import MAX_NUMBER, check_figures, check_header, check_span
 from megatron_ext.tracing.records import FILE_NAME, FORMAT, Header
 
+_MAX_HEADER_BYTES = 1 << 20
+_SEPARATORS = ",] \r\n"
+"""Characters between the events of two lines, and behind the last one."""
+DAMAGED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
+"""Errors of reading what no rank of ours wrote."""
+
 
 def _refuse_constant(name: str) -> None:
     """Refuse NaN and infinities, which are not JSON: browsers read what is made of a trace."""
     raise ValueError(name)
 
 
-_MAX_HEADER_BYTES = 1 << 20
 _decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
-_BETWEEN = ",] \r\n"
-"""Between the events of two lines, and behind all of them."""
-DAMAGED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
-"""Errors of reading what no rank of ours wrote."""
 
 
 class Span(NamedTuple):
@@ -35,11 +36,11 @@ class Span(NamedTuple):
 
     name: str
     begin_ns: int
-    """Since the begin of the iteration."""
+    """Since the start of the iteration."""
     end_ns: int
     attributes: Mapping[str, Any]
     message: int = 0
-    """Number of the message that was sent or received; 0: of none."""
+    """Number of the message that was sent or received; 0: it is about no message."""
 
 
 class Iteration(NamedTuple):
@@ -61,7 +62,7 @@ class TraceFile:
     path: Path
     header: Header
     shift_ns: int = 0
-    """Added to its times, those of all ranks agree."""
+    """Added to the times of this file, it makes those of all ranks agree."""
     damaged: set[int] = field(default_factory=set)
     """Numbers of the lines that were skipped when iterations were read."""
     num_lines: int = 1
@@ -77,7 +78,7 @@ class TraceFile:
             # A rank that died may have left half of a character.
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file):
-                    if text := line.removeprefix("[").strip(_BETWEEN):
+                    if text := line.removeprefix("[").strip(_SEPARATORS):
                         yield number, text
         except OSError as error:
             raise DataError(f"{self.path.name} cannot be read: {error.strerror}") from error
@@ -132,13 +133,37 @@ def _nanoseconds(time_us: float) -> int:
 
 
 def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
-    """Return the files of a run in the order of their global ranks, and what is wrong in words.
+    """Return the files of a run in the order of their global ranks, and notes on what is wrong.
 
     Raises:
         DataError: The directory does not exist or contains no trace.
     """
-    found: list[TraceFile] = []
-    notes: list[str] = []
+    files, notes = _readable_files(directory)
+    if not files:
+        reason = f": {notes[0]}" if notes else ""
+        raise DataError(
+            f"{directory} holds no trace of a rank{reason}; give the folder of a run, such as "
+            f"benchmark/data-1-pipeline-4-tensor-1-pp, that was trained with --trace"
+        )
+    # A run overwrites the files of an earlier one in its folder, except for ranks that it lacks.
+    files.sort(key=lambda file: file.header.wall_ns)
+    newest = files[-1].header
+    by_rank = {file.header.rank: file for file in files if _is_of_run(file.header, newest)}
+    num_left_out = len(files) - len(by_rank)
+    if num_left_out:
+        notes.append(f"{num_left_out} files are left out: copies, or of an earlier run or attempt")
+    num_missing = newest.num_ranks - len(by_rank)
+    if num_missing > 0:
+        notes.append(f"{num_missing} of {newest.num_ranks} ranks left no trace")
+    return [by_rank[rank] for rank in sorted(by_rank)], notes
+
+
+def _readable_files(directory: Path) -> tuple[list[TraceFile], list[str]]:
+    """Return all traces of a directory, and why others cannot be read.
+
+    Raises:
+        DataError: The directory cannot be listed.
+    """
     try:
         paths = sorted(directory.iterdir())
     except OSError as error:
@@ -146,34 +171,25 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
             f"{directory} cannot be listed: {error.strerror}; give the folder of a run that was "
             "trained with --trace, such as benchmark/data-1-pipeline-4-tensor-1-pp"
         ) from error
+    pattern = FILE_NAME.format("*", "*", "*")
+    files: list[TraceFile] = []
+    notes: list[str] = []
     for path in paths:
-        # Of files only: opening a pipe would wait for ever.
-        if fnmatch(path.name, FILE_NAME.format(*"***")) and path.is_file():
-            try:
-                found.append(_open(path))
-            except DataError as error:
-                notes.append(f"{path.name}: {error}")
-    if not found:
-        why = f": {notes[0]}" if notes else ""
-        raise DataError(
-            f"{directory} holds no trace of a rank{why}; give the folder of a run, such as "
-            f"benchmark/data-1-pipeline-4-tensor-1-pp, that was trained with --trace"
-        )
-    # A run overwrites the files of an earlier one in its folder, but for ranks that it has not.
-    found.sort(key=lambda file: file.header.wall_ns)
-    newest = found[-1].header
-    by_rank = {
-        file.header.rank: file
-        for file in found
-        if file.header.sizes == newest.sizes
-        # Without torchrun, runs have no name to tell them by.
-        and (file.header.run == newest.run or not (file.header.run and newest.run))
-    }
-    if others := len(found) - len(by_rank):
-        notes.append(f"{others} files are left out: copies, or of an earlier run or attempt")
-    if (missing := newest.num_ranks - len(by_rank)) > 0:
-        notes.append(f"{missing} of {newest.num_ranks} ranks left no trace")
-    return [by_rank[rank] for rank in sorted(by_rank)], notes
+        # Only regular files: opening a pipe would wait for ever.
+        if not fnmatch(path.name, pattern) or not path.is_file():
+            continue
+        try:
+            files.append(_open(path))
+        except DataError as error:
+            notes.append(f"{path.name}: {error}")
+    return files, notes
+
+
+def _is_of_run(header: Header, newest: Header) -> bool:
+    """Return whether a file is of the same run as the newest one."""
+    # Without torchrun, runs have no name to tell them by.
+    has_names = header.run and newest.run
+    return header.sizes == newest.sizes and (header.run == newest.run or not has_names)
 
 
 def _open(path: Path) -> TraceFile:
@@ -181,7 +197,7 @@ def _open(path: Path) -> TraceFile:
     try:
         with path.open("rb") as file:
             line = file.readline(_MAX_HEADER_BYTES)
-        events = line.decode().removeprefix("[").strip(_BETWEEN)
+        events = line.decode().removeprefix("[").strip(_SEPARATORS)
         fields = _decode(f"[{events}]")[0]["args"]
         number = fields.pop("format")
         if number != FORMAT:  # before the rest, which may have other fields

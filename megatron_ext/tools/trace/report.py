@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, SPANS, ink, variables
 from megatron_ext.tools.trace.aggregate import Run, Slow, slow
-from megatron_ext.tools.trace.forecast import Forecast, planned, predict
+from megatron_ext.tools.trace.forecast import Forecast, predict
+from megatron_ext.tools.trace.measured_costs import planned
 from megatron_ext.tools.trace.survey import Step, figures
 from megatron_ext.tracing.records import ACTION_NAMES
 

@@ -73,39 +73,50 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
 
 def _run_plan(args: argparse.Namespace) -> int:
     simulated: Callable[[argparse.Namespace], int] = args.run_simulated
-    if args.trace_dir is None:
-        if args.memory_gib is not None:
-            raise ArgumentsError(
-                "--memory-gib is compared with the memory of a traced run or of a layout; add "
-                "--trace-dir DIR, or --devices 64xh100"
-            )
+    if args.trace_dir is not None and args.lengths is not None:
+        _take_length_costs(args)
         return simulated(args)
-    if args.lengths is not None:  # simulated with what a length costs in the traced run
-        from megatron_ext.tools.trace import aggregate
-        from megatron_ext.tools.trace.length_costs import measured_length_cost
-
-        for name in ("length_costs", "hidden_size", "memory_gib"):
-            if getattr(args, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise ArgumentsError(
-                    f"--trace-dir gives --lengths the cost of a length; leave {flag} out"
-                )
-        run = aggregate.read_run(args.trace_dir)
-        cost, errors = measured_length_cost(run)
-        if (table := run.schedule) is not None:  # sizes that are not given are those of the run
-            replicas = 1 + max(each.header.data for each in run.surveys)
-            sizes = {"pp": table.pp, "microbatches": table.num_microbatches, "replicas": replicas}
-            for name, size in sizes.items():
-                if getattr(args, name) is None:
-                    setattr(args, name, size)
-        args.length_costs = f"{cost.linear:.6g},{cost.quadratic:.6g}"
-        print(
-            f"--length-costs {args.length_costs}: seconds of all stages for a token, and for a "
-            f"pair of tokens of one sample; {len(errors)} measurements, median error "
-            f"{100 * statistics.median(errors):.1f} %",
-            file=sys.stderr,
+    if args.trace_dir is not None:
+        return _run_forecast(args)
+    if args.memory_gib is not None:
+        raise ArgumentsError(
+            "--memory-gib is compared with the memory of a traced run or of a layout; add "
+            "--trace-dir DIR, or --devices 64xh100"
         )
-        return simulated(args)
+    return simulated(args)
+
+
+def _take_length_costs(args: argparse.Namespace) -> None:
+    """Set `--length-costs`, and sizes that are missing, to those of the traced run."""
+    from megatron_ext.tools.trace import aggregate
+    from megatron_ext.tools.trace.length_costs import measured_length_cost
+
+    for name in ("length_costs", "hidden_size", "memory_gib"):
+        if getattr(args, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ArgumentsError(
+                f"--trace-dir gives --lengths the cost of a length; leave {flag} out"
+            )
+    run = aggregate.read_run(args.trace_dir)
+    cost, errors = measured_length_cost(run)
+    table = run.schedule
+    if table is not None:
+        num_replicas = 1 + max(rank.header.data for rank in run.surveys)
+        sizes = {"pp": table.pp, "microbatches": table.num_microbatches, "replicas": num_replicas}
+        for name, size in sizes.items():
+            if getattr(args, name) is None:
+                setattr(args, name, size)
+    args.length_costs = f"{cost.linear:.6g},{cost.quadratic:.6g}"
+    print(
+        f"--length-costs {args.length_costs}: seconds of all stages for a token, and for a "
+        f"pair of tokens of one sample; {len(errors)} measurements, median error "
+        f"{100 * statistics.median(errors):.1f} %",
+        file=sys.stderr,
+    )
+
+
+def _run_forecast(args: argparse.Namespace) -> int:
+    """Predict every schedule from a trace."""
     refuse_others(
         args,
         ("trace_dir", "memory_gib", "json"),
@@ -115,12 +126,12 @@ def _run_plan(args: argparse.Namespace) -> int:
     # Only here: the forecast imports every schedule, and `--help` shall not wait for that.
     from megatron_ext.tools.trace import aggregate, forecast
 
-    found = forecast.predict(aggregate.read_run(args.trace_dir), args.memory_gib)
+    prediction = forecast.predict(aggregate.read_run(args.trace_dir), args.memory_gib)
     if args.json:
-        print(json.dumps([asdict(prediction) for prediction in found.predictions], indent=1))
+        print(json.dumps([asdict(row) for row in prediction.predictions], indent=1))
     else:
-        print(forecast.table(found))
-    for note in found.notes:
+        print(forecast.table(prediction))
+    for note in prediction.notes:
         print(note, file=sys.stderr)
     return 0
 
@@ -138,16 +149,16 @@ def _run_aggregate(args: argparse.Namespace) -> int:
     run = aggregate.read_run(args.trace_dir)
     output = args.output or aggregate.aggregated_name(args.trace_dir)
     with _writing(output):
-        size = aggregate.write_chrome_trace(run, output)
+        num_bytes = aggregate.write_chrome_trace(run, output)
     _print_notes(run.notes)
     print(survey.text(run.surveys))
-    print(f"wrote {output} ({size / 2**20:.1f} MiB); open it at https://ui.perfetto.dev")
+    print(f"wrote {output} ({num_bytes / 2**20:.1f} MiB); open it at https://ui.perfetto.dev")
     if not args.detect:
         return 0
-    found = aggregate.slow(run)
-    for name, factor in found:
-        print(f"slow {name}: {factor:.2f} x the median")
-    if not found:
+    slow_items = aggregate.slow(run)
+    for item in slow_items:
+        print(f"slow {item.name}: {item.factor:.2f} x the median")
+    if not slow_items:
         rank, link = aggregate.SLOW_RANK, aggregate.SLOW_LINK
         print(f"no rank is {rank:g} x and no link {link:g} x slower than the median")
     for host, shared in run.shared_cpus.items():
@@ -155,7 +166,7 @@ def _run_aggregate(args: argparse.Namespace) -> int:
             f"{shared} of {host}: their links are not judged, and a rank may be slow because it "
             "waited for a CPU; trace with a CPU for each rank to know"
         )
-    return 1 if found else 0
+    return 1 if slow_items else 0
 
 
 def _run_report(args: argparse.Namespace) -> int:

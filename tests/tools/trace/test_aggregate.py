@@ -23,7 +23,7 @@ from megatron_ext.tools.trace.aggregate import (
     write_chrome_trace,
 )
 from megatron_ext.tools.trace.clocks import align, use_one_clock
-from megatron_ext.tools.trace.forecast import planned
+from megatron_ext.tools.trace.measured_costs import planned
 from megatron_ext.tools.trace.reader import TraceFile
 from megatron_ext.tools.trace.survey import RankSurvey, Step, figures
 from megatron_ext.tracing.records import Header

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.table.memory import activation_peaks
-from megatron_ext.tools.trace import forecast
+from megatron_ext.tools.trace import forecast, measured_costs
 from megatron_ext.tools.trace.aggregate import read_run
 from megatron_ext.tracing.records import SCHEDULE_FILE
 from tests.commands import run_package
@@ -51,7 +51,7 @@ def test_slices_of_different_durations_are_no_jitter(tmp_path: Path) -> None:
     """Attention makes input and weight gradients of one slice unequal parts of a micro-batch."""
     costs = replace(COSTS, attention=0.5)
     run = read_run(write_run(tmp_path, schedule="zb-h1", slices=4, costs=costs))
-    found = forecast.measured_costs(run, run.schedule)
+    found = measured_costs.measured_costs(run, run.schedule)
     assert found.jitter == 0
     assert found.stages[0] == pytest.approx((COSTS.forward, COSTS.input, COSTS.weight))
     prediction = forecast.predict(run)
@@ -270,7 +270,7 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
 
 @given(st.lists(st.floats(0.1, 9), min_size=1, max_size=8), st.integers(1, 24))
 def test_cutting_a_model_anew_keeps_its_work(times: list[float], count: int) -> None:
-    stages = forecast.cut([(time, time, time) for time in times], count)
+    stages = measured_costs.cut([(time, time, time) for time in times], count)
     assert sum(map(sum, stages)) == pytest.approx(3 * sum(times))
     assert len(stages) == count
     assert min(map(min, stages)) > 0

@@ -1,0 +1,138 @@
+"""The costs of a run's actions and messages, from its trace, and for the model cut anew."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import DataError
+from megatron_ext.schedules.comparison import evaluate
+from megatron_ext.schedules.table.costs import Costs
+from megatron_ext.schedules.table.slices import attention_of
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.search.simulate import Timeline
+    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.tools.trace.aggregate import Run
+
+_MIN_SAMPLE = 8
+"""Durations of an action from which its jitter can be told."""
+_NORMAL_QUARTILES = 1.349
+"""Distance of the quartiles of a normal distribution, in standard deviations."""
+
+StageTimes = tuple[float, float, float]
+"""Seconds of a stage's forward, input gradient and weight gradient."""
+
+
+def measured_costs(run: Run, schedule: Schedule) -> Costs:
+    """Return the measured costs of a run's actions and messages, in seconds.
+
+    Raises:
+        DataError: The actions of some stage were not traced.
+    """
+    # By name, stage and slice of an action: the median of each rank, in nanoseconds.
+    medians_ns: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    exchanges_ns: dict[int, list[float]] = defaultdict(list)
+    sigmas: list[float] = []
+    for rank in run.surveys:
+        for stage, sample_ns in rank.exchanges.items():
+            exchanges_ns[stage].append(statistics.median(sample_ns))
+        for action, sample_ns in rank.actions.items():
+            medians_ns[action].append(statistics.median(sample_ns))
+            sigma = _jitter(sample_ns)
+            if sigma is not None:
+                sigmas.append(sigma)
+
+    stages: list[StageTimes] = []
+    for stage in range(schedule.num_stages):
+        times = _times_of_stage(medians_ns, stage, schedule.num_slices)
+        if times is None:
+            raise DataError(
+                f"{run.directory}: the trace has no forward and backward of stage {stage}; plans "
+                f"need the traces of all pipeline ranks, with more than one iteration"
+            )
+        stages.append(times)
+    forward_s, input_s, weight_s = (sum(times) for times in zip(*stages, strict=True))
+    delays_ns = [link.delay_ns for link in run.links if link.delay_ns is not None]
+    exchanged_ns = sum(statistics.median(sample_ns) for sample_ns in exchanges_ns.values())
+    return Costs(
+        forward_s / schedule.pp,
+        input_s / schedule.pp,
+        weight_s / schedule.pp,
+        latency=statistics.median(delays_ns or [0]) / 1e9,
+        stages=tuple(stages),
+        jitter=statistics.median(sigmas or [0.0]),
+        all_to_all=min(0.999, exchanged_ns / 1e9 / forward_s),
+    )
+
+
+def _jitter(sample_ns: Sequence[int]) -> float | None:
+    """Return the standard deviation of the logarithm of durations; None: there are too few."""
+    positive_ns = [time_ns for time_ns in sample_ns if time_ns > 0]
+    if len(positive_ns) < _MIN_SAMPLE:
+        return None
+    # A step in which the machine did something else moves the quartiles little.
+    low_ns, _, high_ns = statistics.quantiles(positive_ns, n=4)
+    return math.log(high_ns / low_ns) / _NORMAL_QUARTILES
+
+
+def _times_of_stage(
+    medians_ns: Mapping[tuple[str, int, int], Sequence[float]], stage: int, num_slices: int
+) -> StageTimes | None:
+    """Return what a micro-batch takes on a stage, all slices together; None: it was not traced."""
+
+    def seconds(name: str) -> float:
+        time_ns = 0.0
+        for slice_index in range(num_slices):
+            time_ns += statistics.median(medians_ns.get((name, stage, slice_index), [0.0])) / 1e9
+        return time_ns
+
+    forward_s = seconds("forward")
+    input_s, weight_s = seconds("input_gradient"), seconds("weight_gradient")
+    if not (input_s and weight_s):
+        # Matrix products of one size; the trace cannot tell them apart.
+        input_s = weight_s = seconds("backward") / 2
+    if not (forward_s and weight_s):
+        return None
+    return forward_s, input_s, weight_s
+
+
+def planned(run: Run, schedule: Schedule) -> Timeline:
+    """Return the table of a run, simulated with measured costs; times in seconds."""
+    attention = attention_of(schedule.slices)
+    costs = replace(measured_costs(run, schedule), jitter=0.0, attention=attention)
+    return evaluate(schedule, costs)
+
+
+def cut(stages: Sequence[StageTimes], num_stages: int) -> tuple[StageTimes, ...]:
+    """Return what each stage takes if the same model is cut into equal stages.
+
+    The time of each old stage is spread evenly over its part of the model. What the ends take
+    beyond the stages beside them, embedding and loss, stays in the ends.
+    """
+    by_pass = [_cut_times(times, num_stages) for times in zip(*stages, strict=True)]
+    return tuple(zip(*by_pass, strict=True))
+
+
+def _cut_times(times: Sequence[float], num_stages: int) -> list[float]:
+    """Return the same for the times of one kind of pass."""
+    embedding = loss = 0.0
+    layers = list(times)
+    num_old = len(times)
+    if num_old > 2:
+        embedding = max(0.0, times[0] - times[1])
+        loss = max(0.0, times[-1] - times[-2])
+        layers[0] -= embedding
+        layers[-1] -= loss
+    # In parts that fill both an old stage and a new one.
+    parts = [time / num_stages for time in layers for _ in range(num_stages)]
+    spread = []
+    for stage in range(num_stages):
+        spread.append(sum(parts[stage * num_old : (stage + 1) * num_old]))
+    spread[0] += embedding
+    spread[-1] += loss
+    return spread
