@@ -30,7 +30,10 @@ from megatron_ext.tools.text_table import aligned
 
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
-    from megatron_ext.planning.model_sizes import ModelSizes
+    from megatron_ext.planning.layer_costs import Part
+    from megatron_ext.planning.model_sizes import LayerKind, ModelSizes
+    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.tools.trace.aggregate import Run
 
 _MOST_EXPERTS = 8
 """Experts that one device builds: more cost memory, and each gets as many tokens."""
@@ -55,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         )
     experts, top_k = min(model.num_experts, _MOST_EXPERTS), min(model.top_k, _MOST_EXPERTS)
     model = replace(model, mtp_layers=0, num_experts=experts, top_k=top_k)
-    by = Sharding(micro_batch=int(number), sequence=sequence)
+    sharding = Sharding(micro_batch=int(number), sequence=sequence)
     name, memory_gib = device_here()
     base = kind_of(name) if args.devices is None else parse_devices(args.devices)[1]
     if base is None or base.name not in DEVICES:
@@ -63,25 +66,23 @@ def run(args: argparse.Namespace) -> int:
             f"{name} is not described; say what is nearest to it: --devices 1xKIND of "
             f"{', '.join(DEVICES)}"
         )
-    seconds = measure(model, by)
-    formula = {part: computation(model, part, by, base, frozenset()) for part in seconds}
-    found = factors(seconds, formula)
+    seconds = measure(model, sharding)
+    formula = {part: computation(model, part, sharding, base, frozenset()) for part in seconds}
+    measured = factors(seconds, formula)
     rows = [["part", "forward ms", "input ms", "weight ms", "of the description's"]]
-    for part, of_part in found:
-        times = [f"{1e3 * each:.3f}" for each in seconds[part]]
-        rows.append([part, *times, " ".join(f"{factor:.2f}" for factor in of_part)])
+    for part, ratios in measured:
+        times_ms = [f"{1e3 * time_s:.3f}" for time_s in seconds[part]]
+        rows.append([part, *times_ms, " ".join(f"{ratio:.2f}" for ratio in ratios)])
     print(aligned(rows))
-    measured_on = (
-        f"{time.strftime('%Y-%m-%d', time.gmtime())} on {name}, {model.name}, {by.micro_batch} "
-        f"x {sequence} tokens: plan --calibrate"
-    )
-    content = {
-        "base": base.name,
-        **({} if memory_gib is None else {"memory_gib": round(memory_gib, 1)}),
-        "measured": {part: list(of_part) for part, of_part in found},
-        "seconds": {part: list(each) for part, each in seconds.items()},
-        "sources": {"measured": measured_on},
-    }
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    shape = f"{sharding.micro_batch} x {sequence} tokens"
+    measured_on = f"{today} on {name}, {model.name}, {shape}: plan --calibrate"
+    content: dict[str, Any] = {"base": base.name}
+    if memory_gib is not None:
+        content["memory_gib"] = round(memory_gib, 1)
+    content["measured"] = {part: list(ratios) for part, ratios in measured}
+    content["seconds"] = {part: list(passes) for part, passes in seconds.items()}
+    content["sources"] = {"measured": measured_on}
     try:
         write_text(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
@@ -101,12 +102,12 @@ def device_here() -> tuple[str, float | None]:
     return here.name, here.total_memory / 2**30
 
 
-def measure(model: ModelSizes, by: Sharding) -> dict[str, Passes]:
+def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
     """Return the seconds of the passes of each part of a model, on this process's device.
 
     Args:
         model: The sizes; all experts are on this device.
-        by: Sequences and their length.
+        sharding: Sequences and their length.
     """
     kinds = set(model.kinds)
     if not kinds <= {"dense", "moe"}:
@@ -114,26 +115,31 @@ def measure(model: ModelSizes, by: Sharding) -> dict[str, Passes]:
             f"--calibrate builds layers of attention with a network, {model.name} has others; "
             "leave it out"
         )
-    with _Bench(model, by) as bench:
-        found: dict[str, Passes] = {kind: bench.passes(kind) for kind in sorted(kinds)}
+    with _Bench(model, sharding) as bench:
+        measured: dict[str, Passes] = {kind: bench.passes(kind) for kind in sorted(kinds)}
         kind = min(kinds)
-        layer = found[kind]
-        first, last = (
-            Passes(*(max(0.0, whole - own) for whole, own in zip(both, layer, strict=True)))
-            for both in (bench.passes(kind, pre=True), bench.passes(kind, post=True))
-        )
+        layer = measured[kind]
+        with_embedding = bench.passes(kind, pre=True)
+        with_loss = bench.passes(kind, post=True)
+    embedding = _beyond(with_embedding, layer)
     # Looking rows up has no input gradient: all of its backward stands where the formula has it.
-    whole = max(0.0, first.input + first.weight - layer.input)
-    found["embedding"] = Passes(first.forward, whole, 0.0)
-    found["loss"] = last
-    return found
+    backward_s = max(0.0, embedding.input + embedding.weight - layer.input)
+    measured["embedding"] = Passes(embedding.forward, backward_s, 0.0)
+    measured["loss"] = _beyond(with_loss, layer)
+    return measured
+
+
+def _beyond(together: Passes, layer: Passes) -> Passes:
+    """Return what a layer with an end of the model takes beyond the layer alone."""
+    times = zip(together, layer, strict=True)
+    return Passes(*(max(0.0, both_s - layer_s) for both_s, layer_s in times))
 
 
 class _Bench:
     """Builds models of one layer with Megatron, in a world of this process."""
 
-    def __init__(self, model: ModelSizes, by: Sharding) -> None:
-        self.model, self.by = model, by
+    def __init__(self, model: ModelSizes, sharding: Sharding) -> None:
+        self.model, self.sharding = model, sharding
 
     def __enter__(self) -> _Bench:
         from megatron_ext import devices
@@ -225,7 +231,8 @@ class _Bench:
                 normalization=settings["normalization"], **options
             )
         built = GPTModel(
-            config, spec, model.vocabulary, self.by.sequence, pre_process=pre, post_process=post,
+            config, spec, model.vocabulary, self.sharding.sequence,
+            pre_process=pre, post_process=post,
             position_embedding_type="learned_absolute" if model.learned_positions else "rope",
         )  # fmt: skip
         return built.to(device=self.device.torch_device(), dtype=settings["params_dtype"])
@@ -234,15 +241,16 @@ class _Bench:
         """Return the seconds of the passes of a layer with ends of the model, least disturbed."""
         import torch
 
-        built, by = self._built(kind, pre=pre, post=post), self.by
-        where = self.device.torch_device()
-        shape = by.micro_batch, by.sequence
-        tokens = torch.randint(self.model.vocabulary, shape, device=where)
-        positions = torch.arange(by.sequence, device=where).expand(*shape)
-        mask = torch.ones(1, 1, by.sequence, by.sequence, dtype=torch.bool, device=where).triu(1)
+        built = self._built(kind, pre=pre, post=post)
+        sequence, torch_device = self.sharding.sequence, self.device.torch_device()
+        shape = self.sharding.micro_batch, sequence
+        tokens = torch.randint(self.model.vocabulary, shape, device=torch_device)
+        positions = torch.arange(sequence, device=torch_device).expand(*shape)
+        mask_shape = 1, 1, sequence, sequence
+        mask = torch.ones(*mask_shape, dtype=torch.bool, device=torch_device).triu(1)
         hidden = torch.randn(
-            by.sequence, by.micro_batch, self.model.hidden, device=where, requires_grad=True,
-            dtype=next(built.parameters()).dtype,
+            sequence, self.sharding.micro_batch, self.model.hidden,
+            device=torch_device, requires_grad=True, dtype=next(built.parameters()).dtype,
         )  # fmt: skip
 
         def forward() -> Any:
@@ -305,67 +313,108 @@ def of_trace(
         DataError: The trace has no such stages, or is of another model.
     """
     from megatron_ext.tools.trace.aggregate import read_run
-    from megatron_ext.tools.trace.forecast import measured_costs
+    from megatron_ext.tools.trace.measured_costs import measured_costs
 
     run = read_run(directory)
     schedule = run.schedule
     if schedule is None:
         raise DataError(f"{directory} has no schedule.json; trace a run with a pipeline")
+    sharding = _sharding_of(run, model)
+    kinds_of_stages = _kinds_of_stages(run, schedule, model)
+    num_stages = schedule.num_stages
+    ends = {"embedding": 0, "loss": num_stages - 1}
+    costs: dict[str, Part] = {}
+    for name in (*dict.fromkeys(model.kinds), *ends):
+        costs[name] = computation(model, name, sharding, device, frozenset())
+    formula: dict[str, Passes] = {}
+    for name, part in costs.items():
+        formula[name] = Passes(part.forward, part.input, part.weight)
+    times = measured_costs(run, schedule).stages
+
+    # Layers are as many times as slow as the formula has it as the stages between the ends are.
+    has_middle = num_stages > 2
+    middle = range(1, num_stages - 1) if has_middle else range(num_stages)
+    parts: list[str] = [kind for stage in middle for kind in kinds_of_stages[stage]]
+    if not has_middle:
+        parts += ends
+    by_formula = _sum([formula[name] for name in parts])
+    by_trace = _sum([times[stage] for stage in middle])
+    if not schedule.splits_backward:
+        by_trace = _split_like(by_trace, by_formula)
+    ratios = [time / cost for time, cost in zip(by_trace, by_formula, strict=True)]
+    measured: dict[str, Passes] = {}
+    for name, passes in formula.items():
+        measured[name] = Passes(*(cost * r for cost, r in zip(passes, ratios, strict=True)))
+
+    # The ends get what their stages take beyond their layers.
+    for name, stage in ends.items() if has_middle else ():
+        layers = _sum([measured[kind] for kind in kinds_of_stages[stage]])
+        end = Passes(*(time - layer for time, layer in zip(times[stage], layers, strict=True)))
+        if not schedule.splits_backward:
+            end = _split_like(end, formula[name])
+        measured[name] = Passes(*(max(0.0, time) for time in end))
+    return factors(measured, costs)
+
+
+def _sharding_of(run: Run, model: ModelSizes) -> Sharding:
+    """Return how a run divided its model.
+
+    Raises:
+        DataError: It is of another model, or hides what layers cost.
+    """
     settings = run.settings
-    for name, own in (("num_layers", model.num_layers), ("hidden_size", model.hidden)):
-        if settings.get(name) not in (None, own):
+    for name, size in (("num_layers", model.num_layers), ("hidden_size", model.hidden)):
+        if settings.get(name) not in (None, size):
             raise DataError(
-                f"{directory} is of a model with {name} {settings[name]}, not {own}; give its flags"
+                f"{run.directory} is of a model with {name} {settings[name]}, not {size}; give its "
+                "flags"
             )
     if "recompute_granularity" in settings:
         raise DataError(
-            f"{directory} was traced with recomputation, which hides what layers cost; trace a run "
-            "without --recompute-granularity"
+            f"{run.directory} was traced with recomputation, which hides what layers cost; trace a "
+            "run without --recompute-granularity"
         )
-    by = Sharding(
+    return Sharding(
         tensor=int(settings.get("tensor_model_parallel_size", 1)),
         context=int(settings.get("context_parallel_size", 1)),
         expert=int(settings.get("expert_model_parallel_size", 1)),
         micro_batch=int(settings.get("micro_batch_size", 1)),
         sequence=int(settings.get("seq_length", model.sequence or 0)),
     )
-    stages = schedule.num_stages
-    layout = settings.get("pipeline_model_parallel_layout")
-    counts = [model.num_layers // stages] * stages
+
+
+def _kinds_of_stages(
+    run: Run, schedule: Schedule, model: ModelSizes
+) -> list[tuple[LayerKind, ...]]:
+    """Return the kinds of the layers of each stage.
+
+    Raises:
+        DataError: The trace does not say how many there are.
+    """
+    num_stages = schedule.num_stages
+    layout = run.settings.get("pipeline_model_parallel_layout")
+    counts = [model.num_layers // num_stages] * num_stages
     if layout is not None:
         counts = [stage.count("t") for stage in parse_layout(str(layout))]
-    if len(counts) != stages or sum(counts) != model.num_layers:
-        raise DataError(f"{directory} does not say how many layers its {stages} stages have")
-    times = measured_costs(run, schedule).stages
-    ends = {"embedding": 0, "loss": stages - 1}
-    formula = {
-        name: computation(model, name, by, device, frozenset())
-        for name in (*dict.fromkeys(model.kinds), *ends)
-    }
-    usual = {name: (part.forward, part.input, part.weight) for name, part in formula.items()}
-    held = [model.kinds[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
-    middle = range(1, stages - 1) if stages > 2 else range(stages)
-    names = [name for stage in middle for name in held[stage]]
-    layers = _sum([usual[name] for name in (*names, *(ends if stages <= 2 else ()))])
-    total = _sum([times[stage] for stage in middle])
-    if not schedule.splits_backward:
-        share = (total.input + total.weight) / (layers.input + layers.weight)
-        total = total._replace(input=share * layers.input, weight=share * layers.weight)
-    ratio = [time / by_formula for time, by_formula in zip(total, layers, strict=True)]
-    measured = {
-        name: Passes(*(f * r for f, r in zip(part, ratio, strict=True)))
-        for name, part in usual.items()
-    }
-    for name, stage in ends.items() if stages > 2 else ():
-        inside = _sum([measured[kind] for kind in held[stage]])
-        rest = [time - layer for time, layer in zip(times[stage], inside, strict=True)]
-        if not schedule.splits_backward:
-            backward, mine = rest[1] + rest[2], usual[name][1:]
-            rest[1:] = [backward * each / sum(mine) for each in mine]
-        measured[name] = Passes(*(max(0.0, each) for each in rest))
-    return factors(measured, formula)
+    if len(counts) != num_stages or sum(counts) != model.num_layers:
+        raise DataError(
+            f"{run.directory} does not say how many layers its {num_stages} stages have"
+        )
+    bounds = accumulate(counts, initial=0)
+    return [model.kinds[first:end] for first, end in pairwise(bounds)]
+
+
+def _split_like(passes: Passes, formula: Passes) -> Passes:
+    """Return passes whose backward was not split, shared out as the formula does."""
+    share = (passes.input + passes.weight) / (formula.input + formula.weight)
+    return passes._replace(input=share * formula.input, weight=share * formula.weight)
 
 
 def _sum(parts: Sequence[tuple[float, float, float]]) -> Passes:
-    # An end stage may have no layers.
-    return Passes(*(sum(part[which] for part in parts) for which in range(3)))
+    """Return the sum by pass; there may be no parts, as in an end stage without layers."""
+    forward_s = input_s = weight_s = 0.0
+    for part_forward_s, part_input_s, part_weight_s in parts:
+        forward_s += part_forward_s
+        input_s += part_input_s
+        weight_s += part_weight_s
+    return Passes(forward_s, input_s, weight_s)
