@@ -24,7 +24,7 @@ from megatron_ext.config.incompatible import MEGATRON_FIELDS
 from megatron_ext.config.sizes import layout_text
 from megatron_ext.errors import ArgumentsError, DataError, ScheduleError
 from megatron_ext.patches import effects, folded_pipelines, schedules
-from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 from megatron_ext.patches.registry import REGISTRY
 
 if TYPE_CHECKING:
@@ -174,9 +174,13 @@ def _hosted() -> _Hosted | None:
 def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Bridge has no command line: the pipeline is checked against, and put into, its settings."""
     in_force = active.active()
-    requested = None if in_force is None else in_force.requested
+    requested = None
+    if in_force is not None:
+        requested = in_force.requested
     words = requested_flags()
-    flags = parse_words(words, FLAGS) if words else None
+    flags = None
+    if words:
+        flags = parse_words(words, FLAGS)
     if requested is None and flags is None:
         _suit_device(Settings(instance))
         return call(*args, **kwargs)
@@ -200,11 +204,12 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         settings.restore()
         if requested is not None:  # the program may retry with another Bridge configuration
             entrances.await_host(requested)
-        if isinstance(error, ArgumentsError | ScheduleError):
-            message = settings.in_fields(str(error), from_python=requested is not None)
-            kind = ScheduleError if isinstance(error, ScheduleError) else ArgumentsError
-            raise kind(message) from None
-        raise
+        if not isinstance(error, ArgumentsError | ScheduleError):
+            raise
+        message = settings.in_fields(str(error), from_python=requested is not None)
+        if isinstance(error, ScheduleError):
+            raise ScheduleError(message) from None
+        raise ArgumentsError(message) from None
     return result
 
 
@@ -267,12 +272,14 @@ def _prepare(
     )
     pipeline = active.pipeline()
     if pipeline is not None:
-        # What Megatron's parser derives from them.
+        # What Megatron's parser derives from them, and Bridge, which has none, does not.
         num_chunks = pipeline.placement.num_stages // pipeline.placement.num_ranks
-        values["virtual_pipeline_model_parallel_size"] = num_chunks if num_chunks > 1 else None
+        virtual_size = num_chunks if num_chunks > 1 else None
+        values["virtual_pipeline_model_parallel_size"] = virtual_size
         if "overlap_p2p_comm" in values:
             values["batch_p2p_comm"] = False
     settings.write(values)
+    # For the new sizes: two mirrored pipelines have twice as many replicas.
     settings.container.set_data_parallel_size()
     # Once, also where a container is prepared again.
     _remove_hook(settings.container.model)
@@ -392,9 +399,9 @@ def _train_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Schedules need the iteration, and the last rank logs, but the first may have the losses."""
     from megatron_ext.runtime.folded import share_losses, share_mtp_losses
 
-    state = args[5] if len(args) > 5 else kwargs["global_state"]
-    groups = args[6] if len(args) > 6 else kwargs["pg_collection"]
-    step = int(state.train_state.step)
+    arguments = by_name(call, args, kwargs)
+    groups = arguments["pg_collection"]
+    step = int(arguments["global_state"].train_state.step)
     hosted = _hosted()
     if hosted is not None:
         hosted.arguments.iteration = step
@@ -411,8 +418,8 @@ def _skip_batches(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Non
     """Bridge reads batches from one iterator, but ranks with several chunks have a list of them:
     train.iterations_to_skip would end the training.
     """
-    state = args[0] if args else kwargs["global_state"]
-    data_iterators = args[1] if len(args) > 1 else kwargs["train_data_iterator"]
+    arguments = by_name(call, args, kwargs)
+    data_iterators = arguments["train_data_iterator"]
     if not isinstance(data_iterators, list):
         call(*args, **kwargs)
         return
@@ -420,7 +427,8 @@ def _skip_batches(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Non
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     num_batches = get_num_microbatches()
-    if state.cfg.dataset.dataloader_type == "batch":  # one item for all micro-batches of a step
+    dataset = arguments["global_state"].cfg.dataset
+    if dataset.dataloader_type == "batch":  # one item for all micro-batches of a step
         num_batches = 1
     schedules.skip_batches(get_rerun_state_machine(), data_iterators, num_batches)
 
@@ -435,9 +443,10 @@ def _evaluate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     losses, *others = call(*args, **kwargs)
     if losses is None:
         return losses, *others
-    groups = kwargs.get("pg_collection")
-    if groups is None:
-        groups = get_pg_collection(args[3] if len(args) > 3 else kwargs["model"])
+    arguments = by_name(call, args, kwargs)
+    groups = arguments.get("pg_collection")
+    if groups is None:  # as Bridge itself does then
+        groups = get_pg_collection(arguments["model"])
     return share_losses(losses, groups), *others
 
 

@@ -80,8 +80,10 @@ def _convert_first_copies(call: Call, _instance: Any, args: Args, kwargs: Kwargs
     later_copies = {id(copy.weight): copy for copy in _later_copies(_chunks(call, args, kwargs))}
     tasks: list[Any] = call(*args, **kwargs)
     for index, task in enumerate(tasks):
-        # None: Bridge knows no name at Hugging Face for the weight.
-        copy = None if task is None else later_copies.get(id(task.param_weight))
+        if task is None:  # Bridge knows no name at Hugging Face for the weight
+            continue
+        # By identity: a task of a quantized weight may hold its raw data instead.
+        copy = later_copies.get(id(task.param_weight))
         if copy is not None:
             tasks[index] = replace(
                 task,

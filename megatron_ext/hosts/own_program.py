@@ -249,8 +249,12 @@ def _megatron_arguments(config: PipelineConfig, sizes: _Sizes) -> Namespace:
 def _stock_pipeline(config: PipelineConfig, sizes: _Sizes, arguments: Namespace) -> Pipeline:
     """Return the pipeline that Megatron's own schedule runs."""
     # A layout may have several stages for each rank; one rank holds all of them as one.
-    num_chunks = chunks_of_megatron(arguments) if sizes.pipeline_ranks > 1 else 1
-    schedule = config.schedule or base_table(num_chunks)
-    chunks = num_chunks if num_chunks > 1 else None
-    stock_config = replace(config, schedule=schedule, chunks=chunks)
+    num_chunks = 1
+    if sizes.pipeline_ranks > 1:
+        num_chunks = chunks_of_megatron(arguments)
+    stock_config = replace(
+        config,
+        schedule=config.schedule or base_table(num_chunks),
+        chunks=num_chunks if num_chunks > 1 else None,
+    )
     return Pipeline(stock_config, sizes.pipeline_ranks, sizes.num_microbatches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
@@ -35,22 +35,28 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         convert = action.type
         if callable(convert) and getattr(convert, "__module__", "").startswith("megatron."):
             action.type = _Converter(convert, has_choices=action.choices is not None)
-    known = {action.dest: action for action in parser._actions}
-    backend = known.get("distributed_backend")
-    if backend is not None and device.distributed_backend not in (backend.choices or ()):
-        backend.choices = [*(backend.choices or ()), device.distributed_backend]
+    action_of = {action.dest: action for action in parser._actions}
+    backend = action_of.get("distributed_backend")
+    if backend is not None:
+        choices = list(backend.choices or ())
+        if device.distributed_backend not in choices:
+            backend.choices = [*choices, device.distributed_backend]
     for dest, (value, _reason) in device.argument_defaults.items():
         # Later releases call some arguments as the fields that they set.
-        for here in {dest, MEGATRON_FIELDS.get(dest, dest)} & known.keys():
-            parser.set_defaults(**{here: value})
+        for name in {dest, MEGATRON_FIELDS.get(dest, dest)} & action_of.keys():
+            parser.set_defaults(**{name: value})
     for action in parser._actions:
-        text = action.help or ""
-        try:
-            _ = text % {**vars(action), "prog": parser.prog}
-        except (KeyError, TypeError, ValueError):
-            # 0.19 has a help text with a bare %, which is no format and ends `--help`.
-            action.help = text.replace("%", "%%")
+        _repair_help(action, parser.prog)
     return parser
+
+
+def _repair_help(action: Action, program: str) -> None:
+    """Make a help text a format: 0.19 has one with a bare %, which ends `--help`."""
+    text = action.help or ""
+    try:
+        _ = text % {**vars(action), "prog": program}
+    except (KeyError, TypeError, ValueError):
+        action.help = text.replace("%", "%%")
 
 
 class _Converter:
@@ -93,9 +99,9 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
     from megatron_ext.patches.listing import text_table
     from megatron_ext.upstream.scripts import is_pretraining
 
-    given = args[0] if args else kwargs["args"]
-    found = active.active()
-    if found is not None and found.requested is not None and found.host is None:
+    settings = args[0] if args else kwargs["args"]
+    in_force = active.active()
+    if in_force is not None and in_force.requested is not None and in_force.host is None:
         raise ArgumentsError(
             "megatron_ext.configure was called, but flags choose the schedule of a program with "
             "Megatron's command line; give them, or deconfigure first"
@@ -106,7 +112,7 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
     script_defaults = None
     if is_pretraining(sys.argv[0]):  # tools of upstream's validate arguments that train nothing
         script_defaults = args[1] if len(args) > 1 else kwargs.get("defaults", {})
-    entrances.prepare(given, script_defaults=script_defaults)
+    entrances.prepare(settings, script_defaults=script_defaults)
     try:
         validated: Namespace = call(*args, **kwargs)
     except (AssertionError, ArithmeticError, ValueError) as error:
