@@ -252,7 +252,12 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
             "",
             "leave checkpoint.async_save out",
         ),
-        ({}, None, "--pipeline-schedul zb-v", "unrecognized arguments: --pipeline-schedul"),
+        (
+            {},
+            None,
+            "--pipeline-schedul zb-v",
+            "unknown argument --pipeline-schedul; did you mean --pipeline-schedule",
+        ),
         ({}, None, "--pipeline-schedule zb-v --trace-dir x", "--trace-dir is for --trace"),
         ({}, None, "--forward-backward-disaggregating", "needs a training loop that supports both"),
     ],
