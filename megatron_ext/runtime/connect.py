@@ -137,7 +137,7 @@ def open_transport(
             me,
             timeout_s=timeout_s,
             peers=direct,
-            rest=rest,
+            indirect=rest,
             reports_copies=pipeline.dynamic is not None,
         )
         atexit.register(transport.release)  # as in `through_host`

@@ -63,48 +63,49 @@ class Address:
         return None
 
 
-def choose_wire(rank: int, mine: Address, peer: int, theirs: Address) -> tuple[str, str]:
+def choose_wire(rank: int, address: Address, peer: int, peer_address: Address) -> tuple[str, str]:
     """Choose the wire between this process, `rank`, and a peer: shm, tcp or rdma, and the reason.
 
-    Both sides reach the same decision.
+    `address` is this process's own. Both sides reach the same decision.
 
     Raises:
         TransportError: The configured wire is unavailable, or the two processes differ in their
             configured wire, version or byte order.
     """
     # Messages say neither, and any release may change their headers.
-    if (theirs.version, theirs.byte_order) != (mine.version, mine.byte_order):
+    if (peer_address.version, peer_address.byte_order) != (address.version, address.byte_order):
         raise TransportError(
-            f"rank {peer} runs megatron_ext {theirs.version} ({theirs.byte_order} endian), rank "
-            f"{rank} {mine.version} ({mine.byte_order} endian); install one version on all hosts"
+            f"rank {peer} runs megatron_ext {peer_address.version} ({peer_address.byte_order} "
+            f"endian), rank {rank} {address.version} ({address.byte_order} endian); install one "
+            f"version on all hosts"
         )
-    if theirs.wire != mine.wire:
+    if peer_address.wire != address.wire:
         raise TransportError(
-            f"rank {peer} has the wire {theirs.wire}, rank {rank} {mine.wire}; give all ranks the "
-            f"same --pipeline-transport"
+            f"rank {peer} has the wire {peer_address.wire}, rank {rank} {address.wire}; give all "
+            f"ranks the same --pipeline-transport"
         )
-    no_memory = mine.why_no_memory_with(theirs)
+    no_memory = address.why_no_memory_with(peer_address)
     no_rdma = [
-        f"host {address.host} has no RDMA: {address.no_rdma}"
-        for address in (mine, theirs)
-        if address.no_rdma
+        f"host {end.host} has no RDMA: {end.no_rdma}"
+        for end in (address, peer_address)
+        if end.no_rdma
     ]
-    if mine.wire == "shm" and no_memory is not None:
+    if address.wire == "shm" and no_memory is not None:
         raise TransportError(
             f"rank {rank} shares no memory with rank {peer}: {no_memory}; take "
             f"--pipeline-transport auto"
         )
-    if mine.wire == "rdma" and no_rdma:
+    if address.wire == "rdma" and no_rdma:
         raise TransportError(
             f"rank {rank} cannot reach rank {peer} over RDMA: {'; '.join(no_rdma)}. Take "
             f"--pipeline-transport auto, or repair RDMA"
         )
     # Both ends check both addresses, so that neither waits for one that has raised.
     if no_memory is not None:
-        _require_reachable(rank, mine)
-        _require_reachable(peer, theirs)
-    if mine.wire != "auto":
-        return mine.wire, "as configured"
+        _require_reachable(rank, address)
+        _require_reachable(peer, peer_address)
+    if address.wire != "auto":
+        return address.wire, "as configured"
     if no_memory is None:
         return "shm", "they are on one host"
     return ("tcp", "; ".join(no_rdma)) if no_rdma else ("rdma", no_memory)

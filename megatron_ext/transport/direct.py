@@ -73,7 +73,7 @@ class _Peer:
 
 
 class DirectTransport:
-    """Carries tensors between devices of the processes of one host, and the rest another way.
+    """Carries tensors between devices of the processes of one host, and all others another way.
 
     Between these devices credits and decisions arrive on the host, which acts on them; all other
     messages arrive on the device. All calls come from one thread.
@@ -89,8 +89,8 @@ class DirectTransport:
             its computation, which is enough for a receiver that follows a table.
         peers: Global ranks of the peers whose devices this one reaches (`find_reach`), all over
             shared memory; None: all of `host`.
-        rest: For the other peers, closed with this transport: one over the same `host`, or a
-            `TorchTransport`.
+        indirect: Carries messages of all other peers, and is closed with this transport: one over
+            the same `host`, or a `TorchTransport`. None: there are no other peers.
     """
 
     def __init__(
@@ -102,23 +102,29 @@ class DirectTransport:
         timeout_s: float,
         reports_copies: bool = False,
         peers: Collection[int] | None = None,
-        rest: Transport | None = None,
+        indirect: Transport | None = None,
     ) -> None:
         self._host = host
         self._sharing = sharing
         self._timeout_s = timeout_s
-        self._rest = rest
-        # torch.distributed counts also the calls that it does not carry.
-        self._in_order = rest if isinstance(rest, TorchTransport) else None
-        # Otherwise the rest starts the steps of `host`, and closes it.
-        self._owns_host = rest is None or self._in_order is not None
+        self._indirect = indirect
+        # At most one of these two is there. The first counts also the calls that it does not carry,
+        # because its receives start in an order that all ranks share. The second starts the steps
+        # of `host`, and closes it.
+        self._over_torch: TorchTransport | None = None
+        self._over_host: Transport | None = None
+        if isinstance(indirect, TorchTransport):
+            self._over_torch = indirect
+        else:
+            self._over_host = indirect
         # A dynamic order chooses by what has arrived, so for it this thread sends one more message,
         # an empty one, once the tensor is in the buffer.
         self._copies = Afterwards("copies", self.abort) if reports_copies else None
         self._expected: dict[tuple[int, Message], Expected] = {}
-        # Received messages whose tensors may not be there; the empty messages have yet to come.
-        self._coming: list[tuple[int, Message]] = []
-        self._given_up = self._closed = False
+        # Source and name of received messages whose tensors may not be there: the empty messages
+        # that say so have yet to come.
+        self._incomplete: list[tuple[int, Message]] = []
+        self._is_aborted = self._is_closed = False
         self._peers = {
             peer: _Peer() for peer in host.stats().wires if peers is None or peer in peers
         }
@@ -127,43 +133,46 @@ class DirectTransport:
             if rank < peer:
                 _log.info("rank %d and rank %d: ipc (from device to device)", rank, peer)
         # For `close`, which may run at exit, where Python starts no threads any more.
-        self._last = Afterwards("last copies", self.abort)
+        self._final_copies = Afterwards("last copies", self.abort)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step. For device tensors the host receives buffer numbers, as bytes (uint8)."""
         if self._copies is not None:
-            self._copies.finish(self._timeout_s)  # their tags contain its number
-        if self._rest is not None:
-            # Before the notes: it starts the step of a host transport of both.
-            others = [item for item in expected if item.source not in self._peers]
-            self._rest.begin(others, slots)
-            expected = [item for item in expected if item.source in self._peers]
+            # In the step of their messages, whose tags contain its number.
+            self._copies.finish(self._timeout_s)
+        if self._indirect is not None:
+            # Before the notes: one over the same host starts the host's step.
+            self._indirect.begin(
+                [item for item in expected if item.source not in self._peers], slots
+            )
         notes: list[Expected] = []
+        self._expected = {}
         for item in expected:
             source, message = item.source, item.message
+            if source not in self._peers:
+                continue
             if message.for_host:
                 notes.append(item)
-            elif self._copies is None:
+                continue
+            self._expected[source, message] = item
+            if self._copies is None:
                 notes.append(Expected(source, message, None, torch.uint8))
             else:
                 notes.append(Expected(source, message.notice, None, torch.uint8))
                 notes.append(Expected(source, message, (0,), torch.uint8))
-        if self._owns_host:
+        if self._over_host is None:
             self._host.begin(notes, slots)
         else:
             self._host.expect(notes)
-        self._expected = {
-            (item.source, item.message): item for item in expected if not item.message.for_host
-        }
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Send a tensor. The device copies it once it has computed it."""
-        if self._rest is not None and target not in self._peers:
-            self._rest.isend(tensor, target, message)
+        if self._indirect is not None and target not in self._peers:
+            self._indirect.isend(tensor, target, message)
             return
         self._push(tensor, target, message)
-        if self._in_order is not None:
-            self._in_order.count_call()
+        if self._over_torch is not None:
+            self._over_torch.count_call()
 
     def _push(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         if self._copies is not None:
@@ -187,8 +196,9 @@ class DirectTransport:
             self._host.isend(text, target, message)
         else:
             self._host.isend(text, target, message.notice)
-            there = partial(self._host.isend, torch.empty(0, dtype=text.dtype), target, message)
-            self._copies.after(self._sharing.pushed(peer.lent[number]), there, None)
+            empty = torch.empty(0, dtype=text.dtype)
+            say_complete = partial(self._host.isend, empty, target, message)
+            self._copies.after(self._sharing.pushed(peer.lent[number]), say_complete, None)
         self._stats.messages += 1
         self._stats.bytes += tensor.nbytes
 
@@ -199,22 +209,26 @@ class DirectTransport:
             MessageMismatch: The tensor's shape or dtype is not the expected one.
             TransportError: The message did not arrive in time, the copy failed or the peer is gone.
         """
-        if self._rest is not None and source not in self._peers:
-            return self._rest.recv(source, message, timeout_s)
+        if self._indirect is not None and source not in self._peers:
+            return self._indirect.recv(source, message, timeout_s)
         tensor = self._pull(source, message, timeout_s)
-        if self._in_order is not None:
-            self._in_order.count_call()
+        if self._over_torch is not None:
+            self._over_torch.count_call()
         return tensor
 
     def _pull(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         if message.for_host:
             return self._host.recv(source, message, timeout_s)
-        text = self._host.recv(
-            source, message if self._copies is None else message.notice, timeout_s
-        )
-        if self._copies is not None:
-            self._coming.append((source, message))
-            self._coming = [name for name in self._coming if not self._host.drop(*name)]
+        if self._copies is None:
+            text = self._host.recv(source, message, timeout_s)
+        else:
+            text = self._host.recv(source, message.notice, timeout_s)
+            self._incomplete.append((source, message))
+            self._incomplete = [
+                (sender, name)
+                for sender, name in self._incomplete
+                if not self._host.drop(sender, name)
+            ]
         expected = self._expected.pop((source, message))
         content = text.numpy().tobytes()
         number, code, num_dims = _HEAD.unpack_from(content)
@@ -247,7 +261,8 @@ class DirectTransport:
         """Return the messages that arrived, in the sense of `reports_copies`."""
         if self._copies is not None:
             self._copies.check()
-        return (self._rest or self._host).poll(timeout_s)
+        # An indirect transport that can be polled is one over the same host, and reports for both.
+        return (self._indirect or self._host).poll(timeout_s)
 
     def wake(self) -> None:
         """End a `poll`."""
@@ -256,80 +271,85 @@ class DirectTransport:
     def flush(self, timeout_s: float) -> None:
         """Wait until all peers can receive their messages; devices order the reuse of buffers."""
         deadline_s = time.perf_counter() + timeout_s
-        if self._rest is not None:
-            self._rest.flush(timeout_s)
+        if self._indirect is not None:
+            self._indirect.flush(timeout_s)
         if self._copies is not None:
             self._copies.finish(max(0.0, deadline_s - time.perf_counter()))
-        while self._coming:
-            self._host.recv(*self._coming[0], max(0.0, deadline_s - time.perf_counter()))
-            self._coming.pop(0)
+        while self._incomplete:
+            source, message = self._incomplete[0]
+            self._host.recv(source, message, max(0.0, deadline_s - time.perf_counter()))
+            self._incomplete.pop(0)
         self._host.flush(max(0.0, deadline_s - time.perf_counter()))
 
     def abort(self, reason: str) -> None:
         """Abort for good. Peers may still read the buffers, which stay until this process exits."""
-        self._given_up = True
+        self._is_aborted = True
         self._host.abort(reason)
-        if self._rest is not None:
-            self._rest.abort(reason)
+        if self._indirect is not None:
+            self._indirect.abort(reason)
 
     def close(self) -> None:
-        """Release the memory, then close the transport of the rest."""
+        """Release the memory, then close the transport of the other peers."""
         self.release()
-        if self._rest is not None:
-            self._rest.close()
+        if self._indirect is not None:
+            self._indirect.close()
 
     def release(self) -> None:
         """Wait for peers to receive their messages, then free the memory that nobody uses.
 
         To be called at exit at the latest.
         """
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         if self._copies is not None and not self._copies.stop(_TAKEN_S):
             _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
         try:
             # Copies may wait for the device of a dead process: the driver frees the memory at exit.
-            if self._given_up:
-                self._last.stop(0.0)
+            if self._is_aborted:
+                self._final_copies.stop(0.0)
                 return
             self._await_peers(lambda peer: not peer.lent, _TAKEN_S)
-            self._last.after(self._sharing.copied(), lambda: None, None)
-            if not self._last.stop(_TAKEN_S):
+            self._final_copies.after(self._sharing.copied(), lambda: None, None)
+            if not self._final_copies.stop(_TAKEN_S):
                 _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
                 return
-            if self._last.error is not None:
-                return
-            for source, peer in self._peers.items():
-                for buffer in peer.mapped.values():
-                    self._sharing.unmap(buffer)
-                peer.mapped.clear()
-                with suppress(TransportError):
-                    self._host.note(source, _RELEASE.pack(_FAREWELL))
-            self._await_peers(lambda peer: peer.has_unmapped, _UNMAPPED_S)
-            for peer in self._peers.values():
-                # Others may still read; the driver frees their buffers at exit.
-                if peer.has_unmapped:
-                    for buffer in (*peer.free.values(), *peer.lent.values()):
-                        self._sharing.free(buffer)
+            if self._final_copies.error is None:
+                self._free_buffers()
         finally:
-            if self._owns_host:
+            if self._over_host is None:
                 self._host.close()
+
+    def _free_buffers(self) -> None:
+        """Unmap the buffers of all peers, and free those of this rank that no peer maps."""
+        for source, peer in self._peers.items():
+            for buffer in peer.mapped.values():
+                self._sharing.unmap(buffer)
+            peer.mapped.clear()
+            with suppress(TransportError):
+                self._host.note(source, _RELEASE.pack(_FAREWELL))
+        self._await_peers(lambda peer: peer.has_unmapped, _UNMAPPED_S)
+        for peer in self._peers.values():
+            # A peer that has not answered may still read; the driver frees its buffers at exit.
+            if peer.has_unmapped:
+                for buffer in (*peer.free.values(), *peer.lent.values()):
+                    self._sharing.free(buffer)
 
     def stats(self) -> Stats:
         """Return the totals since the transport was opened."""
-        found = replace(self._stats, waited_s=self._host.stats().waited_s)
-        if self._rest is None:
-            return found
-        rest = self._rest.stats()
-        wires = {**rest.wires, **found.wires}
-        if not self._owns_host:  # the rest has counted the notes and waits of both
-            return replace(rest, bytes=found.bytes + rest.bytes, wires=wires)
+        direct = replace(self._stats, waited_s=self._host.stats().waited_s)
+        if self._indirect is None:
+            return direct
+        indirect = self._indirect.stats()
+        num_bytes = direct.bytes + indirect.bytes
+        wires = {**indirect.wires, **direct.wires}
+        if self._over_host is not None:  # it has counted the notes and waits of both
+            return replace(indirect, bytes=num_bytes, wires=wires)
         return Stats(
-            found.messages + rest.messages,
-            found.bytes + rest.bytes,
-            found.waited_s + rest.waited_s,
-            wires,
+            messages=direct.messages + indirect.messages,
+            bytes=num_bytes,
+            waited_s=direct.waited_s + indirect.waited_s,
+            wires=wires,
         )
 
     def _lend(self, peer: _Peer, num_bytes: int) -> tuple[int, bytes]:
@@ -338,18 +358,20 @@ class DirectTransport:
         # the push would hold up messages that the peer's read waits for. So a peer has as many
         # buffers as it ever had messages in flight at once, which the schedule and the hosts'
         # run-ahead bound.
-        fitting = [n for n, buffer in peer.free.items() if buffer.num_bytes >= num_bytes]
-        fitting.sort(key=lambda n: peer.free[n].num_bytes)
-        number = next((n for n in fitting if self._sharing.is_read(peer.free[n])), None)
-        if number is not None:
-            peer.lent[number] = peer.free.pop(number)
-            return number, b""
+        longest_too_short = 0
+        for number in sorted(peer.free, key=lambda number: peer.free[number].num_bytes):
+            buffer = peer.free[number]
+            if buffer.num_bytes < num_bytes:
+                longest_too_short = buffer.num_bytes
+            elif self._sharing.is_read(buffer):
+                peer.lent[number] = peer.free.pop(number)
+                return number, b""
         # Messages that become longer and longer would leave a row of buffers too short for all
         # later ones: none is freed before the end, because a device that frees makes its host wait.
-        too_short = [b.num_bytes for b in peer.free.values() if b.num_bytes < num_bytes]
         number = len(peer.free) + len(peer.lent)
-        peer.lent[number] = self._sharing.make(max(num_bytes, 3 * max(too_short, default=0) // 2))
-        return number, peer.lent[number].handle
+        buffer = self._sharing.make(max(num_bytes, 3 * longest_too_short // 2))
+        peer.lent[number] = buffer
+        return number, buffer.handle
 
     def _take_back(self, source: int, timeout_s: float = 0.0) -> None:
         """Process the release notes of a peer. With a time-out, wait for the first one."""
@@ -361,7 +383,7 @@ class DirectTransport:
             else:
                 buffer = peer.free[number] = peer.lent.pop(number)
                 handle = note[_RELEASE.size :]
-                if handle and not self._closed:  # while closing, the peer may have exited
+                if handle and not self._is_closed:  # while closing, the peer may have exited
                     self._sharing.attach(buffer, handle)
             timeout_s = 0.0
 
@@ -374,16 +396,16 @@ class DirectTransport:
                 while not is_done(peer):
                     self._take_back(source, max(1e-3, deadline - time.monotonic()))
 
-    def _fail(self, what: str, error: RuntimeError) -> NoReturn:
+    def _fail(self, problem: str, error: RuntimeError) -> NoReturn:
         """Raise the cause of a failed copy: a peer's death if there was one, else the device."""
         try:
             find_lost_peer(self._host, _NOTICED_S)
         except PeerAborted as lost:
-            raise PeerAborted(f"{what} ({error}); {lost}", lost.reason) from error
+            raise PeerAborted(f"{problem} ({error}); {lost}", lost.reason) from error
         except TransportError as lost:
-            raise type(lost)(f"{what} ({error}); {lost}") from error
-        self.abort(f"{what}: {error}")
-        raise TransportError(f"{what}: {error}") from error
+            raise type(lost)(f"{problem} ({error}); {lost}") from error
+        self.abort(f"{problem}: {error}")
+        raise TransportError(f"{problem}: {error}") from error
 
 
 class Reach(NamedTuple):
@@ -416,36 +438,47 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
         peers: Global ranks of the peers; each of them names this one.
         make_sharing: Makes the memory sharing of this rank's device; may raise DeviceError.
     """
-    me, size = dist.get_rank(), dist.get_world_size()
+    me, world_size = dist.get_rank(), dist.get_world_size()
     # Drivers answer this only when one process maps memory of the other, and both must agree. So
     # each rank offers a small buffer, its peers on the same host map it, and all ranks exchange the
     # results before any transport is opened.
-    mine, sharing, buffer = Address.new("auto"), None, None
+    my_address = Address.new("auto")
+    sharing: Sharing | None = None
+    buffer: SharedBuffer | None = None
     try:
         require_native()  # carries the notes beside the memory
         sharing = make_sharing()
         buffer = sharing.make(1)
-        offer = _Offer(mine, sharing.name, buffer.handle, "")
+        my_offer = _Offer(my_address, sharing.name, buffer.handle, "")
     except (DeviceError, RuntimeError, TransportError) as error:
-        offer = _Offer(mine, "", b"", f"rank {me} cannot share memory of its device: {error}")
-    offers = [offer] * size
-    dist.all_gather_object(offers, offer)
-    found = {}
+        problem = f"rank {me} cannot share memory of its device: {error}"
+        my_offer = _Offer(my_address, "", b"", problem)
+    offers = [my_offer] * world_size
+    dist.all_gather_object(offers, my_offer)
+    my_reasons: dict[int, str] = {}
     for peer in peers:
-        theirs = offers[peer]
-        reason = mine.why_no_memory_with(theirs.address) or offer.problem or theirs.problem
+        offer = offers[peer]
+        reason = my_address.why_no_memory_with(offer.address) or my_offer.problem or offer.problem
         if not reason and sharing is not None:
-            try:
-                reason = sharing.why_unreachable(theirs.device) or ""
-                if not reason:
-                    sharing.unmap(sharing.open(theirs.handle))
-            except RuntimeError as error:
-                reason = f"memory of device {theirs.device} cannot be mapped: {error}"
+            reason = _why_not_mapped(sharing, offer)
         if reason:
-            found[peer] = reason
-    everybody = [found] * size
-    dist.all_gather_object(everybody, found)
+            my_reasons[peer] = reason
+    reasons_by_rank = [my_reasons] * world_size
+    dist.all_gather_object(reasons_by_rank, my_reasons)
     if sharing is not None and buffer is not None:
         sharing.free(buffer)  # its peers have unmapped it
-    theirs_of_me = {peer: everybody[peer][me] for peer in peers if me in everybody[peer]}
-    return Reach(sharing, theirs_of_me | found, not any(everybody))
+    reasons = {peer: reasons_by_rank[peer][me] for peer in peers if me in reasons_by_rank[peer]}
+    # Where both ends have a reason, this rank's says more about its own device.
+    reasons.update(my_reasons)
+    return Reach(sharing, reasons, not any(reasons_by_rank))
+
+
+def _why_not_mapped(sharing: Sharing, offer: _Offer) -> str:
+    """Map a peer's buffer for a moment; return why it cannot be mapped, or an empty text."""
+    try:
+        reason = sharing.why_unreachable(offer.device)
+        if reason is None:
+            sharing.unmap(sharing.open(offer.handle))
+    except RuntimeError as error:
+        return f"memory of device {offer.device} cannot be mapped: {error}"
+    return reason or ""

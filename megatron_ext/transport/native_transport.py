@@ -12,8 +12,8 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from megatron_ext.transport._C import Endpoint, Link, PeerReport
-    from megatron_ext.transport._C import Message as Arrived
+    from megatron_ext.transport._C import Message as NativeMessage
     from megatron_ext.transport.address import Wire
+    from megatron_ext.transport.rendezvous import Connection
 
 _log = logging.getLogger(__name__)
 
@@ -54,12 +55,16 @@ _TURN_S = 1.0
 # How long a wait spins before it sleeps, on a host with a CPU for each rank.
 _SPIN_S = 20e-6
 
-# A tag is, from the highest bit: kind 4, launched 1, header 1, part 3, slice 6, stage 11,
-# micro-batch 17, step 21.
+# The fields of a tag, from the highest bit: kind 4 bits, launched 1, header 1, then these. With the
+# step in the low bits, an OR makes the tag of any step of that of step 0.
 _KINDS: dict[MessageKind, int] = {"F": 0, "B": 1, "C": 2, "D": 3, "W": 4, "P": 5, "G": 6}
-_MAX_PARTS, _MAX_SLICES, _MAX_STAGES, _MAX_MICROBATCHES = 1 << 3, 1 << 6, 1 << 11, 1 << 17
+_PART_BITS = 3
+_SLICE_BITS = 6
+_STAGE_BITS = 11
+_MICROBATCH_BITS = 17
+_STEP_BITS = 21
 
-NUM_STEPS = 1 << 21
+NUM_STEPS = 1 << _STEP_BITS
 """Number of steps that tags distinguish; the low bits of a tag are the step modulo this."""
 
 NOTE = 15 << 60
@@ -77,22 +82,34 @@ class Tags(dict[Message, int]):
 
     def __missing__(self, message: Message) -> int:
         """Compute and store the tag of a message."""
-        if (
-            message.stage >= _MAX_STAGES
-            or message.microbatch >= _MAX_MICROBATCHES
-            or message.slice >= _MAX_SLICES
-            or message.part >= _MAX_PARTS
+        tag = _KINDS[message.kind]
+        for value, num_bits in (
+            (int(message.launched), 1),
+            (int(message.header), 1),
+            (message.part, _PART_BITS),
+            (message.slice, _SLICE_BITS),
+            (message.stage, _STAGE_BITS),
+            (message.microbatch, _MICROBATCH_BITS),
+            (0, _STEP_BITS),
         ):
-            raise TransportError(
-                f"{message} has no tag: a step has at most {_MAX_STAGES} stages, "
-                f"{_MAX_MICROBATCHES} micro-batches, {_MAX_SLICES} slices of each and {_MAX_PARTS} "
-                f"tensors for each of these"
-            )
-        # The step has the low bits, so that an OR makes the tag of any step of that of step 0.
-        high = (_KINDS[message.kind] << 1 | message.launched) << 1 | message.header
-        place = ((high << 3 | message.part) << 6 | message.slice) << 11 | message.stage
-        tag = self[message] = (place << 17 | message.microbatch) << 21
+            if value >= 1 << num_bits:
+                raise TransportError(
+                    f"{message} has no tag: a step has at most {1 << _STAGE_BITS} stages, "
+                    f"{1 << _MICROBATCH_BITS} micro-batches, {1 << _SLICE_BITS} slices of each and "
+                    f"{1 << _PART_BITS} tensors for each of these"
+                )
+            tag = tag << num_bits | value
+        self[message] = tag
         return tag
+
+
+class _RdmaPort(NamedTuple):
+    """Which RDMA port of this host a link takes."""
+
+    ip: str
+    """Its address; empty: any."""
+    rail: int
+    """The number of the device among those that are equally good."""
 
 
 class NativeTransport:
@@ -153,7 +170,7 @@ class NativeTransport:
         self._rank = rank
         self._slots = slots = min(slots, _MAX_SLOTS)
         native = require_native()
-        self._Arrived: type[Arrived] = native.Message
+        self._native_type: type[NativeMessage] = native.Message
         # Once this rank holds half of a peer's slots, the endpoint copies further messages: tensors
         # that a schedule keeps must never stop a sender.
         self._endpoint: Endpoint | None = native.Endpoint(rank, slots, slot_bytes, checksums)
@@ -169,6 +186,7 @@ class NativeTransport:
         self._expected: dict[tuple[int, int], Expected] = {}
         # Source and tag of arrivals that `poll` has yet to return, in order.
         self._unreported: dict[tuple[int, int], None] = {}
+        self._wake_name = (rank, WAKE)
         connections = connect_peers(
             store, rank, peers, run_id=run_id, timeout_s=connect_timeout_s, wire=wire, ip=ip
         )
@@ -177,48 +195,62 @@ class NativeTransport:
         self._for_device = for_device
         # Address and size in bytes of the buffers, and of the slots of all links.
         self._memory: list[tuple[int, int]] = []
-        num_over_tcp = for_device and sum(wire == "tcp" for wire in self._wires.values())
-        if num_over_tcp:  # fixed memory for what arrives over TCP, before a peer can send
+        num_over_tcp = list(self._wires.values()).count("tcp")
+        if for_device and num_over_tcp > 0:
+            # Fixed memory for what arrives over TCP, before a peer can send.
             self._memory.append(self._endpoint.add_buffers(num_over_tcp * ((slots + 1) // 2)))
+        rdma_port = _RdmaPort(ip or "", rail)
+        try:
+            self._link_peers(connections, connect_timeout_s, silence_s, rdma_port)
+        finally:
+            for connection in connections.values():
+                connection.socket.close()  # the links have duplicates
+        if spin_s is None:  # no rank may have to share a CPU with one that spins
+            num_local = ranks_per_node or 1 + list(self._wires.values()).count("shm")
+            spin_s = _SPIN_S if num_local <= len(os.sched_getaffinity(0)) else 0.0
+        self._endpoint.set_spin(spin_s)
+
+    def _link_peers(
+        self,
+        connections: Mapping[int, Connection],
+        connect_timeout_s: float,
+        silence_s: float,
+        rdma_port: _RdmaPort,
+    ) -> None:
+        """Make a link of each connection. Its peer does the same meanwhile."""
+        native, endpoint = require_native(), self._usable()
         links: dict[int, Link] = {}
         try:
             # All links are made before one is finished: both ends have to take part in that.
-            for peer, (via, _, socket) in connections.items():
-                if via == "shm":
-                    links[peer] = native.ShmLink(self._endpoint, peer, socket)
-                elif via == "tcp":
-                    links[peer] = native.TcpLink(self._endpoint, peer, socket, silence_s)
+            for peer, connection in connections.items():
+                if connection.wire == "shm":
+                    links[peer] = native.ShmLink(endpoint, peer, connection.socket)
+                elif connection.wire == "tcp":
+                    links[peer] = native.TcpLink(endpoint, peer, connection.socket, silence_s)
                 else:
                     links[peer] = native.RdmaLink(
-                        self._endpoint, peer, socket, ip or "", rail, silence_s
+                        endpoint, peer, connection.socket, rdma_port.ip, rdma_port.rail, silence_s
                     )
             for peer, link in sorted(links.items()):
                 if isinstance(link, native.ShmLink):
                     link.accept(connect_timeout_s)
                 elif isinstance(link, native.RdmaLink):
                     link.connect(connect_timeout_s)
-                    _log.info("rank %d and rank %d: %s", rank, peer, link.text)
+                    _log.info("rank %d and rank %d: %s", self._rank, peer, link.text)
                 if isinstance(link, (native.ShmLink, native.RdmaLink)):
                     self._memory += [link.slots, link.peer_slots]
-                self._endpoint.add(peer, link)
+                endpoint.add(peer, link)
         except TransportError as error:  # the peer may have failed first, such as for memory
             raise TransportError(
-                f"rank {rank} has no link to rank {peer} on host {self._hosts[peer]}: {error}"
+                f"rank {self._rank} has no link to rank {peer} on host {self._hosts[peer]}: {error}"
             ) from error
-        finally:
-            for connection in connections.values():
-                connection.socket.close()  # the links have duplicates of their own
-        if spin_s is None:  # no rank may have to share a CPU with one that spins
-            num_local = ranks_per_node or 1 + list(self._wires.values()).count("shm")
-            spin_s = _SPIN_S if num_local <= len(os.sched_getaffinity(0)) else 0.0
-        self._endpoint.set_spin(spin_s)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step. Messages of peers that are ahead may have arrived already."""
         self._usable()
         if self._expected:
-            left = next(iter(self._expected.values()))
-            raise TransportError(f"{left.message} of the previous step was never received")
+            missing = next(iter(self._expected.values()))
+            raise TransportError(f"{missing.message} of the previous step was never received")
         # Messages of two kinds may be under way.
         if 2 * slots > self._slots and not self._warned:
             self._warned = True
@@ -233,7 +265,8 @@ class NativeTransport:
     def expect(self, expected: Iterable[Expected]) -> None:
         """Announce further messages of the current step."""
         tags, step = self._tags, self._step
-        self._expected.update({(item.source, tags[item.message] | step): item for item in expected})
+        for item in expected:
+            self._expected[item.source, tags[item.message] | step] = item
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Send a CPU tensor. The bytes are copied at once, or as soon as the receiver has room."""
@@ -276,7 +309,7 @@ class NativeTransport:
 
     def reserve(
         self, target: int, message: Message, shape: torch.Size, dtype: torch.dtype
-    ) -> Arrived | None:
+    ) -> NativeMessage | None:
         """Return a message for a device to write, in memory from which it is sent uncopied.
 
         When it is complete, pass it to `publish`. If it never is, its memory is never used again.
@@ -297,7 +330,7 @@ class NativeTransport:
         except TransportError as error:
             raise self._unsent(target, message, error) from error
 
-    def publish(self, target: int, message: Message, reserved: Arrived) -> None:
+    def publish(self, target: int, message: Message, reserved: NativeMessage) -> None:
         """Send what `reserve` returned.
 
         Raises:
@@ -331,12 +364,12 @@ class NativeTransport:
                 f"{message} cannot be received from rank {source}: {error}"
             ) from error
         if arrived is None:
-            what = f"{message} did not come from rank {source}: {self._waited(endpoint)}"
-            raise self._failure(what, source, message, timeout_s)
+            problem = f"{message} did not come from rank {source}: {self._waited(endpoint)}"
+            raise self._failure(problem, source, message, timeout_s)
         self._expected.pop(name, None)  # absent if another thread has aborted
         if self._unreported:
             self._unreported.pop(name, None)
-        if type(arrived) is self._Arrived:
+        if type(arrived) is self._native_type:
             tensor = tensor_on(arrived)
             fits = tensor.dtype == dtype and shape in (None, tensor.shape)
         else:  # a DLPack capsule of the requested dtype
@@ -361,30 +394,37 @@ class NativeTransport:
     def poll(self, timeout_s: float) -> Sequence[Message]:
         """Return the messages that arrived since the last call; sleep until one arrives."""
         endpoint = self._usable()
-        begin = time.perf_counter()
+        begin_s = time.perf_counter()
         while True:
-            # One lookup each: another thread's abort() clears `_expected`.
-            found = (self._expected.get(name) for name in self._unreported)
-            messages = [item.message for item in found if item is not None]
+            messages: list[Message] = []
+            # What this step does not expect belongs to the next step of a peer that is ahead.
+            of_next_step: dict[tuple[int, int], None] = {}
+            for name in self._unreported:
+                # One lookup for each: another thread's abort() clears `_expected`.
+                item = self._expected.get(name)
+                if item is None:
+                    of_next_step[name] = None
+                else:
+                    messages.append(item.message)
+            self._unreported = of_next_step
             if messages:
-                # The others belong to the next step of a peer that is ahead.
-                self._unreported = {n: None for n in self._unreported if n not in self._expected}
-                break
-            left_s = max(0.0, begin + timeout_s - time.perf_counter())
+                return messages
+            remaining_s = max(0.0, begin_s + timeout_s - time.perf_counter())
             # In turns: one peer of several that closes does not end the core's wait.
-            arrivals = endpoint.arrivals(min(left_s, _TURN_S))
+            arrivals = endpoint.arrivals(min(remaining_s, _TURN_S))
             self._unreported.update(dict.fromkeys(arrivals))
-            if self._unreported.pop((self._rank, WAKE), self) is None:
+            if self._wake_name in self._unreported:
+                del self._unreported[self._wake_name]
                 while endpoint.take(self._rank, WAKE, 0.0) is not None:
                     pass  # one end of a sleep is enough for all calls of `wake`
-                timeout_s = 0.0
-            if not arrivals:
-                if not timeout_s:
-                    break  # only calls that wait check whether anything can arrive
-                self._require_peers(begin)
-                if time.perf_counter() - begin >= timeout_s:
-                    break
-        return messages
+                timeout_s = 0.0  # looks once more, and does not sleep again
+            if arrivals:
+                continue
+            if timeout_s == 0.0:
+                return []  # only calls that wait check whether anything can arrive
+            self._require_peers(begin_s)
+            if time.perf_counter() - begin_s >= timeout_s:
+                return []
 
     def wake(self) -> None:
         """End a `poll`; any thread may call it. A message to oneself rings the endpoint's bell."""
@@ -408,8 +448,8 @@ class NativeTransport:
         endpoint = self._usable()
         arrived = endpoint.take(source, NOTE, timeout_s)
         if arrived is None and timeout_s > 0:
-            what = f"rank {source} did not answer: {self._waited(endpoint)}"
-            raise self._failure(what, source, None, timeout_s)
+            problem = f"rank {source} did not answer: {self._waited(endpoint)}"
+            raise self._failure(problem, source, None, timeout_s)
         return None if arrived is None else bytes(memoryview(arrived))  # type: ignore[arg-type]
 
     def flush(self, timeout_s: float) -> None:
@@ -420,8 +460,8 @@ class NativeTransport:
             target = next((peer.rank for peer in peers if peer.num_queued), None)
             if target is None:
                 return  # the last message left between the time-out and this check
-            what = f"rank {target} did not receive what was sent to it: {self._waited(endpoint)}"
-            raise self._failure(what, target, None, timeout_s)
+            problem = f"rank {target} did not receive what was sent to it: "
+            raise self._failure(problem + self._waited(endpoint), target, None, timeout_s)
 
     def abort(self, reason: str) -> None:
         """Abort for good: the waits of peers end with an error at once, and so do later calls."""
@@ -466,23 +506,23 @@ class NativeTransport:
     def _waited(endpoint: Endpoint) -> str:
         return f"waited {endpoint.counts().last_wait_s:.1f} s"
 
-    def _require_peers(self, begin: float) -> None:
+    def _require_peers(self, begin_s: float) -> None:
         """Raise the peers' fate if no message can arrive any more, or not all of this step."""
         reports = self._usable().peers()
-        waited_s = time.perf_counter() - begin
-        what = f"no message can arrive: waited {waited_s:.1f} s"
+        waited_s = time.perf_counter() - begin_s
+        problem = f"no message can arrive: waited {waited_s:.1f} s"
         if any(report.state in ("died", "aborted") for report in reports):
-            raise self._failure(what, self._rank, None, 0.0)
+            raise self._failure(problem, self._rank, None, 0.0)
         if reports and all(report.state == "closed" for report in reports):
-            raise PeerClosed(f"{what}; all peers closed their transports")
+            raise PeerClosed(f"{problem}; all peers closed their transports")
         expected = Counter(source for source, _ in list(self._expected))
         for report in reports:
             if report.state == "closed" and report.num_arrived < expected[report.rank]:
-                what = f"a message of rank {report.rank} cannot arrive: waited {waited_s:.1f} s"
-                raise self._failure(what, report.rank, None, 0.0)
+                problem = f"a message of rank {report.rank} cannot arrive: waited {waited_s:.1f} s"
+                raise self._failure(problem, report.rank, None, 0.0)
 
     def _failure(
-        self, what: str, peer: int, message: Message | None, cause: float | TransportError
+        self, problem: str, peer: int, message: Message | None, cause: float | TransportError
     ) -> TransportError:
         """Return the exception of a failed call.
 
@@ -491,7 +531,7 @@ class NativeTransport:
         counts: the time-out in seconds, or the core's error.
         """
         if message is not None:
-            what = f"{what} (tag {self._tags[message] | self._step:#x})"
+            problem = f"{problem} (tag {self._tags[message] | self._step:#x})"
 
         def place(report: PeerReport) -> str:
             return f"rank {report.rank} on host {self._hosts[report.rank]} (wire {report.wire})"
@@ -500,24 +540,24 @@ class NativeTransport:
         reports = sorted(self._usable().peers(), key=lambda report: report.rank != peer)
         for report in reports:
             if report.state == "aborted":
-                text = f"{what}; {place(report)} gave up: {report.reason}"
+                text = f"{problem}; {place(report)} gave up: {report.reason}"
                 return PeerAborted(text, report.reason)
         for report in reports:
             why = f" ({report.reason})" if report.reason else ""
             if report.state == "died":
-                return PeerDied(f"{what}; {place(report)} died{why}")
+                return PeerDied(f"{problem}; {place(report)} died{why}")
             if report.state == "closed" and report.rank == peer:
-                return PeerClosed(f"{what}; {place(report)} closed its transport")
+                return PeerClosed(f"{problem}; {place(report)} closed its transport")
         if isinstance(cause, TransportError):
-            return TransportError(f"{what}: {cause}")
+            return TransportError(f"{problem}: {cause}")
         links = "; ".join(
             f"{place(report)} is {report.state}: {report.num_arrived} messages arrived but not "
             f"received, {report.num_held} of {self._slots} slots in use, {report.num_queued} "
             f"messages queued for it"
             for report in reports
         )
-        return TransportTimeout(f"{what} of {cause:g} s; {links or 'there are no peers'}")
+        return TransportTimeout(f"{problem} of {cause:g} s; {links or 'there are no peers'}")
 
     def _unsent(self, target: int, message: Message, error: TransportError) -> TransportError:
-        what = f"{message} cannot be sent to rank {target}"
-        return self._failure(what, target, message, error)
+        problem = f"{message} cannot be sent to rank {target}"
+        return self._failure(problem, target, message, error)

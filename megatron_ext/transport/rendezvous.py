@@ -13,8 +13,8 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,9 +39,8 @@ _BACKLOG = 128
 HELLO_BYTES = 1024
 HELLO_S = 5.0
 """How long a connection may take to send its hello."""
-# Anybody on the network can connect, also a scanner of ports.
-# Connections without a hello that are kept, besides one for each peer. Beyond that a new one
-# replaces the oldest.
+# Anybody on the network can connect, also a scanner of ports. So many connections without a hello
+# are kept, besides one for each peer.
 _MAX_STRANGERS = 64
 
 
@@ -55,75 +54,112 @@ class Connection(NamedTuple):
     socket: socket.socket
 
 
-def _hellos(
-    rank: int, listeners: Sequence[socket.socket], max_visits: int, deadline: float
-) -> Generator[tuple[socket.socket, bytes], None, None]:
-    """Yield connections, each with its first line, until a deadline (time.monotonic)."""
-    # All are read concurrently: a client that sends nothing, or one byte at a time, delays nobody
-    # but itself. By connection the line so far and its deadline, in the order of deadlines.
-    visits: dict[socket.socket, tuple[bytes, float]] = {}
+class _Visit(NamedTuple):
+    """A connection that has yet to say its hello."""
 
-    def leave(link: socket.socket) -> None:
-        selector.unregister(link)
-        del visits[link]
+    text: bytes
+    """What it has sent so far."""
+    deadline: float
+    """Until when the rest may come (time.monotonic)."""
 
-    def refuse(link: socket.socket, why: str) -> None:
-        _log.warning("rank %d refused a connection: %s", rank, why)
-        leave(link)
+
+class _Reception:
+    """Accepts connections and reads the first line of each, in a `with` block.
+
+    All are read concurrently: a client that sends nothing, or one byte at a time, delays nobody but
+    itself. At most `max_visits` without a hello are kept: another one replaces the oldest.
+    """
+
+    def __init__(self, rank: int, listeners: Sequence[socket.socket], max_visits: int) -> None:
+        self._rank = rank
+        self._listeners = listeners
+        self._max_visits = max_visits
+        # In the order of deadlines, as each is given the same time.
+        self._visits: dict[socket.socket, _Visit] = {}
+        self._selector = selectors.DefaultSelector()
+        for listener in listeners:
+            self._selector.register(listener, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Reception:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+        for link in self._visits:
+            link.close()
+
+    def hellos(self, deadline: float) -> Iterator[tuple[socket.socket, bytes]]:
+        """Yield connections, each with its first line, until a deadline (time.monotonic)."""
+        while (now := time.monotonic()) < deadline:
+            self._refuse_late(now)
+            next_deadline = min([deadline, *(visit.deadline for visit in self._visits.values())])
+            for key, _ in self._selector.select(next_deadline - now):
+                link: socket.socket = key.fileobj  # type: ignore[assignment]
+                if link in self._listeners:
+                    self._accept(link)
+                elif link in self._visits:  # else it was refused since the select
+                    hello = self._read(link)
+                    if hello is not None:
+                        yield link, hello
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # the client has closed the connection
+            visitor, _ = listener.accept()
+            if len(self._visits) >= self._max_visits:
+                oldest = next(iter(self._visits))
+                self._refuse(oldest, "too many others wait to send a hello")
+            visitor.setblocking(False)
+            self._visits[visitor] = _Visit(b"", time.monotonic() + HELLO_S)
+            self._selector.register(visitor, selectors.EVENT_READ)
+
+    def _read(self, link: socket.socket) -> bytes | None:
+        """Read once; return the whole line when it is there, and leave the connection to it."""
+        text, deadline = self._visits[link]
+        try:
+            part = link.recv(HELLO_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self._refuse(link, str(error))
+            return None
+        text += part
+        self._visits[link] = _Visit(text, deadline)
+        if not part or len(text) > HELLO_BYTES:
+            self._refuse(link, "it sent no valid hello")
+        elif text.endswith(b"\n"):
+            self._forget(link)
+            return text
+        return None
+
+    def _refuse_late(self, now: float) -> None:
+        late = [link for link, visit in self._visits.items() if visit.deadline <= now]
+        for link in late:
+            self._refuse(link, f"it sent no hello within {HELLO_S:g} s")
+
+    def _refuse(self, link: socket.socket, reason: str) -> None:
+        _log.warning("rank %d refused a connection: %s", self._rank, reason)
+        self._forget(link)
         link.close()
 
-    with selectors.DefaultSelector() as selector:
-        for listener in listeners:
-            selector.register(listener, selectors.EVENT_READ)
-        try:
-            while (now := time.monotonic()) < deadline:
-                for link in [link for link, (_, until) in visits.items() if until <= now]:
-                    refuse(link, f"it sent no hello within {HELLO_S:g} s")
-                first = min([deadline, *(until for _, until in visits.values())])
-                for key, _ in selector.select(first - now):
-                    link = key.fileobj  # type: ignore[assignment]
-                    if link in listeners:
-                        with suppress(OSError):  # the client has closed the connection
-                            visitor, _ = link.accept()
-                            if len(visits) >= max_visits:
-                                refuse(next(iter(visits)), "too many others wait to send a hello")
-                            visitor.setblocking(False)
-                            visits[visitor] = b"", time.monotonic() + HELLO_S
-                            selector.register(visitor, selectors.EVENT_READ)
-                    elif link in visits:  # else refused since the select
-                        text, until = visits[link]
-                        try:
-                            part = link.recv(HELLO_BYTES)
-                        except BlockingIOError:
-                            continue
-                        except OSError as error:
-                            refuse(link, str(error))
-                            continue
-                        text += part
-                        visits[link] = text, until
-                        if not part or len(text) > HELLO_BYTES:
-                            refuse(link, "it sent no valid hello")
-                        elif text.endswith(b"\n"):
-                            leave(link)
-                            yield link, text
-        finally:
-            for link in visits:
-                link.close()
+    def _forget(self, link: socket.socket) -> None:
+        self._selector.unregister(link)
+        del self._visits[link]
 
 
 class _Rendezvous:
     """One process's part in connecting to its peers."""
 
     def __init__(
-        self, store: Store, rank: int, run_id: str, timeout_s: float, mine: Address
+        self, store: Store, rank: int, run_id: str, timeout_s: float, my_address: Address
     ) -> None:
         self._store = store
         self._rank = rank
         self._prefix = f"mext/{run_id}/addr/"
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
-        self._mine = mine
-        self._known: dict[int, Address] = {}
+        self._my_address = my_address
+        # By global rank, what each peer published last.
+        self._peer_addresses: dict[int, Address] = {}
 
     def run(self, peers: Iterable[int], ip: str | None) -> dict[int, Connection]:
         """Connect to all peers. The lower rank of each pair is the client."""
@@ -131,54 +167,46 @@ class _Rendezvous:
         lower = {peer for peer in peers if peer < self._rank}
         with ExitStack() as open_until_done:
             listeners = self._listen(open_until_done, len(lower), ip)
-            self._store.set(f"{self._prefix}{self._rank}", json.dumps(asdict(self._mine)))
-            made: dict[int, Connection] = {}
+            self._store.set(f"{self._prefix}{self._rank}", json.dumps(asdict(self._my_address)))
+            connections: dict[int, Connection] = {}
             try:
                 for peer in sorted(lower):  # both sides of an impossible pair raise
-                    choose_wire(self._rank, self._mine, peer, self._address(peer))
+                    choose_wire(self._rank, self._my_address, peer, self._address(peer))
+                # Answers are read last: no rank waits for those above it before it answers those
+                # below.
                 for peer in higher:
-                    while True:
-                        try:
-                            made[peer] = self._call(peer)
-                            break
-                        # With a fresh address: the last one may be an earlier run's. The other
-                        # error: the peer's backlog is full.
-                        except (ConnectionError, BlockingIOError):
-                            time.sleep(_RETRY_S)
-                max_visits = len(lower) + _MAX_STRANGERS
-                with closing(_hellos(self._rank, listeners, max_visits, self._deadline)) as hellos:
-                    while lower:
-                        link, text = next(hellos, (None, b""))
-                        if link is None:
-                            raise self._timed_out(f"rank {min(lower)} to connect")
-                        self._answer(link, text, lower, made)
+                    connections[peer] = self._call_until_heard(peer)
+                self._answer_all(listeners, lower, connections)
                 for peer in higher:
-                    made[peer] = self._answered(peer, made[peer])
+                    connections[peer] = self._answered(peer, connections[peer])
             except BaseException as error:
-                for connection in made.values():
+                for connection in connections.values():
                     connection.socket.close()
-                if isinstance(error, TransportError) and self._known:
-                    self._give_up(str(error), made)  # before peers find the listeners closed
+                if isinstance(error, TransportError) and self._peer_addresses:
+                    # Before peers find the listeners closed.
+                    self._give_up(str(error), connections)
                 raise
-            return made
+            return connections
 
-    def _give_up(self, reason: str, made: Mapping[int, Connection]) -> None:
+    def _give_up(self, reason: str, connections: Mapping[int, Connection]) -> None:
         """Publish the reason for all known peers, and wake those that this rank connected to."""
-        note = {"reason": reason, "to": [address.secret for address in self._known.values()]}
+        secrets_of_peers = [address.secret for address in self._peer_addresses.values()]
+        note = {"reason": reason, "to": secrets_of_peers}
         self._store.set(f"{self._prefix}{self._rank}", _GAVE_UP.decode() + json.dumps(note))
-        for peer in made.keys() - range(self._rank):
+        for peer in connections.keys() - range(self._rank):
+            wire, address = connections[peer].wire, self._peer_addresses[peer]
             with suppress(OSError, TransportError):  # the peer has ended too
                 ring = f"{self._rank} gave up\n"
-                self._connected(made[peer].wire, peer, self._known[peer], _RING_S, ring).close()
+                self._connected(wire, peer, address, _RING_S, ring).close()
 
     def _listen(self, stack: ExitStack, num_lower: int, ip: str | None) -> list[socket.socket]:
         # In the abstract namespace, with a random name: it leaves no file behind.
         unix = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        unix.bind(f"\0{self._mine.name}")
+        unix.bind(f"\0{self._my_address.name}")
         unix.listen(num_lower + _BACKLOG)
         unix.setblocking(False)
         listeners = [unix]
-        if self._mine.wire != "shm":
+        if self._my_address.wire != "shm":
             ip = ip or "127.0.0.1"
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
             tcp = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
@@ -186,12 +214,13 @@ class _Rendezvous:
                 tcp.bind((ip, 0))  # on one address only, and a port that the kernel chooses
             except OSError as error:
                 raise TransportError(
-                    f"rank {self._rank} cannot listen on {ip} of host {self._mine.host}: {error}; "
+                    f"rank {self._rank} cannot listen on {ip} of host {self._my_address.host}: "
+                    f"{error}; "
                     f"name the addresses of the hosts with --node-ips"
                 ) from error
             tcp.listen(num_lower + _BACKLOG)
             tcp.setblocking(False)
-            self._mine = replace(self._mine, ip=ip, port=tcp.getsockname()[1])
+            self._my_address = replace(self._my_address, ip=ip, port=tcp.getsockname()[1])
             listeners.append(tcp)
         return listeners
 
@@ -199,7 +228,7 @@ class _Rendezvous:
         try:
             while (text := self._store.get(f"{self._prefix}{peer}")).startswith(_GAVE_UP):
                 note = json.loads(text.removeprefix(_GAVE_UP))
-                if self._mine.secret in note["to"]:
+                if self._my_address.secret in note["to"]:
                     raise TransportError(f"rank {peer} gave up connecting: {note['reason']}")
                 self._left_s(f"rank {peer} to listen")  # a notice of an earlier run
                 time.sleep(_RETRY_S)
@@ -208,13 +237,24 @@ class _Rendezvous:
                 f"rank {peer} did not publish an address for rank {self._rank}: {error}"
             ) from error
         try:
-            self._known[peer] = address = Address(**json.loads(text))
+            address = Address(**json.loads(text))
         except (TypeError, ValueError) as error:
             raise TransportError(
                 f"the address of rank {peer} cannot be read ({error}); install the same "
                 f"megatron_ext for all ranks"
             ) from error
+        self._peer_addresses[peer] = address
         return address
+
+    def _call_until_heard(self, peer: int) -> Connection:
+        """Connect to a peer, as often as it takes.
+
+        Each attempt takes a fresh address: the last one may be an earlier run's.
+        """
+        while True:
+            with suppress(ConnectionError, BlockingIOError):  # the latter: its backlog is full
+                return self._call(peer)
+            time.sleep(_RETRY_S)
 
     def _call(self, peer: int) -> Connection:
         """Connect and send the hello.
@@ -223,7 +263,7 @@ class _Rendezvous:
             ConnectionError, BlockingIOError: The peer does not listen, or not yet.
         """
         address = self._address(peer)
-        wire, why = choose_wire(self._rank, self._mine, peer, address)
+        wire, reason = choose_wire(self._rank, self._my_address, peer, address)
         left_s = self._left_s(f"rank {peer} to listen")
         try:
             link = self._connected(wire, peer, address, left_s, self._hello(address))
@@ -231,18 +271,19 @@ class _Rendezvous:
             raise
         except OSError as error:  # such as a time-out or a missing route
             raise TransportError(
-                f"rank {self._rank} on host {self._mine.host} cannot connect to rank {peer} on "
-                f"host {address.host} ({wire}, {address.ip or 'unix socket'}): {error}"
+                f"rank {self._rank} on host {self._my_address.host} cannot connect to rank {peer} "
+                f"on host {address.host} ({wire}, {address.ip or 'unix socket'}): {error}"
             ) from error
         # A line where there is something better, which the reason names.
-        level = logging.INFO if (self._mine.wire, wire) == ("auto", "tcp") else logging.DEBUG
-        _log.log(level, "rank %d and rank %d: %s (%s)", self._rank, peer, wire, why)
+        is_second_best = self._my_address.wire == "auto" and wire == "tcp"
+        level = logging.INFO if is_second_best else logging.DEBUG
+        _log.log(level, "rank %d and rank %d: %s (%s)", self._rank, peer, wire, reason)
         return Connection(wire, address.host, link)
 
     # The secrets of both sides as published: so processes of two jobs never connect to each other,
     # and neither do those of a job and of an earlier run under the same run id.
     def _hello(self, address: Address) -> str:
-        return f"{self._rank} {address.secret} {self._mine.secret}\n"
+        return f"{self._rank} {address.secret} {self._my_address.secret}\n"
 
     def _connected(
         self, wire: str, peer: int, address: Address, left_s: float, hello: str
@@ -251,7 +292,7 @@ class _Rendezvous:
             link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         else:
             link = socket.create_connection(
-                (address.ip, address.port), left_s, source_address=(self._mine.ip, 0)
+                (address.ip, address.port), left_s, source_address=(self._my_address.ip, 0)
             )
         try:
             link.settimeout(left_s)
@@ -264,26 +305,41 @@ class _Rendezvous:
             raise
         return link
 
+    def _answer_all(
+        self,
+        listeners: Sequence[socket.socket],
+        lower: set[int],
+        connections: dict[int, Connection],
+    ) -> None:
+        """Wait for the calls of all lower ranks, and add their connections."""
+        with _Reception(self._rank, listeners, len(lower) + _MAX_STRANGERS) as reception:
+            hellos = reception.hellos(self._deadline)
+            while lower:
+                link, hello = next(hellos, (None, b""))
+                if link is None:
+                    raise self._timed_out(f"rank {min(lower)} to connect")
+                self._answer(link, hello, lower, connections)
+
     def _answer(
-        self, link: socket.socket, hello: bytes, lower: set[int], made: dict[int, Connection]
+        self, link: socket.socket, hello: bytes, lower: set[int], connections: dict[int, Connection]
     ) -> None:
         """Authenticate one connection; reject it if it is not a peer's."""
         try:
             self._require_same_user(link, "a process")
-            rank, _, sent = hello.rstrip(b"\n").partition(b" ")
+            rank, _, peer_secrets = hello.rstrip(b"\n").partition(b" ")
             peer = int(rank) if rank.isdigit() else -1
             if peer not in lower:
                 raise TransportError("it does not know the secrets of this run")
             address = self._address(peer)
             # Up to here the input is only compared, never interpreted: anybody can connect.
-            known = f"{self._mine.secret} {address.secret}".encode()
-            if not secrets.compare_digest(sent, known):
+            published_secrets = f"{self._my_address.secret} {address.secret}".encode()
+            if not secrets.compare_digest(peer_secrets, published_secrets):
                 raise TransportError("it does not know the secrets of this run")
-            wire, _ = choose_wire(self._rank, self._mine, peer, address)
+            wire, _ = choose_wire(self._rank, self._my_address, peer, address)
             if (wire == "shm") != (link.family == socket.AF_UNIX):
                 raise TransportError(f"rank {peer} did not connect over the wire {wire}")
             link.settimeout(self._left_s(f"rank {peer} to hear the answer"))
-            link.sendall(self._mine.secret.encode())
+            link.sendall(self._my_address.secret.encode())
         except (TransportError, OSError, ValueError) as error:
             _log.warning("rank %d refused a connection: %s", self._rank, error)
             link.close()
@@ -291,7 +347,7 @@ class _Rendezvous:
                 self._address(peer)
             return
         lower.remove(peer)
-        made[peer] = Connection(wire, address.host, link)
+        connections[peer] = Connection(wire, address.host, link)
 
     def _answered(self, peer: int, call: Connection) -> Connection:
         """Return a connection over which the peer has sent its secret."""
@@ -339,13 +395,14 @@ class _Rendezvous:
             unless_answered.pop_all()
         return True
 
-    def _require_same_user(self, link: socket.socket, who: str) -> None:
+    def _require_same_user(self, link: socket.socket, process: str) -> None:
+        """Refuse a connection to a process of another user, which the error names as `process`."""
         user = user_of_peer(link)
         if user == NOBODY:
-            raise TransportError(f"{who} has ended")
+            raise TransportError(f"{process} has ended")
         if user is not None and user != os.getuid():
             raise TransportError(
-                f"{who} belongs to user {user}, rank {self._rank} to {os.getuid()}; start all "
+                f"{process} belongs to user {user}, rank {self._rank} to {os.getuid()}; start all "
                 f"ranks as one user"
             )
 
@@ -357,7 +414,7 @@ class _Rendezvous:
 
     def _timed_out(self, waiting_for: str) -> TransportError:
         return TransportError(
-            f"rank {self._rank} on host {self._mine.host} waited {self._timeout_s:g} s for "
+            f"rank {self._rank} on host {self._my_address.host} waited {self._timeout_s:g} s for "
             f"{waiting_for}"
         )
 
@@ -380,7 +437,8 @@ def connect_peers(
     Raises:
         TransportError: A peer does not appear, or the wire is unavailable; names peer and reason.
     """
-    mine = Address.new(wire)
+    address = Address.new(wire)
     if wire in ("auto", "rdma"):
-        mine = replace(mine, no_rdma=probe_rdma(ip).why_not)
-    return _Rendezvous(store, rank, run_id, timeout_s, mine).run(frozenset(peers) - {rank}, ip)
+        address = replace(address, no_rdma=probe_rdma(ip).why_not)
+    rendezvous = _Rendezvous(store, rank, run_id, timeout_s, address)
+    return rendezvous.run(frozenset(peers) - {rank}, ip)

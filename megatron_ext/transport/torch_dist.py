@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from operator import itemgetter
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -84,13 +84,15 @@ class TorchTransport:
         # communicator one after the other, so each direction of each pair has one of its own.
         if not self._matches_tags:
             self._groups.update(groups_of_ranks(pairs, timeout_s))
-            for (source, target), made in sorted(self._groups.items(), key=itemgetter(0)):
-                # The first use of a group creates its communicator and waits for the peer.
+            # In one order on all ranks: the first use of a group creates its communicator and waits
+            # for the peer.
+            for source, target in sorted(pairs):
+                group = self._groups[source, target]
                 probe = torch.zeros(1, device=device)
                 if source == self._me:
-                    dist.send(probe, target, made)
+                    dist.send(probe, target, group)
                 else:
-                    dist.recv(probe, source, made)
+                    dist.recv(probe, source, group)
         # Receives of this step that have not started.
         self._waiting: deque[Expected] = deque()
         # Receives in progress, by source and message.
@@ -112,8 +114,9 @@ class TorchTransport:
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step and the receives that are due before its first call."""
         if self._posted or self._waiting:
-            left = [*self._posted, *((item.source, item.message) for item in self._waiting)]
-            raise TransportError(f"{left[0][1]} of the previous step was never received")
+            missing = [message for _, message in self._posted]
+            missing += [item.message for item in self._waiting]
+            raise TransportError(f"{missing[0]} of the previous step was never received")
         self._slots = max(slots, 1)
         self._step += 1
         self._calls = 0
@@ -148,9 +151,12 @@ class TorchTransport:
             sent.popleft()
         # Beyond the limit wait for the oldest, to bound their memory: two directions of data flow,
         # all tensors of a message, and their headers.
-        limit = 2 * self._slots * self._parts * (2 if self._shapes_travel else 1)
+        limit = 2 * self._slots * self._parts
+        if self._shapes_travel:
+            limit *= 2
         while len(sent) > limit:
-            self._wait(sent.popleft()[0], target, None, None)
+            work, _ = sent.popleft()
+            self._wait(work, target, None, None)
         self.count_call()
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
@@ -182,7 +188,8 @@ class TorchTransport:
         """Wait until all sends have completed."""
         for target, sent in self._sent.items():
             while sent:
-                self._wait(sent.popleft()[0], target, None, timeout_s)
+                work, _ = sent.popleft()
+                self._wait(work, target, None, timeout_s)
 
     def abort(self, reason: str) -> None:
         """Drop all operations. Peers learn the reason when this process exits, or time out."""
@@ -280,11 +287,11 @@ class TorchTransport:
             else:
                 work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            what = f"rank {peer} did not receive what rank {self._me} sent"
+            problem = f"rank {peer} did not receive what rank {self._me} sent"
             if message is not None:
-                what = f"{message} did not come from rank {peer}"
+                problem = f"{message} did not come from rank {peer}"
             raise TransportError(
-                f"{what}: waited {time.perf_counter() - begin:.1f} s of {timeout_s:g} s; "
+                f"{problem}: waited {time.perf_counter() - begin:.1f} s of {timeout_s:g} s; "
                 f"{_reason(peer, error)}"
             ) from error
         if message is not None:
@@ -302,15 +309,15 @@ def groups_of_ranks(
     # All ranks create all groups. Otherwise torch names a group by the number of groups that the
     # calling rank is in. Ranks of one pipeline differ in that (embedding groups, for example), so
     # two ranks on their own would wait for each other under different names, forever.
-    mine = sorted(set(sets))
-    everybody: list[list[_Members]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everybody, mine)
+    sets_of_rank = sorted(set(sets))
+    sets_by_rank: list[list[_Members]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(sets_by_rank, sets_of_rank)
     groups = {}
     timeout = timedelta(seconds=timeout_s)
-    for members in sorted({members for theirs in everybody for members in theirs}):
+    for members in sorted(set(chain.from_iterable(sets_by_rank))):
         # Any: to the types of torch 2.15 a rank may be outside of it.
         group: Any = dist.new_group(sorted(members), timeout=timeout, backend=backend)
-        if members in mine:
+        if members in sets_of_rank:
             groups[members] = group
     return groups
 

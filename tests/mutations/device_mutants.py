@@ -123,7 +123,7 @@ DEVICE_MUTANTS = (
     Mutant(
         "what arrives over TCP is not where the device knows memory",
         "megatron_ext.transport.native_transport",
-        "        if num_over_tcp:",
+        "        if for_device and num_over_tcp > 0:",
         "        if False:",
         (f"{_MEMORY}::test_no_copy_of_a_message_makes_the_host_wait[tcp-8]",),
     ),
