@@ -130,9 +130,9 @@ def named(name: str) -> Device:
     from megatron_ext.devices.cuda import CudaDevice
     from megatron_ext.devices.musa import MusaDevice
 
-    for made in (CudaDevice, MusaDevice, CpuDevice):
-        if made.name == name:
-            return made()
+    for backend in (CudaDevice, MusaDevice, CpuDevice):
+        if backend.name == name:
+            return backend()
     raise DeviceError(f"there is no device backend {name!r}; choose one of {', '.join(CHOICES)}")
 
 
@@ -151,22 +151,25 @@ def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
             "(Megatron was imported before the arguments were known); set "
             f"MEGATRON_EXT_DEVICE={chosen} too"
         )
-    wanted, errors = {}, []
-    for dest, (value, reason) in device.argument_defaults.items():
-        found = getattr(args, dest, value)
-        if found == value or not reason:
+    corrections: dict[str, Any] = {}
+    errors: list[str] = []
+    for dest, (needed, reason) in device.argument_defaults.items():
+        requested_value = getattr(args, dest, needed)
+        if requested_value == needed or not reason:
             continue
         # Scripts written for GPUs always name NCCL, and each device has only one backend.
         if dest == "distributed_backend":
-            _LOG.warning("--distributed-backend %s: %s is used, %s", found, value, reason)
-            wanted[dest] = value
+            _LOG.warning(
+                "--distributed-backend %s: %s is used, %s", requested_value, needed, reason
+            )
+            corrections[dest] = needed
             continue
         flag = f"--{dest.replace('_', '-')}"
-        errors.append(f"{flag} is {found!r}, {device.name} needs {value!r}: {reason}")
+        errors.append(f"{flag} is {requested_value!r}, {device.name} needs {needed!r}: {reason}")
     errors.extend(device.argument_errors(args))
     if errors:
         raise ArgumentsError("\n".join(errors))
-    return wanted
+    return corrections
 
 
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES")
@@ -181,8 +184,13 @@ def count_devices(directory: Path = Path("/dev"), environ: Mapping[str, str] = o
     # The environment first: the drivers show also devices that this job must not use.
     if environ.get(_VARIABLE) == "cpu":
         return 0
-    visible = [environ[name].split(",") for name in VISIBLE_DEVICES if name in environ]
-    if visible:  # users hide all by nothing or -1, Slurm by NoDevFiles
-        return max(sum(one not in ("", "-1", "NoDevFiles") for one in each) for each in visible)
+    counts: list[int] = []
+    for variable in VISIBLE_DEVICES:
+        if variable in environ:
+            numbers = environ[variable].split(",")
+            # Users hide all devices by nothing or -1, Slurm by NoDevFiles.
+            counts.append(sum(number not in ("", "-1", "NoDevFiles") for number in numbers))
+    if counts:
+        return max(counts)
     node = re.compile(r"nvidia\d+|mtgpu\.\d+")
     return sum(node.fullmatch(entry.name) is not None for entry in directory.iterdir())

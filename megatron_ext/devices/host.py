@@ -154,7 +154,8 @@ def memory_stats() -> defaultdict[str, int]:
 def _status_bytes(field: str) -> int:
     """Read a field of /proc/self/status; where a sandbox has none, the peak of getrusage."""
     with suppress(OSError):
-        found = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(errors="replace"), re.M)
-        if found is not None:
-            return int(found[1]) * 1024
+        status = _STATUS.read_text(errors="replace")
+        match = re.search(rf"^{field}:\s+(\d+) kB$", status, re.M)
+        if match is not None:
+            return int(match[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -202,10 +202,10 @@ def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
         before = dict(self._parameters)
         result: torch.nn.Module = original(self, *args, **kwargs)
         for name, parameter in before.items():
-            moved = self._parameters[name]
-            if moved is not None and moved is not parameter:
+            replacement = self._parameters[name]
+            if replacement is not None and replacement is not parameter:
                 for attribute, value in vars(parameter).items():
-                    vars(moved).setdefault(attribute, value)
+                    vars(replacement).setdefault(attribute, value)
         return result
 
     return apply

@@ -86,6 +86,8 @@ class Sharing:
                 f"--pipeline-device-path staged"
             ) from error
         self._error_text.restype = ctypes.c_char_p
+        # A stream for each direction, and neither the one that computes: a pull that waits for the
+        # other process would hold up a push, and both the computation.
         self._out = runtime.Stream(device)
         self._in = runtime.Stream(device)
         name = ctypes.create_string_buffer(_NAME_BYTES)
@@ -102,8 +104,10 @@ class Sharing:
                 f"device {name} is not visible to the process of {self.name} ({error}); let all "
                 f"ranks of a host see all of its devices"
             )
-        own = self._device.index
-        if index.value != own and not self._runtime.can_device_access_peer(own, index.value):
+        own_index = self._device.index
+        if index.value == own_index:
+            return None
+        if not self._runtime.can_device_access_peer(own_index, index.value):
             return f"the driver says that device {self.name} cannot access device {name}"
         return None
 
@@ -117,7 +121,7 @@ class Sharing:
         arguments = ctypes.byref(address), ctypes.c_size_t(num_bytes)
         try:
             self._call("Malloc", *arguments)
-        except RuntimeError:  # memory is short
+        except RuntimeError:  # torch's allocator may hold what is missing here, unused
             self._runtime.empty_cache()
             self._call("Malloc", *arguments)
         try:
@@ -126,6 +130,7 @@ class Sharing:
             self._call("Free", address)
             raise
         written = self._event()
+        # What `open` takes apart: the size, the handle of the memory, that of the event.
         head = struct.pack("<Q", num_bytes) + bytes(handle)
         return self._buffer(num_bytes, head + written.ipc_handle(), address, written)
 
@@ -152,6 +157,7 @@ class Sharing:
 
     def is_read(self, buffer: SharedBuffer) -> bool:
         """Return whether the device of an own buffer's reader has copied the last message out."""
+        # None: it was never lent to a reader.
         return buffer.used_there is None or bool(buffer.used_there.query())
 
     def push(self, buffer: SharedBuffer, tensor: torch.Tensor) -> None:

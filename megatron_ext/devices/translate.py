@@ -64,20 +64,21 @@ def translator(kind: str) -> Translator:
     """Build the translator onto a device type by torch's name; accelerators keep their index."""
     import torch
 
-    plain, indexed = torch.device(kind), kind != "cpu"
+    without_index = torch.device(kind)
+    has_indices = kind != "cpu"
 
     def translate(device: Any) -> Any:
         if isinstance(device, str):
             if not device.startswith("cuda"):
                 return device
-            return kind + device[4:] if indexed else plain
+            return kind + device[4:] if has_indices else without_index
         if isinstance(device, torch.device):
             if device.type != "cuda":
                 return device
-            device = plain if device.index is None else device.index
+            device = without_index if device.index is None else device.index
         # By torch's convention an integer names an accelerator.
         if isinstance(device, int):
-            return torch.device(kind, device) if indexed else plain
+            return torch.device(kind, device) if has_indices else without_index
         return device
 
     return translate
@@ -130,18 +131,18 @@ def tensor_redirects(kind: str) -> Iterator[Redirect]:
     import torch
     from torch.utils._device import _device_constructors
 
-    translate, pinning = translator(kind), kind != "cpu"
+    translate = translator(kind)
+    pinning = kind != "cpu"
 
     # torch itself lists the functions that create a tensor from a `device` keyword, for `with
     # torch.device(...)`. Reading the list also fills its cache with the original functions, which
     # that feature compares by identity.
-    targets = {
-        f"{home.__name__}:{name}"
-        for function in _device_constructors()
-        for home in (torch, torch.fft, torch.nested)
-        for name, value in vars(home).items()
-        if value is function and not name.startswith("_")
-    }
+    constructors = {id(function) for function in _device_constructors()}
+    targets: set[str] = set()
+    for module in (torch, torch.fft, torch.nested):
+        for name, value in vars(module).items():
+            if id(value) in constructors and not name.startswith("_"):
+                targets.add(f"{module.__name__}:{name}")
     for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros"):
         targets.add(f"torch:{name}_like")
     for name in ("empty", "empty_strided", "full", "ones", "tensor", "zeros"):
@@ -239,7 +240,7 @@ def spelling_redirects(kind: str) -> Iterator[Redirect]:
 
     device_type = functools.partial(
         translated_argument,
-        translate=lambda given: kind if given == "cuda" else given,
+        translate=lambda device_type: kind if device_type == "cuda" else device_type,
         name="device_type",
     )
     yield Redirect(
@@ -261,8 +262,9 @@ def _translated_type(original: Callable[..., Any]) -> Callable[..., Any]:
     def type_(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
             if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
-                own = original(self).rpartition(".")[0]
-                dtype = f"{own}.{dtype.rpartition('.')[2]}"
+                # Of the tensor's device: torch.musa.HalfTensor for torch.cuda.HalfTensor.
+                prefix = original(self).rpartition(".")[0]
+                dtype = f"{prefix}.{dtype.rpartition('.')[2]}"
             return original(self, dtype, *args, **kwargs)
         name: str = original(self, *args, **kwargs)
         # Upstream gets CUDA's names, other callers the true ones.
@@ -282,10 +284,10 @@ def collective_redirects(backend: str) -> Iterator[Redirect]:
         @functools.wraps(original)
         def open_group(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs).arguments
-            wanted = arguments.get("backend")
-            if wanted is None:
+            requested_backend = arguments.get("backend")
+            if requested_backend is None:
                 arguments["backend"] = default
-            elif "nccl" in str(wanted):
+            elif "nccl" in str(requested_backend):
                 arguments["backend"] = backend
                 arguments.pop("pg_options", None)  # NCCL's: another backend has its own
             device = arguments.get("device_id")
