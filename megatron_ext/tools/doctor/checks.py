@@ -10,7 +10,7 @@ import resource
 import shutil
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -29,6 +29,8 @@ from megatron_ext.upstream import tree as upstream
 from megatron_ext.version import __version__, code_hash, installed
 
 if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
     from megatron_ext.tools.launch.plan import JobPlan
 
 _MIN_LOCKED_BYTES = 1 << 30
@@ -64,8 +66,9 @@ def check_versions() -> Iterator[Diagnosis]:
         remedy = f"use Python {needed}, or pip install 'megatron-core>=0.16,<0.17'"
         yield Diagnosis("FAIL", name, f"{core}, which needs Python {needed} or later", remedy)
     elif releases.is_newer_than_known(release):
-        shown = f"{core} is newer than this package knows ({supported})"
-        yield Diagnosis("WARN", name, shown, "`megatron-ext patches check` shows whether it fits")
+        mismatch = f"{core} is newer than this package knows ({supported})"
+        remedy = "`megatron-ext patches check` shows whether it fits"
+        yield Diagnosis("WARN", name, mismatch, remedy)
     else:
         tested = releases.reference().version
         yield Diagnosis("OK", name, f"{core} (tested with {tested}; {supported})")
@@ -77,7 +80,6 @@ def check_requirements() -> Iterator[Diagnosis]:
     Packages that fit yield nothing; torch and megatron-core have a check of their own.
     """
     from packaging.requirements import Requirement
-    from packaging.version import Version
 
     for package in ("megatron-ext", "megatron-core"):
         try:
@@ -87,22 +89,32 @@ def check_requirements() -> Iterator[Diagnosis]:
         extras = metadata.metadata(package).get_all("Provides-Extra") or []
         # Packages of our extras may be absent, but have to fit; developers' tools need not.
         extras = [name for name in extras if package == "megatron-ext" and name != "dev"]
-        for requirement in map(Requirement, lines):
-            applies = requirement.marker.evaluate if requirement.marker else lambda _: True
-            needed = applies({"extra": ""})
-            if requirement.name in ("torch", "megatron-core") or not (
-                needed or any(applies({"extra": extra}) for extra in extras)
-            ):
-                continue
-            found = installed(requirement.name)
-            remedy = f"pip install '{requirement.name}{requirement.specifier}'"
-            if found is None and needed:
-                shown = f"not installed, {package} needs it"
-                yield Diagnosis("FAIL", requirement.name, shown, remedy)
-            # A vendor's build of a release, like 2.7.0a0+git, counts as that release.
-            elif found and not requirement.specifier.contains(Version(found).base_version):
-                shown = f"{found}, {package} requires {requirement.specifier}"
-                yield Diagnosis("WARN", requirement.name, shown, remedy)
+        for line in lines:
+            requirement = Requirement(line)
+            if requirement.name not in ("torch", "megatron-core"):
+                yield from _check_requirement(requirement, package, extras)
+
+
+def _check_requirement(
+    requirement: Requirement, package: str, extras: Sequence[str]
+) -> Iterator[Diagnosis]:
+    """Compare one requirement of a package, or of its extras, with what is installed."""
+    from packaging.version import Version
+
+    def applies_to(extra: str) -> bool:
+        return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+    is_needed = applies_to("")
+    if not is_needed and not any(applies_to(extra) for extra in extras):
+        return
+    version = installed(requirement.name)
+    remedy = f"pip install '{requirement.name}{requirement.specifier}'"
+    if version is None and is_needed:
+        yield Diagnosis("FAIL", requirement.name, f"not installed, {package} needs it", remedy)
+    # A vendor's build of a release, like 2.7.0a0+git, counts as that release.
+    elif version and not requirement.specifier.contains(Version(version).base_version):
+        mismatch = f"{version}, {package} requires {requirement.specifier}"
+        yield Diagnosis("WARN", requirement.name, mismatch, remedy)
 
 
 def check_bridge() -> Iterator[Diagnosis]:
@@ -111,10 +123,12 @@ def check_bridge() -> Iterator[Diagnosis]:
 
     name = "megatron-bridge"
     version = installed(name)
-    problems = list(bridge_requirements.problems()) if version else []
+    if not version:
+        return
+    problems = list(bridge_requirements.problems())
     for problem in problems:
         yield Diagnosis.of("WARN", name, problem)
-    if version and not problems:
+    if not problems:
         yield Diagnosis("OK", name, f"{version} ({bridge_requirements.SUPPORTED})")
 
 
@@ -129,11 +143,11 @@ def check_tree() -> Iterator[Diagnosis]:
         yield Diagnosis.of("FAIL", name, error)
         return
     if tree is None:
-        found = f"none, and megatron-core {releases.core_version()} trains with one only"
+        state = f"none, and megatron-core {releases.core_version()} trains with one only"
         if releases.has_training():
-            found = "none, megatron.training of the wheel is used"
+            state = "none, megatron.training of the wheel is used"
         remedy = "for upstream's own scripts run `megatron-ext upstream fetch`"
-        yield Diagnosis("WARN", name, found, remedy)
+        yield Diagnosis("WARN", name, state, remedy)
         return
     version, _, problems = upstream.tree_status(tree)
     if problems:
@@ -155,24 +169,26 @@ def check_device() -> Iterator[Diagnosis]:
         return
     # By what drivers show, whatever torch was built for: that may be the problem.
     count = count_devices()
-    shown = f"{device.name}, collectives by {device.distributed_backend}"
+    backend = f"{device.name}, collectives by {device.distributed_backend}"
     if device.name != "cpu":
-        yield Diagnosis("OK", "device", f"{shown}, {count} devices")
+        yield Diagnosis("OK", "device", f"{backend}, {count} devices")
         for name, (module, remedy) in device.kernels.items():
             if find_spec(module) is None:
                 yield Diagnosis("WARN", name, "not installed, and Megatron expects it", remedy)
     elif devices.requested() != "auto":
-        yield Diagnosis("OK", "device", f"{shown}, as requested")
+        yield Diagnosis("OK", "device", f"{backend}, as requested")
     elif (reason := why_idle()) is not None:
-        found = f"cpu, with a CUDA build of torch: {reason}" + (f" ({count} in /dev)" * bool(count))
+        state = f"cpu, with a CUDA build of torch: {reason}"
+        if count:
+            state += f" ({count} in /dev)"
         remedy = "nothing is wrong on a machine without a GPU (MEGATRON_EXT_DEVICE=cpu says so); "
         remedy += "on one with a GPU install NVIDIA's driver, until nvidia-smi shows it"
-        yield Diagnosis("WARN", "device", found, remedy)
+        yield Diagnosis("WARN", "device", state, remedy)
     elif count:
-        found = f"cpu, though the drivers show {count} devices"
-        yield Diagnosis("WARN", "device", found, "install the build of torch for them")
+        state = f"cpu, though the drivers show {count} devices"
+        yield Diagnosis("WARN", "device", state, "install the build of torch for them")
     else:
-        yield Diagnosis("OK", "device", f"{shown}, no accelerator is needed")
+        yield Diagnosis("OK", "device", f"{backend}, no accelerator is needed")
 
 
 def device_here() -> DeviceKind | None:
@@ -185,7 +201,9 @@ def device_here() -> DeviceKind | None:
     except MegatronExtError:
         return None  # `check_device` reports it
     kind = kind_of(name)
-    return None if kind is None or memory_gib is None else replace(kind, memory_gib=memory_gib)
+    if kind is None or memory_gib is None:
+        return None
+    return replace(kind, memory_gib=memory_gib)
 
 
 def check_native() -> Iterator[Diagnosis]:
@@ -195,8 +213,8 @@ def check_native() -> Iterator[Diagnosis]:
     try:
         yield Diagnosis("OK", "native core", str(require_native().__file__))
     except TransportError as error:
-        found, _, remedy = str(error).partition(". ")
-        yield Diagnosis("WARN", "native core", found, remedy.rstrip("."))
+        problem, _, remedy = str(error).partition(". ")
+        yield Diagnosis("WARN", "native core", problem, remedy.rstrip("."))
 
 
 def check_patches() -> Iterator[Diagnosis]:
@@ -211,8 +229,8 @@ def check_patches() -> Iterator[Diagnosis]:
     try:
         absent = listing.import_targets()
     except (ImportError, MegatronExtError) as error:
-        found = f"Megatron cannot be imported: {error}"
-        yield Diagnosis("FAIL", "patches", found, "install megatron-core and torch")
+        problem = f"Megatron cannot be imported: {error}"
+        yield Diagnosis("FAIL", "patches", problem, "install megatron-core and torch")
         return
     # Rows for releases that are not installed have no target to compare with.
     rows = [row for row in REGISTRY.rows() if row.state != "other release"]
@@ -221,10 +239,12 @@ def check_patches() -> Iterator[Diagnosis]:
         remedy = f"pip install megatron-core=={releases.reference().version}"
         yield Diagnosis("FAIL", "patches", problem, remedy)
     if not problems:
-        pending = sum(row.state == "pending" for row in rows)
-        found = f"{len(rows) - pending} of {len(rows)} patch targets verified"
-        note = f", {pending} belong to modules that this install lacks: {', '.join(absent)}"
-        yield Diagnosis("OK", "patches", found + note * bool(absent))
+        num_pending = sum(row.state == "pending" for row in rows)
+        state = f"{len(rows) - num_pending} of {len(rows)} patch targets verified"
+        if absent:
+            modules = ", ".join(absent)
+            state += f", {num_pending} belong to modules that this install lacks: {modules}"
+        yield Diagnosis("OK", "patches", state)
 
 
 def check_shared_memory(path: Path = Path(SHARED_MEMORY)) -> Iterator[Diagnosis]:
@@ -236,40 +256,45 @@ def check_shared_memory(path: Path = Path(SHARED_MEMORY)) -> Iterator[Diagnosis]
         yield Diagnosis("FAIL", name, error.strerror or str(error), "mount a tmpfs there")
         return
     # Our own arenas are files without a name in memory, and take nothing of it.
-    found = f"{usage.total / _GIB:.1f} GiB in all, {usage.free / _GIB:.1f} GiB free"
+    sizes = f"{usage.total / _GIB:.1f} GiB in all, {usage.free / _GIB:.1f} GiB free"
     if usage.free < MIN_SHARED_BYTES:
         remedy = "give the container more (docker run --shm-size=16g), or remove old files there"
-        yield Diagnosis("WARN", name, found, remedy)
+        yield Diagnosis("WARN", name, sizes, remedy)
     else:
-        yield Diagnosis("OK", name, found)
+        yield Diagnosis("OK", name, sizes)
 
 
 def check_memlock() -> Iterator[Diagnosis]:
     """Check how much memory a process may lock; RDMA needs locked memory."""
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
-    if soft == resource.RLIM_INFINITY or soft >= _MIN_LOCKED_BYTES:
-        yield Diagnosis("OK", "locked memory", found)
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft_limit == resource.RLIM_INFINITY:
+        yield Diagnosis("OK", "locked memory", "unlimited")
+        return
+    limit = f"{soft_limit >> 10} KiB"
+    if soft_limit >= _MIN_LOCKED_BYTES:
+        yield Diagnosis("OK", "locked memory", limit)
     elif os.geteuid() == 0:  # CAP_IPC_LOCK
-        yield Diagnosis("OK", "locked memory", f"{found} (root may lock more)")
+        yield Diagnosis("OK", "locked memory", f"{limit} (root may lock more)")
     else:
         remedy = "for RDMA raise it: `memlock unlimited` in /etc/security/limits.conf, or docker "
-        yield Diagnosis("WARN", "locked memory", found, remedy + "run --ulimit memlock=-1")
+        yield Diagnosis("WARN", "locked memory", limit, remedy + "run --ulimit memlock=-1")
 
 
 def check_open_files() -> Iterator[Diagnosis]:
     """Check how many files a process may open; every connection of gloo, NCCL or ours is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
-    if soft == resource.RLIM_INFINITY or soft >= _MIN_OPEN_FILES:
-        yield Diagnosis("OK", "open files", f"{limit} for each process")
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY:
+        yield Diagnosis("OK", "open files", "unlimited")
+        return
+    if soft_limit >= _MIN_OPEN_FILES:
+        yield Diagnosis("OK", "open files", f"{soft_limit} for each process")
         return
     remedy = f"`ulimit -n {_MIN_OPEN_FILES}` before the start"
-    if hard != resource.RLIM_INFINITY and hard < _MIN_OPEN_FILES:
+    if hard_limit != resource.RLIM_INFINITY and hard_limit < _MIN_OPEN_FILES:
         remedy = f"raise it: `nofile {_MIN_OPEN_FILES}` in /etc/security/limits.conf, or docker "
         remedy += f"run --ulimit nofile={_MIN_OPEN_FILES}"
-    found = f"{limit} for each process, and the connections of a rank may take more"
-    yield Diagnosis("WARN", "open files", found, remedy)
+    problem = f"{soft_limit} for each process, and the connections of a rank may take more"
+    yield Diagnosis("WARN", "open files", problem, remedy)
 
 
 def check_rdma() -> Iterator[Diagnosis]:
@@ -301,15 +326,15 @@ def check_hosts(plan: JobPlan, timeout_s: float) -> Iterator[Diagnosis]:
     # The agents of a launch, with its requests: doctor and launch cannot disagree about a host.
     with Agents(plan) as agents:
         answers = agents.look(timeout_s)
-    for host, found in zip(plan.hosts, answers, strict=True):
+    for host, answer in zip(plan.hosts, answers, strict=True):
         name = f"host {host.name}"
-        for problem in found["problems"]:
+        for problem in answer["problems"]:
             yield Diagnosis.of("FAIL", name, problem)
-        for warning in found["warnings"]:
+        for warning in answer["warnings"]:
             yield Diagnosis.of("WARN", name, warning)
-        if not found["problems"]:
-            same = found["same"]
-            shown = f"torch {same['torch']}, megatron-core {same['megatron-core']}, "
-            shown += f"{found['devices']} devices, clock {found['ahead_s']:+.1f} s, "
-            shown += f"{found['free_bytes'] >> 30} GiB free for logs"
-            yield Diagnosis("OK", name, shown)
+        if not answer["problems"]:
+            versions = answer["same"]
+            state = f"torch {versions['torch']}, megatron-core {versions['megatron-core']}, "
+            state += f"{answer['devices']} devices, clock {answer['ahead_s']:+.1f} s, "
+            state += f"{answer['free_bytes'] >> 30} GiB free for logs"
+            yield Diagnosis("OK", name, state)

@@ -59,14 +59,14 @@ def _run(args: argparse.Namespace) -> int:
         raise LaunchError(f"{flag} chooses among the hosts of a hostfile; add --hostfile FILE")
     else:
         findings = _of_machines(args)
-    found = []
-    for finding in findings:
-        found.append(finding)
+    diagnoses = []
+    for diagnosis in findings:
+        diagnoses.append(diagnosis)
         if not args.json:
-            print(finding, flush=True)
+            print(diagnosis, flush=True)  # each when it is known: some checks take seconds
     if args.json:
-        print(json.dumps([asdict(finding) for finding in found], indent=1))
-    return int(any(finding.level == "FAIL" for finding in found))
+        print(json.dumps([asdict(diagnosis) for diagnosis in diagnoses], indent=1))
+    return int(any(diagnosis.level == "FAIL" for diagnosis in diagnoses))
 
 
 def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
