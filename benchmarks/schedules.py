@@ -19,6 +19,7 @@ Sleeping ops say nothing about kernels, memory bandwidth or collectives that sha
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from benchmarks.harness.comparison import (
     table,
 )
 from benchmarks.harness.ops import SCENARIOS, Sizes
-from benchmarks.harness.systems import Own, all_systems, device_systems
+from benchmarks.harness.systems import Own, System, all_systems, device_systems
 
 _QUICK = ("megatron-core 1F1B", "gloo: 1f1b", "communicator: 1f1b", "ipc: 1f1b")
 
@@ -54,34 +55,54 @@ def main() -> int:
     add("--scenario", nargs="+", choices=list(SCENARIOS), metavar="NAME",
         help=f"disturb ops: {', '.join(SCENARIOS)}")  # fmt: skip
     args = parser.parse_args()
-    names = args.scenario or ["quiet", *["jitter-0.3"] * args.device]
-    if args.device and any(SCENARIOS[name].delays_messages for name in names):
+    scenarios = args.scenario or ["quiet"]
+    if args.device and args.scenario is None:
+        scenarios = ["quiet", "jitter-0.3"]
+    if args.device and any(SCENARIOS[name].delays_messages for name in scenarios):
         parser.error("messages of the device are not late; give a scenario that disturbs ops")
     if args.quick:
         args.pp, args.microbatches, args.forward_ms, args.steps = [2], 4, 2.0, 1
-        args.only, names = args.only or _QUICK, ["quiet"]
-    systems = chosen(parser, device_systems() if args.device else all_systems(), args.only)
+        args.only, scenarios = args.only or _QUICK, ["quiet"]
+    available = device_systems() if args.device else all_systems()
+    systems = chosen(parser, available, args.only)
     ranks.clean_up_when_terminated()
     measured: list[Compared] = []
     for pp in args.pp or ([4] if args.device else [4, 8]):
-        forward_ms = args.forward_ms or (10 if args.device else 160 / pp)
-        warmup, count = 1 if args.quick else 2, args.microbatches or 4 * pp
-        sizes = Sizes(pp, count, forward_ms / 1e3, warmup, args.steps)
-        where = ranks.emulated_device(sizes) if args.device else {}
-        wanted = []
-        for system in systems:
-            own = system if isinstance(system, Own) else None
-            if measured and not args.only and own and own.config.wire == "torch":
-                continue  # gloo's share shows at the first size already
-            # On a device all but dynamic orders and their table are undisturbed.
-            fixed = args.device and not (own and (own.config.dynamic or own.splits))
-            wanted.append((system, ["quiet"] if fixed else names))
-        measured.append(compare(wanted, sizes, args.repetitions, **where))
+        # Gloo's share shows at the first size already.
+        leaves_gloo_out = bool(measured) and not args.only
+        selection = [
+            (system, _scenarios_of(system, scenarios, on_device=args.device))
+            for system in systems
+            if not (leaves_gloo_out and _is_over_gloo(system))
+        ]
+        sizes = _sizes(args, pp)
+        environment = ranks.emulated_device(sizes) if args.device else {}
+        measured.append(compare(selection, sizes, args.repetitions, **environment))
     columns = ON_DEVICE if args.device else ON_HOST
-    texts = [f"```text\n{table([one], columns)}\n```\n\n{one.conditions}." for one in measured]
+    texts = []
+    for compared in measured:
+        texts.append(f"```text\n{table([compared], columns)}\n```\n\n{compared.conditions}.")
     print("<!-- measured: begin -->\n" + "\n\n".join(texts) + "\n<!-- measured: end -->")
-    write_json(args.json, {"measured": [each.as_json() for each in measured]})
+    write_json(args.json, {"measured": [compared.as_json() for compared in measured]})
     return report_failures(measured)
+
+
+def _sizes(args: argparse.Namespace, pp: int) -> Sizes:
+    """Return the sizes of a measurement with so many ranks."""
+    default_ms = 10 if args.device else 160 / pp
+    forward_ms = args.forward_ms or default_ms
+    warmup = 1 if args.quick else 2
+    return Sizes(pp, args.microbatches or 4 * pp, forward_ms / 1e3, warmup, args.steps)
+
+
+def _is_over_gloo(system: System) -> bool:
+    return isinstance(system, Own) and system.config.wire == "torch"
+
+
+def _scenarios_of(system: System, scenarios: list[str], *, on_device: bool) -> list[str]:
+    """Return the scenarios of a system: on a device, dynamic orders and their table alone vary."""
+    varies = isinstance(system, Own) and (system.config.dynamic or system.splits)
+    return scenarios if varies or not on_device else ["quiet"]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from megatron_ext.schedules import Placement
 
@@ -77,54 +78,92 @@ def evaluate(
         placement: Where the stages are; rank r of pipeline t is rank `r * twins + t` of the world.
         draws: What the ops should have taken in each draw.
     """
-    by_step = list(zip(*steps, strict=True))
-    by_draw: list[list[tuple[float, ...]]] = [[] for _ in draws]
-    every = [step for ranks in by_step for step in ranks]
-    spent_s = nominal_s = live = most = 0.0
-    gaps_s, hops_s, hops = list[float](), list[float](), list[float]()
-    for position, ranks in enumerate(by_step):
-        draw, rows = draws[position % len(draws)], [step.ops for step in ranks]
+    totals = _Totals()
+    timings_of_draws: list[list[_Timing]] = [[] for _ in draws]
+    ranks_of_steps = list(zip(*steps, strict=True))
+    for position, ranks in enumerate(ranks_of_steps):
+        number = position % len(draws)
+        timing = totals.add(ranks, placement, draws[number])
+        timings_of_draws[number].append(timing)
+    # The shortest repetition of each draw: tuples compare by the time of the step first.
+    shortest = [min(timings) for timings in timings_of_draws]
+    return Figures(
+        seconds=[timing.step_s for timing in shortest],
+        peak_of_order=totals.peak_of_order,
+        order_s=[timing.order_s for timing in shortest],
+        overheads=[timing.overhead for timing in shortest],
+        op_inflation=totals.spent_s / totals.nominal_s - 1,
+        peak_live=totals.peak_live,
+        cpu_s=statistics.median(totals.cpu_s),
+        num_ops=max(len(step.ops) for step in ranks_of_steps[0]),
+        hops=statistics.median(totals.hops),
+        gap_s=statistics.median(totals.gaps_s or [0.0]),
+        hop_s=statistics.median(totals.hops_s or [0.0]),
+        waits_per_action=totals.host_waits / totals.num_ops,
+    )
+
+
+class _Timing(NamedTuple):
+    """The times of one step, as `Figures` has them."""
+
+    step_s: float
+    order_s: float
+    overhead: float
+
+
+@dataclass
+class _Totals:
+    """Sums, maxima and samples over all steps of a measurement; see `Figures`."""
+
+    spent_s: float = 0.0
+    nominal_s: float = 0.0
+    peak_live: float = 0.0
+    peak_of_order: float = 0.0
+    host_waits: int = 0
+    num_ops: int = 0
+    hops: list[int] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    hops_s: list[float] = field(default_factory=list)
+
+    def add(self, ranks: Sequence[Step], placement: Placement, draw: OpTimes) -> _Timing:
+        """Add a step of all ranks, whose ops should have taken the times of a draw."""
+        rows = [step.ops for step in ranks]
         order_s = replay(rows, placement, draw.of)
         replay_s = replay(rows, placement, lambda op: op.duration_s)
-        # Compared as tuples below: the time of the step comes first.
-        ops = [op for row in rows for op in row]
-        span_s = max(op.end_s for op in ops) - min(op.begin_s for op in ops)
-        took = seconds_of(ranks), order_s, span_s / replay_s - 1
-        by_draw[position % len(draws)].append(took)
         # A latency too small to change the longest path makes the order longer by one for each hop.
-        little_s = 1e-6 * draw.forward_s
-        hops.append(round((replay(rows, placement, draw.of, little_s) - order_s) / little_s))
-        spent_s += sum(op.duration_s for op in ops)
-        nominal_s += sum(map(draw.of, ops))
-        live = max(live, draw.share * max(step.peak_live for step in ranks))
-        most = max(most, draw.share * max(map(peak, rows)))
-        made = {_made_by(op, r % placement.twins): op.end_s for r, row in enumerate(rows)
-                for op in row if op.kind != "W"}  # fmt: skip
-        for r, row in enumerate(rows):
-            for before, op in pairwise(row):
-                ready_s = _ready(op, r % placement.twins, placement, made, 0.0)
+        latency_s = 1e-6 * draw.forward_s
+        with_latency_s = replay(rows, placement, draw.of, latency_s)
+        self.hops.append(round((with_latency_s - order_s) / latency_s))
+        for step in ranks:
+            self.spent_s += sum(op.duration_s for op in step.ops)
+            self.nominal_s += sum(draw.of(op) for op in step.ops)
+            self.peak_live = max(self.peak_live, draw.share * step.peak_live)
+            self.peak_of_order = max(self.peak_of_order, draw.share * peak(step.ops))
+            self.host_waits += step.host_waits
+            self.num_ops += len(step.ops)
+        self.cpu_s.append(statistics.mean(step.cpu_s for step in ranks))
+        self._add_gaps(rows, placement)
+        first_s = min(op.begin_s for row in rows for op in row)
+        last_s = max(op.end_s for row in rows for op in row)
+        return _Timing(seconds_of(ranks), order_s, (last_s - first_s) / replay_s - 1)
+
+    def _add_gaps(self, rows: Sequence[Sequence[Op]], placement: Placement) -> None:
+        """Add the times between an op and the next of its rank, or its input and itself."""
+        ends_s: _Made = {}
+        for rank, row in enumerate(rows):
+            for op in row:
+                if op.kind != "W":
+                    ends_s[_made_by(op, rank % placement.twins)] = op.end_s
+        for rank, row in enumerate(rows):
+            for previous, op in pairwise(row):
+                ready_s = _ready(op, rank % placement.twins, placement, ends_s, 0.0)
                 assert ready_s is not None
                 # An op whose input came before its rank was free tells what the runtime takes.
-                if ready_s <= before.end_s:
-                    gaps_s.append(op.begin_s - before.end_s)
+                if ready_s <= previous.end_s:
+                    self.gaps_s.append(op.begin_s - previous.end_s)
                 else:
-                    hops_s.append(op.begin_s - ready_s)
-    seconds, orders_s, overheads = map(list, zip(*map(min, by_draw), strict=True))
-    return Figures(
-        seconds=seconds,
-        peak_of_order=most,
-        order_s=orders_s,
-        overheads=overheads,
-        op_inflation=spent_s / nominal_s - 1,
-        peak_live=live,
-        cpu_s=statistics.median(statistics.mean(s.cpu_s for s in ranks) for ranks in by_step),
-        num_ops=max(len(step.ops) for step in by_step[0]),
-        hops=statistics.median(hops),
-        gap_s=statistics.median(gaps_s or [0.0]),
-        hop_s=statistics.median(hops_s or [0.0]),
-        waits_per_action=sum(step.host_waits for step in every)
-        / sum(len(step.ops) for step in every),
-    )
+                    self.hops_s.append(op.begin_s - ready_s)
 
 
 def seconds_of(ranks: Sequence[Step]) -> float:
