@@ -31,13 +31,13 @@ std::size_t whole_pages(std::size_t num_bytes) {
 
 /// A list of one block: lists exchange elements without an allocation, so without a failure.
 Blocks allocate(std::size_t capacity) {
-    Blocks made(1);
+    Blocks blocks(1);
     void* const data = std::aligned_alloc(kAlignment, capacity);
     if (data == nullptr) {
         throw std::bad_alloc();
     }
-    made.front() = {static_cast<std::byte*>(data), capacity};
-    return made;
+    blocks.front() = {static_cast<std::byte*>(data), capacity};
+    return blocks;
 }
 
 }  // namespace

@@ -116,12 +116,12 @@ void Endpoint::check_usable() const {
 }
 
 Link& Endpoint::link_to(int peer) const {
-    const auto found = links_.find(peer);
-    if (found == links_.end()) {
+    const auto entry = links_.find(peer);
+    if (entry == links_.end()) {
         throw std::invalid_argument("rank " + std::to_string(rank_) + " has no link to rank " +
                                     std::to_string(peer));
     }
-    return *found->second.link;
+    return *entry->second.link;
 }
 
 /// The link to a peer that takes messages, after all work that needs no wait.

@@ -23,8 +23,8 @@ int to_poll_timeout_ms(Deadline end) {
     if (end == kNever) {
         return -1;
     }
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
-    const auto bounded = std::clamp<std::chrono::milliseconds::rep>(left.count(), 0, INT_MAX);
+    const auto remaining = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
+    const auto bounded = std::clamp<std::chrono::milliseconds::rep>(remaining.count(), 0, INT_MAX);
     return static_cast<int>(bounded);
 }
 

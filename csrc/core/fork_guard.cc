@@ -65,9 +65,9 @@ ForkGuard::ForkGuard(int fd) : fd_(fd) {
 ForkGuard::~ForkGuard() {
     Guarded& all = guarded();
     const std::lock_guard lock(all.mutex);
-    const auto found = std::find(all.fds.begin(), all.fds.end(), fd_);
-    if (found != all.fds.end()) {  // false in a child
-        all.fds.erase(found);
+    const auto position = std::find(all.fds.begin(), all.fds.end(), fd_);
+    if (position != all.fds.end()) {  // false in a child
+        all.fds.erase(position);
     }
 }
 

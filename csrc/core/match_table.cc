@@ -12,12 +12,12 @@ void MatchTable::add(int source, Message message) {
 
 std::optional<Message> MatchTable::take(int source, std::uint64_t tag) {
     const Arrival arrival{source, tag};
-    const auto found = messages_.lower_bound(arrival);
-    if (found == messages_.end() || !(found->first == arrival)) {
+    const auto position = messages_.lower_bound(arrival);
+    if (position == messages_.end() || !(position->first == arrival)) {
         return std::nullopt;
     }
-    Entry entry = std::move(found->second);
-    messages_.erase(found);
+    Entry entry = std::move(position->second);
+    messages_.erase(position);
     news_.erase(entry.number);
     return std::move(entry.message);
 }

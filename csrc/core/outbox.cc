@@ -33,14 +33,14 @@ std::shared_ptr<std::byte> Outbox::reserve(std::uint64_t num_bytes) {
 }
 
 void Outbox::publish(Message message, LinkEvents& events) {
-    const auto found = std::find_if(reserved_.begin(), reserved_.end(), [&](std::uint32_t slot) {
+    const auto position = std::find_if(reserved_.begin(), reserved_.end(), [&](std::uint32_t slot) {
         return arena_->bytes(slot) == message.bytes.get();
     });
-    if (found == reserved_.end()) {
+    if (position == reserved_.end()) {
         throw std::invalid_argument("a message can be published once, from memory reserved for it");
     }
-    const std::uint32_t slot = *found;
-    reserved_.erase(found);
+    const std::uint32_t slot = *position;
+    reserved_.erase(position);
     const std::byte* const bytes = message.bytes.get();
     queue_.push_back({message.info, bytes, std::move(message.bytes), 0, slot});
     push(events);

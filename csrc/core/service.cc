@@ -25,12 +25,12 @@ int milliseconds_until(Deadline deadline) {
     if (deadline == kNever) {
         return -1;
     }
-    const auto left = deadline - Clock::now();
-    if (left <= Clock::duration::zero()) {
+    const auto remaining = deadline - Clock::now();
+    if (remaining <= Clock::duration::zero()) {
         return 0;
     }
-    const auto whole = std::chrono::ceil<std::chrono::milliseconds>(left).count();
-    return static_cast<int>(std::min<long long>(whole, INT_MAX));
+    const auto milliseconds = std::chrono::ceil<std::chrono::milliseconds>(remaining).count();
+    return static_cast<int>(std::min<long long>(milliseconds, INT_MAX));
 }
 
 }  // namespace

@@ -29,12 +29,12 @@ constexpr std::uint32_t label(Kind kind, std::uint32_t slot) {
 }
 
 Arena attach_again(int fd) {
-    UniqueFd own(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
-    if (!own) {
+    UniqueFd duplicate(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    if (!duplicate) {
         const int error_number = errno;
         throw_errno("cannot map an arena for RDMA", error_number);
     }
-    return Arena::attach(std::move(own));
+    return Arena::attach(std::move(duplicate));
 }
 
 /// Start of the registered memory: the descriptors and slots of an arena are contiguous. The
@@ -168,13 +168,13 @@ void RdmaChannel::accept_offer(const Offer& offer) {
 
 /// Pairs of a local and a remote source that may reach each other, best first. Both ends try the
 /// same pairs in the same order.
-std::vector<std::pair<std::size_t, std::size_t>> RdmaChannel::pairs_with(const Offer& theirs,
+std::vector<std::pair<std::size_t, std::size_t>> RdmaChannel::pairs_with(const Offer& peer_offer,
                                                                          bool is_first) const {
     std::vector<std::pair<std::size_t, std::size_t>> pairs;
     for (std::size_t i = 0; i < sources_.size(); ++i) {
-        for (std::size_t j = 0; j < theirs.num_sources; ++j) {
-            if (sources_[i].link_layer == theirs.sources[j].link_layer &&
-                sources_[i].gid.kind() == theirs.target(j).gid.kind()) {
+        for (std::size_t j = 0; j < peer_offer.num_sources; ++j) {
+            if (sources_[i].link_layer == peer_offer.sources[j].link_layer &&
+                sources_[i].gid.kind() == peer_offer.target(j).gid.kind()) {
                 pairs.emplace_back(i, j);
             }
         }
@@ -191,21 +191,21 @@ Arena RdmaChannel::outbox_arena() const { return attach_again(mirror_.fd()); }
 
 void RdmaChannel::connect(const Exchange& exchange, bool is_first, Deadline deadline,
                           InterruptCheck check) {
-    const Offer mine = make_offer();
+    const Offer own_offer = make_offer();
     const std::string answer =
-        exchange(std::string(reinterpret_cast<const char*>(&mine), sizeof(mine)));
-    Offer theirs{};
-    std::memcpy(&theirs, answer.data(), std::min(answer.size(), sizeof(theirs)));
-    accept_offer(theirs);
+        exchange(std::string(reinterpret_cast<const char*>(&own_offer), sizeof(own_offer)));
+    Offer peer_offer{};
+    std::memcpy(&peer_offer, answer.data(), std::min(answer.size(), sizeof(peer_offer)));
+    accept_offer(peer_offer);
 
     std::string failures;
-    for (const auto& [i, j] : pairs_with(theirs, is_first)) {
+    for (const auto& [i, j] : pairs_with(peer_offer, is_first)) {
         // Both ends are ready to receive before either writes.
         std::string failure =
             try_together(exchange, peer_, [&] { queue_pair_.begin(sources_[i]); });
         if (failure.empty()) {
             failure = try_together(exchange, peer_,
-                                   [&] { queue_pair_.connect(theirs.target(j), settings_); });
+                                   [&] { queue_pair_.connect(peer_offer.target(j), settings_); });
         }
         if (failure.empty()) {
             failure = try_together(exchange, peer_, [&] { write_packet(deadline, check); });
@@ -219,7 +219,7 @@ void RdmaChannel::connect(const Exchange& exchange, bool is_first, Deadline dead
                         (failures.empty() ? ": both sides have no kind of GID in common, the first "
                                             "are " +
                                                 sources_.front().text() + " and " +
-                                                theirs.target(0).gid.text()
+                                                peer_offer.target(0).gid.text()
                                           : failures),
                     "name the address to use by --node-ips, or a GID by MEGATRON_EXT_IB_GID_INDEX");
 }
@@ -254,7 +254,7 @@ void RdmaChannel::write_packet(Deadline deadline, InterruptCheck check) {
 void RdmaChannel::receive() {
     std::exception_ptr first_failure;
     // Each failure but that of the queue itself consumes at least one completion.
-    for (std::uint32_t left = depth().sends + depth().receives; left > 0;) {
+    for (std::uint32_t outstanding = depth().sends + depth().receives; outstanding > 0;) {
         try {
             const auto completion = queue_pair_.poll("an RDMA write to " + peer_);
             if (!completion) {
@@ -263,7 +263,7 @@ void RdmaChannel::receive() {
             take(*completion);
         } catch (const RdmaError&) {
             first_failure = first_failure ? first_failure : std::current_exception();
-            --left;
+            --outstanding;
         }
     }
     if (first_failure) {
@@ -334,8 +334,9 @@ void RdmaChannel::write_piece(std::uint32_t slot) {
     };
     const Descriptor& descriptor = mirror_.descriptor(slot);
     for (std::uint64_t done = 0; done < descriptor.piece_bytes; done += max_write_bytes_) {
-        const std::uint64_t left = descriptor.piece_bytes - done;
-        write(mirror_.bytes(slot) + done, std::min<std::uint64_t>(left, max_write_bytes_), false);
+        const std::uint64_t remaining = descriptor.piece_bytes - done;
+        const std::uint64_t num_bytes = std::min<std::uint64_t>(remaining, max_write_bytes_);
+        write(mirror_.bytes(slot) + done, num_bytes, false);
     }
     write(reinterpret_cast<const std::byte*>(&descriptor), sizeof(descriptor), true);
     written_[slot] = true;

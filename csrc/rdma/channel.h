@@ -76,7 +76,7 @@ class RdmaChannel {
     QueuePair::Depth depth() const noexcept;
     Offer make_offer() const;
     void accept_offer(const Offer& offer);
-    std::vector<std::pair<std::size_t, std::size_t>> pairs_with(const Offer& theirs,
+    std::vector<std::pair<std::size_t, std::size_t>> pairs_with(const Offer& peer_offer,
                                                                 bool is_first) const;
     void write_packet(Deadline deadline, InterruptCheck check);
     void write_piece(std::uint32_t slot);

@@ -98,20 +98,20 @@ int worth_of(const RdmaPort& port, const GidEntry& entry, const RdmaSettings& se
 
 PortSources sources_of(const RdmaDevice& device, const RdmaPort& port, const RdmaSettings& settings,
                        const std::optional<Gid>& address, const std::string& sysfs) {
-    std::vector<std::pair<int, RdmaSource>> found;
+    std::vector<std::pair<int, RdmaSource>> sources_by_worth;
     for (const GidEntry& entry : port.gids) {
         const int worth = worth_of(port, entry, settings, address, device.name, sysfs);
         if (worth > 0) {
-            found.emplace_back(worth, RdmaSource{device.name, port.number, port.link_layer,
-                                                 port.lid, port.active_mtu, port.max_message_bytes,
-                                                 entry.index, entry.gid});
+            sources_by_worth.emplace_back(
+                worth, RdmaSource{device.name, port.number, port.link_layer, port.lid,
+                                  port.active_mtu, port.max_message_bytes, entry.index, entry.gid});
         }
     }
-    std::stable_sort(found.begin(), found.end(), [](const auto& left, const auto& right) {
-        return left.first > right.first;
-    });
-    PortSources result{found.empty() ? 0 : found.front().first, {}};
-    for (auto& [worth, source] : found) {
+    std::stable_sort(
+        sources_by_worth.begin(), sources_by_worth.end(),
+        [](const auto& left, const auto& right) { return left.first > right.first; });
+    PortSources result{sources_by_worth.empty() ? 0 : sources_by_worth.front().first, {}};
+    for (auto& [worth, source] : sources_by_worth) {
         result.sources.push_back(std::move(source));
     }
     return result;
@@ -165,12 +165,12 @@ struct Search {
             reject(who, std::string("is ") + port.state_name());
             return;
         }
-        PortSources found = sources_of(device, port, settings, wanted, sysfs);
-        if (found.sources.empty()) {
+        PortSources port_sources = sources_of(device, port, settings, wanted, sysfs);
+        if (port_sources.sources.empty()) {
             reject(who, reason_against(port, settings, address));
             has_other_addresses |= wanted && !settings.gid_index && !port.gids.empty();
         } else {
-            usable.push_back(std::move(found));
+            usable.push_back(std::move(port_sources));
         }
     }
 

@@ -47,10 +47,10 @@ void wait_for(int socket, short what, const std::string& peer, Deadline deadline
         if (now >= deadline) {
             throw TransportError(peer + " did not continue the RDMA handshake in time");
         }
-        const auto left = std::chrono::ceil<std::chrono::milliseconds>(
+        const auto remaining = std::chrono::ceil<std::chrono::milliseconds>(
             std::min<Clock::duration>(kInterruptPeriod, deadline - now));
         pollfd entry{socket, what, 0};
-        if (::poll(&entry, 1, static_cast<int>(left.count())) > 0) {
+        if (::poll(&entry, 1, static_cast<int>(remaining.count())) > 0) {
             return;
         }
         if (check != nullptr) {
@@ -84,16 +84,17 @@ std::string exchange_texts(int socket, const std::string& peer, const std::strin
                            Deadline deadline, InterruptCheck check) {
     const auto receive = [&](char* to, std::size_t num_bytes) {
         transfer_all(socket, POLLIN, num_bytes, peer, deadline, check,
-                     [&](std::size_t done, std::size_t left) {
-                         return ::recv(socket, to + done, left, MSG_DONTWAIT);
+                     [&](std::size_t done, std::size_t remaining) {
+                         return ::recv(socket, to + done, remaining, MSG_DONTWAIT);
                      });
     };
-    const Head mine = head_of(text);
-    std::string out(reinterpret_cast<const char*>(&mine), sizeof(mine));
+    const Head own_head = head_of(text);
+    std::string out(reinterpret_cast<const char*>(&own_head), sizeof(own_head));
     out += text;
     transfer_all(socket, POLLOUT, out.size(), peer, deadline, check,
-                 [&](std::size_t done, std::size_t left) {
-                     return ::send(socket, out.data() + done, left, MSG_DONTWAIT | MSG_NOSIGNAL);
+                 [&](std::size_t done, std::size_t remaining) {
+                     return ::send(socket, out.data() + done, remaining,
+                                   MSG_DONTWAIT | MSG_NOSIGNAL);
                  });
     Head head{};
     receive(reinterpret_cast<char*>(&head), sizeof(head));

@@ -29,14 +29,14 @@ std::string error_text(int error_number) {
 /// Returns the result of `make`; throws RdmaError if that is null.
 template <typename Make>
 auto require(Make make, const std::string& device, const std::string& what) {
-    const auto made = make();
+    const auto object = make();
     const int error_number = errno;
-    if (made == nullptr) {
+    if (object == nullptr) {
         throw RdmaError("the RDMA device " + device + " cannot create " + what + ": " +
                             error_text(error_number),
                         "take fewer or smaller slots, or see the kernel's log (dmesg)");
     }
-    return made;
+    return object;
 }
 
 void make_non_blocking(int fd) {

@@ -28,9 +28,10 @@ constexpr std::uint64_t cost_of_piece(std::uint64_t num_bytes) noexcept { return
 
 /// The total cost of a message's pieces.
 constexpr std::uint64_t cost_of_message(std::uint64_t num_bytes) noexcept {
-    const std::uint64_t rest = num_bytes % kTcpPieceBytes;
-    const std::uint64_t whole = num_bytes / kTcpPieceBytes * cost_of_piece(kTcpPieceBytes);
-    return rest == 0 && num_bytes != 0 ? whole : whole + cost_of_piece(rest);
+    const std::uint64_t last_piece_bytes = num_bytes % kTcpPieceBytes;
+    const std::uint64_t cost_of_full = num_bytes / kTcpPieceBytes * cost_of_piece(kTcpPieceBytes);
+    const bool has_last_piece = last_piece_bytes != 0 || num_bytes == 0;
+    return has_last_piece ? cost_of_full + cost_of_piece(last_piece_bytes) : cost_of_full;
 }
 
 }  // namespace megatron_ext

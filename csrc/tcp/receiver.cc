@@ -22,27 +22,28 @@ constexpr std::uint64_t kDirectBytes = kBufferBytes / 2;
 TcpReceiver::TcpReceiver(int source, BufferPool pool)
     : source_(source), assembly_(source, std::move(pool)), buffer_(kBufferBytes) {}
 
-TcpReceiver::Found TcpReceiver::next(int socket, std::uint64_t& budget) {
+TcpReceiver::Outcome TcpReceiver::next(int socket, std::uint64_t& budget) {
     for (;;) {
         if (!in_frame_ && !have_head()) {
-            if (const std::optional<Found> found = read_more(socket, budget)) {
-                return *found;
+            if (const std::optional<Outcome> outcome = read_more(socket, budget)) {
+                return *outcome;
             }
             continue;
         }
-        const std::uint64_t rest = head_.piece_bytes - body_have_;
-        const auto ready = static_cast<std::size_t>(std::min<std::uint64_t>(rest, buffered()));
-        if (ready > 0) {
-            std::memcpy(body_ + body_have_, buffer_.data() + begin_, ready);
-            begin_ += ready;
-            body_have_ += ready;
+        const std::uint64_t remaining_bytes = head_.piece_bytes - body_have_;
+        const auto ready_bytes =
+            static_cast<std::size_t>(std::min<std::uint64_t>(remaining_bytes, buffered()));
+        if (ready_bytes > 0) {
+            std::memcpy(body_ + body_have_, buffer_.data() + begin_, ready_bytes);
+            begin_ += ready_bytes;
+            body_have_ += ready_bytes;
         }
         if (body_have_ == head_.piece_bytes) {
-            if (const std::optional<Found> found = finish_frame()) {
-                return *found;
+            if (const std::optional<Outcome> outcome = finish_frame()) {
+                return *outcome;
             }
-        } else if (const std::optional<Found> found = read_more(socket, budget)) {
-            return *found;
+        } else if (const std::optional<Outcome> outcome = read_more(socket, budget)) {
+            return *outcome;
         }
     }
 }
@@ -50,37 +51,38 @@ TcpReceiver::Found TcpReceiver::next(int socket, std::uint64_t& budget) {
 /// Reads once. If much of a body is outstanding, it reads into the body, and at most one header
 /// beyond it, so that only the kernel copies a long message. Otherwise it reads into the buffer,
 /// which is empty or holds part of a header. Returns why reading stops, if it does.
-std::optional<TcpReceiver::Found> TcpReceiver::read_more(int socket, std::uint64_t& budget) {
+std::optional<TcpReceiver::Outcome> TcpReceiver::read_more(int socket, std::uint64_t& budget) {
     if (budget == 0) {
-        return Found::kPause;
+        return Outcome::kPause;
     }
-    const std::uint64_t rest = in_frame_ ? head_.piece_bytes - body_have_ : 0;
-    const auto direct = static_cast<std::size_t>(rest >= kDirectBytes ? rest : 0);
+    const std::uint64_t remaining_bytes = in_frame_ ? head_.piece_bytes - body_have_ : 0;
+    const bool is_direct = remaining_bytes >= kDirectBytes;
+    const auto direct_bytes = static_cast<std::size_t>(is_direct ? remaining_bytes : 0);
     std::memmove(buffer_.data(), buffer_.data() + begin_, buffered());
     end_ = buffered();
     begin_ = 0;
-    const std::size_t more = direct > 0 ? sizeof(Descriptor) : buffer_.size() - end_;
-    iovec parts[2]{{body_ + body_have_, direct}, {buffer_.data() + end_, more}};
+    const std::size_t more = direct_bytes > 0 ? sizeof(Descriptor) : buffer_.size() - end_;
+    iovec parts[2]{{body_ + body_have_, direct_bytes}, {buffer_.data() + end_, more}};
     msghdr message{};
-    message.msg_iov = direct > 0 ? parts : parts + 1;
-    message.msg_iovlen = direct > 0 ? 2 : 1;
+    message.msg_iov = direct_bytes > 0 ? parts : parts + 1;
+    message.msg_iovlen = direct_bytes > 0 ? 2 : 1;
     const ssize_t num_bytes = ::recvmsg(socket, &message, MSG_DONTWAIT);
     if (num_bytes > 0) {
         const auto have = static_cast<std::size_t>(num_bytes);
         budget -= std::min(budget, static_cast<std::uint64_t>(have));
-        body_have_ += std::min(have, direct);
-        end_ += have - std::min(have, direct);
+        body_have_ += std::min(have, direct_bytes);
+        end_ += have - std::min(have, direct_bytes);
         return std::nullopt;
     }
     if (num_bytes == 0) {
-        return Found::kEnd;
+        return Outcome::kEnd;
     }
     error_number_ = errno;
     if (error_number_ == EINTR) {
         return std::nullopt;
     }
     const bool is_empty = error_number_ == EAGAIN || error_number_ == EWOULDBLOCK;
-    return is_empty ? Found::kNothing : Found::kFailure;
+    return is_empty ? Outcome::kNothing : Outcome::kFailure;
 }
 
 /// Starts a frame if its header is in the buffer.
@@ -120,18 +122,18 @@ std::byte* TcpReceiver::place_of_body() {
     return reinterpret_cast<std::byte*>(text_.data());
 }
 
-std::optional<TcpReceiver::Found> TcpReceiver::finish_frame() {
+std::optional<TcpReceiver::Outcome> TcpReceiver::finish_frame() {
     in_frame_ = false;
     if (head_.magic != kDescriptorMagic) {
         if (checksum(text_.data(), text_.size()) != head_.checksum) {
             throw_damaged("why it gave up is not what was sent");
         }
-        return Found::kControl;
+        return Outcome::kControl;
     }
     assembly_.check_bytes(head_, body_);
     received_cost_ += cost_of_piece(head_.piece_bytes);
     message_ = assembly_.finish(head_);
-    return message_ ? std::optional(Found::kMessage) : std::nullopt;
+    return message_ ? std::optional(Outcome::kMessage) : std::nullopt;
 }
 
 }  // namespace megatron_ext

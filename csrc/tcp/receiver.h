@@ -19,7 +19,7 @@ namespace megatron_ext {
 class TcpReceiver {
   public:
     /// The result of next().
-    enum class Found {
+    enum class Outcome {
         kMessage,  ///< message() is complete
         kControl,  ///< head() and text() are a control frame
         kNothing,  ///< no more bytes to read now
@@ -32,7 +32,7 @@ class TcpReceiver {
 
     /// Reads up to the next complete message or control frame, and subtracts the bytes read from
     /// `budget`. Throws TransportError for bytes that are not a frame.
-    Found next(int socket, std::uint64_t& budget);
+    Outcome next(int socket, std::uint64_t& budget);
 
     Message take_message() { return std::move(*message_); }
     const Descriptor& head() const noexcept { return head_; }
@@ -46,10 +46,10 @@ class TcpReceiver {
     std::uint64_t begun_cost() const noexcept { return begun_cost_; }
 
   private:
-    std::optional<Found> read_more(int socket, std::uint64_t& budget);
+    std::optional<Outcome> read_more(int socket, std::uint64_t& budget);
     bool have_head();
     std::byte* place_of_body();
-    std::optional<Found> finish_frame();
+    std::optional<Outcome> finish_frame();
     [[noreturn]] void throw_damaged(const std::string& what) const;
     std::size_t buffered() const noexcept { return end_ - begin_; }
 

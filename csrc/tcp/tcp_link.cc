@@ -134,23 +134,23 @@ bool TcpLink::receive(LinkEvents& events) {
     bool arrived = false;
     for (std::uint64_t budget = kReadBytes; !ended_;) {
         switch (receiver_.next(socket_.get(), budget)) {
-            case TcpReceiver::Found::kMessage:
+            case TcpReceiver::Outcome::kMessage:
                 events.arrived(hold(receiver_.take_message()));
                 arrived = true;
                 break;
-            case TcpReceiver::Found::kControl:
+            case TcpReceiver::Outcome::kControl:
                 take_control();
                 break;
-            case TcpReceiver::Found::kNothing:
+            case TcpReceiver::Outcome::kNothing:
                 return arrived;
-            case TcpReceiver::Found::kPause:
+            case TcpReceiver::Outcome::kPause:
                 next_progress_ = Clock::now();
                 return arrived;
-            case TcpReceiver::Found::kEnd:
+            case TcpReceiver::Outcome::kEnd:
                 ended_ = true;
                 leave_open(PeerState::kDied, "its end of the connection was closed");
                 break;
-            case TcpReceiver::Found::kFailure:
+            case TcpReceiver::Outcome::kFailure:
                 ended_ = true;
                 leave_open(PeerState::kDied, error_text(receiver_.error_number()));
                 break;
@@ -206,9 +206,9 @@ void TcpLink::allow_what_is_due() {
     }
 }
 
-void TcpLink::demand(bool wanted, LinkEvents& events) {
-    demanded_ = wanted;
-    if (wanted) {
+void TcpLink::demand(bool is_waiting, LinkEvents& events) {
+    demanded_ = is_waiting;
+    if (is_waiting) {
         allow_what_is_due();
         write(events);
     }

@@ -35,7 +35,7 @@ class TcpLink final : public Link {
     void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
               LinkEvents& events) override;
     bool progress(LinkEvents& events) override;
-    void demand(bool wanted, LinkEvents& events) override;
+    void demand(bool is_waiting, LinkEvents& events) override;
     PeerState state() const noexcept override { return state_; }
     std::string reason() const override { return reason_; }
     LinkCounts counts() const override;
