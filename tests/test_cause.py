@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import HangError, PeerDied, UserError
-from megatron_ext.upstream import cause
+from megatron_ext.upstream import cause, failure
 from megatron_ext.upstream.cause import KINDS, Cause
 
 
@@ -43,7 +43,7 @@ def raised(error: BaseException, because: BaseException | None = None) -> BaseEx
         (HangError("rank 0 holds the job up", 0), "hang", "rank 0 holds", None),
         (SystemExit(7), "exit", "sys.exit(7) at test_cause.py:", 7),
         (SystemExit("no data"), "exit", "no data (sys.exit at test_cause.py:", 1),
-        (SystemExit(), "exit", "sys.exit() at test_cause.py:", 0),
+        (SystemExit(), "left", "sys.exit() at test_cause.py:", 0),
         (AssertionError(), "error", "AssertionError: raise error from because (test_cause.py:", 1),
         (
             ValueError(
@@ -69,6 +69,22 @@ def test_the_exception_behind_an_exception_comes_first() -> None:
     error = raised(RuntimeError("no data set"), raised(FileNotFoundError("part.bin")))
     said = "FileNotFoundError: part.bin; this led to RuntimeError: no data set"
     assert cause.of_error(error).reason == said
+
+
+def test_a_checkpoint_that_megatron_does_not_load_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(failure, "_is_first", lambda _: True)
+    for module, has_failed in (("megatron.training.checkpointing", True), ("my.script", False)):
+        namespace = {"__name__": module}
+        exec("import sys\ndef load(): sys.exit()", namespace)
+        with pytest.raises(SystemExit) as ended:
+            namespace["load"]()  # type: ignore[operator]
+        assert failure.report_exit(ended.value) is has_failed
+        assert cause.of_error(ended.value).code == int(has_failed)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "error: Megatron did not load the checkpoint, and says why above: sys.exit()" in lines[0]
 
 
 def rejecting(monkeypatch: pytest.MonkeyPatch, message: str | None, stage: int = 0) -> None:

@@ -182,7 +182,8 @@ def run(script: str, argv: Sequence[str]) -> int:
                 failure.report_interrupt()
                 return 128 + signal.SIGINT
             if isinstance(error, SystemExit):
-                failure.report_exit(error)
+                if failure.report_exit(error):
+                    return 1
                 raise
             explained = _explained(error)
             if explained is None:

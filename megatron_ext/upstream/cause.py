@@ -37,7 +37,8 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 # From the surest cause to the surest consequence. A process that was stopped or killed did not fail
 # because of its peers. Megatron's check of results ends all ranks, also those with good results.
-KINDS = ("stopped", "killed", "rejected", "error", "exit", "hang", "unknown", "effect")
+# A rank that left with exit code 0 explains no more than that its peers lost it.
+KINDS = ("stopped", "killed", "rejected", "error", "exit", "hang", "unknown", "left", "effect")
 
 _MAX_REASON = 600
 _RESULTS_REJECTED = (16, 17)
@@ -94,11 +95,11 @@ def first(causes: Sequence[Cause]) -> Cause | None:
 def of_error(error: BaseException) -> Cause:
     """Return the cause for an exception that ends this rank."""
     rank = int(os.environ.get("RANK", "0"))
-    code = 2 if isinstance(error, UserError) else 1
-    if isinstance(error, SystemExit):
-        code = 1
-        if isinstance(error.code, int | None):
-            code = error.code or 0
+    code = 1  # of `SystemExit` with a text, too
+    if isinstance(error, UserError):
+        code = 2
+    elif isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        code = error.code or 0
     ending = Cause(rank, "error", _words(error), time.time(), current_iteration(), code=code)
     if isinstance(error, TransportError) or _is_lost_peer(error):
         return replace(ending, kind="effect")
@@ -112,8 +113,23 @@ def of_error(error: BaseException) -> Cause:
         if code in _RESULTS_REJECTED and "megatron.core.rerun_state_machine" in sys.modules:
             reason = "Megatron's check of results failed on another rank"
             return replace(ending, kind="effect", reason=reason)
-        return replace(ending, kind="exit", reason=_exit_words(error))
+        reason = _exit_words(error)
+        if left_while_loading(error):
+            reason = f"Megatron did not load the checkpoint, and says why above: {reason}"
+            return replace(ending, kind="exit", reason=reason, code=1)
+        return replace(ending, kind="exit" if code else "left", reason=reason)
     return ending
+
+
+def left_while_loading(error: SystemExit) -> bool:
+    """Return whether Megatron ended this rank with exit code 0 because of its checkpoint.
+
+    It does so where the checkpoint is missing (`--exit-on-missing-checkpoint`), damaged or of an
+    unknown version, after a line of the first rank.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    place = frames[-1].f_globals.get("__name__") if frames else None
+    return not error.code and place == "megatron.training.checkpointing"
 
 
 def current_iteration() -> int | None:
@@ -165,6 +181,7 @@ def from_json(fields: Any) -> Cause:
 
 def _is_lost_peer(error: BaseException) -> bool:
     """Return whether a call of torch.distributed failed because of another rank."""
+    # DistBackendError and its kin have no common base that is public in all releases of torch.
     kind = type(error)
     if kind.__module__.startswith("torch") and kind.__name__.startswith("Dist"):
         return True
@@ -215,7 +232,10 @@ def _own_words(error: BaseException) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     # A worker of a DataLoader sends its whole traceback, whose last line has the error.
     is_workers = any("Original Traceback" in line for line in lines)
-    line = lines[-1] if is_workers else next(iter(lines), "")
+    # Of other messages the first line says most: torch appends stacks and hints.
+    line = ""
+    if lines:
+        line = lines[-1] if is_workers else lines[0]
     if isinstance(error, MegatronExtError) or is_workers:
         return line
     if isinstance(error, KeyError):
@@ -227,8 +247,12 @@ def _own_words(error: BaseException) -> str:
 def _exit_words(error: SystemExit) -> str:
     """Return which line of the program called `sys.exit`, and with what."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    words = f"sys.exit({'' if error.code is None else error.code}){place}"
-    if isinstance(error.code, str):
+    place = ""
+    if frames:
+        place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}"
+    words = f"sys.exit({error.code}){place}"
+    if error.code is None:
+        words = f"sys.exit(){place}"
+    elif isinstance(error.code, str):
         words = f"{error.code} (sys.exit{place})"
     return shortened(line_of(words), _MAX_REASON)

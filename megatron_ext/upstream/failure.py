@@ -68,23 +68,25 @@ def report(error: BaseException) -> None:
         time.sleep(_HELD_S if is_first else _OTHERS_S)
 
 
-def report_exit(error: SystemExit) -> None:
+def report_exit(error: SystemExit) -> bool:
     """Note which line ended this rank; print that if nothing else says it.
 
     The other ranks lose their connection to this one, and name it as the one with the reason.
+
+    Returns:
+        Whether the exit code has to be 1: Megatron leaves with 0 if it does not load a checkpoint.
     """
     ending = cause.of_error(error)
     cause.write(ending, ending.reason)
-    is_quiet = isinstance(error.code, str)  # Python prints it
-    if not error.code:
-        # Megatron leaves so when it finds no checkpoint, perhaps on one rank alone; later on it is
-        # how a training ends.
-        is_quiet = megatron_arguments() is None or ending.iteration is not None
+    has_failed = cause.left_while_loading(error)
+    is_told = isinstance(error.code, str)  # by Python
     # All ranks leave when Megatron rejects a result of one of them: that one has the reason.
-    if not is_quiet and ending.kind != "effect" and _is_first(ending.reason):
+    is_cause = (error.code or has_failed) and ending.kind != "effect"
+    if is_cause and not is_told and _is_first(ending.reason):
         prefix = f"[rank {ending.rank}] " if _is_connected() else ""
         sys.stderr.write(f"{prefix}megatron_ext: error: {ending.reason}\n")
         sys.stderr.flush()
+    return has_failed
 
 
 def report_interrupt() -> None:
@@ -129,10 +131,10 @@ def interrupts() -> Iterator[threading.Event]:
     A rank that waits in a collective notices the end of its peers first: an error of the connection
     then ends it, though nobody but the user is its reason.
     """
-    seen, before = threading.Event(), signal.getsignal(signal.SIGINT)
+    interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
 
     def interrupt(*_: object) -> None:
-        seen.set()
+        interrupted.set()
         logging.disable()  # Megatron logs the traceback of what passes through it
         raise KeyboardInterrupt
 
@@ -140,9 +142,9 @@ def interrupts() -> Iterator[threading.Event]:
     if replaces:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        yield seen
+        yield interrupted
     finally:
-        if seen.is_set():  # the process is about to end
+        if interrupted.is_set():  # the process is about to end
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         elif replaces:
             signal.signal(signal.SIGINT, before)
@@ -167,10 +169,13 @@ def _is_first(line: str) -> bool:
     claim.detach()
     # The first to report may have ended: on a loaded host a rank comes seconds later. torchrun has
     # its reason in a file, in the folder beside this rank's.
-    own = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        return True
     with suppress(OSError):  # torchrun removes the folder once it has read it
-        ended = Path(own).parent.parent.glob("*/error.json") if own else ()
-        return not any(json.dumps(line) in path.read_text() for path in ended)
+        for path in Path(error_file).parent.parent.glob("*/error.json"):
+            if json.dumps(line) in path.read_text():
+                return False
     return True
 
 
@@ -181,8 +186,8 @@ def _is_connected() -> bool:
 
 def _has_other_hosts() -> bool:
     """Return whether torchrun started ranks on other hosts too, and keeps a store for all."""
-    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
-    return several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    has_several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    return has_several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _store() -> TCPStore:
@@ -211,26 +216,26 @@ def watching_other_hosts() -> Iterator[None]:
     if not _has_other_hosts() or os.environ.get("LOCAL_RANK") != "0":
         yield
         return
-    left = threading.Event()
+    is_over = threading.Event()
     # Joined below: the interpreter's exit would abort the process for a thread inside the store.
-    watch = threading.Thread(target=_watch, args=(left,), name="watch-hosts", daemon=True)
+    watch = threading.Thread(target=_watch, args=(is_over,), name="watch-hosts", daemon=True)
     watch.start()
     try:
         yield
     finally:
-        left.set()
+        is_over.set()
         watch.join(_CONNECT_S + _LOOK_S)
 
 
-def _watch(left: threading.Event) -> None:
+def _watch(is_over: threading.Event) -> None:
     try:
         store = _store()
-        while not left.is_set() and not _is_connected():
+        while not is_over.is_set() and not _is_connected():
             # Not `wait`, which logs two lines of warnings each time that nobody has failed.
             if not store.check([_key()]):
-                left.wait(_LOOK_S)
+                is_over.wait(_LOOK_S)
                 continue
-            if left.is_set():
+            if is_over.is_set():
                 return  # it is reporting an error of its own
             reason = line_of(store.get(_key()).decode(errors="replace"))
             sys.stderr.write(f"megatron_ext: error: {reason}\n")

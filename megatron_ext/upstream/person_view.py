@@ -197,10 +197,10 @@ class PersonView:
         return self._once(", ".join(parts))
 
     def _training(self, _match: re.Match[str]) -> list[str]:
-        millions = sum(self._parameters.values()) / 1e6
-        return self._once(
-            f"training {millions:,.1f} million parameters" if millions else "training"
-        )
+        num_parameters = sum(self._parameters.values())
+        if num_parameters == 0:
+            return self._once("training")
+        return self._once(f"training {num_parameters / 1e6:,.1f} million parameters")
 
     def _stage(self, match: re.Match[str]) -> list[str]:
         return self._once(_STAGES[match.re.pattern].format(*match.groups()))

@@ -54,8 +54,8 @@ _TRAINING_SINCE: Release = (0, 17)
 
 def parse_release(version: str) -> Release | None:
     """Return major and minor number of a version, or None if it has none."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else None
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def written_version(core: Path) -> str | None:
@@ -96,8 +96,10 @@ def core_version() -> str | None:
     core = installed_core()
     # In the order of an import; an empty entry is the current folder.
     places = [Path(entry or ".") / "megatron" / "core" for entry in sys.path]
-    found = (written_version(place) for place in ([core] if core else places))
-    return next((version for version in found if version), None)
+    for place in [core] if core else places:
+        if version := written_version(place):
+            return version
+    return None
 
 
 def installed_release() -> Release | None:
@@ -109,7 +111,7 @@ def reference(release: Release | None = None) -> Reference:
     """Return the reference of a release (the installed one, else the oldest) or the nearest one."""
     release = release or installed_release() or _OLDEST
     # What comes next resembles the newest known release more than any other.
-    older = [known for known in REFERENCES if known <= release]
+    older = [minor for minor in REFERENCES if minor <= release]
     return REFERENCES[max(older, default=_OLDEST)]
 
 

@@ -26,8 +26,8 @@ def parameters(place: str) -> tuple[str, ...]:
 
 def megatron_arguments() -> Any:
     """Return the arguments that Megatron's `get_args` gives; None in programs that parse none."""
-    found = sys.modules.get("megatron.training.global_vars")
-    return None if found is None else found._GLOBAL_ARGS
+    variables = sys.modules.get("megatron.training.global_vars")
+    return None if variables is None else variables._GLOBAL_ARGS
 
 
 def backward_step_of(model: Any, config: Any) -> Callable[[Any, Any, Any], Any]:
@@ -87,10 +87,10 @@ def mtp_on_this_rank(config: Any, *, vp_stage: int | None) -> bool:
     """Return whether a chunk of this rank (None: its only one) predicts several tokens."""
     module = "megatron.core.transformer.multi_token_prediction"
     decide = import_module(module).mtp_on_this_rank
-    given = {"config": config}
+    settings = {"config": config}
     if "config" not in parameters(f"{module}:mtp_on_this_rank"):
-        given = {
+        settings = {
             "layout": config.pipeline_model_parallel_layout,
             "mtp_num_layers": config.mtp_num_layers,
         }
-    return bool(decide(**given, ignore_virtual=False, vp_stage=vp_stage))
+    return bool(decide(**settings, ignore_virtual=False, vp_stage=vp_stage))

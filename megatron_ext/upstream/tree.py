@@ -123,8 +123,8 @@ def check_tree(tree: Path) -> None:
         return
     remedy = f"Get it with {how_to_get()}"
     if release is not None and fits:
-        found = f"{release[0]}.{release[1]}"
-        remedy += f"; or install its megatron-core: pip install 'megatron-core=={found}.*'"
+        minor_release = f"{release[0]}.{release[1]}"
+        remedy += f"; or install its megatron-core: pip install 'megatron-core=={minor_release}.*'"
     major, minor = installed or max(releases.REFERENCES)
     raise UpstreamMismatch(
         f"Megatron-LM tree {tree}",
