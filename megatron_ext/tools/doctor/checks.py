@@ -22,8 +22,8 @@ from megatron_ext.errors import MegatronExtError, TransportError
 from megatron_ext.planning.hardware import DeviceKind, kind_of
 from megatron_ext.tools import calibrate
 from megatron_ext.tools.doctor.flight import Diagnosis
-from megatron_ext.tools.launch.agent import MIN_SHARED_BYTES, SHARED_MEMORY
 from megatron_ext.tools.launch.agents import Agents
+from megatron_ext.tools.launch.fitness import MIN_SHARED_BYTES, SHARED_MEMORY
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
 from megatron_ext.version import __version__, code_hash, installed

@@ -13,42 +13,33 @@ ran here, and find it through the file that the other one wrote.
 from __future__ import annotations
 
 import errno
-import hashlib
 import io
 import os
-import random
 import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import psutil
 
-from megatron_ext.devices import count_devices
-from megatron_ext.errors import LaunchError, MegatronExtError
+from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch import runs
-from megatron_ext.tools.launch.run_folder import RunFolder
+from megatron_ext.tools.launch.fitness import look, open_folder
 from megatron_ext.tools.launch.runs import RANK_MARK, Json
-from megatron_ext.transport.address import source_address
 from megatron_ext.upstream import cause, parent
 from megatron_ext.upstream.cause import Cause
-from megatron_ext.version import code_hash, installed
 
-MIN_FREE_BYTES = 64 << 20
-"""Less free space than this for the logs of a host is a problem."""
-MIN_SHARED_BYTES = 1 << 30
-"""Less free shared memory than this is a warning; a container has 64 MiB by default."""
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
+if TYPE_CHECKING:
+    from megatron_ext.tools.launch.run_folder import RunFolder
+
 _TAIL_LINES = 50
 _CHUNK_BYTES = 1 << 18
 _ALIVE_S = 2.0
@@ -57,127 +48,6 @@ _CANNOT_START = 127  # as in a shell
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 Send = Callable[[Json], None]
-
-
-def look(request: Json, log_dir: Path) -> Json:
-    """Return the fitness of this host for a request, whose environment is already set.
-
-    Problems, warnings, and what must be equal on every host. The request's directory becomes the
-    current one; that of the logs must not be there yet.
-    """
-    problems: list[str] = []
-    found: Json = {
-        "kind": "hello",
-        "pid": os.getpid(),
-        "clock": time.time(),
-        "log_dir": str(log_dir),
-        # Without torch, whose import would take most of the time of an answer.
-        "devices": 0 if request["per_node"] and request["nproc"] else count_devices(),
-        "problems": problems,
-        "warnings": [],
-        "same": {
-            "python": ".".join(map(str, sys.version_info[:3])),
-            "megatron_ext": f"files {code_hash()}",
-            "torch": installed("torch") or "not installed",
-            "megatron-core": installed("megatron-core") or "not installed",
-        },
-    }
-    try:
-        os.chdir(request["workdir"])
-    except OSError as error:
-        problems.append(
-            f"the work directory {request['workdir']} cannot be entered: {error.strerror}; copy it "
-            f"there with rsync"
-        )
-    found["free_bytes"], log_problem = _look_at_logs(log_dir)
-    if log_problem is not None:
-        problems.append(log_problem)
-    has_shared = Path(SHARED_MEMORY).is_dir()
-    if has_shared and (free := shutil.disk_usage(SHARED_MEMORY).free) < MIN_SHARED_BYTES:
-        found["warnings"].append(
-            f"{free >> 20} MiB are free in {SHARED_MEMORY}, and data loaders and NCCL take more; "
-            f"start its container with more (docker run --shm-size=16g)"
-        )
-    script = request["command"][0]
-    if request["per_node"]:
-        if shutil.which(script) is None:
-            problems.append(f"there is no command {script}; copy it there with rsync")
-    elif not problems:
-        from megatron_ext.training import runner
-
-        try:
-            chosen = runner.choose(script)
-            content = chosen.read_bytes() if chosen else b"the wheel"
-            found["same"][f"{script}, content"] = hashlib.sha256(content).hexdigest()[:8]
-        except (MegatronExtError, OSError) as error:
-            problems.append(f"{error}; copy it there with rsync")
-    if 0 < found["devices"] < request["nproc"]:
-        problems.append(
-            f"{request['nproc']} processes are planned, but it has {found['devices']} devices; "
-            f"lower its slots=N, or --nproc"
-        )
-    if request["is_first"]:
-        # Another program may take a free port before rank 0 listens, seconds later. Below 32768,
-        # where systems begin to number the ports of outgoing connections, nothing takes it.
-        wanted = request["master_port"]
-        for port in [wanted] if wanted else random.sample(range(20000, 32768), 5):
-            found["port"] = port
-            try:
-                socket.create_server(("", port)).close()
-                break
-            except OSError as error:
-                why = "it is in use" if error.errno == errno.EADDRINUSE else str(error)
-        else:
-            problems.append(
-                f"port {port} cannot be used for the ranks to meet: {why}; leave out --master-port "
-                f"to get a free one"
-            )
-    if request["peer"] is not None:
-        try:
-            found["address"] = source_address(request["peer"])
-            found["interface"] = interface_of(found["address"])
-        except OSError as error:
-            problems.append(
-                f"it cannot reach {request['peer']}: {error.strerror or error}; give that host an "
-                f"address that all others can reach, with addr=IP in the hostfile"
-            )
-    return found
-
-
-def _look_at_logs(log_dir: Path) -> tuple[int, str | None]:
-    """Return the free bytes for the logs of a run here, and why they cannot be written, if so."""
-    # The folder itself is made at the start only, so that a job that is refused leaves none.
-    # Not Path.exists(), which raises for what lies below a folder that may not be entered.
-    there = next(folder for folder in log_dir.parents if os.access(folder, os.F_OK))
-    free_bytes = shutil.disk_usage(there).free
-    why = None
-    try:
-        with _open(log_dir):
-            why = "it belongs to another run"
-    except LaunchError as error:
-        return free_bytes, f"logs cannot be written: {error}"
-    except OSError:  # there is none yet
-        if not os.access(there, os.W_OK | os.X_OK):
-            why = f"{there} is not writable"
-    if why is not None:
-        remedy = "use another --run-id or --log-dir"
-        return free_bytes, f"logs cannot be written to {log_dir}: {why}; {remedy}"
-    if free_bytes < MIN_FREE_BYTES:
-        return free_bytes, (
-            f"only {free_bytes >> 20} MiB are free for logs in {there}; make room "
-            f"({MIN_FREE_BYTES >> 20} MiB at least), or use another --log-dir"
-        )
-    return free_bytes, None
-
-
-def interface_of(address: str) -> str | None:
-    """Return the network interface of this machine that has an address, or None."""
-    # Link-local addresses end in %INTERFACE.
-    wanted = address.partition("%")[0]
-    for name, found in psutil.net_if_addrs().items():
-        if wanted in [each.address.partition("%")[0] for each in found]:
-            return str(name)
-    return None
 
 
 class _Job:
@@ -259,10 +129,12 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     }
     if hello.get("interface"):
         environment.setdefault("GLOO_SOCKET_IFNAME", hello["interface"])
-    own_log = directory / ("output.log" if per_node else "torchrun.log")
+    log_name, child_name = "torchrun.log", "torchrun"
+    if per_node:
+        log_name, child_name = "output.log", "the command"
     ended: Json = {
         "kind": "ended",
-        "what": "the command" if per_node else "torchrun",
+        "what": child_name,
         "code": _CANNOT_START,
         "stopped": None,
         "tail": [],
@@ -270,11 +142,11 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         "log": None,
     }
     try:
-        folder = _open(directory, create=True)  # as long as this process
+        folder = open_folder(directory, create=True)  # as long as this process
         if folder.exists("agent.json"):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory))
         folder.write_json("agent.json", runs.record())
-        log = folder.create(own_log.name)
+        log = folder.create(log_name)
         sockets = TemporaryDirectory(prefix="pymp-", ignore_cleanup_errors=True)
         environment[parent.SOCKETS] = sockets.name
         job = _Job(start["argv"], environment, request)
@@ -293,7 +165,9 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     ended.update(code=code, stopped=job.stopped)
     forwarder.join(_CLOSE_S)
     if code != 0:
-        ended.update(_failure(folder, directory, own_log.name, is_stopped=job.stopped is not None))
+        is_stopped = job.stopped is not None
+        logs = _Logs(folder, directory, log_name, start.get("first_rank", 0))
+        ended.update(_failure(logs, is_stopped=is_stopped))
     with suppress(OSError):  # a full disk: the launcher hears of the end all the same
         folder.write_json("agent.json", {**runs.record(), **ended})
     last = threading.Thread(target=send, args=(ended,), daemon=True)
@@ -304,37 +178,49 @@ def _run(request: Json, directory: Path, send: Send) -> None:
 def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) -> None:
     """Send lines of ranks, or every line, to the launcher; write those of no rank to the log."""
     assert isinstance(output, io.BufferedReader)
-    rest = b""
-    while data := output.read1(_CHUNK_BYTES) or (rest and b"\n"):
-        if len(rest) > _CHUNK_BYTES:
+    unfinished = b""
+    while data := output.read1(_CHUNK_BYTES) or (unfinished and b"\n"):
+        if len(unfinished) > _CHUNK_BYTES:
             data = b"\n" + data  # a progress bar without an end
-        *lines, rest = (rest + data).split(b"\n")
-        own = [line for line in lines if not line.startswith(RANK_MARK)]
-        shown = lines if every_line else [line for line in lines if line.startswith(RANK_MARK)]
+        *lines, unfinished = (unfinished + data).split(b"\n")
+        of_ranks = [line for line in lines if line.startswith(RANK_MARK)]
+        of_no_rank = [line for line in lines if not line.startswith(RANK_MARK)]
+        shown = lines if every_line else of_ranks
         # Neither a full disk nor a launcher that is gone may block the job.
-        if own:
+        if of_no_rank:
             with suppress(OSError):
-                log.write(b"\n".join(own) + b"\n")
+                log.write(b"\n".join(of_no_rank) + b"\n")
         if shown:
             text = (b"\n".join(shown) + b"\n").decode(errors="surrogateescape")  # any bytes
             with suppress(OSError):
                 send({"kind": "log", "text": text})
 
 
-def _open(directory: Path, create: bool = False) -> RunFolder:
-    """Open the folder of a run on this host, ROOT/RUN_ID/HOST; see `RunFolder.open`."""
-    run = directory.parent
-    return RunFolder.open(run.parent, run.name, directory.name, create=create)
+@dataclass(frozen=True)
+class _Logs:
+    """Where a job has left its logs on this host."""
+
+    folder: RunFolder
+    directory: Path
+    """The name of that folder, for people."""
+    own: str
+    """The file with the lines of no rank."""
+    first_rank: int
+    """Global rank of the first process here."""
+
+    def of_rank(self, rank: int) -> list[Path]:
+        """Return torchrun's output files of a global rank; none if it runs elsewhere."""
+        return _rank_logs(self.folder, rank - self.first_rank)
 
 
-def _failure(folder: RunFolder, directory: Path, own_log: str, *, is_stopped: bool) -> Json:
+def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
     """Return what failed here, for the launcher: the failed part, its exit code, last lines, cause.
 
     A host that was stopped may have the cause all the same: its ranks were slower to end.
     """
     # None: it failed before it had ranks, or was killed.
-    report: Json = folder.read_json("failure.json") or {}
-    causes = cause.read(folder.anchor / "ranks")
+    report: Json = logs.folder.read_json("failure.json") or {}
+    causes = cause.read(logs.folder.anchor / "ranks")
     now = time.time()
     for stopped in report.get("stopped", ()):
         reason = f"its process {stopped['pid']} is stopped, by SIGSTOP or a debugger"
@@ -345,28 +231,33 @@ def _failure(folder: RunFolder, directory: Path, own_log: str, *, is_stopped: bo
         if rank not in [ending.rank for ending in causes]:
             kind = "killed" if code < 0 else "unknown"
             causes.append(Cause(rank, kind, "", now, code=code))
-    tail = last_lines(folder.anchor / own_log, _TAIL_LINES)
     first = cause.first(causes)
-    if first is None or (is_stopped and not first.is_sure):
-        return {} if is_stopped else {"tail": tail}
+    if is_stopped and (first is None or not first.is_sure):
+        return {}
+    failure: Json = {"tail": last_lines(logs.folder.anchor / logs.own, _TAIL_LINES)}
+    if first is None:
+        return failure
+    failure |= {"what": f"rank {first.rank}", "cause": asdict(first)}
     # torchrun's own code says which rank failed first only in its log.
-    failure: Json = {"what": f"rank {first.rank}", "cause": asdict(first), "tail": tail}
-    if first.code is not None:
+    if first.code:
         failure["code"] = first.code
     elif "exit_code" in report:
-        failure["code"] = report["exit_code"]
-    first_rank = report.get("rank", 0) - report.get("local_rank", 0)
-    for path in _rank_logs(folder, first.rank - first_rank):
-        failure["log"] = str(directory / path.parent.relative_to(folder.anchor))
+        failure["code"] = report["exit_code"]  # the cause stands still, or left with 0
+    for path in logs.of_rank(first.rank):
+        failure["log"] = str(logs.directory / path.parent.relative_to(logs.folder.anchor))
         lines = last_lines(path, _TAIL_LINES)
-        failure["tail"] = lines if any(map(str.strip, lines)) else failure["tail"]
+        if any(map(str.strip, lines)):
+            failure["tail"] = lines
     return failure
 
 
 def _rank_logs(folder: RunFolder, local_rank: int) -> list[Path]:
     """Return torchrun's output files of a rank, below the run's folder on its host."""
     folders = folder.anchor.glob(f"ranks/*/attempt_0/{local_rank}")
-    return [each / f"{stream}.log" for each in folders for stream in ("stdout", "stderr")]
+    paths = []
+    for rank_folder in folders:
+        paths += [rank_folder / "stdout.log", rank_folder / "stderr.log"]
+    return paths
 
 
 def last_lines(path: Path, count: int) -> list[str]:
@@ -385,7 +276,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 def _stop(request: Json, directory: Path) -> Json:
     agent = None
-    with suppress(FileNotFoundError), _open(directory) as folder:
+    with suppress(FileNotFoundError), open_folder(directory) as folder:
         agent = runs.recorded(folder.read_json("agent.json"))
     if agent is not None:  # it ends its job in order, which takes about the grace
         with suppress(psutil.Error):
@@ -393,33 +284,42 @@ def _stop(request: Json, directory: Path) -> Json:
             agent.wait(request["grace_s"] + _CLOSE_S)  # its launcher needs its report
         with suppress(psutil.Error):
             agent.kill()
-    left = runs.marked(request["run_id"], request["node"])
-    stuck = sorted(one.pid for one in runs.end(left))
+    remaining = runs.marked(request["run_id"], request["node"])
+    stuck = sorted(process.pid for process in runs.end(remaining))
     text = "nothing runs"
     if stuck:
         text = f"processes {stuck} cannot be killed (they wait for a device)"
-    elif agent is not None or left:
-        text = f"stopped ({len(left)} processes killed after the grace)"
-    return {"failed": bool(stuck), "text": text, "agent": agent is not None, "killed": len(left)}
+    elif agent is not None or remaining:
+        text = f"stopped ({len(remaining)} processes killed after the grace)"
+    return {
+        "failed": bool(stuck),
+        "text": text,
+        "agent": agent is not None,
+        "killed": len(remaining),
+    }
 
 
 def _status(request: Json, directory: Path) -> Json:
     try:
-        with _open(directory) as folder:
+        with open_folder(directory) as folder:
             ended = folder.read_json("agent.json")
     except FileNotFoundError:
         return {"text": "has no record of this run"}
-    state = "running, " if runs.recorded(ended) else ""
+    state = ""
+    if runs.recorded(ended):
+        state = "running, "
     with suppress(KeyError, TypeError):  # it has not ended, or could not write that
-        why = f" ({ended['stopped']})" if ended["stopped"] else ""
-        state = f"ended with {ended['code']}{why}, "
+        state = f"ended with {ended['code']}"
+        if ended["stopped"]:
+            state += f" ({ended['stopped']})"
+        state += ", "
     count = len(runs.marked(request["run_id"], request["node"]))
     return {"text": f"{state}{count or 'no'} processes, logs in {directory}"}
 
 
 def _logs(request: Json, directory: Path) -> Json:
     lines: list[str] = []
-    with suppress(FileNotFoundError), _open(directory) as folder:
+    with suppress(FileNotFoundError), open_folder(directory) as folder:
         paths = [folder.anchor / "output.log", folder.anchor / "torchrun.log"]
         if request["local_rank"] is not None:
             paths = _rank_logs(folder, request["local_rank"])

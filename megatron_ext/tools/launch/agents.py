@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 MAX_SKEW_S = 5.0
 """Difference of clocks that triggers a warning, because log lines cannot be compared then."""
 _CLOSE_S = 5.0
+# Before it, torchrun kills ranks that save for longer than 30 s.
 _FIRST_PATIENT_TORCH = (2, 12)
 """From this release on, torchrun gives its ranks as long to stop as it is told to."""
 
@@ -134,11 +135,15 @@ class _Connection:
         """Return the last lines other than messages: of ssh, login scripts, or a dying agent."""
         self._stderr.seek(0)
         errors = self._stderr.read().decode(errors="replace").splitlines()
-        return [line for line in [*self._noise, *errors] if line.strip()][-20:]
+        lines = [line for line in [*self._noise, *errors] if line.strip()]
+        # Login scripts may print pages; what ended the agent stands at the end.
+        return lines[-20:]
 
     def close(self) -> None:
         """End the connection, which ends the agent and its job if they still run."""
         assert self.process.stdin is not None
+        # The end of its input tells an agent that the launcher is gone, through any number of ssh
+        # hops; a signal would reach the nearest ssh alone.
         with suppress(OSError):
             self.process.stdin.close()
         try:
@@ -170,6 +175,7 @@ class Agents:
         if message is not None and kind == "log" and self.display is not None:
             text = message["text"].encode(errors="surrogateescape")
             self.display.show(self.plan.hosts[index].name, text)
+        # A sign of life has done its work in `heard_at`.
         elif kind not in ("alive", "log"):
             self.events.put((index, message))
 
@@ -250,14 +256,14 @@ class Agents:
             names |= dict.fromkeys(hello["same"])
         for name in names:
             versions = [hello["same"].get(name) for hello in hellos]
-            usual = Counter(filter(None, versions)).most_common(1)[0][0]
-            like = self.plan.hosts[versions.index(usual)].name
+            commonest = Counter(filter(None, versions)).most_common(1)[0][0]
+            like = self.plan.hosts[versions.index(commonest)].name
             remedy = "install the same version on all hosts"
             if name == "python":
                 remedy = "use the same Python on all hosts (--python PATH)"
             elif name.endswith(", content"):
                 remedy = "copy it from here with rsync, or name the same file everywhere"
             for hello, version in zip(hellos, versions, strict=True):
-                if version not in (usual, None):
-                    text = f"{name} {version}, but {like} has {usual}; {remedy}"
+                if version not in (commonest, None):
+                    text = f"{name} {version}, but {like} has {commonest}; {remedy}"
                     hello["problems"].append(text)

@@ -73,10 +73,11 @@ class Display:
             complete: list[bytes] = []
             short: list[bytes] = []
             for marked in data.removesuffix(b"\n").split(b"\n"):
-                rank = _MARKED.match(marked)
-                source = f"{host}:{rank[1].decode()}" if rank else host
-                # torchrun repeats the mark within a line that pauses.
-                line = _MARKED.sub(b"", marked) if rank else marked
+                source, line = host, marked
+                if rank := _MARKED.match(marked):
+                    source = f"{host}:{rank[1].decode()}"
+                    # torchrun repeats the mark within a line that pauses.
+                    line = _MARKED.sub(b"", marked)
                 complete.append(b"[%s] %s" % (source.encode(), line))
                 if iteration := _ITERATION.search(line):
                     self.iteration = int(iteration[1])

@@ -30,6 +30,7 @@ def main() -> int:
     report, grace_s, arguments = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     killer = threading.Timer(grace_s, lambda: runs.end(Process().children(recursive=True)))
     killer.daemon = True
+    # What the agent of this host reads: the rank that ended first, and those that stand still.
     failure: dict[str, object] = {}
 
     def bound_the_end(record: logging.LogRecord) -> bool:

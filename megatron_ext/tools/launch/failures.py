@@ -41,6 +41,8 @@ class Failure:
         blamed = f"{self.what} holds the job up: "  # by the watchdog
         if self.cause.kind == "stopped":
             how = "stands still"
+        elif self.cause.kind == "left":
+            how = "left with exit code 0"
         elif reason.startswith(blamed):
             how, reason = "holds the job up", reason.removeprefix(blamed)
         when = ""

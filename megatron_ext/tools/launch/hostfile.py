@@ -72,12 +72,16 @@ _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "addr": (lambda text: str(ip_address(text)), "an IP address"),
     "port": (_number(65535), "a port from 1 to 65535"),
     # A leading dash would be an option of ssh.
-    "user": (lambda text: re.fullmatch(r"[A-Za-z_][A-Za-z0-9._-]{0,63}", text) and text,
-             "the name of a user"),
-    "rdma": (lambda text: tuple(str(ip_address(each)) for each in text.split(",")),
-             "IP addresses, as in A,B"),
+    "user": (
+        lambda text: re.fullmatch(r"[A-Za-z_][A-Za-z0-9._-]{0,63}", text) and text,
+        "the name of a user",
+    ),
+    "rdma": (
+        lambda text: tuple(str(ip_address(word)) for word in text.split(",")),
+        "IP addresses, as in A,B",
+    ),
     "type": (lambda text: re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) and text, "one word"),
-}  # fmt: skip
+}
 _KEY_LIST = "slots, addr, port, user, rdma, type and env.NAME"
 
 
@@ -104,8 +108,8 @@ def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
         try:
             host = _host(words)
             # Names are case-insensitive; two ssh ports of one address may be two containers.
-            for known in (host.name.lower(), (host.address.lower(), host.port)):
-                if (first := lines.setdefault(known, number)) != number:
+            for identity in (host.name.lower(), (host.address.lower(), host.port)):
+                if (first := lines.setdefault(identity, number)) != number:
                     raise ValueError(
                         f"host {host.name} is already in line {first}; name each host once and "
                         f"give it more processes with slots=N"
@@ -126,28 +130,33 @@ def _host(words: list[str]) -> Host:
             f"a name has letters, digits, dots, dashes and underscores"
         )
     name = match["name"] or _value("the address in brackets", match["ipv6"], "addr")
-    given: dict[str, Any] = {}
-    slots = [] if match["slots"] is None else [f"slots={match['slots']}"]
-    for word in (*slots, *words[1:]):
+    fields: dict[str, Any] = {}
+    env: list[tuple[str, str]] = []
+    keys = words[1:]
+    if match["slots"] is not None:  # NAME:SLOTS
+        keys.insert(0, f"slots={match['slots']}")
+    for word in keys:
         key, equals, value = word.partition("=")
         if not equals:
             raise ValueError(
                 f"expected key=value after the host, found {word!r}; keys are {_KEY_LIST}"
             )
-        if key in given:
+        if key in fields:
             raise ValueError(f"{key} is given twice for {name}; give it once")
         if key in _KEYS:
-            given[key] = _value(key, value, key)
+            fields[key] = _value(key, value, key)
         elif not key.startswith("env."):
             raise ValueError(f"unknown key {key!r}; keys are {_KEY_LIST}")
         elif not re.fullmatch(r"env\.[A-Za-z_][A-Za-z0-9_]*", key) or "\0" in value:
             raise ValueError(f"{word!r} names no environment variable; write env.NAME=VALUE")
         else:
-            given[key] = value
-    env = tuple((key[4:], given.pop(key)) for key in list(given) if key.startswith("env."))
+            env.append((key.removeprefix("env."), value))
+            fields[key] = value
+    for key in [key for key in fields if key.startswith("env.")]:
+        del fields[key]
     for key in ("max_slots", "type"):  # other launchers' keys, which change nothing here
-        given.pop(key, None)
-    return Host(name, env=env, **given)
+        fields.pop(key, None)
+    return Host(name, env=tuple(env), **fields)
 
 
 def _value(shown: str, text: str, key: str) -> Any:
@@ -167,10 +176,11 @@ def select(
     flag, text = ("--exclude", exclude) if include is None else ("--include", include)
     if text is None:
         return tuple(hosts)
-    known, named = [host.name for host in hosts], {part.strip("[]") for part in text.split("@")}
-    for name in sorted(named.difference(known)):
-        line = f"{flag} names {name!r}; the hosts are {', '.join(known)}"
-        if name.partition(":")[0] in known:
+    host_names = [host.name for host in hosts]
+    named = {part.strip("[]") for part in text.split("@")}
+    for name in sorted(named.difference(host_names)):
+        line = f"{flag} names {name!r}; the hosts are {', '.join(host_names)}"
+        if name.partition(":")[0] in host_names:
             line += ", and CUDA_VISIBLE_DEVICES chooses devices (env.NAME=VALUE in the hostfile)"
         raise LaunchError(line)
     chosen = tuple(host for host in hosts if (host.name in named) == (exclude is None))

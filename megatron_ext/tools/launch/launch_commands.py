@@ -62,52 +62,108 @@ def _absolute(text: str) -> str:
     return text
 
 
-# fmt: off
 def add_subcommands(subparsers: Any) -> None:
     """Register `launch` and the commands for its jobs: stop, status, logs."""
     parser = subparsers.add_parser(
-        "launch", help="start a training job, on this machine or on the hosts of a hostfile",
+        "launch",
+        help="start a training job, on this machine or on the hosts of a hostfile",
         usage="megatron-ext launch [--hostfile FILE | --slurm OPTIONS] [options] -- SCRIPT.py "
         "FLAGS...",
         description="Start torchrun on this machine, or on every host through ssh or Slurm's "
         "srun, show the logs, and end the job on all hosts as soon as one part of it fails or "
-        "Ctrl-C is pressed.")
+        "Ctrl-C is pressed.",
+    )
     add_hosts(parser)
     add = parser.add_argument_group("job").add_argument
-    add("--slurm", metavar="OPTIONS",
+    add(
+        "--slurm",
+        metavar="OPTIONS",
         help="submit it to Slurm with these options of sbatch, such as '--nodes 2'; inside an "
-        "allocation neither this nor a hostfile is needed")
-    add("--nproc", type=_whole(1, 1024), metavar="N",
-        help="processes on each host (default: slots, or devices; on one CPU what the flags need)")
+        "allocation neither this nor a hostfile is needed",
+    )
+    add(
+        "--nproc",
+        type=_whole(1, 1024),
+        metavar="N",
+        help="processes on each host (default: slots, or devices; on one CPU what the flags need)",
+    )
     add("--allow-uneven", action="store_true", help="different numbers of processes on the hosts")
-    add("--num-microbatches", type=_count, metavar="M",
-        help="adds --global-batch-size = M x micro-batch x data-parallel size")
-    add("--master-port", type=_whole(1, 65535), metavar="P",
-        help="where the ranks meet (default: a free port)")
-    add("--env", type=_assignment, action="append", default=[], metavar="NAME[=VALUE]",
+    add(
+        "--num-microbatches",
+        type=_count,
+        metavar="M",
+        help="adds --global-batch-size = M x micro-batch x data-parallel size",
+    )
+    add(
+        "--master-port",
+        type=_whole(1, 65535),
+        metavar="P",
+        help="where the ranks meet (default: a free port)",
+    )
+    add(
+        "--env",
+        type=_assignment,
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
         help="an environment variable of all processes, NAME alone with the value that it has here "
-        "and that nobody sees; may be repeated")
-    add("--per-node", action="store_true",
-        help="run a command once on each host, without torchrun, for set-up or inspection")
-    add("--max-restarts", type=_whole(0, 10**9), default=0, metavar="N",
-        help="start again after a failure, at most N times within the window (default: 0)")
-    add("--restart-window", type=_seconds, default=3600.0, metavar="S",
-        help="seconds after which a restart no longer counts (default: 3600)")
-    add("--spares", type=_whole(0, 10**9), default=0, metavar="K",
-        help="the last K hosts join only when another host cannot take part in a restart")
+        "and that nobody sees; may be repeated",
+    )
+    add(
+        "--per-node",
+        action="store_true",
+        help="run a command once on each host, without torchrun, for set-up or inspection",
+    )
+    add(
+        "--max-restarts",
+        type=_whole(0, 10**9),
+        default=0,
+        metavar="N",
+        help="start again after a failure, at most N times within the window (default: 0)",
+    )
+    add(
+        "--restart-window",
+        type=_seconds,
+        default=3600.0,
+        metavar="S",
+        help="seconds after which a restart no longer counts (default: 3600)",
+    )
+    add(
+        "--spares",
+        type=_whole(0, 10**9),
+        default=0,
+        metavar="K",
+        help="the last K hosts join only when another host cannot take part in a restart",
+    )
     add("--run-id", metavar="ID", help="name of this run (default: from the time)")
-    add("--grace", type=_seconds, default=5.0, metavar="S",
-        help="seconds between asking processes to stop and killing them (default: 5)")
+    add(
+        "--grace",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds between asking processes to stop and killing them (default: 5)",
+    )
     add = parser.add_argument_group("output").add_argument
     add("--dry-run", action="store_true", help="print the command of each host and do nothing")
-    add("--raw", action="store_true",
+    add(
+        "--raw",
+        action="store_true",
         help="show every line of the ranks (default for Megatron's scripts, pretrain_*.py: a short "
-        "line for each stage of the start and each logged step, and what goes wrong)")
-    add("--show", default="0,last", metavar="RANKS",
+        "line for each stage of the start and each logged step, and what goes wrong)",
+    )
+    add(
+        "--show",
+        default="0,last",
+        metavar="RANKS",
         help="ranks whose output to show: all, or a list such as 0,3,last (default: 0,last); the "
-        "full logs stay on the hosts")
-    add("--log-dir", type=_absolute, metavar="DIR",
-        help="log directory on every host (default: ~/.local/state/megatron_ext/runs)")
+        "full logs stay on the hosts",
+    )
+    add(
+        "--log-dir",
+        type=_absolute,
+        metavar="DIR",
+        help="log directory on every host (default: ~/.local/state/megatron_ext/runs)",
+    )
     parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=_run)
     for name, text in (
@@ -119,11 +175,20 @@ def add_subcommands(subparsers: Any) -> None:
         add = parser.add_argument
         add("run_id", metavar="RUN_ID", help="as launch printed it, or Slurm's job id")
         add_programs(add)
-        add("--timeout", type=_seconds, default=60.0, metavar="S",
-            help="seconds for each host to answer (default: 60)")
+        add(
+            "--timeout",
+            type=_seconds,
+            default=60.0,
+            metavar="S",
+            help="seconds for each host to answer (default: 60)",
+        )
         if name == "stop":
-            add("--grace", type=_seconds, metavar="S",
-                help="seconds until it is killed, where the launch gives it more")
+            add(
+                "--grace",
+                type=_seconds,
+                metavar="S",
+                help="seconds until it is killed, where the launch gives it more",
+            )
         if name == "logs":
             add("--rank", type=int, metavar="R", help="a rank (default: torchrun's own log)")
             add("--lines", type=_count, default=20, metavar="N", help="lines (default: 20)")
@@ -137,20 +202,37 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     add("--include", metavar="HOST@...", help="only these hosts")
     add("--exclude", metavar="HOST@...", help="not these hosts")
     add_programs(add)
-    add("--preflight-timeout", type=_seconds, default=30.0, metavar="S",
-        help="seconds for all hosts to answer (default: 30)")
+    add(
+        "--preflight-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="seconds for all hosts to answer (default: 30)",
+    )
 
 
 def add_programs(add: Callable[..., Any]) -> None:
     """Add the flags that name the programs with which hosts are reached."""
-    add("--ssh-cmd", type=_program, default=("ssh",), metavar="COMMAND",
-        help="the ssh program, with further options (default: ssh)")
-    add("--python", default=sys.executable, metavar="PATH",
-        help="path of Python on the hosts (default: the path of this one)")
-# fmt: on
+    add(
+        "--ssh-cmd",
+        type=_program,
+        default=("ssh",),
+        metavar="COMMAND",
+        help="the ssh program, with further options (default: ssh)",
+    )
+    add(
+        "--python",
+        default=sys.executable,
+        metavar="PATH",
+        help="path of Python on the hosts (default: the path of this one)",
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
-    from megatron_ext.tools.launch import jobs
+    if args.command == "launch":
+        from megatron_ext.tools.launch.jobs import launch
 
-    return jobs.launch(args, sys.argv[1:]) if args.command == "launch" else jobs.manage(args)
+        return launch(args, sys.argv[1:])
+    from megatron_ext.tools.launch.manage import manage
+
+    return manage(args)

@@ -29,6 +29,7 @@ FORWARDED = (
 """Prefixes of the environment variables that every host gets from the launcher's environment."""
 _SECRET = re.compile("TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _BETWEEN_HOSTS = ("auto", "tcp", "rdma")  # values of --pipeline-transport that need --node-ips
+_IMPLYING_TRANSPORT = frozenset({"--use-dpp", "--forward-backward-disaggregating"})
 _DEFAULT_PORT = 29500
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - refused
 
@@ -173,27 +174,36 @@ class JobPlan:
         plan.check()
         if plan.per_node:
             return plan
-        flags, added = plan.flags, list[str]()
-        data = Parallel.of(flags).data_parallel(plan.world_size)
-        if plan.num_microbatches is not None:
-            if flag_value(flags, "--global-batch-size") is not None:
-                raise LaunchError(
-                    "--num-microbatches and --global-batch-size are both given; one follows from "
-                    "the other, so leave one out"
-                )
-            samples = plan.num_microbatches * _size(flags, "--micro-batch-size") * data
-            added += ["--global-batch-size", str(samples)]
-        wire = flag_value(flags, "--pipeline-transport")
-        implying = {"--use-dpp", "--forward-backward-disaggregating"}
-        if wire is None and implying & set(flags):
+        return replace(plan, command=(*plan.command, *plan._batch_flag(), *plan._address_flag()))
+
+    def _batch_flag(self) -> list[str]:
+        """Return `--global-batch-size` if the user gave the number of micro-batches."""
+        num_replicas = Parallel.of(self.flags).data_parallel(self.world_size)
+        if self.num_microbatches is None:
+            return []
+        if flag_value(self.flags, "--global-batch-size") is not None:
+            raise LaunchError(
+                "--num-microbatches and --global-batch-size are both given; one follows from "
+                "the other, so leave one out"
+            )
+        micro_batch_size = _size(self.flags, "--micro-batch-size")
+        return ["--global-batch-size", str(self.num_microbatches * micro_batch_size * num_replicas)]
+
+    def _address_flag(self) -> list[str]:
+        """Return `--node-ips` if the transport connects hosts and the user gave no addresses."""
+        wire = flag_value(self.flags, "--pipeline-transport")
+        if wire is None and not _IMPLYING_TRANSPORT.isdisjoint(self.flags):
             wire = "auto"  # as `PipelineConfig.wire` is
-        if wire in _BETWEEN_HOSTS and len(hosts) > 1 and flag_value(flags, "--node-ips") is None:
-            # One for each host, or for each rank where hosts have different numbers of them.
-            is_even = len({host.slots for host in hosts}) == 1
-            added.append("--node-ips")
-            for host in hosts:
-                added += [*host.rdma, host.address][:1] * (1 if is_even else host.slots or 0)
-        return replace(plan, command=(*plan.command, *added))
+        has_addresses = flag_value(self.flags, "--node-ips") is not None
+        if wire not in _BETWEEN_HOSTS or len(self.hosts) == 1 or has_addresses:
+            return []
+        # One for each host, or for each rank where hosts have different numbers of them.
+        is_even = len({host.slots for host in self.hosts}) == 1
+        addresses = []
+        for host in self.hosts:
+            num_entries = 1 if is_even else host.slots or 0
+            addresses += [host.rdma[0] if host.rdma else host.address] * num_entries
+        return ["--node-ips", *addresses]
 
     def host_of(self, rank: int) -> int:
         """Return the index of the host that a global rank runs on."""
@@ -203,42 +213,46 @@ class JobPlan:
         """Return the variables that the job gets on a host, in addition to those of the login."""
         return {**self.env, **dict(self.hosts[index].env)}
 
-    def _torchrun_words(self, index: int, port: int, *more: str) -> list[str]:
+    def _torchrun_words(self, index: int, port: int, *options: str) -> list[str]:
         # Alone, a host needs no name that others could resolve.
         master = "127.0.0.1" if len(self.hosts) == 1 else self.hosts[0].address
         return [
             "--nnodes", str(len(self.hosts)), "--node-rank", str(index),
             "--nproc-per-node", str(self.hosts[index].slots or 0),
             # torchrun's own restarts need agents that are alive on the spare hosts from the start.
-            "--master-addr", master, "--master-port", str(port), "--max-restarts", "0", *more,
+            "--master-addr", master, "--master-port", str(port), "--max-restarts", "0", *options,
             "-m", "megatron_ext", *self.command,
         ]  # fmt: skip
 
-    def agent_argv(self, index: int, found: Json, port: int, show: Sequence[int]) -> list[str]:
+    def agent_argv(self, index: int, hello: Json, port: int, show: Sequence[int]) -> list[str]:
         """Return what the agent of a host starts, from its fitness.
 
         The ranks meet at a port of the first host. `show`: local ranks whose output is shown.
         """
         if self.per_node:
             return list(self.command)
-        logs = found["log_dir"]
-        more = ["--local-addr", found["address"]] if "address" in found else []
-        more += ["--rdzv-id", self.run_id, "--log-dir", f"{logs}/ranks", "--redirects", "3"]
-        # Files of all ranks (3: both streams); those to show are followed besides.
-        more += ["--tee", ",".join(f"{rank}:3" for rank in show)] if show else []
+        logs = hello["log_dir"]
+        options = []
+        if "address" in hello:
+            options += ["--local-addr", hello["address"]]
+        options += ["--rdzv-id", self.run_id, "--log-dir", f"{logs}/ranks", "--redirects", "3"]
+        if show:
+            # Files of all ranks (3: both streams); those to show are followed besides.
+            options += ["--tee", ",".join(f"{rank}:3" for rank in show)]
         elastic = [self.python, "-m", "megatron_ext.tools.launch.elastic"]
         report = [f"{logs}/failure.json", f"{self.grace_s:g}"]
-        return [*elastic, *report, *self._torchrun_words(index, port, *more)]
+        return [*elastic, *report, *self._torchrun_words(index, port, *options)]
 
     def request(self, index: int, op: str = "run") -> Json:
         """Return the first message to the agent of a host: its part of this plan."""
         host, peer = self.hosts[index], None
         if len(self.hosts) > 1 and not self.per_node:
-            peer = self.hosts[1 if index == 0 else 0].address
+            # Any other host will do to find out which of its addresses this one has to use.
+            peer = self.hosts[0].address if index else self.hosts[1].address
         # Without the flags: an agent gets its whole command when the job starts.
-        whole = replace(self, hosts=(), command=self.command[:1], env=self.environment(index))
-        own = {"op": op, "node": host.number, "host": host.name, "nproc": host.slots or 0}
-        return asdict(whole) | own | {"peer": peer, "is_first": index == 0}
+        shared = replace(self, hosts=(), command=self.command[:1], env=self.environment(index))
+        of_host = {"op": op, "node": host.number, "host": host.name, "nproc": host.slots or 0}
+        return asdict(shared) | of_host | {"peer": peer, "is_first": index == 0}
 
     def record(self) -> Json:
         """Return what `stop`, `status` and `logs` need, as JSON."""
@@ -247,17 +261,17 @@ class JobPlan:
         return asdict(replace(self, env={}, hosts=hosts))
 
     @classmethod
-    def of_record(cls, found: Json) -> JobPlan:
+    def of_record(cls, fields: Json) -> JobPlan:
         """Return the plan of a record.
 
         Raises:
             KeyError, TypeError, ValueError: It is of another version, or damaged.
         """
-        hosts = tuple(Host(**each) for each in found["hosts"])
+        hosts = tuple(Host(**host_fields) for host_fields in fields["hosts"])
         for host in hosts:
             if host.name.startswith("-"):
                 raise ValueError(f"ssh would take the host {host.name} for an option")
-        return cls(**{**found, "hosts": hosts, "ssh": tuple(found["ssh"])})
+        return cls(**{**fields, "hosts": hosts, "ssh": tuple(fields["ssh"])})
 
     def flags_to_reach(self) -> list[str]:
         """Return the flags with which `stop`, `status` and `logs` reach the hosts as this does."""

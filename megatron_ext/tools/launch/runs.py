@@ -116,13 +116,13 @@ def recorded(entry: Any) -> Process | None:
     """
     try:
         process = Process(int(entry["pid"]))
-        same = entry["start"] == _start(process.pid)
+        is_same = entry["start"] == _start(process.pid)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, psutil.Error):
         return None
-    return process if same and _alive(process) else None
+    return process if is_same and _is_alive(process) else None
 
 
-def _alive(process: Process) -> bool:
+def _is_alive(process: Process) -> bool:
     with suppress(psutil.Error):  # one that has ended and was not waited for is a zombie
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -130,24 +130,24 @@ def _alive(process: Process) -> bool:
 
 def marked(run_id: str, node: int) -> set[Process]:
     """Return the processes of a run on a host."""
-    found = set()
+    processes = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it ended meanwhile, or is not ours
             environment = process.environ()
             if (environment.get(RUN_ID), environment.get(NODE)) == (run_id, str(node)):
-                found.add(process)
-    return found
+                processes.add(process)
+    return processes
 
 
 def end(processes: Iterable[Process], timeout_s: float = 5.0) -> set[Process]:
     """Kill processes; return those that remain, such as processes that wait for a device."""
-    left = set(filter(_alive, processes))
-    for process in left:  # all before any is awaited: a parent could start new ones meanwhile
+    remaining = set(filter(_is_alive, processes))
+    for process in remaining:  # all before any is awaited: a parent could start new ones meanwhile
         with suppress(psutil.Error):
             process.send_signal(signal.SIGKILL)
     # Not psutil.wait_procs(): it would take a child's exit code from the `Popen` that waits for it.
     deadline = time.monotonic() + timeout_s
-    while left and time.monotonic() < deadline:
+    while remaining and time.monotonic() < deadline:
         time.sleep(0.05)
-        left = set(filter(_alive, left))
-    return left
+        remaining = set(filter(_is_alive, remaining))
+    return remaining

@@ -49,9 +49,17 @@ def hosts() -> tuple[Host, ...]:
 
 def _tasks(text: str, num_hosts: int) -> list[int]:
     """Return the number of tasks of each host, of Slurm's notation `2(x3),1`; one each without."""
-    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",") if text]
-    counts = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
-    if None in parts or len(counts) not in (num_hosts, 0):
+    if not text:
+        return [1] * num_hosts
+    counts: list[int] = []
+    is_valid = True
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            is_valid = False
+        else:
+            counts += [int(match[1])] * int(match[2] or 1)
+    if not is_valid or len(counts) not in (num_hosts, 0):
         raise LaunchError(
             f"SLURM_TASKS_PER_NODE={text} does not say the tasks of the {num_hosts} hosts in "
             "SLURM_JOB_NODELIST; unset it to start one task on each"
@@ -77,8 +85,8 @@ def submission(options: str, arguments: Sequence[str], workdir: str) -> list[str
     words = split_words(options, "--slurm")
     start = shlex.join([sys.executable, "-m", "megatron_ext", *arguments])
     # Not requeued: the launcher itself restarts, with what it knows of the hosts.
-    own = ["--job-name=megatron-ext", f"--chdir={workdir}", "--no-requeue"]
-    return ["sbatch", *own, *words, f"--wrap=exec {start}"]
+    defaults = ["--job-name=megatron-ext", f"--chdir={workdir}", "--no-requeue"]
+    return ["sbatch", *defaults, *words, f"--wrap=exec {start}"]
 
 
 def without_values(words: Sequence[str]) -> list[str]:

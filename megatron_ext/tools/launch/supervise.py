@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,16 @@ from megatron_ext.tools.launch.runs import STOPPED, Json
 from megatron_ext.upstream import cause
 
 if TYPE_CHECKING:
+    from queue import SimpleQueue
+
+    from megatron_ext.tools.launch.agents import Event
     from megatron_ext.tools.launch.plan import JobPlan
     from megatron_ext.upstream.cause import Cause
 
 _ALIVE_S = 2.0
+# For a host to answer when its first connection is lost.
 _REPORT_S = 15.0
+# For the failures of other hosts to arrive after the first: any of them may be the cause.
 _SETTLE_S = 1.5
 
 
@@ -32,38 +38,30 @@ def supervise(
     `plan` knows every number of processes, `hellos` are the answers of the hosts in order, `show`
     the global ranks whose output to show.
     """
-    stopping = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup the job outlives a login
-        stopping.append(signal.SIGHUP)
-    put = agents.events.put
-    handlers = {}
-    for number in stopping:
-        handlers[number] = signal.signal(number, lambda caught, _: put((caught, "signal")))
     agents.display = display
-    try:
+    with _signals_to(agents.events):
         for index, connection in agents.connections.items():
             first, end = plan.first_rank(index), plan.first_rank(index + 1)
             shown_here = [rank - first for rank in show if first <= rank < end]
             argv = plan.agent_argv(index, hellos[index], hellos[0]["port"], shown_here)
-            connection.send(op="start", argv=argv)
+            connection.send(op="start", argv=argv, first_rank=first)
         watch = Watch(agents, plan, hellos, display)
         watch.run()
         # A lost connection does not tell whether the agent died or only ssh: a second look does.
         lost_hosts = tuple(plan.hosts[index] for index in watch.lost)
         with Agents(replace(plan, hosts=lost_hosts)) as lost_agents:
             answers = lost_agents.ask("stop", _REPORT_S + plan.grace_s)
-    finally:
-        for handled, handler in handlers.items():
-            signal.signal(handled, handler)
     stopped_by = watch.stopped_by
     while not agents.events.empty():  # signals during that look
         caught, message = agents.events.get()
         if message == "signal":
             stopped_by = caught
-    stopped_name = None if stopped_by is None else signal.Signals(stopped_by).name
+    code, stopped_name = 0, None
+    if stopped_by is not None:
+        code, stopped_name = 128 + stopped_by, signal.Signals(stopped_by).name
     # What fails after the user has stopped the job does so because of it.
     if not watch.failures or display.is_stopping:
-        return Outcome(0 if stopped_by is None else 128 + stopped_by, stopped_by=stopped_name)
+        return Outcome(code, stopped_by=stopped_name)
     failures = watch.failures
     for index, answer in zip(watch.lost, answers, strict=True):
         note = failures[index].note + _what_was_left(answer, hellos[index])
@@ -71,6 +69,22 @@ def supervise(
     failure = first_failure(list(failures.values()), display.iteration)
     code = failure.code if failure.code >= 0 else 128 - failure.code
     return Outcome(code, failure, stopped_name)
+
+
+@contextmanager
+def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
+    """Put the signals that stop a job among the events of its agents."""
+    stopping = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup the job outlives a login
+        stopping.append(signal.SIGHUP)
+    handlers = {}
+    for number in stopping:
+        handlers[number] = signal.signal(number, lambda caught, _: events.put((caught, "signal")))
+    try:
+        yield
+    finally:
+        for handled, handler in handlers.items():
+            signal.signal(handled, handler)
 
 
 def _what_was_left(answer: Json | str, hello: Json) -> str:
@@ -107,6 +121,7 @@ class Watch:
         """Wait until no host runs the job any more."""
         alive_at = time.monotonic() + _ALIVE_S
         while self._running:
+            # Agents that were told to stop the job do so by themselves.
             until = alive_at if self._is_stopping else min(alive_at, self._stop_at)
             index, message = self._agents.next_event(until)
             now = time.monotonic()
@@ -141,6 +156,8 @@ class Watch:
         """Stop the job, or kill it if it is stopping already, after a signal or a failure."""
         if self.stopped_by is None:
             self.stopped_by = number
+            # Ranks that are stopped print errors about each other, which mean nothing; those of a
+            # failure that came before do.
             self._display.is_stopping = not self.failures
         if self._is_stopping:
             say(f"{name}: kills the job")
@@ -169,14 +186,15 @@ class Watch:
             # Hosts' clocks differ: which failure came first is decided on the launcher's.
             at=message["time"] - ahead_s,
             tail=message["tail"],
-            note=f" ({message['stopped']})" if message["stopped"] else "",
             log=message.get("log"),
         )
-        if ending is None:
-            return failure
-        # A rank that waits may name one of another host.
-        host = self._plan.hosts[self._plan.host_of(ending.rank)].name
-        return replace(failure, host=host, at=ending.at - ahead_s, note="", cause=ending)
+        if ending is not None:
+            # A rank that waits may name one of another host.
+            host = self._plan.hosts[self._plan.host_of(ending.rank)].name
+            return replace(failure, host=host, at=ending.at - ahead_s, cause=ending)
+        if message["stopped"]:
+            return replace(failure, note=f" ({message['stopped']})")
+        return failure
 
     def _lose_host(self, index: int, note: str = "") -> None:
         connection = self._running.pop(index)

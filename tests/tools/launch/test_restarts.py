@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.tools.launch import jobs, runs
+from megatron_ext.tools.launch import attempts, runs
 from megatron_ext.tools.launch.failures import Failure, Outcome
 from tests.commands import run_package
 from tests.ranks import require_training
@@ -87,7 +87,7 @@ def restarted(hosts: str, *words: str) -> list[JobPlan]:
         return Outcome(7 if failure else 0, failure), plan.completed([1] * len(plan.hosts))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "_attempt", attempt)
+        patch.setattr(attempts, "_attempt", attempt)
         launch = ["launch", "--hostfile", "hosts", "--run-id", "again", "--max-restarts", "1"]
         assert cli.main([*launch, *words]) == (0 if len(plans) == 2 else 2)
     return plans

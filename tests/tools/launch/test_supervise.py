@@ -45,15 +45,17 @@ def test_the_cause_of_a_failure_is_told_with_its_iteration_and_words() -> None:
     failed = Failure("b", "rank 5", 1, at=9.5, cause=Cause(5, "error", "ValueError: no", 9.5))
     stopped = Failure("b", "rank 5", 1, at=9.9, cause=Cause(5, "stopped", "its process", 9.9))
     words = "rank 5 holds the job up: rank 0 waits for it"
+    left = replace(failed, code=7, cause=Cause(5, "left", "sys.exit() at a.py:3", 9.5, 2, code=0))
     hangs = replace(failed, cause=Cause(5, "hang", words, 9.5, 2))
     told = [
         str(first_failure([waited, failure], last_iteration=2))
-        for failure in (failed, stopped, hangs)
+        for failure in (failed, stopped, hangs, left)
     ]
     assert told == [
         "b: rank 5 ended with exit code 1 in iteration 3: ValueError: no",
         "b: rank 5 stands still in iteration 3: its process",
         "b: rank 5 holds the job up in iteration 2: rank 0 waits for it",
+        "b: rank 5 left with exit code 0 in iteration 2: sys.exit() at a.py:3",
     ]
     alone = str(first_failure([failed], last_iteration=2))
     assert alone == "b: rank 5 ended with exit code 1 after iteration 2: ValueError: no"

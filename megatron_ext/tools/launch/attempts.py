@@ -1,0 +1,273 @@
+"""Runs a planned job, and again after a failure: each attempt is a run with logs and a result."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import LaunchError, line_of
+from megatron_ext.files import cannot_write
+from megatron_ext.tools.launch import runs
+from megatron_ext.tools.launch.agents import Agents
+from megatron_ext.tools.launch.display import Display, say
+from megatron_ext.tools.launch.plan import JobPlan, flag_value
+from megatron_ext.tools.launch.run_folder import RunFolder
+from megatron_ext.tools.launch.supervise import supervise
+from megatron_ext.upstream.failure import to_resume
+from megatron_ext.upstream.person_view import PersonView
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.launch.failures import Failure, Outcome
+    from megatron_ext.tools.launch.hostfile import Host
+
+_LONGEST_PAUSE_S = 60.0
+
+
+def shown_ranks(text: str, world_size: int) -> list[int]:
+    """Return the ranks that `--show` names, in order."""
+    if text == "all":
+        return list(range(world_size))
+    ranks = set()
+    for word in text.split(","):
+        rank = -1
+        if word == "last":
+            rank = world_size - 1
+        elif word.isdecimal():
+            rank = int(word)
+        if not 0 <= rank < world_size:
+            raise LaunchError(
+                f"--show names {word!r}; use all, or ranks from 0 to {world_size - 1} and last"
+            )
+        ranks.add(rank)
+    return sorted(ranks)
+
+
+def with_restarts(plan: JobPlan, hosts: tuple[Host, ...], args: argparse.Namespace) -> int:
+    """Run a job until it succeeds, is stopped, or has used up its restarts; return its exit code.
+
+    Every attempt is a run of its own, with preflight, logs and a result: ID, ID-r1, ID-r2. The
+    script resumes from its last whole checkpoint: Megatron records a checkpoint's iteration only
+    after it has written all of it. Of the hosts, those beyond the plan's are spare.
+    """
+    if args.max_restarts and flag_value(plan.command, "--load") is None:
+        say("warning: without --save and --load, a restart begins with the first iteration")
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) == signal.SIG_DFL:  # while no job runs: connections are closed
+            signal.signal(ending, lambda number, _: sys.exit(128 + number))
+    failed_at: list[float] = []
+    num_restarts, attempt = 0, plan
+    while True:
+        outcome, completed = _attempt(attempt, args)
+        now = time.monotonic()
+        failed_at = [at for at in failed_at if now - at < args.restart_window]
+        may_restart = outcome.failure is not None and outcome.stopped_by is None
+        if not may_restart or len(failed_at) >= args.max_restarts:
+            return outcome.code
+        failed_at.append(now)
+        num_restarts += 1
+        # Longer each time: a file server or a switch that fails takes a while to come back.
+        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (len(failed_at) - 1))
+        say(
+            f"restart {len(failed_at)} of {args.max_restarts} in {pause_s:g} s, because of "
+            f"{outcome.failure}"
+        )
+        time.sleep(pause_s)
+        hosts = _with_slots(hosts, completed)
+        # From the plan without the flags that follow from its hosts: these may be others now.
+        attempt = replace(plan, run_id=f"{plan.run_id}-r{num_restarts}")
+        able = _able_hosts(hosts, completed, attempt, args.preflight_timeout)
+        # A job never shrinks: fewer replicas would be another batch.
+        num_hosts, num_ranks = len(completed.hosts), completed.world_size
+        attempt = replace(attempt, hosts=able[:num_hosts])
+        if attempt.world_size != num_ranks:
+            raise LaunchError(
+                f"the job needs {num_hosts} hosts with {num_ranks} ranks, and {len(able)} of "
+                f"{len(hosts)} can take part; mend them, or give more spare hosts (--spares)"
+            )
+
+
+def _with_slots(hosts: Sequence[Host], completed: JobPlan) -> tuple[Host, ...]:
+    """Return the hosts with their slots, counted in the attempt if the hostfile has none."""
+    counted = {host.number: host.slots for host in completed.hosts}
+    # A spare host has not counted its devices; hosts of a job are alike.
+    of_spares = completed.hosts[0].slots
+    complete = []
+    for host in hosts:
+        slots = host.slots or counted.get(host.number) or of_spares
+        complete.append(replace(host, slots=slots))
+    return tuple(complete)
+
+
+def _able_hosts(
+    hosts: tuple[Host, ...], ended: JobPlan, attempt: JobPlan, timeout_s: float
+) -> tuple[Host, ...]:
+    """Return the hosts that can take part in an attempt, after what is left of the ended one.
+
+    Hosts lost before are asked too: one that was rebooted may be back, and one whose network was
+    away may still run its part.
+    """
+    with Agents(replace(ended, hosts=hosts)) as agents:
+        answers = agents.ask("stop", timeout_s + attempt.grace_s)
+    problems: dict[int, list[str]] = {}
+    reachable = []
+    for host, answer in zip(hosts, answers, strict=True):
+        if isinstance(answer, str):
+            problems[host.number] = [answer]
+        else:
+            reachable.append(host)
+    with Agents(replace(attempt, hosts=tuple(reachable))) as agents:
+        for host, hello in zip(reachable, agents.look(timeout_s), strict=True):
+            problems[host.number] = hello["problems"]
+    able = []
+    for host in hosts:
+        for text in problems[host.number]:
+            say(f"{host.name}: {text}")
+        if not problems[host.number]:
+            able.append(host)
+    return tuple(able)
+
+
+def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]:
+    """Run a job once, and return how it ended with its plan, which knows all numbers."""
+    directory = runs.runs_root() / plan.run_id
+    with ExitStack() as resources:
+        agents = resources.enter_context(Agents(plan))
+        hellos = agents.look(args.preflight_timeout)
+        # A job starts everywhere or nowhere: no agent starts before all of them have answered.
+        if problems := _of_hosts(plan, hellos, "problems"):
+            raise LaunchError("\n".join(problems))
+        plan = plan.completed([hello["devices"] for hello in hellos])
+        show = shown_ranks(args.show, plan.world_size)
+        # Before the start: `stop` finds even a job whose launcher dies now.
+        try:
+            folder = resources.enter_context(
+                RunFolder.open(runs.runs_root(), plan.run_id, create=True)
+            )
+            if folder.exists("plan.json"):
+                raise LaunchError(f"there is a run {plan.run_id} already; give another --run-id")
+            folder.write_json("plan.json", plan.record())
+            folder.write_json("launcher.json", runs.record())
+            log = resources.enter_context(folder.create("output.log"))
+        except OSError as error:
+            remedy = "make room, or set MEGATRON_EXT_RUNS to another directory"
+            raise LaunchError(cannot_write(directory, error, remedy)) from None
+        for warning in _of_hosts(plan, hellos, "warnings"):
+            say(f"warning: {warning}")
+        say(f"run {plan.run_id}: {plan.summary()}")
+        log_path = directory / "output.log"
+        view = None
+        if _has_view(args, plan):
+            view = PersonView()
+            if len(plan.hosts) == 1:
+                # Of several hosts each shown rank costs bandwidth; here the view gets all of them,
+                # to count parameters and to show whichever rank fails.
+                show = list(range(plan.world_size))
+            if len(show) == plan.world_size:
+                say(f"everything the ranks print: {log_path}")
+            else:
+                say(f"everything ranks {args.show} print: {log_path}")
+        with closing(Display(sys.stdout.buffer, log, view)) as display:
+            outcome = supervise(agents, plan, hellos, display, show)
+        end = _End(plan, outcome, display, view, show, log_path)
+        try:
+            folder.write_json("result.json", end.record())
+        except OSError as error:
+            say(f"warning: {directory / 'result.json'} cannot be written: {error.strerror}")
+    end.tell()
+    return outcome, plan
+
+
+def _of_hosts(plan: JobPlan, hellos: Sequence[runs.Json], kind: str) -> list[str]:
+    """Return the problems or warnings of all hosts, one in a line."""
+    lines = []
+    for host, hello in zip(plan.hosts, hellos, strict=True):
+        lines += [f"{host.name}: {text}" for text in hello[kind]]
+    return lines
+
+
+def _has_view(args: argparse.Namespace, plan: JobPlan) -> bool:
+    """Return whether the output is shortened: that of Megatron's scripts, but for their help."""
+    is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
+    return is_megatrons and not args.raw and {"-h", "--help"}.isdisjoint(plan.command)
+
+
+@dataclass
+class _End:
+    """How an attempt ended, for its record and for the person who started it."""
+
+    plan: JobPlan
+    outcome: Outcome
+    display: Display
+    view: PersonView | None
+    show: Sequence[int]
+    """The ranks whose output was shown."""
+    log_path: Path
+    """The file with everything that those ranks have printed."""
+
+    @property
+    def _is_seen(self) -> bool:
+        """Whether the view has shown what matters of the rank that failed."""
+        return self.view is not None and self.outcome.failed_rank in self.show
+
+    @property
+    def _logs(self) -> str:
+        """How to see what the ranks have printed, or the failed one, and where that lies."""
+        failure = self.outcome.failure
+        if self._is_seen or (failure is None and self.view is not None):
+            return f"everything: {self.log_path}"
+        words = ["megatron-ext", "logs", self.plan.run_id, *self.plan.flags_to_reach()]
+        place = ""
+        if failure is not None:
+            if failure.rank is not None:
+                words += ["--rank", str(failure.rank)]
+            if failure.log is not None:
+                place = f" ({failure.host}:{failure.log})"
+        return f"logs: {shlex.join(words)}{place}"
+
+    def record(self) -> runs.Json:
+        """Return what `status` tells later."""
+        failure = self.outcome.failure
+        return {
+            "exit_code": self.outcome.code,
+            "failure": None if failure is None else str(failure),
+            "stopped_by": self.outcome.stopped_by,
+            "logs": self._logs,
+        }
+
+    def tell(self) -> None:
+        """Say how the job ended; the last line names the cause of a failure."""
+        if self.display.left_out:
+            say(f"{self.display.left_out} lines were not shown, because the output was blocked")
+        is_training = bool(self.display.iteration) or self.view is not None
+        if self.outcome.failure is not None:
+            self._tell_failure(self.outcome.failure)
+        elif self.outcome.stopped_by == "SIGINT" and is_training:
+            when = "before the first logged iteration"
+            if self.display.iteration:
+                saved = [flag_value(self.plan.command, flag) for flag in ("--save", "--load")]
+                when = f"at iteration {self.display.iteration}; {to_resume(*saved)}"
+            say(f"interrupted {when}; {self._logs}")
+        elif self.outcome.stopped_by is not None:
+            say(f"stopped by {self.outcome.stopped_by}; {self._logs}")
+        else:
+            say(f"run {self.plan.run_id} succeeded; {self._logs}")
+
+    def _tell_failure(self, failed: Failure) -> None:
+        """Show the last output of what failed, unless the view did, and then the cause."""
+        reason = str(failed)
+        lines = [line for line in failed.tail if line.strip()]
+        # A rank that a signal ended may have said why in its last line, in no form that a view
+        # knows: `Killed`, a message of the C library.
+        for line in lines[-1:] if self._is_seen else lines:
+            is_repeated = self.view is not None and self.view.has_shown(line)
+            if not is_repeated and line not in reason:
+                say(f"| {line}")
+        say(f"failed first: {line_of(reason)}; {self._logs}")

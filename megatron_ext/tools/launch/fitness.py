@@ -1,0 +1,191 @@
+"""Whether a host can take part in a job: what its agent looks at before the start."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from megatron_ext.devices import count_devices
+from megatron_ext.errors import LaunchError, MegatronExtError
+from megatron_ext.tools.launch.run_folder import RunFolder
+from megatron_ext.transport.address import source_address
+from megatron_ext.version import code_hash, installed
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.launch.runs import Json
+
+MIN_FREE_BYTES = 64 << 20
+"""Less free space than this for the logs of a host is a problem."""
+MIN_SHARED_BYTES = 1 << 30
+"""Less free shared memory than this is a warning; a container has 64 MiB by default."""
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
+_LOWEST_PORT = 20000
+_HIGHEST_PORT = 32767
+"""Above it systems number the ports of outgoing connections."""
+
+
+def look(request: Json, log_dir: Path) -> Json:
+    """Return the fitness of this host for a request, whose environment is already set.
+
+    Problems, warnings, and what must be equal on every host. The request's directory becomes the
+    current one; that of the logs must not be there yet.
+    """
+    problems: list[str] = []
+    warnings: list[str] = []
+    hello: Json = {
+        "kind": "hello",
+        "pid": os.getpid(),
+        "clock": time.time(),
+        "log_dir": str(log_dir),
+        # Without torch, whose import would take most of the time of an answer.
+        "devices": 0 if request["per_node"] and request["nproc"] else count_devices(),
+        "problems": problems,
+        "warnings": warnings,
+        "same": {
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "megatron_ext": f"files {code_hash()}",
+            "torch": installed("torch") or "not installed",
+            "megatron-core": installed("megatron-core") or "not installed",
+        },
+    }
+    try:
+        os.chdir(request["workdir"])
+    except OSError as error:
+        problems.append(
+            f"the work directory {request['workdir']} cannot be entered: {error.strerror}; copy it "
+            f"there with rsync"
+        )
+    hello["free_bytes"], log_problem = _look_at_logs(log_dir)
+    if log_problem is not None:
+        problems.append(log_problem)
+    _look_at_shared_memory(warnings)
+    script = request["command"][0]
+    if request["per_node"]:
+        if shutil.which(script) is None:
+            problems.append(f"there is no command {script}; copy it there with rsync")
+    elif not problems:
+        try:
+            hello["same"][f"{script}, content"] = _digest_of(script)
+        except (MegatronExtError, OSError) as error:
+            problems.append(f"{error}; copy it there with rsync")
+    if 0 < hello["devices"] < request["nproc"]:
+        problems.append(
+            f"{request['nproc']} processes are planned, but it has {hello['devices']} devices; "
+            f"lower its slots=N, or --nproc"
+        )
+    if request["is_first"]:
+        hello["port"] = _free_port(request["master_port"], problems)
+    if request["peer"] is not None:
+        try:
+            hello["address"] = source_address(request["peer"])
+            hello["interface"] = interface_of(hello["address"])
+        except OSError as error:
+            problems.append(
+                f"it cannot reach {request['peer']}: {error.strerror or error}; give that host an "
+                f"address that all others can reach, with addr=IP in the hostfile"
+            )
+    return hello
+
+
+def open_folder(directory: Path, create: bool = False) -> RunFolder:
+    """Open the folder of a run on this host, ROOT/RUN_ID/HOST; see `RunFolder.open`."""
+    run = directory.parent
+    return RunFolder.open(run.parent, run.name, directory.name, create=create)
+
+
+def _look_at_logs(log_dir: Path) -> tuple[int, str | None]:
+    """Return the free bytes for the logs of a run here, and why they cannot be written, if so."""
+    # The folder itself is made at the start only, so that a job that is refused leaves none.
+    # Not Path.exists(), which raises for what lies below a folder that may not be entered.
+    existing = next(folder for folder in log_dir.parents if os.access(folder, os.F_OK))
+    free_bytes = shutil.disk_usage(existing).free
+    why = None
+    try:
+        with open_folder(log_dir):
+            why = "it belongs to another run"
+    except LaunchError as error:
+        return free_bytes, f"logs cannot be written: {error}"
+    except OSError:  # there is none yet
+        if not os.access(existing, os.W_OK | os.X_OK):
+            why = f"{existing} is not writable"
+    if why is not None:
+        remedy = "use another --run-id or --log-dir"
+        return free_bytes, f"logs cannot be written to {log_dir}: {why}; {remedy}"
+    if free_bytes < MIN_FREE_BYTES:
+        return free_bytes, (
+            f"only {free_bytes >> 20} MiB are free for logs in {existing}; make room "
+            f"({MIN_FREE_BYTES >> 20} MiB at least), or use another --log-dir"
+        )
+    return free_bytes, None
+
+
+def _look_at_shared_memory(warnings: list[str]) -> None:
+    if not Path(SHARED_MEMORY).is_dir():
+        return
+    free_bytes = shutil.disk_usage(SHARED_MEMORY).free
+    if free_bytes < MIN_SHARED_BYTES:
+        warnings.append(
+            f"{free_bytes >> 20} MiB are free in {SHARED_MEMORY}, and data loaders and NCCL take "
+            f"more; start its container with more (docker run --shm-size=16g)"
+        )
+
+
+def _digest_of(script: str) -> str:
+    """Return a digest of the script that would run here, which has to be the same everywhere.
+
+    Raises:
+        MegatronExtError: There is none.
+        OSError: It cannot be read.
+    """
+    from megatron_ext.training import runner
+
+    path = runner.choose(script)
+    content = path.read_bytes() if path else b"the wheel"
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+def _free_port(master_port: int | None, problems: list[str]) -> int:
+    """Return the port for the ranks to meet at, the user's or one that is free."""
+    # Another program may take a free port before rank 0 listens, seconds later. Nothing takes one
+    # of this range by itself.
+    candidates = random.sample(range(_LOWEST_PORT, _HIGHEST_PORT + 1), 5)
+    if master_port:
+        candidates = [master_port]
+    for port in candidates:
+        reason = _why_taken(port)
+        if reason is None:
+            return port
+    problems.append(
+        f"port {port} cannot be used for the ranks to meet: {reason}; leave out --master-port to "
+        f"get a free one"
+    )
+    return port
+
+
+def _why_taken(port: int) -> str | None:
+    """Return why nothing can listen at a port, or None."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        return "it is in use" if error.errno == errno.EADDRINUSE else str(error)
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface of this machine that has an address, or None."""
+    # Link-local addresses end in %INTERFACE.
+    number = address.partition("%")[0]
+    for name, interface_addresses in psutil.net_if_addrs().items():
+        if number in [entry.address.partition("%")[0] for entry in interface_addresses]:
+            return str(name)
+    return None

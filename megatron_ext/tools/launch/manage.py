@@ -1,0 +1,147 @@
+"""Implements `stop`, `status` and `logs`, about a job that `launch` has started on this machine."""
+
+# ruff: noqa: T201 - commands report on stdout and stderr
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import psutil
+
+from megatron_ext.errors import LaunchError, line_of
+from megatron_ext.tools.launch import runs, slurm
+from megatron_ext.tools.launch.agents import Agents
+from megatron_ext.tools.launch.display import say
+from megatron_ext.tools.launch.plan import JobPlan
+
+
+def manage(args: argparse.Namespace) -> int:
+    """Run `stop`, `status` or `logs`; return 1 if a host does not answer, or cannot do it.
+
+    They read the plan that `launch` wrote on this machine; an agent on each host does the rest.
+    """
+    run_id, command = runs.check_run_id(args.run_id), args.command
+    plan = _reachable_plan(run_id, args)
+    launcher = runs.recorded(runs.load(run_id, "launcher"))
+    if command != "stop" and (restarts := _restarts(run_id)):
+        say(f"this was its first attempt; it was started again as {', '.join(restarts)}")
+    timeout_s = args.timeout
+    details: runs.Json = {}
+    if command == "stop":
+        if args.grace is not None:
+            plan = replace(plan, grace_s=args.grace)
+        timeout_s += plan.grace_s
+        if launcher is not None:
+            with suppress(psutil.Error):
+                # It stops the job in order, and writes the result.
+                launcher.terminate()
+                launcher.wait(plan.grace_s + 5)
+        # The agents are asked also after an orderly end, to show that no process is left.
+    elif command == "status":
+        print(_state_of(run_id, launcher))
+    else:
+        plan, local_rank = _of_rank(plan, args.rank)
+        details = {"lines": args.lines, "local_rank": local_rank}
+    if plan.slurm_job is not None:
+        # What is left after a job are files, which its hosts share with this machine.
+        is_over = slurm.state(plan.slurm_job) != "RUNNING"
+        plan = replace(plan, hosts=tuple(replace(host, local=is_over) for host in plan.hosts))
+    with Agents(plan) as agents:
+        answers = agents.ask(command, timeout_s, **details)
+    if command == "stop" and plan.slurm_job and slurm.state(plan.slurm_job) != "RUNNING":
+        # Its end with the launcher's may have cut the answers off.
+        print(f"Slurm's job {plan.slurm_job} has ended")
+        return 0
+    return _print_answers(plan, answers, is_output=command == "logs")
+
+
+def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
+    """Return the plan of a run, with the programs of this command line to reach its hosts."""
+    record = runs.load(run_id, "plan")
+    if record is None and run_id.isdecimal() and (state := slurm.state(run_id)) is not None:
+        raise LaunchError(
+            f"Slurm's job {run_id} is {state} and has started nothing yet; wait for it, or end it "
+            f"with `scancel {run_id}`"
+        )
+    plan = _plan_of(record, run_id)
+    reached_by = plan.flags_to_reach()
+    # No program is taken from a file, whoever wrote it.
+    plan = replace(plan, run_id=run_id, ssh=args.ssh_cmd, python=args.python)
+    if reached_by != plan.flags_to_reach():
+        say(
+            f"its launch had {line_of(shlex.join(reached_by) or 'the default ssh and Python')}; if "
+            f"hosts do not answer, give the same here"
+        )
+    return plan
+
+
+def _of_rank(plan: JobPlan, rank: int | None) -> tuple[JobPlan, int | None]:
+    """Return the plan with the host of a rank alone, and its local rank; None: all hosts."""
+    if rank is None:
+        return plan, None
+    if not 0 <= rank < plan.world_size:
+        raise LaunchError(f"--rank is {rank}; the job has ranks 0 to {plan.world_size - 1}")
+    index = plan.host_of(rank)
+    return replace(plan, hosts=plan.hosts[index : index + 1]), rank - plan.first_rank(index)
+
+
+def _print_answers(plan: JobPlan, answers: Sequence[runs.Json | str], *, is_output: bool) -> int:
+    """Print what the hosts answer; return 1 if one does not answer, or cannot do it."""
+    has_failed = False
+    for host, answer in zip(plan.hosts, answers, strict=True):
+        if isinstance(answer, str):
+            print(f"megatron-ext: error: {host.name}: {line_of(answer)}", file=sys.stderr)
+            has_failed = True
+            continue
+        has_failed |= answer["failed"]
+        # What ranks print to their logs is theirs; all else is words of ours.
+        text = answer["text"] if is_output else line_of(answer["text"])
+        print(f"{host.name}: {text}")
+    return int(has_failed)
+
+
+def _plan_of(record: runs.Json | None, run_id: str) -> JobPlan:
+    root = runs.runs_root()
+    if record is None:
+        run_ids = sorted(path.parent.name for path in root.glob("*/plan.json"))[-5:]
+        latest = f"the latest are {', '.join(run_ids)}" if run_ids else "none was started from here"
+        raise LaunchError(f"there is no run {run_id} in {root}; {latest}")
+    try:
+        return JobPlan.of_record(record)
+    except (KeyError, TypeError, ValueError):
+        raise LaunchError(
+            f"{root / run_id / 'plan.json'} is not of this version; launch the run again"
+        ) from None
+
+
+def _restarts(run_id: str) -> list[str]:
+    """Return the runs that started a run again, in order (`attempts.with_restarts`)."""
+    restarts: list[str] = []
+    while runs.load(restart := f"{run_id}-r{len(restarts) + 1}", "plan") is not None:
+        restarts.append(restart)
+    return restarts
+
+
+def _state_of(run_id: str, launcher: psutil.Process | None) -> str:
+    """Return how a run ended, or that it has not; `launcher` is its process, if that runs here."""
+    if launcher is not None:
+        return "running"
+    result = runs.load(run_id, "result")
+    if result is None:
+        machine = (runs.load(run_id, "launcher") or {}).get("machine")
+        if machine in (None, socket.gethostname()):
+            return "the launcher has ended without a result"
+        return line_of(f"there is no result yet; the launcher is on {machine}")
+    if result.get("exit_code") == 0:
+        return "succeeded (exit code 0)"
+    why = result.get("failure") or f"stopped by {result.get('stopped_by')}"
+    text = f"failed (exit code {result.get('exit_code')}): {why}"
+    if result.get("logs"):
+        text += f"; {result['logs']}"
+    return line_of(text)
