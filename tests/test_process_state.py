@@ -140,6 +140,7 @@ COMMANDS = {
     "errors.py",  # words of what parsers refuse
     "devices/__init__.py",  # the device, before Megatron's parser
     "upstream/parent.py",
+    "upstream/flag_list.py",  # makes a parser of the flags in the sources of Megatron
     "upstream/person_view.py",
     "upstream/tree.py",
     "upstream/releases.py",
