@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.table.actions import Action, Row
 
@@ -44,7 +44,7 @@ def expand(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> tuple[Ac
             the W of the oldest pending I, of either chunk.
         stages: The stage of each chunk.
     """
-    # By `_Step.counter`: the micro-batches that ran.
+    # By the name in a step: the micro-batches that ran.
     counts: Counter[str] = Counter()
     # The W of each I, in the order of the I.
     weights: deque[Action] = deque()
@@ -65,13 +65,10 @@ def expand(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> tuple[Ac
     return tuple(row)
 
 
-class _Step(NamedTuple):
-    """A step of a phase."""
-
-    kind: Kind
-    stage: int
-    counter: str
-    """Name of the count of its micro-batches: steps with one counter run them in turn."""
+# A plain tuple: `expand` unpacks one for each of millions of actions, which is
+# slower with a named one.
+_Step = tuple["Kind", int, str]
+"""(kind, stage, name of the count of its micro-batches): steps with one count run them in turn."""
 
 
 def _parsed(step: str, stages: Sequence[int]) -> _Step | None:
@@ -81,4 +78,4 @@ def _parsed(step: str, stages: Sequence[int]) -> _Step | None:
     kind, chunk = step[0], int(step[1:])
     # B and I of a chunk share the micro-batches: each has one of the two.
     counter = step.replace("I", "B")
-    return _Step(kind, stages[chunk], counter)  # type: ignore[arg-type]
+    return kind, stages[chunk], counter  # type: ignore[return-value]

@@ -209,13 +209,8 @@ class _Fed(NamedTuple):
 _LIVE_CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
-class _Event(NamedTuple):
-    """A time at which a rank may choose. At equal times, ranks are in order."""
-
-    time: float
-    rank: int
-    supplied: tuple[()] | Action = ()
-    """The action that has one input more, if one arrives."""
+_Event = tuple[float, int, "Action | tuple[()]"]
+"""(time, rank, the action that has one input more, if one arrives): the rank may choose."""
 
 
 class _Placing:
@@ -265,7 +260,7 @@ class _Placing:
         self._ahead = [0 for _ in ranks]
         self._live = [0 for _ in ranks]
         self._free = [0.0 for _ in ranks]
-        self._events = [_Event(0.0, rank) for rank in ranks]
+        self._events: list[_Event] = [(0.0, rank, ()) for rank in ranks]
 
     def table(self) -> Schedule | None:
         """Place everything; return None if forwards fill all memory before a backward can run."""
@@ -345,7 +340,7 @@ class _Placing:
             self._pairs[rank].add(len(self._rows[rank]))
         end = self._clock.run(rank, now, *actions)
         self._free[rank] = end
-        heappush(self._events, _Event(end, rank))
+        heappush(self._events, (end, rank, ()))
         for action in actions:
             self._rows[rank].append(action)
             self._live[rank] += _LIVE_CHANGE[action.kind]
@@ -364,4 +359,4 @@ class _Placing:
                 self._weights[rank].append(target)
             else:
                 arrival = next(arrivals) if travels else end
-                heappush(self._events, _Event(arrival, rank_of[target.stage], target))
+                heappush(self._events, (arrival, rank_of[target.stage], target))
