@@ -98,10 +98,10 @@ class Verdict(NamedTuple):
     @property
     def message(self) -> str:
         """Return the error text."""
-        who = ", ".join(map(str, self.culprits))
+        ranks = ", ".join(str(rank) for rank in self.culprits)
         if len(self.culprits) == 1:
-            return f"rank {who} holds the job up: {self.chain}"
-        return f"ranks {who} hold each other up: {self.chain}"
+            return f"rank {ranks} holds the job up: {self.chain}"
+        return f"ranks {ranks} hold each other up: {self.chain}"
 
 
 def explain(
@@ -164,17 +164,17 @@ def _connected_again(store: Any) -> Any:
     """Return a store of this attempt of the job over a connection of its own."""
     from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
-    again: Any
+    connection: Any
     if hasattr(store, "clone"):
-        again = store.clone()
+        connection = store.clone()
     # Those of torch 2.7 lack it, and hide their prefix.
     elif isinstance(base := getattr(store, "_underlying_non_prefix_store", store), TCPStore):
-        again = TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
+        connection = TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
     else:
-        again = FileStore(base.path)
+        connection = FileStore(base.path)
     # torchrun keeps the store when it starts the ranks again, with the verdict on those before.
     prefix = "/".join(("megatron_ext/hang", *active.Environment.read().run))
-    return PrefixStore(prefix, again)
+    return PrefixStore(prefix, connection)
 
 
 class Watchdog:
@@ -269,14 +269,14 @@ class Watchdog:
 
     def _ask(self, store: Any, rank: int, num_ranks: int) -> Verdict:
         """Publish the state of this rank, collect the others', and agree on the cause."""
-        mine = self._state(rank)
-        _LOG.error("%s", mine)
-        store.set(f"state/{rank}", json.dumps(mine._asdict()))
+        state = self._state(rank)
+        _LOG.error("%s", state)
+        store.set(f"state/{rank}", json.dumps(state._asdict()))
         # One rank explains for all, so that the log has one explanation.
         if store.add("first", 1) > 1:
             store.wait(["verdict"], timedelta(seconds=3 * _ANSWER_S))
             return Verdict(*json.loads(store.get("verdict")))
-        states = {rank: mine}
+        states = {rank: state}
         # The others look for an alarm once in a period, and wait no longer than this for a verdict.
         deadline = time.monotonic() + self._period_s + _ANSWER_S
         while len(states) < num_ranks and time.monotonic() < deadline:
