@@ -10,11 +10,43 @@ from __future__ import annotations
 import re
 import traceback
 from argparse import ArgumentParser
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NamedTuple
 
 _MAX_WORD = 200
 _MAX_LINE = 2000
+
+
+Wording = Callable[[str, str], str]
+"""Says a setting for one kind of reader: of its field and its value, which may be empty."""
+
+
+def in_python(field: str, value: str) -> str:
+    """Return a setting as a program gives it."""
+    return f"{field}={value}" if value else field
+
+
+class _Settings(dict[str, object]):
+    """What a template names: given values, and any setting in a reader's words."""
+
+    def __init__(self, wording: Wording, values: Mapping[str, object]) -> None:
+        super().__init__(values)
+        self._wording = wording
+
+    def __missing__(self, field: str) -> _Setting:
+        return _Setting(field, self._wording)
+
+
+class _Setting(NamedTuple):
+    """A setting, which is formatted with its value as the format."""
+
+    field: str
+    wording: Wording
+
+    def __format__(self, value: str) -> str:
+        return self.wording(self.field, value)
 
 
 class MegatronExtError(Exception):
@@ -27,6 +59,25 @@ class UserError(MegatronExtError):
 
 class ArgumentsError(UserError):
     """Unknown, contradictory or impossible command-line arguments."""
+
+
+class ConfigurationError(ArgumentsError):
+    """A value of a configuration is impossible, or two values exclude each other.
+
+    Its template names settings by their fields, in braces and perhaps with a value:
+    `{slices:4} cannot run with {pairs}`. Each reader gets them in words of its own: `slices=4` in
+    Python, `--pipeline-slices 4` on a command line (`megatron_ext.config.flags.in_flags`).
+    """
+
+    def __init__(self, template: str, **values: object) -> None:
+        """Keep the template; values by name are for `{name.attribute}` in it."""
+        self.template = template
+        self.values = values
+        super().__init__(self.worded(in_python))
+
+    def worded(self, wording: Wording) -> str:
+        """Return the message with its settings in a reader's words."""
+        return self.template.format_map(_Settings(wording, self.values))
 
 
 class DataError(UserError):
@@ -116,6 +167,11 @@ def line_of(message: object) -> str:
     words = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda match: shortened(match[0]), str(message))
     text = shortened(words, _MAX_LINE)
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
+def reworded(message: str, name_of: Callable[[str], str]) -> str:
+    """Return a message about flags with the names that a reader without a command line knows."""
+    return re.sub(r"--[a-z0-9][a-z0-9-]*", lambda flag: name_of(flag[0]), message)
 
 
 def parser_line(parser: ArgumentParser, message: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import typing
 from argparse import SUPPRESS, ArgumentParser, Namespace
@@ -215,9 +214,15 @@ FIELD_OF = {flag: field for field, flag in FLAG_OF.items()}
 """Field by the flag that sets it."""
 
 
-def in_fields(message: str) -> str:
-    """Return a message for a program, with fields of `PipelineConfig` in place of flags."""
-    return re.sub(r"--[a-z0-9-]+", lambda flag: FIELD_OF.get(flag[0], flag[0]), message)
+def in_flags(field: str, value: str) -> str:
+    """Return a setting of `PipelineConfig` as a command line gives it (`errors.Wording`)."""
+    flag = FLAG_OF.get(field, field)
+    return f"{flag} {value}" if value else flag
+
+
+def field_of(flag: str) -> str:
+    """Return the field that a flag sets, or the flag if it sets none (`errors.reworded`)."""
+    return FIELD_OF.get(flag, flag)
 
 
 class WordParser(ArgumentParser):
@@ -298,7 +303,7 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
     none of our flags.
 
     Raises:
-        ArgumentsError: The flags contradict each other; see `ConfigurationError.in_flags`.
+        ArgumentsError: The flags contradict each other.
         ScheduleError: The schedule does not exist.
     """
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.flags import FLAG_OF, in_fields
+from megatron_ext.config.flags import FLAG_OF, field_of
 from megatron_ext.config.refusals import Preflight, Refusal
 from megatron_ext.config.roles import profiles_with_torch
 from megatron_ext.config.stages import chooser
-from megatron_ext.errors import ArgumentsError
+from megatron_ext.errors import ArgumentsError, reworded
 from megatron_ext.rules import Rule, read_rules
 
 if TYPE_CHECKING:
@@ -591,7 +591,9 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
         placed = RULES["placed"] if pipeline.is_folded else ()
         groups.append((flag_of(args, config, "schedule"), dropped(pipeline.full) + placed))
     wrong = [
-        refusal for flag, rules in groups for refusal in refusals(in_fields(flag), args, rules)
+        refusal
+        for flag, rules in groups
+        for refusal in refusals(reworded(flag, field_of), args, rules)
     ]
     if wrong:
         raise ArgumentsError("\n".join(map(str, wrong)))

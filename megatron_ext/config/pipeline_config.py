@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import inf
@@ -19,7 +19,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_origin, get_type_hints
 
 from megatron_ext.devices import CHOICES as DEVICES
-from megatron_ext.errors import ArgumentsError
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, Generator, get
 from megatron_ext.schedules.search.length_balance import LengthCost  # noqa: TC001 - check_types
 from megatron_ext.schedules.search.policies import PolicyName  # noqa: TC001 - check_types
@@ -41,19 +41,6 @@ Balance = Literal["off", "order", "pack"]
 pipeline, or also on the data-parallel replica that runs them."""
 
 
-class ConfigurationError(ArgumentsError):
-    """A value of a configuration is impossible, or two values exclude each other.
-
-    Made of a message with flags, as a command line shows it; a program sees their fields instead.
-    """
-
-    def __init__(self, message: str) -> None:
-        from megatron_ext.config.flags import in_fields
-
-        self.in_flags = message
-        super().__init__(in_fields(message))
-
-
 @dataclass(frozen=True, kw_only=True)
 class DynamicOrder:
     """Each rank chooses the order of its actions at run time."""
@@ -69,13 +56,15 @@ class DynamicOrder:
         extra = self.extra_activations
         if extra is not None and extra < 0:
             raise ConfigurationError(
-                f"--dpp-extra-activations {extra}: a rank cannot keep less than the table's own "
-                "peak; use --dpp-extra-activations 0"
+                "{extra_activations:{c.extra_activations}}: a rank cannot keep less than the "
+                "table's own peak; use {extra_activations:0}",
+                c=self,
             )
         if extra is not None and self.policy != "hint":
             raise ConfigurationError(
-                f"--dpp-extra-activations {extra}: --dpp-policy {self.policy} has no bound on "
-                "memory; leave one of them out"
+                "{extra_activations:{c.extra_activations}}: {policy:{c.policy}} has no bound on "
+                "memory; leave one of them out",
+                c=self,
             )
 
     @property
@@ -116,11 +105,10 @@ class Tracing:
             object.__setattr__(self, "directory", Path(self.directory))
         check_types(self)
         if self.interval < 1:
-            raise ConfigurationError(f"--trace-interval {self.interval} must be at least 1")
+            raise ConfigurationError("{interval:{c.interval}} must be at least 1", c=self)
         if not 1 <= self.num_iterations <= self.interval:
             raise ConfigurationError(
-                f"--trace-iterations {self.iterations} must be between 1 and --trace-interval "
-                f"{self.interval}"
+                "{iterations:{c.iterations}} must be between 1 and {interval:{c.interval}}", c=self
             )
 
     @property
@@ -203,11 +191,17 @@ class PipelineConfig:
         check_types(self)
         # A copy: tables are kept for these options, whatever the caller does to the dictionary.
         object.__setattr__(self, "options", dict(self.options))
-        has_roles = self.disaggregation is not None
         # Roles bring schedule and transport along, so the checks of those have no subject.
-        for message, refuses in (_REFUSED | (_OF_ROLES if has_roles else _OF_SCHEDULES)).items():
-            if refuses(self):
-                raise ConfigurationError(message.format(c=self))
+        has_roles = self.disaggregation is not None
+        mistakes = (
+            _mistake_of_values(self),
+            _mistake_of_slices(self),
+            _mistake_of_roles(self) if has_roles else _mistake_of_schedules(self),
+            None if has_roles else _mistake_of_transports(self),
+        )
+        for template in mistakes:
+            if template is not None:
+                raise ConfigurationError(template, c=self)
         if not has_roles and self.generator is not None:
             self.generator.complete(self.chunks, self.options)
 
@@ -245,98 +239,142 @@ class PipelineConfig:
         return self.microbatch_rng or self.dynamic is not None
 
 
-_Checks = dict[str, Callable[[PipelineConfig], object]]
+# Each of these returns the template of a `ConfigurationError` about the first mistake, or None.
 
-# Messages about what is impossible or excludes each other, and when; the first one is raised.
-_REFUSED: _Checks = {
-    f"--device-backend {{c.device!r}} must be one of {', '.join(DEVICES)}; use one of them": (
-        lambda c: c.device not in DEVICES
-    ),
-    "--pipeline-length-costs is for --pipeline-balance or --pipeline-slices; add "
-    "--pipeline-balance order or pack, or leave it out": (
-        lambda c: c.length_costs is not None and c.balance == "off" and c.slices == 1
-    ),
-    f"--pipeline-slices {{c.slices}}: a micro-batch has 1 to {MAX_SLICES}; use --pipeline-slices 4 "
-    "or 8": lambda c: not 1 <= c.slices <= MAX_SLICES,
-    **{
-        f"--pipeline-slices {{c.slices}} cannot run with {flag} yet; leave one of them out": when
-        for flag, when in {
-            "--forward-backward-disaggregating": lambda c: c.slices > 1 and c.disaggregation,
-            "--overlap-moe-expert-parallel-comm": lambda c: c.slices > 1 and c.pairs,
-            "--pipeline-balance": lambda c: c.slices > 1 and c.balance != "off",
-            "--variable-seq-lengths": lambda c: c.slices > 1 and c.variable_seq_lengths,
-        }.items()
-    },
-    "--pipeline-slices {c.slices} is for schedules of this package; add --pipeline-schedule NAME, "
-    "such as zb-h1": lambda c: c.slices > 1 and c.is_stock,
-    "stash_ratio {c.stash_ratio:g} must be at least 1, which counts activations until W; use 1": (
-        lambda c: not 1 <= c.stash_ratio < inf
-    ),
-    "--node-ips is for wires between hosts, --pipeline-transport {c.wire} has none; use "
-    "--pipeline-transport auto, or leave --node-ips out": (
-        lambda c: c.node_ips and c.wire in ("torch", "shm")
-    ),
-    "--distributed-timeout-minutes {c.message_timeout_s:g} s must be a positive number of "
-    "seconds": (lambda c: not 0 < c.message_timeout_s < inf),
-    "--hang-timeout {c.hang_timeout_s:g} must be a positive number of seconds": (
-        lambda c: c.hang_timeout_s is not None and not 0 < c.hang_timeout_s < inf
-    ),
-}
-_OF_ROLES: _Checks = {
-    "--forward-backward-disaggregating cannot run with --pipeline-schedule, --use-dpp or "
-    "--pipeline-costs: it brings its own schedule; leave one of them out": (
-        lambda c: not c.is_stock or c.costs is not None
-    ),
-    "--forward-backward-disaggregating cannot run with --overlap-moe-expert-parallel-comm: "
-    "forwards and backwards are on different ranks; leave one of them out": lambda c: c.pairs,
-    "--forward-backward-disaggregating cannot run with --pipeline-balance {c.balance}: its "
-    "processes of two roles read the data in the order of the file; leave --pipeline-balance out": (
-        lambda c: c.balance != "off"
-    ),
-    "--forward-backward-disaggregating cannot run with --pipeline-transport torch: to "
-    "torch.distributed forward and backward ranks are two jobs; use --pipeline-transport auto, or "
-    "leave it out": lambda c: c.transport == "torch",
-    "--forward-backward-disaggregating cannot run with --pipeline-device-path ipc: its messages "
-    "go through the host; leave it out": lambda c: c.device_path == "ipc",
-}
-_OF_SCHEDULES: _Checks = {
-    "--num-virtual-stages-per-pipeline-rank {c.chunks} must be at least 1": (
-        lambda c: c.chunks is not None and c.chunks < 1
-    ),
-    "--pipeline-balance {c.balance} is for schedules of this package; add --pipeline-schedule "
-    "NAME, such as 1f1b or interleaved, or leave it out": (
-        lambda c: c.is_stock and c.balance != "off"
-    ),
-    **{
-        f"{setting} is for schedules of this package; add --pipeline-schedule NAME": when
-        for setting, when in {
-            "--pipeline-costs": lambda c: c.is_stock and c.costs is not None,
-            "options": lambda c: c.is_stock and c.options,
-            "--overlap-moe-expert-parallel-comm": lambda c: c.is_stock and c.pairs,
-            "weights_at_once": lambda c: c.is_stock and c.weights_at_once,
-            "stash_ratio": lambda c: c.is_stock and c.stash_ratio != 1,
-        }.items()
-    },
-    "--pipeline-schedule {c.schedule}: the file fixes chunks and options; leave them out": (
-        lambda c: c.schedule and c.generator is None and (c.chunks is not None or c.options)
-    ),
-    "--pipeline-schedule {c.schedule} needs processes of two roles; use "
-    "--forward-backward-disaggregating instead, which chooses it": (
-        lambda c: c.generator is not None and not c.generator.listed
-    ),
-    "--use-dpp chooses by which messages have arrived, which torch.distributed cannot tell; leave "
-    "--pipeline-transport torch out": lambda c: c.dynamic is not None and c.wire == "torch",
-    "--pipeline-checksum is for messages of this package, --pipeline-transport is torch; add "
-    "--pipeline-transport shm, tcp or rdma, or leave --pipeline-checksum out": (
-        lambda c: c.checksums and c.wire == "torch"
-    ),
-    "--pipeline-checksum covers messages through the host, --pipeline-device-path ipc bypasses "
-    "it; leave one of them out": lambda c: c.checksums and c.device_path == "ipc",
-    "--pipeline-device-path ipc needs shared memory, --pipeline-transport is {c.wire}; add "
-    "--pipeline-transport shm, or leave --pipeline-device-path out": (
-        lambda c: c.device_path == "ipc" and c.wire not in ("shm", "auto")
-    ),
-}
+
+def _mistake_of_values(c: PipelineConfig) -> str | None:
+    """Return what is wrong with a value by itself, or beside a transport."""
+    if c.device not in DEVICES:
+        return f"{{device:{{c.device}}}} must be one of {', '.join(DEVICES)}; use one of them"
+    if c.length_costs is not None and c.balance == "off" and c.slices == 1:
+        return "{length_costs} is for {balance} or {slices}; add {balance:order}, or leave it out"
+    if not 1 <= c.stash_ratio < inf:
+        return (
+            "{stash_ratio:{c.stash_ratio}} must be at least 1, which counts activations until W; "
+            "use 1"
+        )
+    if c.node_ips and c.wire in ("torch", "shm"):
+        return (
+            "{node_ips} is for wires between hosts, {transport:{c.wire}} has none; use "
+            "{transport:auto}, or leave {node_ips} out"
+        )
+    if not 0 < c.message_timeout_s < inf:
+        return "{message_timeout_s:{c.message_timeout_s}} must be a positive number of seconds"
+    if c.hang_timeout_s is not None and not 0 < c.hang_timeout_s < inf:
+        return "{hang_timeout_s:{c.hang_timeout_s}} must be a positive number of seconds"
+    return None
+
+
+def _mistake_of_slices(c: PipelineConfig) -> str | None:
+    """Return why micro-batches cannot be cut into these slices."""
+    if not 1 <= c.slices <= MAX_SLICES:
+        return (
+            f"{{slices:{{c.slices}}}}: a micro-batch has 1 to {MAX_SLICES}; use {{slices:4}} or 8"
+        )
+    if c.slices == 1:
+        return None
+    excluded = {
+        "disaggregation": c.disaggregation is not None,
+        "pairs": c.pairs,
+        "balance": c.balance != "off",
+        "variable_seq_lengths": c.variable_seq_lengths,
+    }
+    for field_name, is_set in excluded.items():
+        if is_set:
+            return (
+                f"{{slices:{{c.slices}}}} cannot run with {{{field_name}}} yet; leave one of them "
+                "out"
+            )
+    if c.is_stock:
+        return (
+            "{slices:{c.slices}} is for schedules of this package; add {schedule:NAME}, such as "
+            "zb-h1"
+        )
+    return None
+
+
+def _mistake_of_roles(c: PipelineConfig) -> str | None:
+    """Return what forward and backward ranks cannot run with."""
+    if not c.is_stock or c.costs is not None:
+        return (
+            "{disaggregation} cannot run with {schedule}, {dynamic} or {costs}: it brings its own "
+            "schedule; leave one of them out"
+        )
+    if c.pairs:
+        return (
+            "{disaggregation} cannot run with {pairs}: forwards and backwards are on different "
+            "ranks; leave one of them out"
+        )
+    if c.balance != "off":
+        return (
+            "{disaggregation} cannot run with {balance:{c.balance}}: its processes of two roles "
+            "read the data in the order of the file; leave {balance} out"
+        )
+    if c.transport == "torch":
+        return (
+            "{disaggregation} cannot run with {transport:torch}: to torch.distributed forward and "
+            "backward ranks are two jobs; use {transport:auto}, or leave it out"
+        )
+    if c.device_path == "ipc":
+        return (
+            "{disaggregation} cannot run with {device_path:ipc}: its messages go through the host; "
+            "leave it out"
+        )
+    return None
+
+
+def _mistake_of_schedules(c: PipelineConfig) -> str | None:
+    """Return what is impossible under a schedule, or needs one of this package."""
+    if c.chunks is not None and c.chunks < 1:
+        return "{chunks:{c.chunks}} must be at least 1"
+    if c.is_stock and c.balance != "off":
+        return (
+            "{balance:{c.balance}} is for schedules of this package; add {schedule:NAME}, such as "
+            "1f1b or interleaved, or leave it out"
+        )
+    of_tables = {
+        "costs": c.costs is not None,
+        "options": bool(c.options),
+        "pairs": c.pairs,
+        "weights_at_once": c.weights_at_once,
+        "stash_ratio": c.stash_ratio != 1,
+    }
+    for field_name, is_set in of_tables.items():
+        if c.is_stock and is_set:
+            return f"{{{field_name}}} is for schedules of this package; add {{schedule:NAME}}"
+    if c.schedule and c.generator is None and (c.chunks is not None or c.options):
+        return "{schedule:{c.schedule}}: the file fixes chunks and options; leave them out"
+    if c.generator is not None and not c.generator.listed:
+        return (
+            "{schedule:{c.schedule}} needs processes of two roles; use {disaggregation} instead, "
+            "which chooses it"
+        )
+    return None
+
+
+def _mistake_of_transports(c: PipelineConfig) -> str | None:
+    """Return what the transport cannot carry, or cannot carry so."""
+    if c.dynamic is not None and c.wire == "torch":
+        return (
+            "{dynamic} chooses by which messages have arrived, which torch.distributed cannot "
+            "tell; leave {transport:torch} out"
+        )
+    if c.checksums and c.wire == "torch":
+        return (
+            "{checksums} is for messages of this package, {transport} is torch; add "
+            "{transport:shm}, tcp or rdma, or leave {checksums} out"
+        )
+    if c.checksums and c.device_path == "ipc":
+        return (
+            "{checksums} covers messages through the host, {device_path:ipc} bypasses it; leave "
+            "one of them out"
+        )
+    if c.device_path == "ipc" and c.wire not in ("shm", "auto"):
+        return (
+            "{device_path:ipc} needs shared memory, {transport} is {c.wire}; add {transport:shm}, "
+            "or leave {device_path} out"
+        )
+    return None
 
 
 def check_types(settings: object) -> None:
@@ -357,10 +395,15 @@ def check_types(settings: object) -> None:
                 alike = get_close_matches(str(value), choices, 1)
                 remedy = f"did you mean {alike[0]}?" if alike else "use one of them"
                 raise ConfigurationError(
-                    f"{name} {value!r} must be one of {', '.join(choices)}; {remedy}"
+                    "{value} must be one of {choices}; {remedy}",
+                    value=f"{name} {value!r}",
+                    choices=", ".join(choices),
+                    remedy=remedy,
                 )
             fitting.append(_WORDS.get(origin) or f"a {kind.__name__} object")
-        raise ConfigurationError(f"{name} {value!r} must be {' or '.join(fitting)}")
+        raise ConfigurationError(
+            "{value} must be {kinds}", value=f"{name} {value!r}", kinds=" or ".join(fitting)
+        )
 
 
 _WORDS = {

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_ext.config.pipeline_config import ConfigurationError
-from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
+from megatron_ext.config.flags import in_flags
+from megatron_ext.errors import ArgumentsError, ConfigurationError, ScheduleError, UserError
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
@@ -82,7 +82,9 @@ class Preflight:
         try:
             yield
         except UserError as error:
-            text = error.in_flags if isinstance(error, ConfigurationError) else str(error)
+            text = str(error)
+            if isinstance(error, ConfigurationError):
+                text = error.worded(in_flags)
             kind = ScheduleError if isinstance(error, ScheduleError) else ArgumentsError
             for line in text.splitlines():
                 reason, _, remedy = line.rpartition("; ")

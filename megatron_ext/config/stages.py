@@ -16,15 +16,15 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.config.sizes import JobSizes
-from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.errors import ArgumentsError, ConfigurationError, ScheduleError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
 from megatron_ext.schedules.table.cuts import layout_of, parse_layout, spread
 from megatron_ext.schedules.table.memory import stash_ratio
 from megatron_ext.schedules.table.table_files import load_csv
 
 if TYPE_CHECKING:
+    from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.schedules.table.placement import Placement
 
 _LAYOUT = "--pipeline-model-parallel-layout"
@@ -420,18 +420,23 @@ def chooser(args: Namespace, config: PipelineConfig) -> str:
 
 def check_ranks(args: Namespace, config: PipelineConfig) -> None:
     """Refuse a number of ranks on which Megatron cannot host the schedule; name one that works."""
-    pp, ranks = args.pipeline_model_parallel_size, "--pipeline-model-parallel-size"
-    chosen = chooser(args, config)
+    pp = args.pipeline_model_parallel_size
+    chosen, switch = "{schedule:{c.schedule}}", "{schedule}"
+    if chooser(args, config).partition(" ")[0] != "--pipeline-schedule":
+        chosen = switch = chooser(args, config)
     if pp < 2:
         raise ConfigurationError(
-            f"{chosen} needs a pipeline, {ranks} {pp} makes none; use {ranks} {2 * config.twins}, "
-            f"or leave {chosen.split(maxsplit=1)[0]} out"
+            f"{chosen} needs a pipeline, {{pipeline_ranks:{pp}}} makes none; use "
+            f"{{pipeline_ranks:{2 * config.twins}}}, or leave {switch} out",
+            c=config,
         )
     if config.twins == 2 and (pp % 2 or pp < 4):
-        near = f"{pp - 1} or {pp + 1}" if pp > 4 else "4"
+        near = f"{pp - 1}}} or {pp + 1}" if pp > 4 else "4}"
         raise ConfigurationError(
-            f"{chosen} mirrors two pipelines on one set of ranks, so {ranks} {pp} must be even and "
-            f"at least 4; use {ranks} {near}, or --pipeline-schedule zb-v, which accepts any"
+            f"{chosen} mirrors two pipelines on one set of ranks, so {{pipeline_ranks:{pp}}} must "
+            f"be even and at least 4; use {{pipeline_ranks:{near}, or {{schedule:zb-v}}, which "
+            "accepts any",
+            c=config,
         )
 
 

@@ -11,7 +11,6 @@ name, from `MEGATRON_EXT_FLAGS`.
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -19,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext import devices
 from megatron_ext.config import active, entrances
-from megatron_ext.config.flags import FIELD_OF, FLAGS, parse_words, requested_flags
+from megatron_ext.config.flags import FLAGS, field_of, parse_words, requested_flags
 from megatron_ext.config.incompatible import MEGATRON_FIELDS
 from megatron_ext.config.sizes import layout_text
-from megatron_ext.errors import ArgumentsError, DataError, ScheduleError
+from megatron_ext.errors import ArgumentsError, DataError, ScheduleError, reworded
 from megatron_ext.patches import effects, folded_pipelines, schedules
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 from megatron_ext.patches.registry import REGISTRY
@@ -130,25 +129,19 @@ class Settings:
             setattr(place.owner, place.field, value)
         self._saved_values.clear()
 
-    def in_fields(self, message: str, *, from_python: bool) -> str:
-        """Replace Megatron's flags in a message with Bridge's configuration fields.
+    def name_of(self, flag: str) -> str:
+        """Return Bridge's name of a setting of Megatron's, or the flag itself."""
+        dest = flag[2:].replace("-", "_")
+        if dest in self._places:
+            return self._places[dest].name
+        negated_dest = dest.removeprefix("no_")
+        if negated_dest in self._places:
+            return f"{self._places[negated_dest].name} False"
+        return flag
 
-        And our flags with fields of `PipelineConfig`, if the configuration is `from_python`.
-        """
-
-        def field_of_flag(match: re.Match[str]) -> str:
-            flag = match[0]
-            dest = flag[2:].replace("-", "_")
-            if dest in self._places:
-                return self._places[dest].name
-            negated_dest = dest.removeprefix("no_")
-            if negated_dest in self._places:
-                return f"{self._places[negated_dest].name} False"
-            if from_python:
-                return FIELD_OF.get(flag, flag)
-            return flag
-
-        return re.sub(r"--[a-z0-9][a-z0-9-]*", field_of_flag, message)
+    def name_in_python(self, flag: str) -> str:
+        """Return Bridge's name of a setting of Megatron's, and the field of one of ours."""
+        return field_of(self.name_of(flag))
 
 
 @dataclass
@@ -206,7 +199,8 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
             entrances.await_host(requested)
         if not isinstance(error, ArgumentsError | ScheduleError):
             raise
-        message = settings.in_fields(str(error), from_python=requested is not None)
+        name_of = settings.name_of if requested is None else settings.name_in_python
+        message = reworded(str(error), name_of)
         if isinstance(error, ScheduleError):
             raise ScheduleError(message) from None
         raise ArgumentsError(message) from None
@@ -384,7 +378,7 @@ def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
             hosted = _hosted()
             if hosted is None:
                 raise
-            raise DataError(hosted.settings.in_fields(str(error), from_python=True)) from None
+            raise DataError(reworded(str(error), hosted.settings.name_in_python)) from None
 
     return check_in_fields
 

@@ -10,12 +10,18 @@ from typing import overload
 from megatron_ext import devices, hosts, patches
 from megatron_ext.config.active import Pipeline, clear_configuration, required
 from megatron_ext.config.entrances import await_host, log, put_in_force
-from megatron_ext.config.flags import FLAGS, in_fields, requested_flags
+from megatron_ext.config.flags import FLAGS, field_of, requested_flags
 from megatron_ext.config.hosting import inspect
-from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
+from megatron_ext.config.pipeline_config import PipelineConfig
 from megatron_ext.config.refusals import Preflight
 from megatron_ext.config.stages import ModelBuild, chunks_of_megatron, flags_for
-from megatron_ext.errors import ArgumentsError, DeviceError, ScheduleError
+from megatron_ext.errors import (
+    ArgumentsError,
+    ConfigurationError,
+    DeviceError,
+    ScheduleError,
+    reworded,
+)
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.schedules.generators.catalog import base_table
 
@@ -113,7 +119,7 @@ def configure(
     )
     if config.draws_by_microbatch and seed is None:
         raise ConfigurationError(
-            "--microbatch-rng and --use-dpp need a seed; pass seed, the same on all ranks"
+            "{microbatch_rng} and {dynamic} need a seed; pass seed, the same on all ranks"
         )
     _check_twins(config, sizes)
     return _put_in_force(config, sizes, seed)
@@ -212,11 +218,12 @@ def _put_in_force(config: PipelineConfig, sizes: _Sizes, seed: int | None) -> Mo
         if preflight.pipeline is None:  # Megatron's own schedule: the same rules cut its model
             cut, _ = flags_for(arguments, pipeline.placement, schedule)
     except (ArgumentsError, ScheduleError) as error:
-        raise type(error)(in_fields(str(error))) from None
+        kind = ScheduleError if isinstance(error, ScheduleError) else ArgumentsError
+        raise kind(reworded(str(error), field_of)) from None
     put_in_force(preflight, config, seed)
     if required().environment.local_rank == 0:
         lines = preflight.changes + preflight.notices
-        log(*(in_fields(line) for line in lines))
+        log(*(reworded(line, field_of) for line in lines))
     placement = pipeline.placement
     num_chunks = placement.num_stages // placement.num_ranks
     return ModelBuild(

@@ -46,7 +46,7 @@ def _was_not_taken() -> bool:
 def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
     """Megatron would train under its own schedule although another one was requested."""
     from megatron_ext.config.flags import FLAGS
-    from megatron_ext.config.pipeline_config import ConfigurationError
+    from megatron_ext.errors import ConfigurationError
 
     if active.active() is None:
         raise ConfigurationError(
@@ -244,18 +244,18 @@ def _check_packing(
     """Megatron takes the last rank for the one with the last stage, and deals out samples to
     replicas, which --pipeline-balance pack does too.
     """
-    from megatron_ext.config.pipeline_config import ConfigurationError
+    from megatron_ext.errors import ConfigurationError
 
     if pipeline.placement.rank_of[-1] != pipeline.placement.num_ranks - 1:
         raise ConfigurationError(
-            f"--pipeline-schedule {pipeline.config.schedule} has its last stage on another rank "
-            "than the last, where Megatron's packing scheduler takes the labels; use 1f1b, gpipe, "
-            "zb-h1 or interleaved"
+            "{schedule:{c.schedule}} has its last stage on another rank than the last, where "
+            "Megatron's packing scheduler takes the labels; use 1f1b, gpipe, zb-h1 or interleaved",
+            c=pipeline.config,
         )
     if pipeline.config.balance == "pack":
         raise ConfigurationError(
-            "--pipeline-balance pack deals out to the replicas what Megatron's packing scheduler "
-            "has dealt out already; use --pipeline-balance order"
+            "{balance:pack} deals out to the replicas what Megatron's packing scheduler has dealt "
+            "out already; use {balance:order}"
         )
     return call(*args, **kwargs)
 

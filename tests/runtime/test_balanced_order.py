@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.config.pipeline_config import (
-    ConfigurationError,
     Disaggregation,
     DynamicOrder,
     PipelineConfig,
 )
-from megatron_ext.errors import ScheduleError
+from megatron_ext.errors import ConfigurationError, ScheduleError
 from megatron_ext.runtime.lengths import BalancedStep, cost_of_model, item_cost
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.search.length_balance import LengthCost, best_order

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.config.pipeline_config import ConfigurationError, DynamicOrder
+from megatron_ext.config.pipeline_config import DynamicOrder
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.runtime.lengths import cost_of_model
 from megatron_ext.schedules.search.length_balance import best_order
 from megatron_ext.upstream import releases
@@ -166,7 +167,7 @@ def test_packs_run_in_the_order_of_their_costs(
     [
         ("zb-v", {"balance": "order"}, "last stage on another rank.*use 1f1b, gpipe, zb-h1 or"),
         ("bitpipe", {}, "last stage on another rank"),
-        ("1f1b", {"balance": "pack"}, "dealt out already; use balance order"),
+        ("1f1b", {"balance": "pack"}, "dealt out already; use balance=order"),
     ],
 )
 def test_what_would_be_misplaced_is_refused(

@@ -1,0 +1,121 @@
+"""One error in the words of each of its readers: flags, fields, and Bridge's names."""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext import preflight
+from megatron_ext.config.flags import FLAG_OF, add_arguments, in_flags, pipeline_config
+from megatron_ext.config.pipeline_config import (
+    Disaggregation,
+    DynamicOrder,
+    PipelineConfig,
+    Tracing,
+)
+from megatron_ext.errors import ConfigurationError, in_python, reworded
+from megatron_ext.hosts.bridge import Settings
+from megatron_ext.schedules.search.length_balance import LengthCost
+
+ROLES = {"disaggregation": Disaggregation()}
+
+MISTAKES: list[dict[str, Any]] = [
+    {"device": "tpu"},
+    {"length_costs": LengthCost(1, 0)},
+    {"stash_ratio": 0.5},
+    {"node_ips": ("10.0.0.1",)},
+    {"message_timeout_s": -1.0},
+    {"hang_timeout_s": 0.0},
+    {"slices": 65},
+    {"slices": 4, **ROLES},
+    {"slices": 4, "pairs": True, "schedule": "zb-v"},
+    {"slices": 4, "balance": "order", "schedule": "zb-v"},
+    {"slices": 4, "variable_seq_lengths": True, "schedule": "zb-v"},
+    {"slices": 4},
+    {"schedule": "zb-v", **ROLES},
+    {"pairs": True, **ROLES},
+    {"balance": "order", **ROLES},
+    {"transport": "torch", **ROLES},
+    {"device_path": "ipc", **ROLES},
+    {"chunks": 0},
+    {"balance": "pack"},
+    {"pairs": True},
+    {"weights_at_once": True},
+    {"schedule": "csv:x", "chunks": 2},
+    {"schedule": "fbd"},
+    {"dynamic": DynamicOrder(), "transport": "torch"},
+    {"checksums": True},
+    {"checksums": True, "device_path": "ipc", "transport": "shm"},
+    {"device_path": "ipc"},
+]
+"""One for each rule of `PipelineConfig` about values and their combinations."""
+
+
+@pytest.mark.parametrize("settings", MISTAKES, ids=str)
+def test_a_mistake_has_no_flags_in_python_and_no_fields_on_a_command_line(
+    settings: dict[str, Any],
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        PipelineConfig(**settings)
+    error = caught.value
+    assert "--" not in str(error)
+    assert str(error) == error.worded(in_python)
+    flags = error.worded(in_flags)
+    # Whatever has a flag is called by it.
+    named = [field for field in FLAG_OF if re.search(rf"{{{field}[:}}]", error.template)]
+    assert all(FLAG_OF[field] in flags for field in named)
+    assert not any(f"{field}=" in flags for field in FLAG_OF)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--pipeline-slices 4 --pipeline-balance order --pipeline-schedule zb-v",
+            "--pipeline-slices 4 cannot run with --pipeline-balance yet; leave one of them out",
+        ),
+        (
+            "--pipeline-slices 65",
+            "--pipeline-slices 65: a micro-batch has 1 to 64; use --pipeline-slices 4 or 8",
+        ),
+    ],
+)
+def test_a_command_line_gets_flags(words: str, message: str) -> None:
+    [refusal] = preflight(words).refusals
+    assert str(refusal) == message
+    args = add_arguments(ArgumentParser()).parse_args(words.split())
+    with pytest.raises(ConfigurationError) as caught:
+        pipeline_config(args)
+    assert caught.value.worded(in_flags) == message
+
+
+def test_parts_are_named_by_their_fields() -> None:
+    with pytest.raises(ConfigurationError, match="iterations=4 must be between 1 and interval=3"):
+        Tracing(interval=3, iterations=4)
+    with pytest.raises(ConfigurationError, match="extra_activations=2: policy=breadth-first has"):
+        DynamicOrder(policy="breadth-first", extra_activations=2)
+
+
+def test_a_value_may_look_like_a_template() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        PipelineConfig(schedule="csv:{slices}", chunks=2)
+    assert str(caught.value).startswith("schedule=csv:{slices}: the file fixes chunks")
+
+
+@dataclass
+class _Model:
+    context_parallel_size: int = 2
+
+
+def test_bridge_gets_its_own_names() -> None:
+    settings = Settings(SimpleNamespace(model=_Model()))
+    error = ConfigurationError("{slices:4} cannot run with --context-parallel-size 2; use --seed 1")
+    message = reworded(error.worded(in_flags), settings.name_in_python)
+    assert message == "slices 4 cannot run with model.context_parallel_size 2; use --seed 1"
+    from_words = reworded(error.worded(in_flags), settings.name_of)
+    assert from_words.startswith("--pipeline-slices 4 cannot run with model.")
