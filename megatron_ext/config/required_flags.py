@@ -1,4 +1,4 @@
-"""Flags that Megatron needs for a training, and without which it ends in an assertion or worse.
+"""Flags that Megatron needs for a training, and sizes that it asserts, before torch is imported.
 
 Upstream's scripts check some of them in `validate_args`, without naming the flag; the others are
 met after the start, as the division by an `--eval-interval` that nobody gave.
@@ -42,8 +42,18 @@ _NEEDED = read_rules("""
 """)
 
 
+_IMPOSSIBLE = read_rules("""
+    --seq-length above --max-position-embeddings: max_position_embeddings &
+    seq_length>max_position_embeddings
+        tokens would have positions that the model lacks; give both the same value
+    --expert-model-parallel-size above 1 without --num-experts: expert_model_parallel_size>1 &
+    !num_experts
+        there are no experts to spread; add --num-experts N, or leave it out
+""")
+
+
 def missing_flags(args: Namespace, defaults: Mapping[str, Any] | None) -> Iterator[Refusal]:
-    """Yield a refusal for each flag that a training's command line lacks.
+    """Yield a refusal for each flag that a training's command line lacks, or that Megatron asserts.
 
     Args:
         args: What the flags set.
@@ -58,3 +68,14 @@ def missing_flags(args: Namespace, defaults: Mapping[str, Any] | None) -> Iterat
         if rule.refuses(settings):
             name = rule.flag[2:].replace("-", "_")
             yield Refusal(name, f"{rule.flag} is missing: {rule.reason}", rule.remedy)
+    for rule in _IMPOSSIBLE:
+        if rule.refuses(settings):
+            name = rule.flag.split()[0][2:].replace("-", "_")
+            yield Refusal(name, f"{rule.flag}: {rule.reason}", rule.remedy)
+    hidden, heads = given.get("hidden_size"), given.get("num_attention_heads")
+    if hidden and heads and hidden % heads and not getattr(settings, "kv_channels", None):
+        yield Refusal(
+            "hidden_size",
+            f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}",
+            f"use --hidden-size {(hidden // heads + 1) * heads}, or add --kv-channels N",
+        )

@@ -285,6 +285,25 @@ def test_flags_that_megatron_needs_are_named() -> None:
     assert preflight(["pretrain_gpt.py", *words, "--use-checkpoint-args"]).accepted
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--seq-length 32", "--seq-length above --max-position-embeddings: tokens would have"),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size above 1 without --num"),
+        (
+            "--num-attention-heads 3",
+            "--hidden-size 64 is not a multiple of --num-att",
+        ),
+        ("--num-attention-heads 3 --kv-channels 16", ""),
+    ],
+)
+def test_sizes_that_megatron_asserts(flags: str, reason: str) -> None:
+    words = "pretrain_gpt.py --num-layers 8 --seq-length 16 --max-position-embeddings 16 "
+    words += "--hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --train-iters 3 "
+    refusals = preflight(f"{words}--eval-interval 3 {flags}", world_size=2).refusals
+    assert [str(refusal).startswith(reason) for refusal in refusals] == [True] * bool(reason)
+
+
 def test_stages_without_layers_are_said() -> None:
     found = preflight({**SIZES, "num_layers": 3}, ZB_V)
     [line] = [line for line in found.changes if "have no layer" in line]
