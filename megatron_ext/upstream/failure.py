@@ -48,12 +48,14 @@ def report(error: BaseException) -> None:
     """Print an error that needs no traceback, unless another rank of this host just did."""
     line = line_of(error)
     is_first, connected = _is_first(line), _is_connected()
+    # Every rank, also one that has nothing to print: its launcher may end it by SIGKILL while it is
+    # in its exit, and would take that for the cause.
+    cause.write(cause.of_error(error), line)
     if is_first:
         rank = os.environ.get("RANK", "0")
         prefix = f"[rank {rank}] " if connected else ""
         sys.stderr.write(f"{prefix}megatron_ext: error: {line}\n")
         sys.stderr.flush()
-        cause.write(cause.of_error(error), line)
         # Once connected, the other hosts notice by themselves: their collectives fail.
         if not connected and _has_other_hosts():
             with suppress(RuntimeError):  # the host of the store has ended: so do its ranks
