@@ -21,9 +21,10 @@ from megatron_ext.config.active import (
     clear_configuration,
     required,
 )
+from megatron_ext.config.batches import batches_of
 from megatron_ext.config.hosting import inspect
 from megatron_ext.config.roles import roles_in_words
-from megatron_ext.config.stages import batches_of, with_stash
+from megatron_ext.config.stages import with_stash
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules.comparison import evaluate
 from megatron_ext.schedules.search.dynamic import simulate_dynamic

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext import devices
 from megatron_ext.config import flags, incompatible, stages
 from megatron_ext.config.active import Environment, Pipeline
+from megatron_ext.config.batches import batches_of, check_file
 from megatron_ext.config.command_line import CommandLine, read_command_line
 from megatron_ext.config.incompatible import MEGATRON_FIELDS, RULES
 from megatron_ext.config.refusals import Preflight
@@ -316,7 +317,7 @@ def _pipeline(
     if here or (has_batch and getattr(args, "micro_batch_size", None)):
         # Collected here: the table of a wrong batch is checked nevertheless, for another number.
         with found.collecting("global_batch_size"):
-            batches = stages.batches_of(args, pp, config.twins)
+            batches = batches_of(args, pp, config.twins)
     else:
         found.notices.append(
             "the number of micro-batches is not checked: there is no --micro-batch-size or no "
@@ -334,7 +335,7 @@ def _pipeline(
     if batches is None:
         return pipeline
     if pipeline.name.startswith(CSV_PREFIX):
-        stages.check_file(pipeline.name, pp, batches)
+        check_file(pipeline.name, pp, batches)
     # All of them here: a batch size of a ramp-up without a table would fail hours later.
     for global_batch, count in batches.counts.items():
         derived = f"{subject} with {batches.explained(global_batch)}"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext import devices
+from megatron_ext.config.batches import batches_of
 from megatron_ext.config.sizes import layout_text
-from megatron_ext.config.stages import batches_of
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import base_table, generate
 from megatron_ext.tracing.records import Header, directory_name

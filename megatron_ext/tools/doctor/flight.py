@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.config import stages
+from megatron_ext.config.batches import batches_of
 from megatron_ext.config.hosting import preflight
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.config.pipeline_config import DynamicOrder
@@ -283,7 +284,7 @@ def planned(
     if name.startswith(CSV_PREFIX) or found.config is None or found.config.disaggregation:
         name = ""  # the planner knows neither tables of the user's own nor roles
     twins = found.config.twins if found.config else 1
-    batches = stages.batches_of(args, pp, twins)
+    batches = batches_of(args, pp, twins)
     count, experts = JobSizes.of(vars(args)).ranks, given("expert_model_parallel_size") or 1
     if (ranks := count // pp) % experts:
         raise ArgumentsError(
