@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-from collections.abc import Iterable, Set
-from dataclasses import replace
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from megatron_ext.config.active import name_transport, required
 from megatron_ext.errors import TransportError
 from megatron_ext.schedules.search.policies import arena_slots
 from megatron_ext.transport.address import own_address
-from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport, find_reach
+from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport, Reach, find_reach
 from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.staging import StagedTransport
 from megatron_ext.transport.torch_dist import Pair, TorchTransport
@@ -33,21 +33,22 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Transport
 
 
+_LOG = logging.getLogger(__name__)
+
+# Slot size when message sizes are unknown. Longer messages are sent in pieces.
+_SLOT_BYTES = 1 << 20
+
+
 def pairs_of(table: Table, peers: Peers) -> set[Pair]:
     """Return the global ranks (source, target) between which this rank's messages travel."""
     me, pairs = peers.pipeline[table.rank], set()
     for exchange in table.exchanges:
         for transfer in (*exchange.all_inputs, *exchange.all_outputs):
-            if transfer.verb != "LOCAL":
-                there = peers.of(transfer)
-                pairs.add((me, there) if transfer.verb == "SEND" else (there, me))
+            if transfer.verb == "SEND":
+                pairs.add((me, peers.of(transfer)))
+            elif transfer.verb == "RECV":
+                pairs.add((peers.of(transfer), me))
     return pairs
-
-
-_LOG = logging.getLogger(__name__)
-
-# Slot size when message sizes are unknown. Longer messages are sent in pieces.
-_SLOT_BYTES = 1 << 20
 
 
 def open_transport(
@@ -67,96 +68,191 @@ def open_transport(
         TransportError: The transport, or the chosen path between devices, is not available; says
             why.
     """
-    # On all ranks, though below only those with a direct peer may open the native transport.
-    name = name_transport("pipeline")
-    me, backend, timeout_s = dist.get_rank(), devices.current(), pipeline.timeout_s
-    peers = {rank for pair in pairs for rank in pair} - {me}
-    known = [shape for tensors in shapes.values() for shape in tensors]
+    connections = _Connections(
+        pipeline=pipeline,
+        device=device,
+        pairs=pairs,
+        shapes=[shape for of_kind in shapes.values() for shape in of_kind],
+        dtype=dtype,
+        routes=routes,
+        # On all ranks, though only those with a direct peer may open the native transport.
+        name=name_transport("pipeline"),
+    )
+    # By settings that are the same on all ranks, because finding direct peers is collective.
+    tries_ipc = pipeline.config.tries_ipc and not devices.current().is_host
+    if tries_ipc or pipeline.config.device_path == "ipc":
+        return connections.between_devices()
+    return connections.through_host_memory()
 
-    def over_torch(pairs: Set[Pair]) -> TorchTransport:
-        """Open torch.distributed. Collective over all ranks of the job."""
-        return TorchTransport(device, pairs, timeout_s=timeout_s, shapes_travel=None in known)
 
-    def native(peers: Set[int], slot_bytes: int | None, wire: TransportName) -> NativeTransport:
-        """Open the native transport to some peers, with slots for whole tensors by default."""
-        assert wire != "torch"
-        # Short slots hold notes about tensors, of which a dynamic order sends two for each: one
-        # when the sender has launched it, one when it is there.
-        num_notes = 2 if slot_bytes and pipeline.dynamic is not None else 1
-        sizes = [math.prod(shape) * dtype.itemsize for shape in known if shape is not None]
-        return open_native(
-            name,
-            dist.distributed_c10d._get_default_store(),
-            me,
-            dist.get_world_size(),
-            peers,
-            wire=wire,
-            slots=slots_of(pipeline, routes) * num_notes,
-            slot_bytes=slot_bytes or max(sizes, default=_SLOT_BYTES),
-            timeout_s=timeout_s,
-            device=device,
-        )
+@dataclass(frozen=True, kw_only=True)
+class _Connections:
+    """One rank's connections, and the ways to open them."""
 
-    needs_ipc = pipeline.config.device_path == "ipc"
-    if not (needs_ipc or (pipeline.config.tries_ipc and not backend.is_host)):
-        if pipeline.transport == "torch":
-            return over_torch(pairs)
-        return through_host(native(peers, None, pipeline.transport), device, timeout_s)
+    pipeline: Pipeline
+    device: torch.device
+    """Where received tensors are allocated."""
+    pairs: Set[Pair]
+    """All (source, target) with this rank, as global ranks."""
+    shapes: Sequence[tuple[int, ...] | None]
+    """Of all tensors that stages exchange; None: the shape travels with the tensor."""
+    dtype: torch.dtype
+    routes: tuple[Route, ...]
+    name: str
+    """The transport's name in the job's store."""
 
-    # By settings that are the same on all ranks: this branch is collective.
-    reach = find_reach(peers, lambda: backend.sharing(device))
-    if needs_ipc and not reach.is_complete:
-        reasons = (f"with that of rank {peer}: {why}" for peer, why in reach.reasons.items())
-        raise TransportError(
-            f"rank {me}: its device cannot exchange tensors "
-            f"{'; '.join(reasons) or 'where those of other ranks cannot'}; take "
-            f"--pipeline-device-path staged"
-        )
-    direct = peers - reach.reasons.keys()
-    # Only a dynamic order asks what has arrived, which torch.distributed cannot answer; under a
-    # table it serves the other pairs, and the native core stays out of their way.
-    rest: Transport | None = None
-    if pipeline.transport == "torch":
-        left = {pair for pair in pairs if direct.isdisjoint(pair)}
-        others = over_torch(left)  # collective, even if this rank has no such pair
-        rest = others if left or not direct else None
-        host = native(direct, NOTE_BYTES, "shm") if direct else None
-    else:
-        # Slots have the same size on all ranks, so short ones are for jobs without another pair.
-        host = native(peers, NOTE_BYTES if reach.is_complete else None, pipeline.transport)
-        if reach.reasons or not direct:
-            # Its exit hook runs after that of the direct transport, as hooks run in reverse.
-            rest = through_host(host, device, timeout_s)
-    transport = rest
-    if direct:
+    @property
+    def peers(self) -> set[int]:
+        """Global ranks of all peers."""
+        return {rank for pair in self.pairs for rank in pair} - {dist.get_rank()}
+
+    def through_host_memory(self) -> Transport:
+        """Open the transport without a direct path between devices. Collective over the job."""
+        if self.pipeline.transport == "torch":
+            return self._over_torch(self.pairs)
+        host = self._native(self.peers, self.pipeline.transport, for_notes=False)
+        return through_host(host, self.device, self.pipeline.timeout_s)
+
+    def between_devices(self) -> Transport:
+        """Open direct paths where devices have one, and another transport for the other peers.
+
+        Collective over the job.
+
+        Raises:
+            TransportError: A pair has no direct path, and the configuration wants no other.
+        """
+        backend = devices.current()
+        reach = find_reach(self.peers, lambda: backend.sharing(self.device))
+        if self.pipeline.config.device_path == "ipc" and not reach.is_complete:
+            raise TransportError(_no_direct_path(reach))
+        direct_peers = self.peers - reach.reasons.keys()
+        if self.pipeline.transport == "torch":
+            host, indirect = self._beside_torch(direct_peers)
+        else:
+            host, indirect = self._beside_native(direct_peers, reach)
+        if direct_peers:
+            transport = self._direct(host, reach, direct_peers, indirect)
+        else:
+            assert indirect is not None
+            transport = indirect
+        self._log_indirect(transport, reach)
+        return transport
+
+    def _beside_torch(
+        self, direct_peers: Set[int]
+    ) -> tuple[NativeTransport | None, Transport | None]:
+        """Open torch.distributed for indirect pairs, and the native core for notes of direct ones.
+
+        Each is None if no pair needs it. Collective over the job.
+        """
+        # Only a dynamic order asks what has arrived, which torch.distributed cannot answer; under a
+        # table it serves the indirect pairs, and the native core stays out of their way.
+        indirect_pairs = {pair for pair in self.pairs if direct_peers.isdisjoint(pair)}
+        over_torch = self._over_torch(indirect_pairs)  # collective, even without such a pair
+        if not direct_peers:
+            return None, over_torch
+        host = self._native(direct_peers, "shm", for_notes=True)
+        return host, over_torch if indirect_pairs else None
+
+    def _beside_native(
+        self, direct_peers: Set[int], reach: Reach
+    ) -> tuple[NativeTransport, Transport | None]:
+        """Open the native core for all peers, and a transport over it; None if all are direct."""
+        # Slots have the same size on all ranks, so short ones are for jobs without indirect pairs.
+        host = self._native(self.peers, self.pipeline.transport, for_notes=reach.is_complete)
+        if direct_peers and not reach.reasons:
+            return host, None
+        # Its exit hook runs after that of the direct transport, as hooks run in reverse.
+        return host, through_host(host, self.device, self.pipeline.timeout_s)
+
+    def _direct(
+        self,
+        host: NativeTransport | None,
+        reach: Reach,
+        direct_peers: Set[int],
+        indirect: Transport | None,
+    ) -> Transport:
+        """Return the transport of direct pairs, with the one of the others in it."""
         assert host is not None
         assert reach.sharing is not None
         transport = DirectTransport(
             host,
             reach.sharing,
-            me,
-            timeout_s=timeout_s,
-            peers=direct,
-            indirect=rest,
-            reports_copies=pipeline.dynamic is not None,
+            dist.get_rank(),
+            timeout_s=self.pipeline.timeout_s,
+            peers=direct_peers,
+            indirect=indirect,
+            reports_copies=self.pipeline.dynamic is not None,
         )
         atexit.register(transport.release)  # as in `through_host`
-    assert transport is not None
-    wires = transport.stats().wires
-    for peer, reason in sorted(reach.reasons.items()):  # it logs itself which pairs are direct
-        if me < peer:
-            _LOG.info("rank %d and rank %d: %s, not ipc: %s", me, peer, wires[peer], reason)
-    return transport
+        return transport
+
+    def _over_torch(self, pairs: Set[Pair]) -> TorchTransport:
+        """Open torch.distributed for some pairs. Collective over all ranks of the job."""
+        return TorchTransport(
+            self.device,
+            pairs,
+            timeout_s=self.pipeline.timeout_s,
+            shapes_travel=None in self.shapes,
+        )
+
+    def _native(self, peers: Set[int], wire: TransportName, *, for_notes: bool) -> NativeTransport:
+        """Open the native transport to some peers, with slots for whole tensors, or for notes."""
+        assert wire != "torch"
+        num_slots = slots_of(self.pipeline, self.routes)
+        slot_bytes = self._tensor_bytes()
+        if for_notes:
+            slot_bytes = NOTE_BYTES
+            if self.pipeline.dynamic is not None:
+                # A dynamic order sends two notes about each tensor: one when the sender has
+                # launched it, one when it is there.
+                num_slots *= 2
+        return open_native(
+            self.name,
+            dist.distributed_c10d._get_default_store(),
+            dist.get_rank(),
+            dist.get_world_size(),
+            peers,
+            wire=wire,
+            slots=num_slots,
+            slot_bytes=slot_bytes,
+            timeout_s=self.pipeline.timeout_s,
+            device=self.device,
+        )
+
+    def _tensor_bytes(self) -> int:
+        """Return the size of the largest tensor, in bytes, as far as sizes are known."""
+        sizes = [
+            math.prod(shape) * self.dtype.itemsize for shape in self.shapes if shape is not None
+        ]
+        return max(sizes, default=_SLOT_BYTES)
+
+    @staticmethod
+    def _log_indirect(transport: Transport, reach: Reach) -> None:
+        """Log the pairs without a direct path; the transport itself logs those with one."""
+        me, wires = dist.get_rank(), transport.stats().wires
+        for peer, reason in sorted(reach.reasons.items()):
+            if me < peer:  # one line for each pair
+                _LOG.info("rank %d and rank %d: %s, not ipc: %s", me, peer, wires[peer], reason)
+
+
+def _no_direct_path(reach: Reach) -> str:
+    """Return the error of a job whose devices must exchange tensors directly, and cannot."""
+    reasons = [f"with that of rank {peer}: {reason}" for peer, reason in reach.reasons.items()]
+    between = "; ".join(reasons) or "where those of other ranks cannot"
+    return (
+        f"rank {dist.get_rank()}: its device cannot exchange tensors {between}; take "
+        "--pipeline-device-path staged"
+    )
 
 
 def slots_of(pipeline: Pipeline, routes: tuple[Route, ...] = ()) -> int:
     """Return the slots of the arena for each pair of ranks."""
-    dynamic = pipeline.dynamic
-    return arena_slots(
-        replace(pipeline.full, routes=routes),
-        None if dynamic is None else dynamic.margin,
-        pipeline.config.stash_ratio,
-    )
+    margin = None
+    if pipeline.dynamic is not None:
+        margin = pipeline.dynamic.margin
+    schedule = replace(pipeline.full, routes=routes)
+    return arena_slots(schedule, margin, pipeline.config.stash_ratio)
 
 
 def open_native(
@@ -210,7 +306,8 @@ def through_host(host: NativeTransport, device: torch.device, timeout_s: float) 
     It closes `host` too. `timeout_s` is how long a step waits for the sends of the previous one.
     """
     transport: Transport = host
-    if not (backend := devices.current()).is_host:
+    backend = devices.current()
+    if not backend.is_host:
         transport = StagedTransport(host, backend.copies(device), timeout_s=timeout_s)
     # A process that just ends looks to its peers as if it had died.
     atexit.register(transport.close)

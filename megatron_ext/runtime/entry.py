@@ -1,13 +1,14 @@
 """The replacement for Megatron's schedules: `forward_backward`, with the same keywords.
 
 The patched `megatron.core.pipeline_parallel.get_forward_backward_func` returns it while a schedule
-is active (`config/pipeline_config.py`). It keeps the contract of
+is active (`patches/schedules.py`). It keeps the contract of
 `forward_backward_pipelining_with_interleaving` in `megatron/core/pipeline_parallel/schedules.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from inspect import signature
 from itertools import repeat, tee
@@ -26,7 +27,9 @@ from megatron_ext.upstream.signatures import default_groups, is_multi_module, ne
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_ext.runtime.program import Shapes
+    from megatron_ext.config.active import Pipeline
+    from megatron_ext.runtime.offloading import Offloading
+    from megatron_ext.runtime.program import Shapes, Table
 
 _Model = torch.nn.Module | list[torch.nn.Module]
 
@@ -78,17 +81,7 @@ def forward_backward(
             runtime.admit(chunks)
     config = get_model_config(chunks[0])
     length = decoder_seq_length or seq_length
-    # Of activations (F) and gradients (B).
-    received: Any = [shape_between_stages(config, groups, length, micro_batch_size)]
-    sent = list(received)
-    if adjust_tensor_shapes_fn is not None:
-        received, sent = adjust_tensor_shapes_fn(received, sent)
-    # They travel with the tensors where lengths vary; slices have several.
-    travel = config.variable_seq_lengths or config.mtp_standalone or pipeline.config.slices > 1
-    shapes: Shapes = {
-        kind: [None if travel else tuple(shape) for shape in given]
-        for kind, given in (("F", received), ("B", sent))
-    }
+    shapes = _shapes(pipeline, config, groups, (length, micro_batch_size), adjust_tensor_shapes_fn)
     if runtime is None:
         runtime = Runtime(pipeline, groups, chunks, iterators, config, shapes, length)
         runtimes.by_group[id(groups.pp)] = runtime
@@ -96,10 +89,6 @@ def forward_backward(
     balanced = None if forward_only else runtime.balanced(table, config)
     if balanced is not None:
         iterators = [balanced.iterator(items) for items in iterators]
-    offloading = None
-    if getattr(config, "fine_grained_activation_offloading", False):
-        offloading = runtimes.offloading
-        offloading.begin_step(table.schedule.rows[table.rank])
     call = Call(
         forward_step_func=forward_step_func,
         data=runtime.data(iterators),
@@ -112,20 +101,57 @@ def forward_backward(
         first_val_step=first_val_step,
         seq_length=length,
     )
-    timer = config.timers and config.timers("forward-backward", log_level=1)
-    # Megatron logs this timer by its name, whichever schedule runs.
-    if timer:
-        timer.start(barrier=config.barrier_with_L1_time)
-    compute = runtime.run(table, call, shapes, force_all_reduce=bool(force_all_reduce))
-    compute.finalize(groups, force_all_reduce=force_all_reduce)
-    if offloading is not None:
-        offloading.end_step()
-    if timer:
-        timer.stop()
+    with _timed(config), _offloading(config, runtimes.offloading, table):
+        compute = runtime.run(table, call, shapes, force_all_reduce=bool(force_all_reduce))
+        compute.finalize(groups, force_all_reduce=force_all_reduce)
     reports = compute.reports
     if balanced is not None:
         reports = balanced.in_file_order(reports, groups.tp, chunks)
     return [report for _, report in sorted(reports.items())]
+
+
+def _shapes(
+    pipeline: Pipeline,
+    config: Any,
+    groups: ProcessGroupCollection,
+    size: tuple[int, int],
+    adjust: Callable[..., Any] | None,
+) -> Shapes:
+    """Return the shapes that stages receive, of activations (F) and gradients (B).
+
+    `size` is (sequence length, micro-batch size), and `adjust` the caller's function for shapes.
+    """
+    received: Any = [shape_between_stages(config, groups, *size)]
+    sent = list(received)
+    if adjust is not None:
+        received, sent = adjust(received, sent)
+    # Shapes travel with the tensors if lengths vary, as they do between slices.
+    if config.variable_seq_lengths or config.mtp_standalone or pipeline.config.slices > 1:
+        return {"F": [None] * len(received), "B": [None] * len(sent)}
+    return {"F": [tuple(shape) for shape in received], "B": [tuple(shape) for shape in sent]}
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Measure a step with Megatron's timer, which it logs by its name, whichever schedule runs."""
+    if not config.timers:
+        yield
+        return
+    timer = config.timers("forward-backward", log_level=1)
+    timer.start(barrier=config.barrier_with_L1_time)
+    yield
+    timer.stop()
+
+
+@contextmanager
+def _offloading(config: Any, offloading: Offloading, table: Table) -> Iterator[None]:
+    """Bring offloaded activations back in the order of a table, if Megatron offloads them."""
+    if not getattr(config, "fine_grained_activation_offloading", False):
+        yield
+        return
+    offloading.begin_step(table.schedule.rows[table.rank])
+    yield
+    offloading.end_step()
 
 
 def refuse_modules(groups: Any) -> None:
@@ -170,17 +196,18 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
     # Once, before the first step: in the middle of one a missing attribute would end this rank
     # while its peers wait for its tensors.
     for chunk in chunks:
-        layers = [chunk]
-        while isinstance(below := getattr(layers[-1], "module", None), torch.nn.Module):
-            layers.append(below)  # DDP and Float16Module, which pass on what the model has
+        # DDP and Float16Module, which pass on what the model has, and the model itself.
+        modules = [chunk]
+        while isinstance(getattr(modules[-1], "module", None), torch.nn.Module):
+            modules.append(modules[-1].module)  # type: ignore[arg-type]
         missing = [
             f"`{name}`"
             for name in needed_of_models()
-            if not any(hasattr(layer, name) for layer in layers)
+            if not any(hasattr(module, name) for module in modules)
         ]
         if missing:
             raise ScheduleError(
-                f"{type(layers[-1]).__name__} lacks {', '.join(missing)}; Megatron's steps read "
+                f"{type(modules[-1]).__name__} lacks {', '.join(missing)}; Megatron's steps read "
                 "of each model chunk `config` (a TransformerConfig), `model_type` "
                 "(ModelType.encoder_or_decoder) and `set_input_tensor(tensors)`; "
                 "docs/your-model.md has an example"
@@ -196,8 +223,11 @@ def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) ->
                 f"{type(chunk).__name__} cannot run in pairs, because it lacks the "
                 f"build_schedule_plan that Megatron's GPTModel has; {remedy}"
             )
-    taken = signature(step).parameters.values()
-    if not any(p.name == "return_schedule_plan" or p.kind is p.VAR_KEYWORD for p in taken):
+    accepts_flag = any(
+        parameter.name == "return_schedule_plan" or parameter.kind is parameter.VAR_KEYWORD
+        for parameter in signature(step).parameters.values()
+    )
+    if not accepts_flag:
         raise ScheduleError(
             "the forward step cannot run in pairs, because it takes no return_schedule_plan; let "
             f"it return model.build_schedule_plan(...) then, as in pretrain_gpt.py, or {remedy}"

@@ -20,7 +20,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ext import devices
 from megatron_ext.config import active
-from megatron_ext.errors import ScheduleError, reason_for_peers
+from megatron_ext.errors import ScheduleError
 from megatron_ext.observer import Observer, overrides
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute, swapped
 from megatron_ext.runtime.connect import open_transport, pairs_of
@@ -118,8 +118,7 @@ class Runtime:
         shapes: Shapes,
         seq_length: int,
     ) -> None:
-        has_slices = pipeline.config.slices > 1
-        if has_slices:
+        if pipeline.config.slices > 1:
             cost = pipeline.config.length_costs or cost_of_model(config)
             pipeline = pipeline.with_attention(cost.attention_share(seq_length))
         self.pipeline, self.groups = pipeline, groups
@@ -128,76 +127,48 @@ class Runtime:
         self._check_fit(chunks)
         # Chunks that were checked, and what they declare, stage by stage.
         self.known, self._declared = WeakSet(chunks), [*map(declared, chunks)]
-        self.device = device = devices.device_of(chunks)
+        self.device = devices.device_of(chunks)
         # For stages that declare trees or routes.
         self.trees = agree_trees(chunks, placement, groups.pp, shapes_travel=None in shapes["F"])
-        if self.trees is not None and pipeline.config.pairs:
-            raise ScheduleError(
-                f"{pipeline.name} cannot run pairs of stages that declare trees or routes, which "
-                "Megatron's schedule plans do not know; leave --overlap-moe-expert-parallel-comm "
-                "out"
-            )
-        if self.trees is not None and has_slices:
-            raise ScheduleError(
-                "slices are for models that hand on one tensor, not for trees and routes; leave "
-                "the slices out"
-            )
-        # From here to the end in one order on all ranks of the job: most of it is collective.
-        me, mirrored = dist.get_rank(), list[int]()
-        if pipeline.config.twins == 2:  # the neighbour in the data-parallel group
-            replicas = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
-            mirrored = [0] * groups.pp.size()
-            dist.all_gather_object(mirrored, replicas[replicas.index(me) ^ 1], group=groups.pp)
-        peers = Peers(dist.get_process_group_ranks(groups.pp), mirrored)
-        routes: tuple[Route, ...] = ()
+        self.routes: tuple[Route, ...] = ()
         if self.trees is not None:
-            routes = self.trees.routes
+            _check_trees(pipeline)
+            self.routes = self.trees.routes
             # Trees are bytes, and how many is known when they are made: the transport's slots fit
             # any.
             shapes = {"F": [None], "B": [None]}
-        self.peers, self.routes = peers, routes
-        pairs = pairs_of(Table(replace(pipeline.full, routes=routes), rank, slots=0), peers)
+        # From here to the end in one order on all ranks of the job: most of it is collective.
+        mirrored = self._mirrored_ranks()
+        self.peers = Peers(dist.get_process_group_ranks(groups.pp), mirrored)
+        full = replace(pipeline.full, routes=self.routes)
+        pairs = pairs_of(Table(full, rank, slots=0), self.peers)
         crossed = [placement.is_crossed(stage) for stage in placement.stages_of[rank]]
         # Leader and followers of a dynamic order; None: every rank runs the table's order.
         self.agreement: tuple[int, list[int]] | None = None
         if pipeline.dynamic is not None:
             # Twins that read data on crossed stages swap it, so they follow one leader too.
-            reads = (iterator is not None for iterator in iterators)
-            swaps = any(map(all, zip(crossed, reads, strict=True)))
-            others = mirrored[rank : rank + 1] if swaps else []
-            leader, followers = agree(groups.tp, groups.cp, others=others)
-            self.agreement = leader, followers
-            pairs |= {(me, follower) for follower in followers}
-            if leader != me:
-                pairs.add((leader, me))
+            swaps = any(
+                is_crossed and iterator is not None
+                for is_crossed, iterator in zip(crossed, iterators, strict=True)
+            )
+            twin = mirrored[rank : rank + 1] if swaps else []
+            self.agreement = agree(groups.tp, groups.cp, others=twin)
+            pairs |= self._decision_pairs(*self.agreement)
         self.observers = active.required().observers
-        dtype = config.pipeline_dtype
-        transport = open_transport(pipeline, device, pairs, shapes, dtype, routes)
+        transport = open_transport(
+            pipeline, self.device, pairs, shapes, config.pipeline_dtype, self.routes
+        )
         self.transport = observed(transport, self.observers)
         self.splits, self.kept = in_force().splits, in_force().kept
         # Swaps data with the twin on stages that run its micro-batches.
-        self.exchange: Callable[[Any], Any] | None = None
-        if placement.twin_hops:
-            # Ranks without such stages take part too: making groups is collective over the job.
-            twins = []
-            if any(crossed):
-                low, high = sorted((me, mirrored[rank]))
-                twins = [(low, high)]
-            made = groups_of_ranks(twins, pipeline.timeout_s)
-            self.exchange = partial(swapped, made[twins[0]]) if twins else None
+        self.exchange = self._exchange_with_twin(mirrored, reads_for_twin=any(crossed))
         # Data-parallel replicas that share out their micro-batches; None: each runs what it reads.
-        self.replicas: ReplicaExchange | None = None
-        if pipeline.config.balance == "pack":
-            found = getattr(groups, "dp", None) or parallel_state.get_data_parallel_group()
-            members = tuple(dist.get_process_group_ranks(found))
-            if len(members) > 1:  # so it is on all ranks
-                gloo = groups_of_ranks([members], pipeline.timeout_s, backend="gloo")
-                self.replicas = ReplicaExchange(gloo[members], device)
+        self.replicas = self._sharing_replicas()
         # Bounds how far the host runs ahead of the device; None if the device is the host.
         backend = devices.current()
         self.run_ahead: RunAhead | None = None
         if not backend.is_host:
-            self.run_ahead = RunAhead(backend, device, timeout_s=pipeline.timeout_s)
+            self.run_ahead = RunAhead(backend, self.device, timeout_s=pipeline.timeout_s)
         self.measured = Measured(shares=pipeline.full.slices)
         self._tables: dict[tuple[int, bool], Table] = {}
         # By table: the latest program with the ends it was made for.
@@ -209,6 +180,51 @@ class Runtime:
         # Whether the log names a stage whose input had no gradient.
         self._has_ignored_input = False
 
+    def _mirrored_ranks(self) -> list[int]:
+        """Return the global ranks of the twins, by pipeline rank; empty without twins."""
+        if self.pipeline.config.twins < 2:
+            return []
+        # A twin is the neighbour in the data-parallel group.
+        replicas = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+        twin = replicas[replicas.index(dist.get_rank()) ^ 1]
+        mirrored = [0] * self.groups.pp.size()
+        dist.all_gather_object(mirrored, twin, group=self.groups.pp)
+        return mirrored
+
+    @staticmethod
+    def _decision_pairs(leader: int, followers: Sequence[int]) -> set[tuple[int, int]]:
+        """Return (source, target) of the decisions that this rank sends or receives."""
+        me = dist.get_rank()
+        pairs = {(me, follower) for follower in followers}
+        if leader != me:
+            pairs.add((leader, me))
+        return pairs
+
+    def _exchange_with_twin(
+        self, mirrored: Sequence[int], *, reads_for_twin: bool
+    ) -> Callable[[Any], Any] | None:
+        """Return what swaps a data item with the twin; None: this rank runs no stage for it."""
+        if not self.placement.twin_hops:
+            return None
+        # Ranks without such stages take part too: making groups is collective over the job.
+        twins = []
+        if reads_for_twin:
+            low, high = sorted((dist.get_rank(), mirrored[self.rank]))
+            twins = [(low, high)]
+        groups = groups_of_ranks(twins, self.pipeline.timeout_s)
+        return partial(swapped, groups[twins[0]]) if twins else None
+
+    def _sharing_replicas(self) -> ReplicaExchange | None:
+        """Return the exchange of data-parallel replicas that share out their micro-batches."""
+        if self.pipeline.config.balance != "pack":
+            return None
+        group = getattr(self.groups, "dp", None) or parallel_state.get_data_parallel_group()
+        members = tuple(dist.get_process_group_ranks(group))
+        if len(members) == 1:  # so it is on all ranks
+            return None
+        gloo = groups_of_ranks([members], self.pipeline.timeout_s, backend="gloo")
+        return ReplicaExchange(gloo[members], self.device)
+
     def _check_fit(self, chunks: Sequence[torch.nn.Module]) -> None:
         name, placement, ranks = self.pipeline.name, self.placement, self.groups.pp.size()
         if ranks != placement.num_ranks:
@@ -216,10 +232,10 @@ class Runtime:
                 f"{name} was chosen for {placement.num_ranks} pipeline ranks, but Megatron was "
                 f"initialised with {ranks}; use the same --pipeline-model-parallel-size"
             )
-        wanted = len(placement.stages_of[self.rank])
-        if len(chunks) != wanted:
+        num_chunks = len(placement.stages_of[self.rank])
+        if len(chunks) != num_chunks:
             raise ScheduleError(
-                f"{name} needs {wanted} model chunks on each rank, but the model has "
+                f"{name} needs {num_chunks} model chunks on each rank, but the model has "
                 f"{len(chunks)}; build it with that virtual pipeline size"
             )
 
@@ -281,29 +297,12 @@ class Runtime:
     ) -> StageCompute:
         """Run one step. On failure, drop deferred weight gradients and abort the transport."""
         trains = not call.forward_only
+        splits_backward = self.pipeline.full.splits_backward
         for stage, chunk in zip(self.placement.stages_of[self.rank], call.chunks, strict=True):
-            splits = self.pipeline.full.splits_backward
-            self.splits.register_modules(stage, chunk, splits=splits)
+            self.splits.register_modules(stage, chunk, splits=splits_backward)
         if trains and table.split_backwards and call.config.sequence_parallel:
             self.splits.agree(self.groups.tp, self.device)
-        pairs = bool(table.schedule.pairs_of(self.rank)) or (
-            self.pipeline.config.pairs and self.agreement is not None
-        )
-        compute: StageCompute
-        ends = PipelineEnds.of_shapes(self.peers, shapes, call.config.pipeline_dtype)
-        given = call, table, len(shapes["F"]), shapes["B"], self.splits
-        if self.trees is not None:
-            forms = self.trees.forms(call, shapes)
-            compute = TreeCompute(call, table, splits=self.splits, forms=forms, trees=self.trees)
-            ends = PipelineEnds(self.peers, forms.of_messages, forms.of_messages)
-        elif table.schedule.num_slices > 1:
-            compute = SlicedCompute(*given, kept=self.kept)
-        else:
-            compute = PlannedCompute(*given) if pairs and trains else StageCompute(*given)
-        known, program = self._programs.get(table, (None, None))
-        if program is None or known != ends:
-            program = make_program(table, ends, leads=self.peers.leads(self.rank))
-            self._programs[table] = ends, program
+        compute, ends = self._compute(table, call, shapes)
         sync = Sync()
         if trains:
             sync = TrainingSync(
@@ -313,23 +312,21 @@ class Runtime:
         observers = [self.measured, *self.observers] if trains else []
         for observer in observers:
             observer.begin_step(compute)
+        run_pair = None
         if isinstance(compute, PlannedCompute):
             compute.observers = [o for o in observers if overrides(o, "end_exchange")]
+            run_pair = compute.run_pair
         num_parts = {message: len(tensors) for message, tensors in ends.received.items()}
         executor = Executor(
             table=table,
-            program=program,
+            program=self._program(table, ends),
             order=self._order(table, call, num_parts),
             compute=compute,
             sync=sync,
             transport=self.transport,
             timeout_s=self.pipeline.timeout_s,
-            name_of=lambda rank: (
-                f"rank {dist.get_rank()} (pipeline rank {self.rank})"
-                if rank is None
-                else f"rank {rank}"
-            ),
-            run_pair=compute.run_pair if isinstance(compute, PlannedCompute) else None,
+            name_of=self._name_of,
+            run_pair=run_pair,
             run_ahead=self.run_ahead,
             observers=observers,
         )
@@ -343,23 +340,64 @@ class Runtime:
             # Peers end their waits with this error now, if the wire can, not with their time-outs.
             self.splits.clear()
             self.kept.clear()
-            self.transport.abort(reason_for_peers(error))  # of Ctrl-C
+            self.transport.abort(str(error) or type(error).__name__)  # of Ctrl-C
             raise
         if trains and not self._has_split:
             self._check_split(table, call.chunks)
         if compute.ignored_inputs and not self._has_ignored_input:
             self._has_ignored_input = True
-            stage, microbatch = compute.ignored_inputs[0]
-            _LOG.warning(
-                "stage %d, micro-batch %d: no gradient reaches the input of the stage, so the "
-                "stages before it get zeros, as on a single device (Megatron's own schedules send "
-                "nothing there, and stop); is an output detached?",
-                stage,
-                microbatch,
-            )
+            self._log_ignored_input(*compute.ignored_inputs[0])
         if isinstance(compute, TreeCompute):
             compute.forms.step_done()
         return compute
+
+    def _compute(
+        self, table: Table, call: Call, shapes: Shapes
+    ) -> tuple[StageCompute, PipelineEnds]:
+        """Return what computes the actions of one step, and the ends of its messages."""
+        ends = PipelineEnds.of_shapes(self.peers, shapes, call.config.pipeline_dtype)
+        if self.trees is not None:
+            forms = self.trees.forms(call, shapes)
+            ends = PipelineEnds(self.peers, forms.of_messages, forms.of_messages)
+            trees = TreeCompute(call, table, splits=self.splits, forms=forms, trees=self.trees)
+            return trees, ends
+        num_inputs, sent_shapes = len(shapes["F"]), shapes["B"]
+        if table.schedule.num_slices > 1:
+            sliced = SlicedCompute(
+                call, table, num_inputs, sent_shapes, self.splits, kept=self.kept
+            )
+            return sliced, ends
+        # Under a dynamic order ranks choose their pairs in the step.
+        chooses_pairs = self.pipeline.config.pairs and self.agreement is not None
+        has_pairs = bool(table.schedule.pairs_of(self.rank)) or chooses_pairs
+        if has_pairs and not call.forward_only:
+            return PlannedCompute(call, table, num_inputs, sent_shapes, self.splits), ends
+        return StageCompute(call, table, num_inputs, sent_shapes, self.splits), ends
+
+    def _program(self, table: Table, ends: PipelineEnds) -> Program:
+        """Return the program of a table, made anew if its ends have changed."""
+        latest = self._programs.get(table)
+        if latest is not None and latest[0] == ends:
+            return latest[1]
+        program = make_program(table, ends, leads=self.peers.leads(self.rank))
+        self._programs[table] = ends, program
+        return program
+
+    def _name_of(self, rank: int | None) -> str:
+        """Name a global rank in errors; None stands for this one."""
+        if rank is None:
+            return f"rank {dist.get_rank()} (pipeline rank {self.rank})"
+        return f"rank {rank}"
+
+    @staticmethod
+    def _log_ignored_input(stage: int, microbatch: int) -> None:
+        _LOG.warning(
+            "stage %d, micro-batch %d: no gradient reaches the input of the stage, so the stages "
+            "before it get zeros, as on a single device (Megatron's own schedules send nothing "
+            "there, and stop); is an output detached?",
+            stage,
+            microbatch,
+        )
 
     def _check_split(self, table: Table, chunks: Sequence[torch.nn.Module]) -> None:
         """Log after this rank's first step with split backwards if W had nothing to do."""
@@ -386,6 +424,21 @@ class Runtime:
         policy = self.pipeline.policy(call.num_microbatches, self.rank)
         return PolicyOrder(
             table, policy, self.transport, num_parts, followers, timeout_s, self.run_ahead
+        )
+
+
+def _check_trees(pipeline: Pipeline) -> None:
+    """Refuse settings of a schedule that stages with trees or routes cannot have."""
+    if pipeline.config.pairs:
+        raise ScheduleError(
+            f"{pipeline.name} cannot run pairs of stages that declare trees or routes, which "
+            "Megatron's schedule plans do not know; leave --overlap-moe-expert-parallel-comm "
+            "out"
+        )
+    if pipeline.config.slices > 1:
+        raise ScheduleError(
+            "slices are for models that hand on one tensor, not for trees and routes; leave the "
+            "slices out"
         )
 
 
@@ -421,11 +474,11 @@ class Runtimes:
 
 def in_force() -> Runtimes:
     """Return the runtimes of the active configuration; the first call makes them."""
-    found = active.required()
-    if found.runtimes is None:
-        found.runtimes = Runtimes()
-    assert isinstance(found.runtimes, Runtimes)
-    return found.runtimes
+    configuration = active.required()
+    if configuration.runtimes is None:
+        configuration.runtimes = Runtimes()
+    assert isinstance(configuration.runtimes, Runtimes)
+    return configuration.runtimes
 
 
 def totals() -> tuple[Measured, int]:
@@ -440,13 +493,13 @@ def totals() -> tuple[Measured, int]:
 def log_statistics(*, of_all: bool = True) -> None:
     """Log training statistics on rank 0: those of all ranks, which is collective, or its own."""
     for runtime in in_force():
-        everybody, where = [runtime.measured], " on this rank"
+        by_rank, where = [runtime.measured], " on this rank"
         if of_all:
             # Making a runtime is collective, so all ranks have theirs in one order.
-            everybody, where = [Measured() for _ in range(dist.get_world_size())], ""
-            dist.all_gather_object(everybody, runtime.measured)
+            by_rank, where = [Measured() for _ in range(dist.get_world_size())], ""
+            dist.all_gather_object(by_rank, runtime.measured)
         together = Measured()
-        for measured in everybody:
+        for measured in by_rank:
             together.add(measured)
         if not together.steps or dist.get_rank():
             continue
@@ -458,7 +511,7 @@ def log_statistics(*, of_all: bool = True) -> None:
         # Times are the host's, and any other device still computes when a call that launches ends.
         if runtime.device.type == "cpu":
             # Ranks that have no action left wait for the last one of all, after their own step.
-            whole_s = len(everybody) * max(measured.wall_s for measured in everybody)
+            whole_s = len(by_rank) * max(measured.wall_s for measured in by_rank)
             idle = 100 * (1 - together.busy_s / whole_s)
             figures.append(f"{idle:.1f} % of the time idle")
         activations = together.peak_live * schedule.pp / schedule.num_stages
