@@ -52,7 +52,7 @@ class MicrobatchData:
     exchange: Callable[[Any], Any] | None = None
     observers: Sequence[Observer] = ()
     _fetched: int = field(default=0, init=False)
-    _kept: dict[int, Any] = field(default_factory=dict, init=False)
+    _items: dict[int, Any] = field(default_factory=dict, init=False)
 
     def view(self, microbatch: int) -> Iterator[Any] | None:
         """Return an iterator over the single item of a micro-batch; None without data.
@@ -84,10 +84,10 @@ class MicrobatchData:
         assert self.iterator is not None
         # On demand only: the middle stages of a GPT read none.
         while self._fetched <= microbatch:
-            self._kept[self._fetched] = next(self.iterator)
+            self._items[self._fetched] = next(self.iterator)
             self._fetched += 1
         try:
-            item = self._kept.pop(microbatch)
+            item = self._items.pop(microbatch)
         except KeyError:
             raise ScheduleError(
                 f"the forward step called next() a second time for micro-batch {microbatch}; with "
@@ -125,13 +125,13 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
         """Return a state of the same type as `state`, seeded for a key."""
         seed = active.seed_of(*key, iteration, stage, microbatch)
         if isinstance(state, torch.Generator):  # a tracker whose states CUDA graphs can capture
-            made = state.clone_state()
-            made.manual_seed(seed)
-            return made
+            seeded = state.clone_state()
+            seeded.manual_seed(seed)
+            return seeded
         return torch.Generator(place).manual_seed(seed).get_state()
 
     # Without an index: a state fits every device of its type.
-    here = torch.device(devices.current().torch_device().type)
+    device_type = torch.device(devices.current().torch_device().type)
     # Recomputation needs nothing here: upstream restores torch's states by itself, and in its own
     # schedules, too, nobody restores those of `random` and `numpy`.
     # Megatron's own pair of functions, which knows the generators of each release.
@@ -139,8 +139,11 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
     try:
         set_rng_states(
             fresh(host, torch.device("cpu"), "host"),
-            fresh(device, here, "default"),
-            {name: fresh(state, here, name, *_shard(name)) for name, state in tracked.items()},
+            fresh(device, device_type, "default"),
+            {
+                name: fresh(state, device_type, name, *_shard(name))
+                for name, state in tracked.items()
+            },
         )
         with host_generators(active.seed_of("python", iteration, stage, microbatch)):
             yield
@@ -306,9 +309,9 @@ class StageCompute:
                 vp_stage=place.vp_stage,
                 is_last_stage=place.is_last,
             )
-        return self._made(stage, microbatch, inputs, outputs, num_tokens, store)
+        return self._keep(stage, microbatch, inputs, outputs, num_tokens, store)
 
-    def _made(
+    def _keep(
         self,
         stage: int,
         microbatch: int,
@@ -330,10 +333,10 @@ class StageCompute:
             # `release` could not free a view, which a model may hand on, and which a full backward
             # hook on a stage's last module makes.
             outputs = [
-                make_viewless_tensor(made, made.requires_grad, keep_graph=True)
-                if isinstance(made, torch.Tensor)
-                else made  # None, or a tree, whose tensors are not released here
-                for made in outputs
+                make_viewless_tensor(output, output.requires_grad, keep_graph=True)
+                if isinstance(output, torch.Tensor)
+                else output  # None, or a tree, whose tensors are not released here
+                for output in outputs
             ]
         self._forwards[stage] += 1
         self._num_tokens.append(num_tokens)
@@ -378,8 +381,8 @@ class StageCompute:
         # Gone from here before the backward runs, so that it frees what it has used.
         inputs, outputs = self._live.pop((stage, microbatch))
         with self.splits.defer(stage, microbatch) if split else _UNCHANGED:
-            found = self._stage(stage).backward_step(inputs, outputs, gradients)
-        return self._sent_back(stage, microbatch, inputs, found)
+            sent_back = self._stage(stage).backward_step(inputs, outputs, gradients)
+        return self._sent_back(stage, microbatch, inputs, sent_back)
 
     def _sent_back(
         self, stage: int, microbatch: int, inputs: Tensors, gradients: Tensors
@@ -401,12 +404,12 @@ class StageCompute:
         return backwards + [f"{stage}W{microbatch}" for stage, microbatch in self.splits.pending()]
 
     def _stage(self, stage: int) -> _Stage:
-        found = self._stages.get(stage)
-        if found is None:
+        known_stage = self._stages.get(stage)
+        if known_stage is None:
             schedule, chunks = self.table.schedule, self.call.chunks
             chunk = schedule.placement.chunk_of(stage)
             model = chunks[chunk]
-            found = self._stages[stage] = _Stage(
+            known_stage = self._stages[stage] = _Stage(
                 model=model,
                 data=self.call.data[chunk],
                 vp_stage=chunk if len(chunks) > 1 else None,
@@ -414,7 +417,7 @@ class StageCompute:
                 checks_lengths=stage == 0 and bool(self.call.config.variable_seq_lengths),
                 backward_step=backward_step_of(model, self.call.config),
             )
-        return found
+        return known_stage
 
     def _around_forward(self, stage: int, microbatch: int) -> AbstractContextManager[Any]:
         """Return the context of an F: postponing layers, seeds, a check of lengths."""

@@ -43,14 +43,14 @@ def num_out_of_order(executed: Sequence[Executed]) -> int:
     if positions == sorted(positions):  # every static order: spare it the loop
         return 0
     done = bytearray(len(positions))
-    head = found = 0
+    head = num_jumps = 0
     for position in positions:
         done[position] = 1
         if position == head:
             head = done.find(0, head)
         else:
-            found += 1
-    return found
+            num_jumps += 1
+    return num_jumps
 
 
 class ProfilerRanges(Observer):
@@ -166,7 +166,7 @@ class Executor:
                 outputs = self.compute.run(action, inputs)
             else:
                 assert self.run_pair is not None
-                outputs, found = self.run_pair(exchange.action, action, inputs, gradients)
+                outputs, sent_back = self.run_pair(exchange.action, action, inputs, gradients)
         took_s = (time.perf_counter() - begin_s) / len(actions)
         if run_ahead is not None:
             run_ahead.record(action if partner is None else " and ".join(map(str, actions)))
@@ -176,7 +176,7 @@ class Executor:
         if exchange.outputs:
             self._deliver(exchange, outputs)
         if partner is not None and partner.outputs:
-            self._deliver(partner, found)
+            self._deliver(partner, sent_back)
         # Send results before bookkeeping: freeing a backward's graph takes as long as a send.
         del saved
         for position, ended in zip(positions, actions, strict=True):
@@ -208,7 +208,11 @@ class Executor:
             return self.transport.recv(transfer.peer, transfer.message, self.timeout_s)
         except TransportError as error:
             exchanges = self.program.exchanges
-            number = next(n for n, each in enumerate(exchanges) if exchange.action in each.actions)
+            number = next(
+                index
+                for index, candidate in enumerate(exchanges)
+                if exchange.action in candidate.actions
+            )
             raise type(error)(
                 f"{self.name_of(None)} cannot run {exchange.action}, action "
                 f"{number} of its {len(exchanges)} in "

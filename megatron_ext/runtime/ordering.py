@@ -58,11 +58,12 @@ def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> tuple[int, 
         if group is not None:
             peers.update(dist.get_process_group_ranks(group))
     # Over the whole job: two ranks that share no group may be linked by a third.
-    everybody: list[set[int]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everybody, peers)
-    leader_of = leaders(everybody)
+    peers_by_rank: list[set[int]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(peers_by_rank, peers)
+    leader_of = leaders(peers_by_rank)
     me = dist.get_rank()
-    return leader_of[me], [rank for rank, leader in enumerate(leader_of) if leader == me != rank]
+    followers = [rank for rank, leader in enumerate(leader_of) if leader == me and rank != me]
+    return leader_of[me], followers
 
 
 def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
@@ -77,9 +78,9 @@ def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
             rank = leader[rank]
         return rank
 
-    for rank, others in enumerate(peers):
-        for other in others:
-            low, high = sorted((root(rank), root(other)))
+    for rank, peers_of_rank in enumerate(peers):
+        for peer in peers_of_rank:
+            low, high = sorted((root(rank), root(peer)))
             leader[high] = low
     return [root(rank) for rank in range(len(peers))]
 
@@ -161,12 +162,9 @@ class PolicyOrder(Order):
             while progress.left:
                 indices = self._choose()
                 positions = [self.table.positions[progress.row[index]] for index in indices]
-                for position in positions:
-                    # Of a pair the forward is marked; the backward follows.
-                    marked = len(positions) > 1 and position == positions[0]
-                    sent = position + marked * len(progress.row)
+                for decision in self._decisions(positions):
                     for follower in self.followers:
-                        choice = torch.tensor([sent], dtype=torch.int32)  # on the CPU: no sync
+                        choice = torch.tensor([decision], dtype=torch.int32)  # on the CPU: no sync
                         self.transport.isend(choice, follower, Message("D", 0, number))
                     number += 1
                 begin_s = time.perf_counter()
@@ -184,6 +182,14 @@ class PolicyOrder(Order):
         finally:
             if ahead is not None:
                 ahead.listen(None)
+
+    def _decisions(self, positions: Sequence[int]) -> Sequence[int]:
+        """Return what followers are sent about an action, or a pair."""
+        if len(positions) == 1:
+            return positions
+        # Of a pair the forward is marked; the backward follows.
+        forward, backward = positions
+        return forward + len(self.policy.progress.row), backward
 
     def handed(self, message: Message) -> None:
         """Mark the tensor as arrived; its consumer may become ready."""
@@ -241,8 +247,9 @@ class PolicyOrder(Order):
         for part in messages:
             assert part.kind != "D", "a leader receives no decisions"
             # Tensors of one hand-over are one message; those of routes differ by their direction.
-            one = part if part.kind in ("P", "G") else part._replace(part=0)
-            message = one._replace(header=False)
+            message = part._replace(header=False)
+            if part.kind not in ("P", "G"):
+                message = message._replace(part=0)
             if self._is_whole(message):
                 if message.launched:
                     progress.launched(message.tensor)
@@ -260,20 +267,22 @@ class PolicyOrder(Order):
 
     def _missing(self) -> str:
         progress = self.policy.progress
-        who = f"rank {dist.get_rank()} (pipeline rank {self.table.rank})"
+        rank = f"rank {dist.get_rank()} (pipeline rank {self.table.rank})"
         label = self.table.schedule.label
         if self._running:
             running = " and ".join(str(progress.row[index]) for index in self._running[0])
-            return f"{who}: {running} of {label} did not end on its device for {self.timeout_s:g} s"
+            return (
+                f"{rank}: {running} of {label} did not end on its device for {self.timeout_s:g} s"
+            )
         remaining = [
             action for index, action in enumerate(progress.row) if not progress.done[index]
         ]
         head = min(remaining, key=self.table.positions.__getitem__)
         needs = self.table.exchanges[self.table.positions[head]].inputs
-        what = f", which needs {needs[0].message}" if needs else ""
+        needed = f", which needs {needs[0].message}" if needs else ""
         return (
-            f"{who} can run none of its {len(remaining)} remaining actions in {label}: nothing "
-            f"arrived for {self.timeout_s:g} s; the first of the table is {head}{what}"
+            f"{rank} can run none of its {len(remaining)} remaining actions in {label}: nothing "
+            f"arrived for {self.timeout_s:g} s; the first of the table is {head}{needed}"
         )
 
 
@@ -354,8 +363,8 @@ class RunAhead:
         """
         while self._unfinished and self._unfinished[0][1].done():
             self._note_end()
-        found, self._ended_s = self._ended_s, []
-        return found
+        ended_s, self._ended_s = self._ended_s, []
+        return ended_s
 
     def begin(self) -> None:
         """Mark the start of an action."""

@@ -118,7 +118,7 @@ class PlannedCompute(StageCompute):
             for output in outputs:
                 # A layer of experts ends in the stream for communication, which owns its memory.
                 output.record_stream(torch.cuda.current_stream())
-            outputs = self._made(*forward, inputs, outputs, num_tokens, store)
+            outputs = self._keep(*forward, inputs, outputs, num_tokens, store)
         if backward is None:
             return outputs, []
         return outputs, self._sent_back(*backward, saved[0], input_gradients)

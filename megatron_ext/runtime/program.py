@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -149,12 +149,12 @@ def check_agreement(
     """
     # Ranks with different tables would wait for messages that nobody sends, until their time-outs.
     # 15 hexadecimal digits fit an int64.
-    mine = torch.tensor([int(table.schedule.digest[:15], 16)], device=device)
+    digest = torch.tensor([int(table.schedule.digest[:15], 16)], device=device)
     for group in groups:
-        others = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(others, mine, group=group)
+        digests = [torch.empty_like(digest) for _ in range(group.size())]
+        dist.all_gather(digests, digest, group=group)
         ranks = dist.get_process_group_ranks(group)
-        different = [r for r, other in zip(ranks, others, strict=True) if other != mine]
+        different = [rank for rank, peer in zip(ranks, digests, strict=True) if peer != digest]
         if different:
             raise ScheduleError(
                 f"rank {dist.get_rank()} made another table for {table.schedule.label} than ranks "
@@ -176,7 +176,9 @@ def shape_between_stages(
     s is the length on this rank, after context and sequence parallelism have divided it.
     """
     # Not upstream's `get_tensor_shapes`, which knows no residual streams.
-    divisor = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    divisor = groups.cp.size()
+    if config.sequence_parallel:
+        divisor *= groups.tp.size()
     has_streams = getattr(config, "enable_mhc_connections", False)  # 0.20 and later
     streams = config.mhc_num_residual_streams if has_streams else 1
     return length // divisor, micro_batch_size, streams * config.hidden_size
@@ -193,7 +195,8 @@ class Peers:
 
     def of(self, transfer: Transfer) -> int:
         """Return the global rank at the other end of a transfer."""
-        return (self.mirrored if transfer.to_twin else self.pipeline)[transfer.peer]
+        ranks = self.mirrored if transfer.to_twin else self.pipeline
+        return ranks[transfer.peer]
 
     def leads(self, rank: int) -> bool:
         """Return whether a pipeline rank sends to its twin first; the lower global rank does."""
@@ -239,8 +242,8 @@ class PipelineEnds:
     def of_shapes(cls, peers: Peers, shapes: Shapes, dtype: torch.dtype) -> PipelineEnds:
         """Return the ends of an ordinary pipeline, with one dtype for all tensors."""
         forms = {
-            kind: [Form(shape, dtype, part) for part, shape in enumerate(of_kind)]
-            for kind, of_kind in shapes.items()
+            kind: [Form(shape, dtype, part) for part, shape in enumerate(shapes_of_kind)]
+            for kind, shapes_of_kind in shapes.items()
         }
         # A sent F has as many tensors as the B that comes back.
         return cls(peers, forms, {"F": forms["B"], "B": forms["F"]})
@@ -276,21 +279,20 @@ def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:
     # and names depend only on the table and the shapes, so steps share one program.
     resolved = tuple(_resolved(exchange, ends) for exchange in table.exchanges)
     # (transfer, number of transport calls before it is posted), in the shared order.
-    turns: Iterable[tuple[Transfer, int]]
+    turns: list[tuple[Transfer, int]]
     if table.schedule.disaggregated:  # needs a transport that matches messages by name
-        turns = ((transfer, 0) for transfer in table.arrivals)
+        turns = [(transfer, 0) for transfer in table.arrivals]
     else:
         # What stays on this rank (LOCAL) is no call of the transport.
         received = [sum(t.verb == "RECV" for t in exchange.all_inputs) for exchange in resolved]
         sent = [sum(t.verb == "SEND" for t in exchange.all_outputs) for exchange in resolved]
         calls = list(accumulate(map(add, received, sent), initial=0))
-        turns = (
-            (
-                post.transfer,
-                calls[post.before] + (received[post.before] if post.is_behind_inputs else 0),
-            )
-            for post in table.order.posts(table.rank, leads=leads)
-        )
+        turns = []
+        for post in table.order.posts(table.rank, leads=leads):
+            calls_before = calls[post.before]
+            if post.is_behind_inputs:
+                calls_before += received[post.before]
+            turns.append((post.transfer, calls_before))
     expected = (
         Expected(rank, form.named(transfer.message), form.shape, form.dtype, after)
         for transfer, after in turns
@@ -301,7 +303,9 @@ def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:
 
 
 def _resolved(exchange: Exchange, ends: Ends) -> Exchange:
-    def each(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
+    """Return an exchange whose transfers are single tensors from or to global ranks."""
+
+    def resolve(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
         for transfer in transfers:
             for form in ends.forms(transfer):
                 name = form.named(transfer.message)
@@ -312,10 +316,12 @@ def _resolved(exchange: Exchange, ends: Ends) -> Exchange:
                     yield transfer._replace(message=name, peer=rank, to_twin=False)
 
     partner = exchange.partner
+    if partner is not None:
+        partner = _resolved(partner, ends)
     return exchange._replace(
-        awaits=tuple(each(exchange.awaits)),
-        inputs=tuple(each(exchange.inputs)),
-        grants=tuple(each(exchange.grants)),
-        outputs=tuple(each(exchange.outputs)),
-        partner=None if partner is None else _resolved(partner, ends),
+        awaits=tuple(resolve(exchange.awaits)),
+        inputs=tuple(resolve(exchange.inputs)),
+        grants=tuple(resolve(exchange.grants)),
+        outputs=tuple(resolve(exchange.outputs)),
+        partner=partner,
     )

@@ -93,8 +93,8 @@ class SplitBackward:
         # Ids of the weights that all ranks of a tensor-parallel group leave whole in this step.
         self._agreed: set[int] = set()
         # Reasons that the log does not name yet, and ids of the weights that it names.
-        self._unsaid: dict[str, list[torch.Tensor]] = {}
-        self._said: set[int] = set()
+        self._unlogged: dict[str, list[torch.Tensor]] = {}
+        self._named: set[int] = set()
         self._progress: Progress | None = None
         self.has_deferred = False
         """Whether any layer of this process has left a weight gradient to W."""
@@ -120,8 +120,8 @@ class SplitBackward:
         `overlap_dispatch_backward_with_experts_wgrad`.
         """
         self.is_in_use = self.is_in_use or splits
-        known = self._chunks.get(stage)
-        if known is not None and known.module is chunk:
+        registered = self._chunks.get(stage)
+        if registered is not None and registered.module is chunk:
             return
         put = self._put if splits else None
         postponing = PostponingLayers(chunk, put, may_wait=self._may_wait_for_te)
@@ -365,8 +365,8 @@ class SplitBackward:
             )
         waiting = self._waiting.get(self._key, {}).get(id(weight))
         if waiting is None:
-            for one in gradient.weights:
-                self._watch(one, id(weight))
+            for parameter in gradient.weights:
+                self._watch(parameter, id(weight))
             self.record(gradient)
         else:
             gradient = waiting[0]
@@ -376,21 +376,17 @@ class SplitBackward:
 
     def _say(self, weight: torch.Tensor, reason: str) -> None:
         """Let the log name a weight that is left whole, once; an empty reason is nothing to say."""
-        if reason and id(weight) not in self._said:
-            self._said.add(id(weight))
-            self._unsaid.setdefault(reason, []).append(weight)
+        if reason and id(weight) not in self._named:
+            self._named.add(id(weight))
+            self._unlogged.setdefault(reason, []).append(weight)
 
     def _log(self) -> None:
         """Log the weights that are newly left whole, on one of their replicas."""
         if _is_first_replica():
-            for reason, weights in self._unsaid.items():
-                names = list(map(self._name, weights))
-                _LOG.warning(
-                    "no split of the backward, so no W, for %s: %s",
-                    ", ".join(names),
-                    reason,
-                )
-        self._unsaid.clear()
+            for reason, weights in self._unlogged.items():
+                names = ", ".join(self._name(weight) for weight in weights)
+                _LOG.warning("no split of the backward, so no W, for %s: %s", names, reason)
+        self._unlogged.clear()
 
     def _name(self, weight: torch.Tensor) -> str:
         for chunk in self._chunks.values():
@@ -458,7 +454,7 @@ class _Deferral:
             self._layers.__exit__()
         if split._prepared:
             split._restore()
-        if split._unsaid:
+        if split._unlogged:
             split._log()
 
 

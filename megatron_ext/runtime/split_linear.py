@@ -124,11 +124,11 @@ class LinearGradient(WeightGradient):
         if self._gather_group is None:
             return
         size = [self.input.size(0) * self._gather_group.size(), *self.input.shape[1:]]
-        whole = get_global_memory_buffer().get_tensor(size, self.input.dtype, buffer)
+        total_input = get_global_memory_buffer().get_tensor(size, self.input.dtype, buffer)
         arrival = layers.dist_all_gather_func(
-            whole, self.input, group=self._gather_group, async_op=True
+            total_input, self.input, group=self._gather_group, async_op=True
         )
-        self._gathered = whole, arrival
+        self._gathered = total_input, arrival
 
     def compute(self) -> list[torch.Tensor | None]:
         """Return the gradient, or accumulate it if fused."""

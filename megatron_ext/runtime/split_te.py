@@ -116,7 +116,7 @@ def _copied(operand: Any) -> Any:
     if not hasattr(operand, "prepare_for_saving"):
         return operand.clone()
     tensors, holder = operand.prepare_for_saving()
-    holder.restore_from_saved([None if one is None else one.clone() for one in tensors])
+    holder.restore_from_saved([None if tensor is None else tensor.clone() for tensor in tensors])
     return holder
 
 
@@ -142,15 +142,15 @@ def _into_new_memory(gradients: list[Any], product: Callable[..., Any]) -> Calla
 def _matrices(layer: Any) -> list[Any]:
     """Return the weights whose gradients a layer postpones."""
     named = layer.named_parameters(recurse=False)
-    return [one for name, one in named if "weight" in name and "layer_norm" not in name]
+    return [weight for name, weight in named if "weight" in name and "layer_norm" not in name]
 
 
 def _can_postpone(layer: Any) -> bool:
     """Return whether a layer's `backward_dw` sets the gradients of its own weights, and no more."""
     # Of several weights put together it would set the gradient of the copy. And of the experts'
     # weights as one parameter, autograd gets the gradient before W has filled it.
-    several = len(getattr(layer, "weight_names", ())) > 1 and not hasattr(layer, "num_gemms")
-    joined = several or getattr(layer, "single_grouped_weight", False)
+    has_parts = len(getattr(layer, "weight_names", ())) > 1 and not hasattr(layer, "num_gemms")
+    joined = has_parts or getattr(layer, "single_grouped_weight", False)
     if joined and not layer.fuse_wgrad_accumulation:
         return False
     # DDP's hooks expect bias gradients in I. Most layers let Megatron add their bias, and then

@@ -87,7 +87,7 @@ class TrainingSync(Sync):
         # would then come twice: `finalize_model_grads` starts its own.
         self._overlaps = bool(silences and reducing)
         # What disables DDP's hooks, by chunk or for all of them, and what holds it while it does.
-        self._silences = [(ExitStack(), each) for each in silences]
+        self._silences = [(ExitStack(), silence) for silence in silences]
 
     def __enter__(self) -> TrainingSync:
         """Disable DDP's hooks."""
@@ -142,8 +142,10 @@ class TrainingSync(Sync):
     def _uses_ddp_reduction(self, stage: int) -> bool:
         """Whether DDP itself reduces a stage, rather than a custom `grad_sync_func`."""
         number = self._placement.chunk_of(stage)
-        given = None if self._functions is None else self._functions[number]
-        return given is None or getattr(given, "__self__", None) is self._chunks[number]
+        if self._functions is None:
+            return True
+        function = self._functions[number]
+        return function is None or getattr(function, "__self__", None) is self._chunks[number]
 
     @contextmanager
     def _reducing(self, action: Action) -> Iterator[None]:
@@ -183,7 +185,7 @@ class TrainingSync(Sync):
                 _BucketGroup(group, frozenset(map(id, group.params)))
                 for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
             ]
-            groups.sort(key=lambda found: min(place[weight] for weight in found.weights))
+            groups.sort(key=lambda group: min(place[weight] for weight in group.weights))
             self._buckets[number] = groups
         waiting = self._buckets[number]
         while waiting and waiting[-1].weights.isdisjoint(remaining):

@@ -33,7 +33,7 @@ class ArrivedGradient(WeightGradient):
         self, weights: Sequence[Any], weight: torch.Tensor, gradient: torch.Tensor
     ) -> None:
         self.weights = weights
-        self._gradients = [gradient if weight is one else None for one in weights]
+        self._gradients = [gradient if weight is layer_weight else None for layer_weight in weights]
 
     def compute(self) -> list[torch.Tensor | None]:
         """Return the gradient, and None for the layer's other weights."""
