@@ -10,6 +10,8 @@ from typing import NamedTuple
 _RUNTIME = "megatron_ext.runtime"
 _TABLES = "megatron_ext.schedules.table"
 _EXECUTOR_TESTS = "tests/runtime/test_executor.py"
+_WAYS = "tests/runtime/test_gradient_ways.py"
+_WAYS_TEST = f"{_WAYS}::test_every_way_gives_the_bits_of_a_whole_backward[overlap]"
 _COMMUNICATION_TESTS = "tests/schedules/table/test_communication.py"
 
 
@@ -31,6 +33,27 @@ MUTANTS = (
         'split=kind == "I"',
         'split=kind == "B"',
         ("tests/runtime/test_compute.py",),
+    ),
+    Mutant(
+        "hooks on weights are not seen",
+        f"{_RUNTIME}.split",
+        "if type(hook) is not _Watch:",
+        "if False:",
+        (_WAYS_TEST,),
+    ),
+    Mutant(
+        "a gradient of another use is lost",
+        f"{_RUNTIME}.split",
+        "        waiting.append(ArrivedGradient(waiting[0].weights, weight, gradient))\n",
+        "",
+        (_WAYS_TEST,),
+    ),
+    Mutant(
+        "any backward inside of I leaves gradients to W",
+        f"{_RUNTIME}.split_linear",
+        "        and will_accumulate(accumulator)\n",
+        "",
+        (_WAYS_TEST,),
     ),
     Mutant(
         "a hand-over is dropped",
@@ -101,8 +124,8 @@ MUTANTS = (
     Mutant(
         "followers run a pair of their leader as two actions",
         f"{_RUNTIME}.ordering",
-        "sent = position + marked * len(progress.row)",
-        "sent = position",
+        "return forward + len(self.policy.progress.row), backward",
+        "return forward, backward",
         ("tests/runtime/test_ordering.py",),
     ),
     Mutant(
@@ -147,7 +170,7 @@ MUTANTS = (
     Mutant(
         "what goes to the twin goes along the own pipeline",
         f"{_RUNTIME}.program",
-        "(self.mirrored if transfer.to_twin else self.pipeline)",
+        "self.mirrored if transfer.to_twin else self.pipeline",
         "self.pipeline",
     ),
     Mutant(

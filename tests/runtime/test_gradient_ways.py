@@ -335,13 +335,13 @@ class Setting(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-_SETTINGS = [
-    Setting(uses_ddp=False),
-    Setting(uses_ddp=True),
-    Setting(uses_ddp=True, overlaps=True),
-    Setting(uses_ddp=False, dtype=torch.bfloat16),
-    Setting(uses_ddp=True, overlaps=True, dtype=torch.bfloat16),
-]
+_SETTINGS = {
+    "no DDP": Setting(uses_ddp=False),
+    "DDP": Setting(uses_ddp=True),
+    "overlap": Setting(uses_ddp=True, overlaps=True),
+    "no DDP, bf16": Setting(uses_ddp=False, dtype=torch.bfloat16),
+    "overlap, bf16": Setting(uses_ddp=True, overlaps=True, dtype=torch.bfloat16),
+}
 
 
 class Trained:
@@ -476,6 +476,6 @@ def failures(setting: Setting) -> dict[str, str | None]:
     return {name: failure for name, failure in by_name.items() if failure is not None}
 
 
-@pytest.mark.parametrize("setting", _SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", _SETTINGS.values(), ids=_SETTINGS)
 def test_every_way_gives_the_bits_of_a_whole_backward(setting: Setting) -> None:
     assert run_ranks(1, failures, setting) == [{}]
