@@ -66,12 +66,12 @@ Progress = Callable[[AbstractSet[int]], None]
 # the first.
 _BUFFERS = ("mpu", "megatron_ext.mpu")
 _EMBEDDING = "megatron_ext_is_embedding"
-_HAS_HOOK = "a hook reads its gradient"
+_HAS_HOOK = "a hook reads it"
 _HAS_OTHER_USE = (
-    "not its layer alone uses it (a sum of three or more gradients may round differently in this "
-    "micro-batch)"
+    "something else than its layer uses the weight, too (in this micro-batch a sum of three or "
+    "more gradients may round differently)"
 )
-_OTHER_RANK = "so it is on another tensor-parallel rank"
+_OTHER_RANK = "another tensor-parallel rank must"
 
 
 class SplitBackward:
@@ -385,7 +385,9 @@ class SplitBackward:
         if _is_first_replica():
             for reason, weights in self._unlogged.items():
                 names = ", ".join(self._name(weight) for weight in weights)
-                _LOG.warning("no split of the backward, so no W, for %s: %s", names, reason)
+                _LOG.warning(
+                    "weight gradient computed in I, not left to W: %s, because %s", names, reason
+                )
         self._unlogged.clear()
 
     def _name(self, weight: torch.Tensor) -> str:
