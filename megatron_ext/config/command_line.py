@@ -22,7 +22,7 @@ from megatron_ext.config.flags import (
     requested_flags,
 )
 from megatron_ext.upstream.flag_list import megatron_flags, script_flags
-from megatron_ext.upstream.scripts import find_script, is_megatrons, is_pretraining
+from megatron_ext.upstream.scripts import is_megatrons, is_pretraining
 
 _SCRIPT = "pretrain_gpt.py"
 """The script whose flags a command line without a script has."""
@@ -57,7 +57,6 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
 
     Raises:
         ArgumentsError: A flag is unknown, has no such value, or lacks one.
-        UserError: There is no such script.
     """
     words = [word for word in words if word != "--"]  # argparse leaves the separator in
     script = None
@@ -70,7 +69,6 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
         flag.add_to(parser)
     takes_others = False
     if script is not None:
-        find_script(script)
         takes_others = not is_megatrons(script)
         for flag in script_flags(Path(script)) if takes_others else ():
             flag.add_to(parser)

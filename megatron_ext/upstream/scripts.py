@@ -56,7 +56,11 @@ def find_script(script: str) -> Path | None:
 def is_megatrons(script: str) -> bool:
     """Return whether a script is one of Megatron-LM's own, which take no other flags."""
     path = Path(script)
-    return not path.is_file() or upstream.is_tree(path.resolve().parent)
+    if path.is_file():
+        return upstream.is_tree(path.resolve().parent)
+    # It need not be here: the job may run on another machine.
+    tree = upstream.find_tree()
+    return path.name.startswith("pretrain_") or (tree is not None and (tree / script).is_file())
 
 
 def is_pretraining(script: str) -> bool:

@@ -25,6 +25,8 @@ from megatron_ext.tools.launch.display import say
 from megatron_ext.tools.launch.fitness import interface_of
 from megatron_ext.tools.launch.plan import FORWARDED, JobPlan, Parallel
 from megatron_ext.upstream import parent
+from megatron_ext.upstream.flag_list import megatron_flags
+from megatron_ext.upstream.scripts import find_script
 
 # Of one machine or one process: a job that starts another must not pass on its own.
 _NOT_FORWARDED = ("MEGATRON_EXT_RUNS", runs.RUN_ID, runs.NODE, parent.AGENT_PID, parent.SOCKETS)
@@ -65,9 +67,9 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
     if not uncounted:  # what is wrong here is reported before any host is contacted
         complete = plan.completed()
         shown_ranks(args.show, complete.world_size)
+    if not args.per_node and all(host.local for host in hosts):
+        _check_command_here(plan.command)
     if not args.dry_run:
-        if not args.per_node and all(host.local for host in hosts):
-            read_command_line(plan.command)  # before the ranks import torch for the same answer
         return with_restarts(plan, hosts, args)
     if uncounted:
         raise LaunchError(
@@ -75,6 +77,13 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
             f"give slots=N in the hostfile, or --nproc N"
         )
     return _dry_run(complete)
+
+
+def _check_command_here(command: Sequence[str]) -> None:
+    """Refuse a script or flags that this machine's Megatron lacks, before ranks import torch."""
+    if megatron_flags():
+        find_script(command[0])
+        read_command_line(command)
 
 
 def _dry_run(plan: JobPlan) -> int:
