@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+# Here, though only ranks run them: mutants are of modules that this process imports.
+from megatron_ext.runtime import split, split_linear  # noqa: F401
 from tests.patches.single import start_parallel
 from tests.ranks import run_ranks
 
@@ -443,10 +445,12 @@ def _check(way: Way, setting: Setting) -> None:
     use(None)  # a fresh split
     log, handler = logging.getLogger("megatron_ext.runtime.split"), Lines()
     log.addHandler(handler)
-    whole, split = Trained(way, setting), Trained(way, setting)
+    reference, deferring = Trained(way, setting), Trained(way, setting)
     for step in range(_NUM_STEPS):
-        assert _split_step(split, step) == _whole_step(whole, step), f"losses of step {step}"
-        expected, gradients = whole.gradients(), split.gradients()
+        assert _split_step(deferring, step) == _whole_step(reference, step), (
+            f"losses of step {step}"
+        )
+        expected, gradients = reference.gradients(), deferring.gradients()
         assert gradients.keys() == expected.keys()
         for name, gradient in expected.items():
             if way.keeps_order:  # by bytes: zeros of both signs are equal otherwise
@@ -454,7 +458,7 @@ def _check(way: Way, setting: Setting) -> None:
             else:
                 same = torch.allclose(gradients[name], gradient, rtol=1e-2, atol=1e-2)
             assert same, f"{name} in step {step}"
-    assert getattr(split.stage, "seen", None) == getattr(whole.stage, "seen", None)
+    assert getattr(deferring.stage, "seen", None) == getattr(reference.stage, "seen", None)
     log.removeHandler(handler)
     named = [word.rstrip(",:") for line in handler.lines for word in line.split()]
     for name in (_FIRST, _SECOND):
