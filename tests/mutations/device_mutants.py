@@ -204,8 +204,8 @@ DEVICE_MUTANTS = (
         "the two ranks of a pair make their group alone",
         _TORCH,
         "        group: Any = dist.new_group(sorted(members), timeout=timeout, backend=backend)\n"
-        "        if members in mine:\n",
-        "        if members not in mine:\n            continue\n"
+        "        if members in sets_of_rank:\n",
+        "        if members not in sets_of_rank:\n            continue\n"
         "        group = dist.new_group(\n"
         "            sorted(members), timeout=timeout, backend=backend,\n"
         "            use_local_synchronization=True,\n"
