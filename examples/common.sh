@@ -14,6 +14,7 @@ readonly ASKED_TORCH=${TORCH_VERSION:-}
 readonly TORCH_VERSION=${TORCH_VERSION:-2.13.0}
 readonly NEWEST_CORE=0.19.2
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+STEP=0 STEPS=1 # of an installation
 
 say() { printf '%s: %s\n' "$(basename "$0")" "$*"; }
 

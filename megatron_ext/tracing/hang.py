@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -210,8 +211,6 @@ class Watchdog:
             default, rank, num_ranks = roles_in_force().store, job.rank, job.ranks.num_ranks
         store = _connected_again(default)  # the connection of the training may be blocked
         store.set_timeout(timedelta(seconds=_ANSWER_S))
-        # A rank that is stopped cannot say so: others look at its process.
-        store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
         self._training = threading.get_ident()
         # Python's handlers run in the main thread, which some hosts do not train in.
         self._is_main = threading.current_thread() is threading.main_thread()
@@ -245,6 +244,10 @@ class Watchdog:
 
     def _watch(self, store: Any, rank: int, num_ranks: int) -> None:
         """Check the training thread periodically, and the alarm of the others."""
+        # A rank that is stopped cannot say so: others look at its process. Not in the training
+        # thread, since a store that does not answer holds its callers up.
+        with suppress(RuntimeError):
+            store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
         while not self._stop.wait(self._period_s):
             stuck = self._lasts(self.timeout_s)
             try:

@@ -256,7 +256,7 @@ def test_flags_win_over_the_source(tmp_path: Path) -> None:
         (None, None, ["--num-layers", "4"], "--hidden-size is missing; give the size"),
         (None, None, ["--num-layers", "four"], "give a whole number"),
         ("llama3", "9b", [], "--size 9b: .* has 8b 70b tiny|--size 9b: .* has .*8b.*; use one"),
-        ("nowhere", None, [], "nowhere gives no sizes .*; use a folder with model.env"),
+        ("nowhere", None, [], "nowhere is not there; the examples come with a clone"),
         ("llama3", "8b", ["--num-experts", "4", "--moe-layer-freq", "[1]*3"], "32 layers; use"),
         ("llama3", "8b", ["--num-experts", "4", "--moe-layer-freq", "open('x')"], "32 layers"),
     ],

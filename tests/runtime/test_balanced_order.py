@@ -242,8 +242,8 @@ def test_data_that_cannot_be_read_ahead_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, r"balance order is for schedules of this package; add schedule NAME"),
-        ({"disaggregation": Disaggregation()}, "disaggregation cannot run with balance order"),
+        ({}, r"balance=order is for schedules of this package; add schedule=NAME"),
+        ({"disaggregation": Disaggregation()}, "disaggregation cannot run with balance=order"),
         ({"schedule": "1f1b", "balance": "best"}, "balance 'best' must be one of off, order, pack"),
     ],
 )

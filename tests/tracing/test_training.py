@@ -278,7 +278,7 @@ def test_without_the_flags_nothing_of_ours_takes_part() -> None:
         ({"trace": True, "trace_interval": 0}, "--trace-interval 0 must be at least 1"),
         ({"trace": True, "trace_interval": 3, "trace_iterations": 4}, "between 1 and"),
         ({"trace": True, "trace_iterations": 0}, "--trace-iterations 0 must be between 1"),
-        ({"hang_timeout": -1.0}, "--hang-timeout -1 must be a positive number"),
+        ({"hang_timeout": -1.0}, "--hang-timeout -1.0 must be a positive number"),
         ({"hang_timeout": float("nan")}, "--hang-timeout nan must be a positive number"),
     ],
 )

@@ -65,7 +65,7 @@ share() {
         say "makes $home with $base (log: $log)"
         [[ -x $PYTHON ]] || "$base" -m venv "$home"
         : >"$log"
-        STEP=0 STEPS=1 # of what says how far it is: only torch is installed with lines
+        STEP=0
         "$PYTHON" -c 'import torch' 2>/dev/null || install_torch "$log"
         MEGATRON_EXT_REQUIRE_NATIVE=1 logged "$log" pip_install --editable "${REPO}[upstream]" \
             "torch==$TORCH_VERSION" hypothesis pytest pytest-mock pytest-timeout || installation_failed "$log"
