@@ -44,7 +44,7 @@ class CommandLine:
 
     @property
     def is_pretraining(self) -> bool:
-        """Whether it starts a training script of Megatron's, so that no flag may be missing."""
+        """True for Megatron's training scripts, which lack no required flag."""
         return self.script is not None and is_pretraining(self.script)
 
 

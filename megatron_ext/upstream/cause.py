@@ -71,7 +71,7 @@ class Cause:
 
     @property
     def is_sure(self) -> bool:
-        """Whether it cannot be the consequence of a job that is being stopped."""
+        """True if stopping a job never causes such an end."""
         return self.kind in ("stopped", "rejected", "error", "hang")
 
     @property
