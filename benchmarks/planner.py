@@ -14,8 +14,8 @@ all rows of a configuration on one side: they chose 29 rates of `hardware.py` an
 `--layouts` also prints how evenly layouts that people wrote share the work, `--ranks` where the
 published layouts rank among all (half an hour). With `--memory` upstream's script trains here on
 CPU ranks, with `--measured` layouts run on sleeping stages, with `--trained` upstream's script
-trains on the emulated device; each takes about five minutes. docs/planning.md has what is printed,
-and what is left out of each comparison.
+trains on the emulated device; each takes about five minutes. docs/results-planning.md has what is
+printed, and what is left out of each comparison.
 """
 
 from __future__ import annotations
@@ -501,7 +501,7 @@ def print_errors(rows: Sequence[Measured], plain: Sequence[Measured]) -> None:
 
 
 def main(words: Sequence[str] = ()) -> None:
-    """Print the tables of docs/planning.md."""
+    """Print the tables of docs/results-planning.md."""
     parser = options(__doc__, figures=True)
     parser.add_argument("--layouts", action="store_true", help="also layouts made by hand")
     parser.add_argument(
