@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,12 @@ ROOT = Path(__file__).parents[2]
 SCHEDULES = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
 ADDING = (ROOT / "docs" / "adding-a-schedule.md").read_text(encoding="utf-8")
 IMAGES = ROOT / "docs" / "images" / "schedules"
+PLOTS = [
+    command
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for command in re.findall(r"<sub>`(megatron-ext plot .* -o \S+)`", page.read_text("utf-8"))
+]
+"""The commands below pictures, which write them."""
 
 PICTURES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in registered()},
@@ -39,12 +46,12 @@ def test_pictures_are_current(picture: str) -> None:
     assert f"](images/schedules/{path.name})" in SCHEDULES
 
 
-def test_the_picture_of_the_readme_is_current() -> None:
-    path = "docs/images/compare.svg"
-    command = f"plot 1f1b interleaved bitpipe --pp 4 --microbatches 8 -o {path}"
-    names = ("1f1b", "interleaved", "bitpipe")
-    drawn = svg.draw(*(simulate(generate(name, 4, 8)) for name in names))
-    assert (ROOT / path).read_text(encoding="utf-8") == drawn, f"run `megatron-ext {command}`"
+@pytest.mark.parametrize("command", PLOTS)
+def test_a_picture_is_what_the_command_below_it_draws(command: str, tmp_path: Path) -> None:
+    *words, path = shlex.split(command)[1:]
+    assert cli.main([*words, str(tmp_path / "picture.svg")]) == 0
+    drawn = (tmp_path / "picture.svg").read_text(encoding="utf-8")
+    assert (ROOT / path).read_text(encoding="utf-8") == drawn, f"run `{command}`"
 
 
 def test_there_are_no_other_pictures() -> None:
