@@ -65,6 +65,7 @@ context-parallel sizes: None, tensor-model-parallel size: 2, pipeline-model-para
 > building train, validation, and test datasets ...
 > building train, validation, and test datasets ...
 [before the start of training step] datetime: 2026-11-25 04:52:50.011847
+saving checkpoint at iteration       3 to a/b in torch_dist format
   [2026-11-25 04:52] successfully saved checkpoint from iteration       3 to a/b [ t 1/1, p 1/2 ]
  validation loss at iteration 4 on test set | lm loss value: 4.7237E+00 | lm loss PPL: 1.12E+02 |
   successfully loaded checkpoint from a/b [ t 1/1, p 1/2 ] at iteration 3
@@ -73,6 +74,7 @@ context-parallel sizes: None, tensor-model-parallel size: 2, pipeline-model-para
         "4 ranks, tensor 2, pipeline 2",
         "preparing the data",
         "training 4.0 million parameters",
+        "saving iteration 3",
         "saved iteration 3 to a/b",
         "test at iteration 4: loss 4.7237",
         "continues from iteration 3 of a/b",

@@ -215,6 +215,8 @@ _STAGES = {
         "continues from iteration {1} of {0}"
     ),
     r"> building train, validation, and test datasets": "preparing the data",
+    # A large one takes minutes, in which no other line comes.
+    r"saving checkpoint at iteration\s+(\d+) to": "saving iteration {0}",
     r"successfully saved checkpoint from iteration\s+(\d+) to (.+?)(?: \[.*)?$": (
         "saved iteration {0} to {1}"
     ),
