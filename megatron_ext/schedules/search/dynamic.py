@@ -55,12 +55,12 @@ def simulate_dynamic(
 
 
 class _DynamicStep:
-    """One step: the ranks, each with its policy, and the events between them.
+    """One simulated step: the ranks, their policies, and the events between them.
 
-    A launch that takes time is what tells a device that runs behind its host from one that does
-    not. The rule for it is that of `runtime/ordering.py`: an action is chosen while the last one
-    runs if the policy looks ahead, otherwise when it has ended. The next rank hears of a launch at
-    once, as between devices of one host (`transport/direct.py`).
+    If launches take time, a device runs behind its host. As in `runtime/ordering.py`, the host then
+    chooses the next action while the last one still runs if the policy looks ahead, and otherwise
+    after it has ended. The next rank is notified of a launch immediately, as between devices of one
+    host (`transport/direct.py`).
     """
 
     def __init__(self, schedule: Schedule, policies: Sequence[Policy], costs: Costs) -> None:
@@ -92,7 +92,7 @@ class _DynamicStep:
             if chooses:
                 self._wake(rank, now)
             else:
-                # A rank chooses once it knows all arrivals of this time, so behind them.
+                # Arrivals come before choices, so a rank knows everything that has arrived by now.
                 self._push(now, rank)
 
     def timeline(self) -> Timeline:
@@ -135,7 +135,7 @@ class _DynamicStep:
             self._start(rank, now, device_free)
 
     def _start(self, rank: int, now: float, device_free: float) -> None:
-        """Start the actions that a rank has chosen: one, or the two of a pair."""
+        """Start the action that a rank has chosen, or both actions of a pair."""
         row = self._policies[rank].progress.row
         actions = [row[position] for position in self._running[rank]]
         launched = now + self._costs.launch

@@ -1,12 +1,12 @@
 """A greedy list scheduler for split backwards under a cap on activations.
 
-It fills the timeline from the front. An idle rank starts the action of highest priority among those
-whose inputs have arrived: I before F before W, so that W fills gaps and otherwise runs only when
-the cap allows nothing else.
+The scheduler fills the timeline from the front. An idle rank starts the action of highest priority
+among those whose inputs have arrived: I before F before W, so that W fills gaps and otherwise runs
+only when the cap allows nothing else.
 
-If the cap allows most micro-batches of a step, but not all, that order delays the last few until no
-I remains, and they leave a gap at the end. For this case `Variant.forwards_first` runs F before I,
-and if the cap forbids F, the W that makes room for it.
+If the cap allows most micro-batches of a step, but not all, this order delays the last few until no
+I remains, which leaves a gap at the end. In that case `Variant.forwards_first` runs F before I, and
+if the cap forbids F, it first runs the W that makes room.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
 def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
     """Return the table of evaluation: F of each stage and micro-batch, ascending on each stage.
 
-    It depends on the placement only, so it exists for any number of micro-batches, even if the
-    training schedule restricts them. Each rank runs the deepest stage that has an input, so
+    The table depends on the placement only, so it exists for any number of micro-batches, even if
+    the training schedule restricts them. Each rank runs the deepest stage that has an input, so
     micro-batches in flight finish first and few activations are alive.
     """
     problem = Problem(placement, num_microbatches, math.inf, UNIT, backwards=())
@@ -147,10 +147,11 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
 def slots_for_forward(schedule: Schedule) -> int:
     """Return the number of slots on each edge with which a forward-only table ends, at least 2.
 
-    No activation memory bounds the messages in flight here, so senders wait for receivers. With the
-    slots of one run that ends, the simulated one, no other deadlocks.
+    Evaluation keeps no activations that would bound the messages in flight, so senders wait for
+    receivers. The slots that the simulated run needs are enough to keep any other run from
+    deadlocking.
     """
-    # By stage: the link to the rank that takes its output; None: it stays, or nobody takes it.
+    # By stage: the link to the rank that receives its output; None: the output stays on the rank.
     link_of: list[Link | None] = []
     for outputs in schedule.links["F"]:
         link_of.append(outputs[0].link if outputs else None)
@@ -185,7 +186,7 @@ def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
         attempt = _Attempt(problem, variant)
         if attempt.run() and (best is None or attempt.makespan < best.makespan):
             best = attempt
-        # No table is shorter than that.
+        # No table can be shorter, so the search ends here.
         if best is not None and best.makespan <= problem.bound:
             break
     return best

@@ -1,13 +1,13 @@
 """How long a rank waits for the head of its table before it runs a later action.
 
-Running a later action while the head's input is in flight delays the head if the input arrives
-first. Tables made for quiet links, such as zb-v, have only short waits, often of one message
-latency, so jumping ahead immediately makes them slower. Two strategies avoid that loss: W as
-filler, and waiting as long as in the table. Among the strategies that lose nothing, simulation
-picks the one that is faster when durations vary a little.
+If a rank runs a later action while the input of the head is in flight, and that input arrives
+first, the head is late. Tables made for quiet links, such as zb-v, have only short waits, often of
+one message latency, so jumping ahead immediately makes them slower. Two strategies avoid that loss:
+W fills the waits, or a rank waits as long as in the table. Simulation picks, among the strategies
+that lose nothing, the one that is fastest when durations vary a little.
 
-Tables with pairs wait. A rank whose head only lacks its partner waits for it, but no longer than
-what the pair gains.
+With pairs, a rank whose head only lacks its partner waits for the partner, but no longer than the
+pair would save.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DRAWS = 4
 
 
 def quiet(costs: Costs = UNIT) -> Costs:
-    """Return the same costs without jitter; a latency, if any, stays."""
+    """Return the costs without jitter; latencies stay."""
     latency = costs.latency or _QUIET_LATENCY * costs.forward
     return replace(costs, latency=latency, jitter=0.0, link_jitter=0.0)
 
@@ -120,7 +120,7 @@ def policies(
 def _best_hint(
     schedule: Schedule, hint: Callable[..., Hint], costs: Costs, *, weights_fill: bool
 ) -> Callable[[int], Policy]:
-    """Return the factory of the strategy that loses nothing on quiet links, and is the fastest."""
+    """Return the factory of the fastest strategy that loses nothing on quiet links."""
     at_once = _copied(lambda rank: hint(rank, weights_fill=weights_fill))
     calm = quiet(costs)
     static = simulate(schedule, calm)
@@ -207,7 +207,7 @@ def gains(schedule: Schedule, costs: Costs = UNIT) -> Gains:
 
 
 def while_late(timeline: Timeline) -> tuple[Timeline, Timeline]:
-    """Return a step while messages are late at random: in the table's order, in the dynamic one."""
+    """Return the steps in the table's order and in dynamic order while messages are late."""
     schedule, costs = timeline.schedule, _late(timeline.costs, 0)
     static = simulate(schedule, costs)
     dynamic = _hint_simulator(schedule, timeline.costs)(costs)
@@ -220,7 +220,7 @@ def _late(costs: Costs, seed: int) -> Costs:
 
 
 def _hint_simulator(schedule: Schedule, costs: Costs) -> Callable[[Costs], Timeline]:
-    """Return what simulates a table in the order of `--use-dpp`, made for some costs."""
+    """Return a function that simulates a table in the order of `--use-dpp` for these costs."""
     split = split_backwards(schedule)
     hints = policies(
         "hint",

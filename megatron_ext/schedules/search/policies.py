@@ -1,8 +1,9 @@
 """Dynamic schedules: which of the ready actions a rank runs next.
 
-A static table fixes the order in advance, so a late message stalls its rank. A policy decides
-whenever the rank is idle, by the messages that have arrived. It performs no I/O: the simulator and
-the executor drive the same object through `Progress.arrived`, `choose` and `finished`.
+A static table fixes the order in advance, so a late message stalls its rank. A policy chooses the
+next action each time the rank is idle, from the messages that have arrived. Policies perform no
+I/O: the simulator and the executor drive the same object through `Progress.arrived`, `choose` and
+`finished`.
 
 `hint` follows a static table as long as possible. If the head of the table waits, it runs the first
 later action that is ready and keeps the activation curve of the remaining table below a cap, which
@@ -350,12 +351,12 @@ class Greedy(Policy):
         self._backward_next = True
 
     def looks_ahead(self) -> bool:
-        """Return whether the other direction than last time is ready."""
+        """Return whether the direction that did not run last is ready."""
         progress = self.progress
         return bool(progress.backwards if self._backward_next else progress.forwards)
 
     def choose(self) -> int | None:
-        """Choose the other direction than last time if it has a ready action."""
+        """Choose the direction that did not run last if it has a ready action."""
         progress = self.progress
         turns = [progress.backwards, progress.forwards]
         if not self._backward_next:

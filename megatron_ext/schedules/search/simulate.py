@@ -1,9 +1,9 @@
 """Simulates a table: the time of each action, the makespan of the step, and the activations alive.
 
-Every rank runs its list in order; an action starts as soon as the rank is idle and its inputs have
-arrived, on a device once its host has launched it. A full backward sends its input gradient when it
-ends, a split one at the end of I. Activations are alive from the start of F to the end of B or W.
-Times are in the unit of the costs, activations in Ma (memory.py). Needs neither Megatron nor torch.
+Every rank runs its list in order. An action starts as soon as the rank is idle and its inputs have
+arrived; on a device, its host must also have launched it. A full backward sends its input gradient
+at its end, a split backward at the end of I. Activations are alive from the start of F to the end
+of B or W. Times are in the unit of the costs, activations in Ma (memory.py).
 """
 
 from __future__ import annotations
