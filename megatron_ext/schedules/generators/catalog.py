@@ -26,16 +26,16 @@ from megatron_ext.schedules.table.slices import shares_of_equal_cost
 CSV_PREFIX = "csv:"
 MAX_RANKS = 4096
 MAX_PASSES = 1 << 21
-"""Forwards of one table: about ten seconds, and 1 GB."""
+"""Largest number of forwards in one table: it takes about ten seconds and 1 GB."""
 MAX_SEARCHED_PASSES = 1 << 18
-"""Forwards of a table that a search makes."""
+"""Largest number of forwards in a table that a search makes."""
 
 Build = Callable[..., Schedule]
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A registered schedule: what makes its tables, and which it has."""
+    """A registered schedule: the function that makes its tables, and their properties."""
 
     name: str
     build: Build
@@ -44,13 +44,13 @@ class Generator:
     free_chunks: bool = False
     """Whether the user may choose another number, at least 2."""
     options: Mapping[str, tuple[Option, ...]] = field(default_factory=dict)
-    """Values of each further option, the default first."""
+    """Values of each additional option, the default first."""
     variants: tuple[Mapping[str, Option], ...] = ({},)
-    """Options (and `chunks`) of each row in a comparison of all schedules."""
+    """Options (and `chunks`) for each of its rows in a comparison of all schedules."""
     twins: int = 1
     """2: two mirrored pipelines share the ranks, each with half of the micro-batches."""
     pairs: bool = False
-    """Whether its order is made for pairs, which `search/pairing.py` then only marks."""
+    """Whether the order is made for pairs; `search/pairing.py` then only marks them."""
     needs_costs: bool = False
     """Whether the table depends on costs, which are then the generator's last argument."""
     listed: bool = True
@@ -171,7 +171,7 @@ def generate(
     Args:
         name: A registered name, or `csv:` and a path.
         pp: Ranks of the pipeline world. A file has its own number, which must equal this.
-        num_microbatches: Micro-batches of that world in one step. The same holds for a file.
+        num_microbatches: Micro-batches of that world in one step; equal to a file's own number.
         chunks: Stages on each rank, if the schedule leaves their number open.
         costs: Durations that a generator with `needs_costs` optimises for, and pairs.
         pairs: Whether forwards and backwards of different micro-batches run as pairs, for models
@@ -198,20 +198,20 @@ def generate(
     if pairs and num_slices > 1:
         raise ScheduleError(f"{name}: slices cannot run as pairs yet; leave one of the two out")
     if pairs:
-        # A search must know that F and I take longer than they compute.
+        # The search must know that F and I include communication besides computation.
         costs = exchanging(costs)
-    # Refuses an impossible number of slices before the bounds multiply it.
+    # Raises for an impossible number of slices before the bounds multiply it.
     shares_of_equal_cost(num_slices)
     num_chunks = chunks or generator.num_chunks
     _check_bounds(generator, pp, num_microbatches * num_slices, num_chunks)
     if generator.twins == 2:
         _check_twins(name, pp, num_microbatches)
-    # The generator takes slices for whole micro-batches.
+    # The generator treats a slice as a whole micro-batch.
     arguments: list[int | Costs] = [pp, num_microbatches * num_slices]
     if generator.free_chunks:
         arguments.append(num_chunks)
     if generator.needs_costs:
-        # So every action lasts num_slices times too long, and a message must do as well.
+        # Every action is therefore num_slices times too long, so scale the latency likewise.
         arguments.append(replace(costs, latency=num_slices * costs.latency))
     schedule = generator.build(*arguments, **complete_options)
     if num_slices > 1:
@@ -232,7 +232,7 @@ def _loaded(
     from megatron_ext.schedules.table.table_files import load_csv
 
     schedule = load_csv(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
-    # 1 is the default: the caller has asked for no number.
+    # 1 is the default: the caller has not chosen a number.
     if num_slices not in (1, schedule.num_slices):
         raise ScheduleError(
             f"{name}: the file fixes the number of slices, which is {schedule.num_slices}, not "

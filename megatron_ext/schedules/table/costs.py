@@ -12,9 +12,9 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.actions import KINDS, Kind, Schedule
 
 AHEAD = 2
-"""Actions that a host may have launched on its device that have not ended: one runs, and the next
-waits in the device's queue. One alone would let the device idle between actions; more cost memory
-and gain nothing."""
+"""Actions that a host may have launched on its device and that have not ended: one runs, the next
+waits in the device's queue. With only one, the device would idle between actions; more than two
+cost memory and gain nothing."""
 
 # Durations in this range sum up over any table without visible rounding errors.
 SHORTEST, _LONGEST = 1e-9, 1e9
@@ -46,18 +46,19 @@ class Costs:
     link_jitter: float = 0.0
     """Sigma of the log-normal factor (mean 1) on each message's latency."""
     launch: float = 0.0
-    """Time of the host to launch an action, on a device that runs behind it; 0: the host computes.
-    A launch begins when at most `AHEAD - 1` earlier actions of its rank still run."""
+    """Host time to launch an action on a device; 0: the host itself computes. A launch starts when
+    at most `AHEAD - 1` earlier actions of the rank are still running."""
     attention: float = 0.0
-    """Share of a forward, and of a full backward, that is core attention: at least 0, below 1. It
-    grows with the square of the length, so slices of equal length differ (`slices.py`)."""
+    """Share of a forward, and of a full backward, that is core attention: at least 0, below 1.
+    Attention grows with the square of the length, so slices of equal length have different costs
+    (`slices.py`)."""
     all_to_all: float = 0.0
-    """Share of F and I that is communication between experts: at least 0, below 1."""
+    """Share of F and I that is all-to-all communication between experts: at least 0, below 1."""
     exchanges: tuple[float, ...] = ()
-    """The same share of each stage; empty: alike."""
+    """The all-to-all share of each stage; empty: all stages have the same."""
     hides: float = 1.0
-    """How much of what could run behind computation in a pair does: 1, it takes the larger of both;
-    0, their sum."""
+    """Fraction of the hideable all-to-all that a pair hides. At 1, communication and computation
+    take the longer of their times; at 0, the sum."""
     seed: int = 0
     """Seed of the jitter; the factor of an action depends on the seed and the action only."""
 

@@ -28,10 +28,10 @@ def cut(
 ) -> list[int]:
     """Return the number of layers of each stage that makes the longest work of a rank shortest.
 
-    Exact where each rank has one stage: dynamic programming over (stage, end), by longest stage,
-    then by the sum of squares. Where a rank has several, that is the start, and single layers then
-    move from the busiest rank to any other while this helps, unless stages are to be even. Whether
-    even ranks or even stages are faster depends on the schedule.
+    If each rank has one stage, the result is exact: dynamic programming over (stage, end) minimizes
+    the longest stage, then the sum of squares. If ranks have several stages, that cut is the start:
+    single layers then move from the busiest rank to others as long as this helps, unless
+    `by_stage`. Whether even ranks or even stages are faster depends on the schedule.
 
     Args:
         layers: Work of each transformer layer, in any unit.
@@ -39,8 +39,8 @@ def cut(
         last: Work of the last stage besides its layers: MTP and loss.
         placement: The rank of each stage.
         least_first: Layers that the first stage needs.
-        least_last: Those that the last stage needs; every other needs one.
-        by_stage: Make the longest stage shortest, not the busiest rank.
+        least_last: Layers that the last stage needs; every other stage needs one.
+        by_stage: Minimize the longest stage instead of the work of the busiest rank.
 
     Raises:
         ScheduleError: There are too few layers.
@@ -54,7 +54,7 @@ def cut(
 
 
 _Work = tuple[float, float]
-"""(work of the longest stage, sum of the squares of all stages): the order of cuts."""
+"""(work of the longest stage, sum of the squares of all stages); the smallest is the best cut."""
 
 _NEVER: _Work = (float("inf"), 0.0)
 

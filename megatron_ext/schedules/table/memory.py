@@ -1,16 +1,17 @@
-"""The memory that a table needs, which follows from the order of actions alone.
+"""Computes the memory that a table needs from its order of actions.
 
-The activations of one stage and micro-batch live from the start of F to the end of B, or of W if
-the backward is split. The part that W needs after I is the *weight stash*. They are counted in Ma:
-the activations of one micro-batch for 1/pp of the model, so one stage holds pp/num_stages of it.
+The activations of one stage and micro-batch live from the start of F to the end of B, or to the end
+of W if the backward is split. The part that W needs after I is the *weight stash*. The unit is Ma:
+the activations of one micro-batch on 1/pp of the model, so one stage holds pp/num_stages Ma.
 
-Most layers hold less after I than before. Layers that are recomputed, or that keep their gathered
-input for W, hold more: the *stash ratio* is what a micro-batch holds between I and W over what it
-holds between F and I.
+Most layers hold less memory after I than before it. Layers that are recomputed, or that keep their
+gathered input for W, hold more. The *stash ratio* is the memory that a micro-batch holds between I
+and W, divided by the memory that it holds between F and I.
 
-A slice holds its share of a micro-batch's activations. Keys and values of a micro-batch in slices
-live from its first F to its last backward, and as much again for their gradients from its first
-backward on. They are counted apart, because their size depends on the heads of the model.
+A slice holds its share of a micro-batch's activations. If a micro-batch runs in slices, its keys
+and values live from its first F to its last backward; from its first backward on, their gradients
+take the same amount again. Keys and values are counted separately, because their size depends on
+the number of attention heads.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Kind, Row, Schedule
 
 Edge = tuple[int, int, str]
-"""(sending rank, receiving rank, kind of message); equal ranks: to the twin."""
+"""(sending rank, receiving rank, kind of message); equal ranks mean the twin receives."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ def split_backwards(schedule: Schedule) -> Schedule:
 def weights_at_once(schedule: Schedule) -> Schedule:
     """Return the table with each W moved right behind its I.
 
-    Where layers are recomputed, what W needs is many times what a micro-batch keeps before I, so it
-    should be held for one micro-batch at a time. No other rank waits for a W, so the table stays
+    If layers are recomputed, W needs many times the memory that a micro-batch keeps before I, so
+    only one micro-batch at a time should hold it. No other rank waits for a W, so the table stays
     valid, and I still sends its result before W runs.
     """
 
@@ -46,7 +46,7 @@ def weights_at_once(schedule: Schedule) -> Schedule:
 
 
 def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Schedule:
-    """Return the table with other actions in place of each; a pair keeps what both begin with."""
+    """Return the table with each action replaced; the first replacements of a pair stay paired."""
     rows: list[Row] = []
     pairs: list[frozenset[int]] = []
     for rank, row in enumerate(schedule.rows):

@@ -17,14 +17,14 @@ from megatron_ext.schedules.table.walk import check_ends
 
 # Actions that ran for one stage, micro-batch and slice, as a bit set.
 _BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
-# By kind: the set just before it runs. Sets are compared as wholes, so an action that comes twice,
-# and a B beside an I, are as wrong as one that comes too early.
+# By kind: the set just before the action runs. Comparing whole sets also catches an action that
+# comes twice and a B next to an I, not only an action that comes too early.
 _BEFORE = {"F": 0, "R": 0, "B": 1, "I": 1, "W": 1 | 4}
 # The set at the end of a step: F and B, or F, I and W.
 _COMPLETE = (1 | 2, 1 | 4 | 8)
-# I computes the gradients that are never postponed, W those that may be, B both.
+# I computes the gradients that never wait, W the weight gradients that may wait, B both.
 _GRADIENTS_OF: Mapping[Kind, str] = {"B": "IW", "I": "I", "W": "W"}
-# By kind of a backward: what a table has in its place.
+# By kind of a backward: the kinds that a table may have instead.
 _REPLACED_BY: Mapping[Kind, tuple[Kind, ...]] = {"B": ("I", "W"), "I": ("B",), "W": ("B",)}
 
 
@@ -34,11 +34,11 @@ class Report:
 
     memory: Memory
     slots: Mapping[Edge, int]
-    """Receive slots on each edge with which no send ever waits."""
+    """Receive slots that each edge needs so that no send ever waits."""
     ascending: bool
-    """Whether each stage runs its backwards (and its W) in the order of the micro-batches, and in
-    reverse the slices of each. If so, gradients are summed in the same order as without a pipeline,
-    and equal bit for bit."""
+    """Whether each stage runs its backwards (and its W) in the order of the micro-batches, and the
+    slices of each micro-batch in reverse. If so, gradients are summed in the same order as without
+    a pipeline, and are equal bit for bit."""
 
 
 def validate(schedule: Schedule) -> Report:

@@ -1,9 +1,9 @@
 """Runs a table symbolically: every pass that follows a table through all ranks is one `walk`.
 
 Each rank runs its list until it needs a tensor that does not exist yet, and continues once another
-rank has made it. This is Kahn's algorithm over the tensors plus the order of each rank. What a
-tensor *is* during a walk is up to the visitor: its arrival time (`search/simulate.py`), or nothing
-at all (`stuck`).
+rank has made that tensor. This is Kahn's algorithm over the tensors plus the order of each rank.
+The visitor decides which value stands for a tensor: its arrival time (`search/simulate.py`), or
+just True (`stuck`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_ext.schedules.table.actions import KINDS, Action, Kind, Schedule
 
 Visit = Callable[[int, int, Any], Any]
 """(rank, position in its row, value of the tensor that the action takes) -> value of the tensor
-that it makes; two values where it feeds two ranks. A pair is one visit, which takes and returns two
+that it makes, or two values if it feeds two ranks. A pair is one visit, which takes and returns two
 values."""
 
 
@@ -53,7 +53,7 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
 
 
 class _Tensors(NamedTuple):
-    """The tensors of an action of micro-batch 0, slice 0, by their numbers; -1: there is none."""
+    """Numbers of the tensors of an action of micro-batch 0, slice 0; -1: no tensor."""
 
     needed: int
     produced: int
