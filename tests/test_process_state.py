@@ -192,6 +192,7 @@ BOUNDARIES = (
     "patches/device.py",
     "patches/drift.py",
     "tools/schedule_commands.py",  # NO_COLOR
+    "tracing/digest_files.py",  # MEGATRON_EXT_DIGESTS, around any training
     "tracing/scalars.py",  # the view of a training log shows them
     "upstream/cause.py",  # torchrun names its file there
     "upstream/failure.py",

@@ -11,9 +11,11 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_ext.config import active
+from megatron_ext.config.pipeline_config import PipelineConfig
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.schedules import is_chosen, stage_of_chunk
 from megatron_ext.schedules.table.actions import Action, Kind
+from megatron_ext.tracing import digest_files
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 # Attribute of an output: (chunk, micro-batch) of its forward, for the backward.
@@ -22,7 +24,13 @@ _ACTION = "_megatron_ext_action"
 PATCHES = PatchTable(feature="trace")
 
 
+def _records_digests() -> bool:
+    return digest_files.folder_asked_for() is not None
+
+
 def _may_be_observed() -> bool:
+    if _records_digests():
+        return True
     in_force = active.active()
     if in_force is None:
         return False
@@ -86,6 +94,33 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         for observer in observers:
             observer.end_schedule()
         return result
+
+    return run
+
+
+@PATCHES.row(
+    "trace.digests",
+    f"{_SCHEDULES}:get_forward_backward_func",
+    when=_records_digests,
+    order=-11,  # outside of trace.steps, which reports to the recorder
+)
+def _record_digests(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron keeps no digests of its tensors, which show the first that differs between runs."""
+    schedule = call(*args, **kwargs)
+
+    @functools.wraps(schedule)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _records_digests():
+            from megatron_ext.tracing import digests
+
+            in_force = active.active()
+            if in_force is None:  # a program that configures nothing is recorded too
+                in_force = active.Active(PipelineConfig())
+                active.activate_configuration(in_force)
+            model = kwargs["model"]
+            chunks = model if isinstance(model, list | tuple) else [model]
+            digests.subscribe(in_force).watch(chunks)
+        return schedule(*args, **kwargs)
 
     return run
 

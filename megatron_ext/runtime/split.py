@@ -264,6 +264,13 @@ class SplitBackward:
             if gradients is not None:
                 self._compute({id(weight): gradients})
 
+    def waiting(self, stage: int, microbatch: int) -> frozenset[int]:
+        """Return the ids of the weights whose gradients of a micro-batch wait for W."""
+        gradients_of = self._waiting.get((stage, microbatch), {})
+        return frozenset(
+            id(weight) for gradients in gradients_of.values() for weight in gradients[0].weights
+        )
+
     def pending(self) -> list[_Key]:
         """Return the (stage, micro-batch) keys whose W has not run, sorted."""
         return sorted(self._waiting)

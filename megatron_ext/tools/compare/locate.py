@@ -1,0 +1,460 @@
+"""Finds the first tensor that differs between two recorded trainings.
+
+First is what a training step computes first: the weights that it begins with, forwards from the
+first layer to the last, backwards from the last layer to the first, then the gradients of weights
+as micro-batches are added up, their reduction, and the weights after the step. Where several
+micro-batches differ at the same place, all are named.
+
+Two runs whose sums have the same order must have the same bits. Where the order differs (other
+numbers of replicas, of tensor-parallel ranks or of slices), tensors may differ by a tolerance: the
+stated one, or what a run of the reference in another order differs by.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_ext.errors import DataError
+from megatron_ext.tracing.digest_files import (
+    KINDS,
+    NO_MICROBATCH,
+    Header,
+    Kind,
+    RankFile,
+    Record,
+    read_folder,
+)
+
+_Key = tuple[Kind, int, str]
+_Place = tuple[Kind, str]
+
+STATED_TOLERANCE = 1e-4
+"""Relative difference that another order of the same sums may bring in the first step, in single
+precision; `_GROWTH` times as much in each later one."""
+_GROWTH = 2.0
+_LEARNED_MARGIN = 4.0
+"""A difference counts if it is so many times the largest one that was learned for its kind."""
+_LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)(?:\.(?P<module>.*))?")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run computed a tensor."""
+
+    action: str
+    """As in its table: `2I3`; empty between actions."""
+    rank: int
+    host: str
+
+    def __str__(self) -> str:
+        """Return the place for people."""
+        rank = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
+        return f"{self.action}, {rank}" if self.action else rank
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor that differs."""
+
+    iteration: int
+    """The training step; 0: before the first one."""
+    microbatches: tuple[int, ...]
+    """Numbers in the global batch of all micro-batches that differ here; empty: it belongs to the
+    whole step."""
+    num_microbatches: int
+    """Micro-batches of the global batch."""
+    kind: Kind
+    layer: int | None
+    """Number in the model, from 0; None: it belongs to none."""
+    module: str
+    """Module or parameter, within its layer if it has one; empty: the layer itself."""
+    reference: Origin | None
+    """None: the reference never computed it."""
+    candidate: Origin | None
+    """None: the candidate never computed it."""
+    relative: float | None
+    """About the norm of the difference, as a share of the norm in the reference; 0: less than
+    single precision can tell. None: only one run computed it, or its parts are cut differently."""
+    tolerance: float = 0.0
+    """What was allowed, as such a share; 0: equal bits."""
+    notes: tuple[str, ...] = ()
+    """What could not be compared."""
+
+    @property
+    def tensor(self) -> str:
+        """The tensor in words."""
+        where = self.module
+        if self.layer is not None:
+            where = f"layer {self.layer}" + (f", {self.module}" if self.module else "")
+        if self.kind == "forward":
+            return f"the output of {where}"
+        if self.kind == "backward":
+            return f"the gradient of the {'output' if where == 'model' else 'input'} of {where}"
+        names = {
+            "weight gradient": "the weight gradient",
+            "reduced gradient": "the reduced gradient",
+            "weights": "the weight",
+        }
+        return f"{names[self.kind]} of {where}"
+
+    @property
+    def moment(self) -> str:
+        """When it was computed, in words."""
+        if self.iteration == 0:
+            return "before the first iteration"
+        moment = f"iteration {self.iteration}"
+        if self.kind == "weights":
+            return f"after {moment}"
+        if not self.microbatches:
+            return moment
+        if len(self.microbatches) == 1:
+            return f"{moment}, micro-batch {self.microbatches[0]}"
+        if len(self.microbatches) == self.num_microbatches:
+            return f"{moment}, all {self.num_microbatches} micro-batches"
+        numbers = ", ".join(map(str, self.microbatches[:8]))
+        more = ", ..." if len(self.microbatches) > 8 else ""
+        count = f"{len(self.microbatches)} of {self.num_microbatches}"
+        return f"{moment}, {count} micro-batches ({numbers}{more})"
+
+    def sentence(self) -> str:
+        """Return the difference in one sentence."""
+        first = f"first difference: {self.moment}: {self.tensor}"
+        if self.candidate is None:
+            return f"{first} ({self.reference}) was never computed by the candidate"
+        if self.reference is None:
+            return f"{first} ({self.candidate}) was never computed by the reference"
+        if self.relative is None:
+            amount = "in its norm"
+        elif self.relative == 0.0:
+            amount = "in its last bits"
+        else:
+            amount = f"by {self.relative:.2g} of its norm"
+        if self.tolerance:
+            amount += f", where {self.tolerance:.1g} is allowed"
+        return f"{first} differs {amount}: reference {self.reference}; candidate {self.candidate}"
+
+
+def locate(
+    reference: Path, candidate: Path, *, another_order: Path | None = None
+) -> Difference | None:
+    """Return the first tensor that differs between two runs; None: none does.
+
+    Args:
+        reference: Folder of digests of one run, such as one under Megatron's own schedule.
+        candidate: Of the other one. Both must begin with the same weights and read the same data.
+        another_order: Of a run like the reference whose sums have another order, such as one with
+            another number of replicas. What differs there is allowed to the candidate, too.
+
+    Raises:
+        DataError: A folder has no digests or damaged ones, or the micro-batches of the two runs
+            cannot be told apart.
+    """
+    first, second = _Run.read(reference), _Run.read(candidate)
+    _check_alignment(first.header, second.header)
+    learned = None
+    if another_order is not None:
+        learned = _learned_tolerances(first, _Run.read(another_order))
+    return _Comparison(first, second, learned).first_difference()
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of one run, with all its parts."""
+
+    parts: Mapping[str, Record]
+    ranks: Mapping[str, Header]
+    """Of the rank that recorded each part."""
+
+    @property
+    def any_part(self) -> str:
+        """The first part by name."""
+        return min(self.parts)
+
+    def origin(self, part: str | None = None) -> Origin:
+        """Return where a part, or any, was computed."""
+        if part is None or part not in self.parts:
+            part = self.any_part
+        header = self.ranks[part]
+        return Origin(self.parts[part].action, header.rank, header.host)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Stage and position of the tensor in its action."""
+        record = self.parts[self.any_part]
+        return record.stage, record.position
+
+
+@dataclass
+class _Run:
+    """What all ranks of a run have recorded."""
+
+    files: list[RankFile]
+    steps: dict[int, dict[_Key, _Tensor]]
+    """The steps that all ranks have completed."""
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> _Run:
+        """Read a folder.
+
+        Raises:
+            DataError: It has no digests, or damaged ones.
+        """
+        files = read_folder(folder)
+        common = set.intersection(*(set(file.steps) for file in files))
+        longest = set.union(*(set(file.steps) for file in files))
+        notes = []
+        if common != longest:
+            notes.append(f"{folder}: not all ranks completed step {min(longest - common)}")
+        steps = {number: _tensors(files, number) for number in sorted(common)}
+        return cls(files, steps, notes)
+
+    @property
+    def header(self) -> Header:
+        """The header of the first rank."""
+        return self.files[0].header
+
+
+def _tensors(files: Sequence[RankFile], step: int) -> dict[_Key, _Tensor]:
+    parts: dict[_Key, dict[str, Record]] = defaultdict(dict)
+    ranks: dict[_Key, dict[str, Header]] = defaultdict(dict)
+    for file in files:
+        for record in file.steps[step]:
+            # Ranks that compute the same, such as both ends of a tied weight, have the same name.
+            parts[record.key].setdefault(record.part, record)
+            ranks[record.key].setdefault(record.part, file.header)
+    return {key: _Tensor(parts[key], ranks[key]) for key in parts}
+
+
+def _check_alignment(first: Header, second: Header) -> None:
+    if first.balance != second.balance:
+        raise DataError(
+            "one of the runs has --pipeline-balance, which numbers micro-batches by their lengths; "
+            "record both runs with it, or both without"
+        )
+
+
+# -- comparing -------------------------------------------------------------------------------------
+
+
+def _relative_difference(first: Record, second: Record) -> float:
+    """Return about the norm of the difference of two tensors, as a share of the first's norm."""
+    if not (math.isfinite(first.norm) and math.isfinite(second.norm)):
+        return math.inf
+    squares = 0.0
+    for projection, other_projection in zip(first.projections, second.projections, strict=True):
+        squares += (projection - other_projection) ** 2
+    distance = math.sqrt(squares / len(first.projections))
+    if not first.norm:
+        return math.inf if distance else 0.0
+    return distance / first.norm
+
+
+def _norm_of_parts(tensor: _Tensor) -> float:
+    return math.sqrt(sum(record.norm**2 for record in tensor.parts.values()))
+
+
+@dataclass(frozen=True)
+class _Mismatch:
+    """That a tensor differs, before the first such tensor is chosen."""
+
+    key: _Key
+    order: tuple[int, int]
+    reference: _Tensor | None
+    candidate: _Tensor | None
+    part: str | None = None
+    relative: float | None = None
+    tolerance: float = 0.0
+
+    @property
+    def place_in_step(self) -> tuple[int, ...]:
+        """When a training step computes the tensor; micro-batches last, unless they add up."""
+        kind, microbatch, _ = self.key
+        stage, position = self.order
+        phase = KINDS.index(kind)
+        if kind == "forward":
+            return phase, stage, position, microbatch
+        if kind == "backward":
+            return phase, -stage, position, microbatch
+        if kind == "weight gradient":
+            return phase, microbatch, -stage, position
+        return phase, stage, position, microbatch
+
+
+@dataclass
+class _Comparison:
+    """Two runs, and what may differ between them."""
+
+    reference: _Run
+    candidate: _Run
+    learned: Mapping[_Place, float] | None = None
+    """By kind and module: the largest relative difference that another order has brought."""
+
+    def first_difference(self) -> Difference | None:
+        """Return the first difference of all steps that both runs have."""
+        common = sorted(set(self.reference.steps) & set(self.candidate.steps))
+        if not common:
+            raise DataError("the two runs have no complete step in common; record them again")
+        for step in common:
+            mismatches = list(self._mismatches(step))
+            if mismatches:
+                return self._chosen(step, mismatches)
+        return None
+
+    def _mismatches(self, step: int) -> Iterator[_Mismatch]:
+        references, candidates = self.reference.steps[step], self.candidate.steps[step]
+        for key, tensor in references.items():
+            if key in candidates:
+                yield from self._compared(step, key, tensor, candidates[key])
+        yield from self._never_computed(references, candidates)
+
+    def _compared(
+        self, step: int, key: _Key, reference: _Tensor, candidate: _Tensor
+    ) -> Iterator[_Mismatch]:
+        """Yield the mismatch of one tensor, if it differs."""
+        tolerance = self._tolerance(step, key)
+        if not _has_same_parts(reference, candidate):
+            relative = _difference_of_norms(reference, candidate)
+            # Norms of parts are rounded in another order even where the elements are equal.
+            tolerance = max(tolerance, STATED_TOLERANCE)
+            if relative is not None and not relative <= tolerance:
+                yield _Mismatch(key, reference.order, reference, candidate, tolerance=tolerance)
+            return
+        for part, record in sorted(reference.parts.items()):
+            other_record = candidate.parts[part]
+            if record.bits == other_record.bits:
+                continue
+            relative = _relative_difference(record, other_record)
+            if not tolerance or not relative <= tolerance:
+                yield _Mismatch(
+                    key, reference.order, reference, candidate, part, relative, tolerance
+                )
+                return
+
+    def _never_computed(
+        self, references: Mapping[_Key, _Tensor], candidates: Mapping[_Key, _Tensor]
+    ) -> Iterator[_Mismatch]:
+        """Yield tensors of micro-batches that only one run has computed.
+
+        A module that a run never records is no difference: pairs, for one, call parts of layers.
+        """
+        for tensors, others in ((references, candidates), (candidates, references)):
+            recorded = {(kind, module) for kind, _, module in others}
+            for key, tensor in tensors.items():
+                kind, microbatch, module = key
+                is_by_microbatch = microbatch != NO_MICROBATCH and kind != "weight gradient"
+                if key in others or not is_by_microbatch or (kind, module) not in recorded:
+                    continue
+                if tensors is references:
+                    yield _Mismatch(key, tensor.order, tensor, None)
+                else:
+                    yield _Mismatch(key, tensor.order, None, tensor)
+
+    def _tolerance(self, step: int, key: _Key) -> float:
+        """Return the relative difference that a tensor may have; 0: none, not even in a bit."""
+        kind, _, module = key
+        if self.learned is not None:
+            # What has not been learned has not differed.
+            return _LEARNED_MARGIN * self.learned.get((kind, module), 0.0)
+        if not self._may_differ(step, kind):
+            return 0.0
+        return STATED_TOLERANCE * _GROWTH ** max(step - 1, 0)
+
+    def _may_differ(self, step: int, kind: Kind) -> bool:
+        """Return whether the two runs add up in another order what a tensor is computed from."""
+        first, second = self.reference.header, self.candidate.header
+        for name in ("tensor_size", "context_size", "expert_size", "slices"):
+            if getattr(first, name) != getattr(second, name):
+                return True
+        # Replicas add up gradients of weights, and all that follows from them.
+        if first.data_size == second.data_size:
+            return False
+        first_step = min(self.reference.steps) or 1
+        return step > first_step or kind in ("weight gradient", "reduced gradient", "weights")
+
+    def _chosen(self, step: int, mismatches: Sequence[_Mismatch]) -> Difference:
+        """Return the first of the mismatches of a step."""
+        first = min(mismatches, key=lambda mismatch: mismatch.place_in_step)
+        kind, microbatch, name = first.key
+        numbers: set[int] = set()
+        if microbatch != NO_MICROBATCH:
+            numbers = {m.key[1] for m in mismatches if (m.key[0], m.key[2]) == (kind, name)}
+        match = _LAYER.fullmatch(name)
+        layer, module = None, name
+        # Only layers of the model's own stack are counted from its first one.
+        if match is not None and match["stack"] in ("decoder.layers", "encoder.layers"):
+            layer, module = int(match["number"]), match["module"] or ""
+        reference, candidate = first.reference, first.candidate
+        return Difference(
+            iteration=step,
+            microbatches=tuple(sorted(numbers)),
+            num_microbatches=self._num_microbatches(step),
+            kind=kind,
+            layer=layer,
+            module=module,
+            reference=None if reference is None else reference.origin(first.part),
+            candidate=None if candidate is None else candidate.origin(first.part),
+            relative=first.relative,
+            tolerance=first.tolerance,
+            notes=(*self.reference.notes, *self.candidate.notes),
+        )
+
+    def _num_microbatches(self, step: int) -> int:
+        keys = (*self.reference.steps[step], *self.candidate.steps[step])
+        return 1 + max(microbatch for _, microbatch, _ in keys)
+
+
+def _has_same_parts(first: _Tensor, second: _Tensor) -> bool:
+    counts = [
+        {part: record.num_elements for part, record in t.parts.items()} for t in (first, second)
+    ]
+    return counts[0] == counts[1]
+
+
+def _difference_of_norms(first: _Tensor, second: _Tensor) -> float | None:
+    """Return the relative difference of the norms of two tensors in different parts.
+
+    None: the parts of one are neither the parts nor copies of the other.
+    """
+    counts = [sum(record.num_elements for record in t.parts.values()) for t in (first, second)]
+    norms = [_norm_of_parts(tensor) for tensor in (first, second)]
+    if counts[0] != counts[1]:
+        # Copies, such as those of replicas: each has the norm of the whole.
+        for index, tensor in enumerate((first, second)):
+            num_copies = len({record.num_elements for record in tensor.parts.values()}) == 1
+            if not num_copies:
+                return None
+            norms[index] /= math.sqrt(len(tensor.parts))
+            counts[index] //= len(tensor.parts)
+        if counts[0] != counts[1]:
+            return None
+    if not norms[0]:
+        return math.inf if norms[1] else 0.0
+    return abs(norms[1] - norms[0]) / norms[0]
+
+
+def _learned_tolerances(reference: _Run, other: _Run) -> dict[_Place, float]:
+    """Return by kind and module the largest relative difference of two runs, over all steps."""
+    learned: dict[_Place, float] = defaultdict(float)
+    for step in set(reference.steps) & set(other.steps):
+        others = other.steps[step]
+        for key, tensor in reference.steps[step].items():
+            kind, _, module = key
+            if key not in others:
+                continue
+            if _has_same_parts(tensor, others[key]):
+                for part, record in tensor.parts.items():
+                    relative = _relative_difference(record, others[key].parts[part])
+                    learned[kind, module] = max(learned[kind, module], relative)
+            else:
+                relative_norm = _difference_of_norms(tensor, others[key]) or 0.0
+                learned[kind, module] = max(learned[kind, module], relative_norm)
+    return dict(learned)

@@ -1,0 +1,206 @@
+"""The digest file of one rank: its format, and how it is written and read.
+
+A file is text, one JSON value in each line: first the header, then one line for each training step,
+written when the step is complete:
+
+    {"format":1,"rank":3,"host":"node-1",...}
+    {"step":7,"records":[["forward",0,"decoder.layers.3.mlp","",2,1,"2F0",4096,"9f...",1.5,[...]],
+     ...],"crc":2774823}
+
+`crc` is the CRC-32 of the records as they stand in the line. A rank that is killed leaves a last
+line that does not end; the reader leaves it out. Reading needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import typing
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+from megatron_ext.errors import DataError
+from megatron_ext.files import parse_json
+
+VARIABLE = "MEGATRON_EXT_DIGESTS"
+"""Set around a training, it names the folder that takes the digests of all ranks."""
+FORMAT = 1
+"""Raised when a reader of today could misunderstand a file."""
+FILE_NAME = "digests-rank-{:05d}.jsonl"
+
+Kind = Literal["forward", "backward", "weight gradient", "reduced gradient", "weights"]
+"""What a tensor is, in the order in which a training step computes it.
+
+    forward           output of a module
+    backward          gradient of a module's input; of a model as a whole: of its output
+    weight gradient   of one parameter, summed over the micro-batches of this rank so far
+    reduced gradient  of one parameter, when the schedule has ended
+    weights           of one parameter, after the step; of step 0: before the first one
+"""
+KINDS: tuple[Kind, ...] = typing.get_args(Kind)
+NO_MICROBATCH = -1
+"""The micro-batch of a tensor that belongs to all of them."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """The rank that wrote a file, and what decides which tensors of two runs are the same."""
+
+    rank: int
+    host: str = ""
+    tensor: int = 0
+    """Rank in its tensor-parallel group."""
+    tensor_size: int = 1
+    data: int = 0
+    """Number of the data-parallel replica."""
+    data_size: int = 1
+    context_size: int = 1
+    expert_size: int = 1
+    schedule: str = "Megatron's own"
+    slices: int = 1
+    routing: str = ""
+    """How activations of twins go, of schedules that have them."""
+    balance: str = "off"
+    format: int = FORMAT
+
+
+class Record(NamedTuple):
+    """One tensor."""
+
+    kind: Kind
+    microbatch: int
+    """Number in the global batch, as Megatron's samplers count: of n replicas, replica r reads r,
+    r + n and so on."""
+    module: str
+    """Module or parameter, with the global number of its layer."""
+    part: str
+    """Which part of it: its tensor-parallel rank (t1), replica (d1), slice (s1) and so on."""
+    stage: int
+    position: int
+    """Records of this action before it."""
+    action: str
+    """The action that computed it, as in a table: `2F0`. Empty between actions."""
+    num_elements: int
+    bits: str
+    norm: float
+    projections: list[float]
+
+    @property
+    def key(self) -> tuple[Kind, int, str]:
+        """What the tensor is, whichever ranks hold its parts."""
+        return self.kind, self.microbatch, self.module
+
+
+@dataclass
+class RankFile:
+    """The content of a file."""
+
+    path: Path
+    header: Header
+    steps: dict[int, list[Record]] = field(default_factory=dict)
+    is_cut: bool = False
+    """Whether the last line does not end, so its step is left out."""
+
+
+def folder_asked_for() -> Path | None:
+    """Return the folder for the digests of this training; None: nobody asked for them."""
+    folder = os.environ.get(VARIABLE)
+    return Path(folder) if folder else None
+
+
+class Writer:
+    """Writes the file of one rank.
+
+    Raises:
+        DataError: The folder cannot be written, or has a file of this rank already.
+    """
+
+    def __init__(self, folder: Path, header: Header) -> None:
+        self.path = folder / FILE_NAME.format(header.rank)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file: IO[str] = self.path.open("x", encoding="utf-8", newline="")
+        except FileExistsError:
+            raise DataError(
+                f"{VARIABLE}: {folder} has the digests of another training; name a new "
+                "folder for each"
+            ) from None
+        except OSError as error:
+            raise DataError(
+                f"{VARIABLE}: {folder} cannot be written: {error.strerror or error}; "
+                "name a folder that every rank can write"
+            ) from error
+        self._write(json.dumps(asdict(header)))
+
+    def step(self, number: int, records: Sequence[Record]) -> None:
+        """Append a complete step."""
+        text = json.dumps(records, separators=(",", ":"))
+        self._write(f'{{"step":{number},"records":{text},"crc":{zlib.crc32(text.encode())}}}')
+
+    def _write(self, line: str) -> None:
+        self._file.write(line + "\n")
+        self._file.flush()  # what a killed rank has written is kept
+
+    def close(self) -> None:
+        """End the file."""
+        self._file.close()
+
+
+def read_folder(folder: Path) -> list[RankFile]:
+    """Return the files of a run, by rank.
+
+    Raises:
+        DataError: There are none, or one of them is damaged.
+    """
+    paths = sorted(folder.glob(FILE_NAME.format(0).replace("00000", "*")))
+    if not paths:
+        raise DataError(f"{folder} has no digests; run the training with {VARIABLE}={folder}")
+    return [read(path) for path in paths]
+
+
+def read(path: Path) -> RankFile:
+    """Return the content of a file.
+
+    Raises:
+        DataError: It is damaged, or of another version.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _damaged(path, 1, str(error)) from error
+    # Every complete line ends, so what is behind the last end is a line that was cut.
+    *complete_lines, remainder = lines
+    numbered_values = _parsed(path, complete_lines)
+    try:
+        _, header_fields = next(numbered_values)
+        if header_fields.get("format") != FORMAT:
+            raise _damaged(path, 1, f"format {header_fields.get('format')}, not {FORMAT}")
+        content = RankFile(path, Header(**header_fields), is_cut=bool(remainder))
+        for number, step in numbered_values:
+            text = json.dumps(step["records"], separators=(",", ":"))
+            if zlib.crc32(text.encode()) != step["crc"]:
+                raise _damaged(path, number, "its checksum is wrong")
+            content.steps[step["step"]] = [Record(*fields) for fields in step["records"]]
+    except StopIteration:
+        raise _damaged(path, 1, "it has no header") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, 1, f"unexpected content: {error}") from error
+    return content
+
+
+def _parsed(path: Path, lines: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each line, and its value."""
+    number = 1
+    try:
+        for line in lines:
+            yield number, parse_json(line)
+            number += 1
+    except ValueError as error:
+        raise _damaged(path, number, str(error)) from error
+
+
+def _damaged(path: Path, line: int, reason: str) -> DataError:
+    return DataError(f"{path}, line {line}: no digests: {reason}; record the training again")

@@ -1,0 +1,586 @@
+"""Records digests of the tensors of a training, to find the first one that another run has not.
+
+`MEGATRON_EXT_DIGESTS=FOLDER` around any training switches it on: each rank then writes
+`FOLDER/digests-rank-00000.jsonl` (`digest_files.py`), and `megatron_ext.tools.compare.locate` reads
+two such folders. A tensor's name does not depend on the cut, the schedule, the wire or the number
+of replicas: micro-batches are counted in the global batch, layers from the first of the model.
+
+Modules are watched by hooks on forwards, gradients by hooks on activations; so Megatron's own
+schedules are recorded too. Weights have no hooks, because a weight with a hook would be left whole
+(`runtime/split.py`), and the run would not be the one that was asked for. Their gradients are read
+after each action instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state as groups
+from megatron.core.utils import unwrap_model
+
+from megatron_ext.observer import Observer
+from megatron_ext.tracing.digest_files import (
+    NO_MICROBATCH,
+    VARIABLE,
+    Header,
+    Kind,
+    Record,
+    Writer,
+    folder_asked_for,
+)
+from megatron_ext.tracing.fingerprint import Fingerprint, Fingerprints
+from megatron_ext.upstream.signatures import megatron_arguments
+
+if TYPE_CHECKING:
+    from megatron_ext.config.active import Active
+    from megatron_ext.runtime.compute import StageCompute
+    from megatron_ext.schedules.table.actions import Action
+
+_LAYER_INDEX = re.compile(r"(.*\blayers)\.\d+")
+_HIDDEN_STATES = "hidden_states"
+
+
+def subscribe(configuration: Active) -> DigestRecorder:
+    """Return the recorder of a configuration, which is made at the first call.
+
+    Call it before the first step, when Megatron's process groups exist.
+
+    Raises:
+        DataError: The folder cannot be written, or has digests of another training.
+    """
+    for observer in configuration.observers:
+        if isinstance(observer, DigestRecorder):
+            return observer
+    folder = folder_asked_for()
+    assert folder is not None, f"{VARIABLE} was unset"
+    recorder = DigestRecorder(configuration, Writer(folder, _header(configuration)))
+    configuration.observers.append(recorder)
+    atexit.register(recorder.close)  # a run that ends without deconfigure completes its file too
+    return recorder
+
+
+def _header(configuration: Active) -> Header:
+    """Return who this rank is; it needs Megatron's process groups."""
+    pipeline, job = configuration.pipeline, configuration.job
+    fields: dict[str, Any] = {}
+    if pipeline is not None:
+        config = pipeline.config
+        fields["schedule"] = pipeline.name
+        fields["slices"] = config.slices
+        fields["balance"] = config.balance
+        if pipeline.placement.twin_hops:
+            fields["routing"] = "twin"
+    if job is not None:
+        fields["schedule"] = "forward and backward apart"
+        fields["tensor_size"] = job.ranks.tp
+    return Header(
+        rank=torch.distributed.get_rank() if job is None else job.rank,
+        host=socket.gethostname(),
+        tensor=groups.get_tensor_model_parallel_rank(),
+        data=groups.get_data_parallel_rank(),
+        data_size=groups.get_data_parallel_world_size(),
+        context_size=groups.get_context_parallel_world_size(),
+        expert_size=groups.get_expert_model_parallel_world_size(),
+        **{"tensor_size": groups.get_tensor_model_parallel_world_size(), **fields},
+    )
+
+
+class _Pending(NamedTuple):
+    """A record whose fingerprint still is on the device."""
+
+    kind: Kind
+    microbatch: int
+    module: str
+    part: str
+    stage: int
+    position: int
+    action: str
+    num_elements: int
+    fingerprint: Fingerprint
+
+
+class _Weight(NamedTuple):
+    """A parameter of a chunk."""
+
+    name: str
+    """With the global number of its layer."""
+    parameter: torch.nn.Parameter
+    shard: slice | None
+    """The elements that this rank updates, with the distributed optimizer; None: all."""
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """A model chunk of this rank."""
+
+    model: torch.nn.Module
+    weights: list[_Weight]
+    handles: list[Any] = field(default_factory=list)
+
+    @property
+    def is_megatrons(self) -> bool:
+        """Whether it is a model of Megatron's, whose layers know their number in the model."""
+        return hasattr(unwrap_model(self.model), "pre_process")
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether a backward begins with the forwards of its layers."""
+        config = getattr(unwrap_model(self.model), "config", None)
+        return getattr(config, "recompute_granularity", None) == "full"
+
+    @property
+    def reduces_during_backward(self) -> bool:
+        """Whether the reduction of its gradients runs while its last backward does."""
+        settings = getattr(self.model, "ddp_config", None)
+        return bool(getattr(settings, "overlap_grad_reduce", False))
+
+
+class DigestRecorder(Observer):
+    """Records the tensors of one rank's training steps."""
+
+    def __init__(self, configuration: Active, writer: Writer) -> None:
+        self._configuration = configuration
+        self._writer = writer
+        self._fingerprints = Fingerprints()
+        self._chunks: list[_Chunk] = []
+        self._compute: StageCompute | None = None
+        self._num_microbatches = 0
+        self._number = 0
+        """Of the training step, counted over all resumed runs."""
+        self._records: list[_Pending] = []
+        """Of the step in progress."""
+        self._occurrences: Counter[tuple[Any, ...]] = Counter()
+        """How often each tensor was recorded in this step."""
+        self._running: list[Action] = []
+        """Actions in progress: of a pair, the forward and then the backward."""
+        self._position = 0
+        self._deferred: frozenset[int] = frozenset()
+        """Ids of the weights whose gradients the running W computes."""
+        self._is_training = False
+        """Whether a schedule runs, and not an evaluation."""
+        self._awaits_weights = False
+        """Whether the schedule has ended, and the step's new weights are not recorded."""
+        self._num_optimizers = 0
+        """Optimizers in progress, one inside the other."""
+        self._tensor, self._data = _part_of("t", _tensor_place()), _part_of("d", _data_place())
+        self._replica, self._num_replicas = _data_place()
+
+    # Steps.
+
+    def watch(self, models: Sequence[torch.nn.Module]) -> None:
+        """Hook the modules of a rank's chunks, once."""
+        if [chunk.model for chunk in self._chunks] == list(models):
+            return
+        self._remove_hooks()
+        seen: set[int] = set()
+        for model in models:
+            chunk = _Chunk(model, list(_weights_of(model, seen)))
+            root = unwrap_model(model)
+            for name, module in _watched_modules(root):
+                chunk.handles += [
+                    module.register_forward_pre_hook(
+                        partial(self._before_forward, name), with_kwargs=True
+                    ),
+                    module.register_forward_hook(partial(self._after_forward, name)),
+                ]
+            if getattr(root, "post_process", True):
+                chunk.handles.append(root.register_forward_hook(self._after_model))
+            self._chunks.append(chunk)
+
+    def begin_iteration(self, num_microbatches: int) -> None:
+        """Complete the previous step, and start to record."""
+        num_done = self._configuration.iteration
+        if num_done is None:
+            num_done = getattr(megatron_arguments(), "curr_iteration", self._number)
+        is_first = self._number == 0
+        if self._awaits_weights and num_done >= self._number:  # no optimizer of Megatron's
+            self._end_step()
+        self._drop()  # a step that failed, or that Megatron runs again
+        self._awaits_weights = False
+        self._number = 1 + num_done
+        self._num_microbatches = num_microbatches
+        if is_first:
+            self._record_weights()
+            self._write(self._number - 1)
+        self._is_training = True
+
+    def end_schedule(self) -> None:
+        """Record the reduced gradients."""
+        self._is_training = False
+        for stage, chunk in self._by_stage():
+            for position, weight in enumerate(chunk.weights):
+                gradient = _gradient_of(weight.parameter)
+                if gradient is not None:
+                    self._add_of_weight("reduced gradient", stage, position, weight, gradient)
+        self._awaits_weights = True
+
+    def end_iteration(self) -> None:
+        """Stop to record: the step has failed, or an evaluation begins."""
+        self._is_training = False
+        if self._awaits_weights and not self._num_optimizers:
+            self._end_step()
+
+    def begin_collective(self, name: str) -> None:
+        """Count the optimizers: one may call those that it chains."""
+        if name == "optimizer":
+            self._num_optimizers += 1
+
+    def end_collective(self, name: str) -> None:
+        """Record the weights when the outermost optimizer has ended."""
+        if name != "optimizer":
+            return
+        self._num_optimizers -= 1
+        if not self._num_optimizers and self._awaits_weights:
+            self._end_step()
+
+    def close(self) -> None:
+        """Complete the file, and leave the model as it was."""
+        atexit.unregister(self.close)
+        if self._awaits_weights:
+            self._end_step()
+        self._remove_hooks()
+        self._writer.close()
+
+    def _end_step(self) -> None:
+        self._awaits_weights = False
+        self._record_weights()
+        self._write(self._number)
+
+    def _record_weights(self) -> None:
+        for stage, chunk in self._by_stage():
+            for position, weight in enumerate(chunk.weights):
+                self._add_of_weight("weights", stage, position, weight, weight.parameter)
+
+    def _write(self, number: int) -> None:
+        """Read what the device has computed, between two steps, and write it."""
+        if not self._records:
+            return
+        fingerprints = [record.fingerprint for record in self._records]
+        bits = torch.stack([fingerprint.bits for fingerprint in fingerprints]).tolist()
+        sizes = torch.stack([fingerprint.sizes for fingerprint in fingerprints]).tolist()
+        records = []
+        for record, (rows, columns), (norm, *projections) in zip(
+            self._records, bits, sizes, strict=True
+        ):
+            text = f"{rows % 2**64:016x}{columns % 2**64:016x}"
+            records.append(Record(*record[:-1], text, norm, projections))
+        self._writer.step(number, records)
+        self._drop()
+
+    def _drop(self) -> None:
+        self._records.clear()
+        self._occurrences.clear()
+        self._running.clear()
+        self._compute = None
+
+    def _remove_hooks(self) -> None:
+        for chunk in self._chunks:
+            for handle in chunk.handles:
+                handle.remove()
+        self._chunks.clear()
+
+    # Actions.
+
+    def begin_step(self, compute: StageCompute) -> None:
+        """Keep what knows the stages of a table, and the weight gradients that wait."""
+        self._compute = compute
+
+    def begin_action(self, action: Action) -> None:
+        """Note what runs."""
+        if not self._is_training:
+            return
+        self._running.append(action)
+        if len(self._running) == 1:
+            self._position = 0
+        self._deferred = frozenset()
+        if action.kind == "W" and self._compute is not None:
+            self._deferred = self._compute.splits.waiting(action.stage, action.microbatch)
+
+    def end_action(self, position: int, action: Action) -> None:
+        """Record the gradients of weights that an action has added to."""
+        if not self._is_training:
+            return
+        if action.kind in ("B", "I", "W"):
+            self._record_weight_gradients(action)
+        self._running.remove(action)
+
+    def _record_weight_gradients(self, action: Action) -> None:
+        chunk = self._chunks[self._chunk_of(action.stage)]
+        is_last = action.microbatch == self._num_microbatches - 1
+        if is_last and chunk.reduces_during_backward:
+            return  # other replicas' gradients are being added
+        waiting: frozenset[int] = frozenset()
+        if action.kind == "I" and self._compute is not None:
+            waiting = self._compute.splits.waiting(action.stage, action.microbatch)
+        # A backward reaches the last weights first.
+        for position, weight in enumerate(reversed(chunk.weights)):
+            number = id(weight.parameter)
+            is_computed = number in self._deferred if action.kind == "W" else number not in waiting
+            gradient = _gradient_of(weight.parameter)
+            if is_computed and gradient is not None:
+                self._add("weight gradient", weight.name, gradient, action, position)
+
+    def _chunk_of(self, stage: int) -> int:
+        """Return the chunk of a stage on this rank."""
+        if self._compute is not None:
+            return self._compute.table.schedule.placement.chunk_of(stage)
+        # Megatron's own schedules deal chunks out round-robin.
+        return int(stage // groups.get_pipeline_model_parallel_world_size())
+
+    def _by_stage(self) -> Iterator[tuple[int, _Chunk]]:
+        """Yield the stage of each chunk, and the chunk."""
+        pipeline, job = self._configuration.pipeline, self._configuration.job
+        if job is not None and job.role == "forward":
+            return  # the weights of backward ranks, and no gradients
+        rank = groups.get_pipeline_model_parallel_rank()
+        size = groups.get_pipeline_model_parallel_world_size()
+        for index, chunk in enumerate(self._chunks):
+            stage = index * size + rank
+            if pipeline is not None:
+                stage = pipeline.placement.stages_of[rank][index]
+            yield stage, chunk
+
+    # Modules.
+
+    def _before_forward(
+        self, name: str, _module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Watch the gradient of a module's input."""
+        action = self._watched_action()
+        if action is None or not torch.is_grad_enabled():
+            return  # what recomputes has its graph later
+        tensor = _first_tensor([*args, kwargs.get(_HIDDEN_STATES)])
+        if tensor is not None and tensor.requires_grad:
+            tensor.register_hook(partial(self._record_gradient, name, action))
+
+    def _after_forward(self, name: str, _module: torch.nn.Module, _args: Any, output: Any) -> None:
+        """Record a module's output."""
+        action = self._watched_action()
+        tensor = _first_tensor(output if isinstance(output, tuple | list) else [output])
+        if action is not None and action.kind == "F" and tensor is not None:
+            self._add("forward", name, tensor, action)
+
+    def _after_model(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
+        """Record what the last stage gives to the loss function, and its gradient."""
+        action = self._watched_action()
+        tensor = _first_tensor(output if isinstance(output, tuple | list) else [output])
+        if action is None or tensor is None:
+            return
+        if action.kind == "F":
+            self._add("forward", "model", tensor, action)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(partial(self._record_gradient, "model", action))
+
+    def _watched_action(self) -> Action | None:
+        """Return the action whose modules run now; None outside of training steps.
+
+        The action of a recomputation is a backward, so its outputs are not recorded once more.
+        """
+        if not (self._is_training and self._running):
+            return None
+        is_pair = len(self._running) > 1
+        if is_pair and torch.is_grad_enabled() and self._chunks[0].recomputes_layers:
+            return None  # of either
+        # A pair runs a forward and a backward; in autograd's engine it is the backward.
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        return self._running[-1] if is_recomputed else self._running[0]
+
+    def _record_gradient(self, name: str, of: Action, gradient: torch.Tensor) -> None:
+        """Record the gradient of a tensor that a module has used in an action."""
+        if not (self._is_training and self._running):
+            return  # such as one that a forward computes for itself
+        action = self._running[-1]
+        if action.kind in ("B", "I"):
+            self._add("backward", name, gradient, action, microbatch=of.microbatch)
+
+    # Records.
+
+    def _add(
+        self,
+        kind: Kind,
+        name: str,
+        tensor: torch.Tensor,
+        action: Action,
+        position: int | None = None,
+        microbatch: int | None = None,
+    ) -> None:
+        if position is None:
+            position, self._position = self._position, self._position + 1
+        if microbatch is None:
+            microbatch = action.microbatch
+        parts = [self._tensor, _context_part()]
+        if action.slice:
+            parts.append(f"s{action.slice}")
+        number = self._number_in_batch(action.stage, microbatch)
+        self._append(kind, number, name, parts, action.stage, position, str(action), tensor)
+
+    def _add_of_weight(
+        self, kind: Kind, stage: int, position: int, weight: _Weight, tensor: torch.Tensor
+    ) -> None:
+        if weight.shard is not None:
+            tensor = tensor.reshape(-1)[weight.shard]
+        if tensor.numel():
+            parts = [self._tensor, _context_part(), self._data]
+            self._append(kind, NO_MICROBATCH, weight.name, parts, stage, position, "", tensor)
+
+    def _append(
+        self,
+        kind: Kind,
+        microbatch: int,
+        name: str,
+        parts: Sequence[str],
+        stage: int,
+        position: int,
+        action: str,
+        tensor: torch.Tensor,
+    ) -> None:
+        if not self._chunks[0].is_megatrons:
+            name = f"stage {stage}.{name}"
+        part = ".".join(filter(None, parts))
+        # Multi-token prediction, for one, calls the output layer several times.
+        occurrence = self._occurrences[kind, microbatch, name, part]
+        self._occurrences[kind, microbatch, name, part] += 1
+        if occurrence:
+            part = f"{part}.n{occurrence}".lstrip(".")
+        fingerprint = self._fingerprints.of(tensor)
+        self._records.append(
+            _Pending(
+                kind, microbatch, name, part, stage, position, action, tensor.numel(), fingerprint
+            )
+        )
+
+    def _number_in_batch(self, stage: int, microbatch: int) -> int:
+        """Return the number of a micro-batch in the global batch."""
+        replica, pipeline = self._replica, self._configuration.pipeline
+        if pipeline is not None and pipeline.placement.is_crossed(stage):
+            replica ^= 1  # it began on the twin, the neighbour in the data-parallel group
+        return microbatch * self._num_replicas + replica
+
+
+def _tensor_place() -> tuple[int, int]:
+    rank, size = groups.get_tensor_model_parallel_rank, groups.get_tensor_model_parallel_world_size
+    return rank(), size()
+
+
+def _data_place() -> tuple[int, int]:
+    return groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
+
+
+def _context_part() -> str:
+    rank, size = groups.get_context_parallel_rank(), groups.get_context_parallel_world_size()
+    return _part_of("c", (rank, size))
+
+
+def _part_of(letter: str, place: tuple[int, int]) -> str:
+    """Return the name of a rank's part of a tensor; empty if it holds all of it."""
+    rank, size = place
+    return f"{letter}{rank}" if size > 1 else ""
+
+
+def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
+    """Return the first tensor of floating-point numbers."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value
+    return None
+
+
+def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """Return what the backwards of a step have added up; None: none has."""
+    gradient = getattr(parameter, "main_grad", None)
+    return parameter.grad if gradient is None else gradient
+
+
+# -- the names of modules and weights --------------------------------------------------------------
+
+
+def _layers_of(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the outermost modules that know their number in the model, by path."""
+    layers: dict[str, torch.nn.Module] = {}
+    for path, module in root.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for outer in layers)
+        if isinstance(getattr(module, "layer_number", None), int) and not is_inside and path:
+            layers[path] = module
+    return layers
+
+
+def _global_path(path: str, layer: Any) -> str:
+    """Return the path of a layer with its number in the model."""
+    match = _LAYER_INDEX.fullmatch(path)
+    return path if match is None else f"{match[1]}.{layer.layer_number - 1}"
+
+
+def _watched_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the layers of a chunk, their parts, and what is beside them, by global name."""
+    layers = _layers_of(root)
+    for path, layer in layers.items():
+        name = _global_path(path, layer)
+        for part, module in layer.named_children():
+            # The input of a norm is the layer's or a sum; the others say as much.
+            if "norm" not in part and any(True for _ in module.parameters()):
+                yield f"{name}.{part}", module
+        yield name, layer
+    containers = _ancestors(layers)
+    for path, module in root.named_modules():
+        parent = path.rpartition(".")[0]
+        is_layer_or_holds_one = path in layers or path in containers
+        if path and parent in containers and not is_layer_or_holds_one:
+            yield path, module
+
+
+def _ancestors(layers: Mapping[str, torch.nn.Module]) -> set[str]:
+    """Return the paths of all modules that hold layers, of the model itself as well."""
+    paths = {""}
+    for path in layers:
+        names = path.split(".")
+        for length in range(len(names)):
+            paths.add(".".join(names[:length]))
+    return paths
+
+
+def _weights_of(model: torch.nn.Module, seen: set[int]) -> Iterator[_Weight]:
+    """Yield the weights of a chunk that are trained, without those of chunks before it."""
+    root = unwrap_model(model)
+    layers = _layers_of(root)
+    shards = _shards_of(model)
+    for path, parameter in root.named_parameters():
+        if id(parameter) in seen or not parameter.requires_grad:
+            continue
+        seen.add(id(parameter))
+        name = path
+        for layer_path, layer in layers.items():
+            if path.startswith(f"{layer_path}."):
+                name = _global_path(layer_path, layer) + path.removeprefix(layer_path)
+        if not getattr(parameter, "allreduce", True):  # each expert-parallel rank has others
+            name += f"@{groups.get_expert_model_parallel_rank()}"
+        yield _Weight(name, parameter, shards.get(id(parameter)))
+
+
+def _shards_of(model: torch.nn.Module) -> dict[int, slice]:
+    """Return the elements that this rank updates, by id of a parameter; empty: all of all.
+
+    Each bucket of Megatron's distributed optimizer is cut into equal parts, one for each replica.
+    """
+    settings = getattr(model, "ddp_config", None)
+    if not getattr(settings, "use_distributed_optimizer", False):
+        return {}
+    shards: dict[int, slice] = {}
+    wrapped: Any = model
+    for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
+        peers = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            length = bucket.grad_data.numel() // peers.size()
+            begin = length * peers.rank()
+            for parameter, (first, end) in bucket.param_to_index.items():
+                shard_begin = max(begin, first) - first
+                shard_end = min(begin + length, end) - first
+                shards[id(parameter)] = slice(shard_begin, max(shard_begin, shard_end))
+    return shards

@@ -1,0 +1,174 @@
+"""Trainings of a tiny GPT that record digests, many in one world of ranks.
+
+A program with a loop of its own, which calls `configure`; its weights are drawn by name, so that
+every cut begins with the same ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+VOCABULARY = 64
+SEQUENCE = 16
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of all ranks of a world."""
+
+    folder: str
+    schedule: str | None = None
+    """None: Megatron's own."""
+    pipeline_ranks: int = 2
+    num_microbatches: int = 4
+    """Of one pipeline, both mirrored ones together."""
+    num_layers: int = 4
+    hidden_size: int = 32
+    num_steps: int = 2
+    world_size: int = 2
+    tensor_ranks: int = 1
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of `PipelineConfig`."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of `TransformerConfig`."""
+    reduction: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `DistributedDataParallelConfig`."""
+    seed: int | None = None
+
+
+Change = Callable[[list[Any]], None]
+"""Changes the chunks of a rank once they are built."""
+
+
+def train(training: Training, change: Change | None = None) -> list[float]:
+    """Train as one rank; return the losses of the last step on ranks that have them."""
+    with _built(training) as (build, chunks):
+        if change is not None:
+            change(chunks)
+        losses: list[float] = []
+        for step in range(training.num_steps):
+            losses = _step(training, build, chunks, step)
+        return losses
+
+
+@contextmanager
+def _built(training: Training) -> Iterator[tuple[Any, list[Any]]]:
+    import torch
+    from megatron.core import distributed, parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer import TransformerConfig
+
+    import megatron_ext
+    from megatron_ext.tracing.digest_files import VARIABLE
+
+    os.environ[VARIABLE] = training.folder
+    build = megatron_ext.configure(
+        megatron_ext.PipelineConfig(
+            schedule=training.schedule, **{"message_timeout_s": 60.0, **training.settings}
+        ),
+        pipeline_ranks=training.pipeline_ranks,
+        num_microbatches=training.num_microbatches,
+        num_layers=training.num_layers,
+        world_size=training.world_size,
+        seed=training.seed,
+    )
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=training.tensor_ranks, **build.groups
+    )
+    try:
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        config = TransformerConfig(
+            **{
+                "num_layers": training.num_layers,
+                "hidden_size": training.hidden_size,
+                "num_attention_heads": 4,
+                "hidden_dropout": 0.0,
+                "attention_dropout": 0.0,
+                "pipeline_dtype": torch.float32,
+                "tensor_model_parallel_size": training.tensor_ranks,
+                "finalize_model_grads_func": distributed.finalize_model_grads,
+                **build.transformer,
+                **training.model,
+            }
+        )
+        settings = distributed.DistributedDataParallelConfig(**training.reduction)
+        spec = gpt_layer_specs.get_gpt_layer_local_spec()
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        chunks = []
+        for keywords in build.chunks(rank):
+            model = GPTModel(config, spec, VOCABULARY, SEQUENCE, **keywords)
+            chunks.append(distributed.DistributedDataParallel(config, settings, model))
+        _fill_by_name(chunks)
+        yield build, chunks
+    finally:
+        megatron_ext.deconfigure()
+        parallel_state.destroy_model_parallel()
+        os.environ.pop(VARIABLE)
+
+
+def _step(training: Training, build: Any, chunks: list[Any], step: int) -> list[float]:
+    from megatron.core import parallel_state, pipeline_parallel
+
+    num_replicas = parallel_state.get_data_parallel_world_size()
+    total = build.num_microbatches * num_replicas
+    first = step * total + parallel_state.get_data_parallel_rank()
+    samples = range(first, (step + 1) * total, num_replicas)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    losses = pipeline_parallel.get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[map(sample, samples) for _ in chunks],
+        model=chunks,
+        num_microbatches=build.num_microbatches,
+        seq_length=SEQUENCE,
+        micro_batch_size=1,
+    )
+    for chunk in chunks:
+        for weight in chunk.parameters():
+            weight.data -= 0.1 * weight.main_grad
+    return list(losses)
+
+
+def sample(number: int) -> Any:
+    """Return the tokens of a sample, `[1, s + 1]`."""
+    import torch
+
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(VOCABULARY, (1, SEQUENCE + 1), generator=generator)
+
+
+def forward_step(samples: Iterator[Any], chunk: Any) -> tuple[Any, Callable[..., Any]]:
+    """Run a stage on the next sample."""
+    import torch
+
+    text = next(samples)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    positions = torch.arange(SEQUENCE)[None]
+    output = chunk(text[:, :-1], positions, mask, labels=text[:, 1:])
+    return output, loss
+
+
+def loss(losses: Any) -> tuple[Any, float]:
+    """Return the mean over the tokens, and its report."""
+    return losses.mean(), losses.mean().item()
+
+
+def _fill_by_name(chunks: list[Any]) -> None:
+    import zlib
+
+    import torch
+
+    from tests.runtime.capture import _named
+
+    with torch.no_grad():
+        for name, parameter in _named(chunks):
+            if name.endswith(".bias") or "layernorm" in name:
+                continue
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
