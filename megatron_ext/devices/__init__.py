@@ -1,7 +1,7 @@
-"""Device backends `cpu`, `cuda` and `musa`, and the one of this process.
+"""The device backends `cpu`, `cuda` and `musa`, and the selection of one for this process.
 
-The process selects once, before the import of upstream; `auto` picks the first whose software stack
-is installed. Only modules of this package name devices and collective backends.
+The process selects once, before Megatron is imported; `auto` picks the first backend whose software
+stack is installed. Only modules of this package name devices and collective backends.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class _Selected:
-    """The state of this process."""
+    """The backend that this process has selected, if any."""
 
     device: Device | None = None
 
 
-# The device of this process.
 _PROCESS = _Selected()
 
 
@@ -51,8 +50,8 @@ def requested(argv: Sequence[str] | None = None) -> str:
     """
     name, source = os.environ.get(_VARIABLE), _VARIABLE
     if not name:
-        # Before any parser of Megatron's: it copies names of the device while it is imported. Once
-        # flags are parsed, `config/hosting.py` checks that both agree.
+        # This runs before any Megatron parser, because Megatron copies names of the device while it
+        # is imported. Once the flags are parsed, `config/hosting.py` checks that both agree.
         parser = ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument(_FLAG, dest="device", nargs="?", const="", default="auto")
         name, source = str(parser.parse_known_args(argv)[0].device), _FLAG
@@ -97,25 +96,25 @@ def take(name: str) -> Device:
     Raises:
         DeviceError: See `select`.
     """
-    # The first choice stays: Megatron may have copied names of that device by now.
+    # Keep the first choice: Megatron may already have copied names of that device.
     if _PROCESS.device is None:
         _PROCESS.device = select(name)
     return _PROCESS.device
 
 
 def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
-    """Return the device of a rank's model; a layout may leave its chunks without parameters."""
+    """Return the device of a rank's model; some layouts leave its chunks without parameters."""
     import torch
 
     parameter = next(chain.from_iterable(chunk.parameters() for chunk in chunks), None)
     if parameter is not None:
         return parameter.device
-    # Redirected off CUDA: the device of this process, whatever its kind.
+    # `torch.cuda` is redirected, so this is the device of the process, whatever its kind.
     return torch.empty(0, device=torch.cuda.current_device()).device
 
 
 def off_cuda() -> bool:
-    """Return whether this process computes on another device than upstream is written for."""
+    """Return whether this process computes on a device that is not CUDA, upstream's only target."""
     return current().name != "cuda"
 
 
@@ -125,7 +124,11 @@ def on_cpu() -> bool:
 
 
 def named(name: str) -> Device:
-    """Return a backend by name, whether or not it can run here; needs no torch."""
+    """Return a backend by name, even if it cannot run here. Does not import torch.
+
+    Raises:
+        DeviceError: The name is unknown.
+    """
     from megatron_ext.devices.cpu import CpuDevice
     from megatron_ext.devices.cuda import CudaDevice
     from megatron_ext.devices.musa import MusaDevice
@@ -137,7 +140,7 @@ def named(name: str) -> Device:
 
 
 def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
-    """Return those of Megatron's arguments that the device corrects; refuse what it cannot accept.
+    """Return Megatron's arguments that the device corrects; reject those that it cannot accept.
 
     `chosen` is the backend that the user chose, one of `CHOICES`.
 
@@ -157,7 +160,8 @@ def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
         requested_value = getattr(args, dest, needed)
         if requested_value == needed or not reason:
             continue
-        # Scripts written for GPUs always name NCCL, and each device has only one backend.
+        # Only warn: scripts written for GPUs always name NCCL, and each device has only one
+        # backend.
         if dest == "distributed_backend":
             _LOG.warning(
                 "--distributed-backend %s: %s is used, %s", requested_value, needed, reason
@@ -173,22 +177,22 @@ def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
 
 
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES")
-"""Environment variables that restrict a process to some devices, by number."""
+"""Environment variables that limit a process to the listed devices."""
 
 
 def count_devices(directory: Path = Path("/dev"), environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of accelerators that the drivers show, or that the environment allows.
+    """Return the number of accelerators that the environment allows, or else the drivers show.
 
-    It does without torch, for commands that only plan.
+    It does not import torch, so that commands that only plan stay fast.
     """
-    # The environment first: the drivers show also devices that this job must not use.
+    # Check the environment first: the drivers also show devices that this job must not use.
     if environ.get(_VARIABLE) == "cpu":
         return 0
     counts: list[int] = []
     for variable in VISIBLE_DEVICES:
         if variable in environ:
             numbers = environ[variable].split(",")
-            # Users hide all devices by nothing or -1, Slurm by NoDevFiles.
+            # Users hide all devices with an empty value or -1; Slurm uses NoDevFiles.
             counts.append(sum(number not in ("", "-1", "NoDevFiles") for number in numbers))
     if counts:
         return max(counts)

@@ -1,12 +1,13 @@
 """The interface of a device backend: a name, a collective backend, redirects and rules.
 
 Upstream is written for one kind of device and spells it everywhere: `torch.cuda.current_device()`,
-`device="cuda"`, `tensor.cuda()`, `backend="nccl"`. A backend makes that spelling mean its own
-device by *redirects*: plain attribute assignments into torch, listed as data. A backend never
-assigns anything itself; `megatron_ext.patches.device` turns the table into registry patches, so
-every redirect is listed by `megatron-ext patches list` and undone by `deactivate()`.
+`device="cuda"`, `tensor.cuda()`, `backend="nccl"`. A backend maps that spelling to its own device
+with *redirects*: attribute assignments into torch, listed as data. The backend itself assigns
+nothing; `megatron_ext.patches.device` turns the table into registry patches, so `megatron-ext
+patches list` shows every redirect and `deactivate()` undoes it.
 
-Only code that requests a CUDA device is translated. No tensor claims to live where it does not.
+Only code that requests a CUDA device is translated. A tensor always reports the device that it is
+really on.
 """
 
 from __future__ import annotations
@@ -24,57 +25,60 @@ if TYPE_CHECKING:
 
 
 class Redirect(NamedTuple):
-    """One attribute outside this package that gets another value while the backend is armed."""
+    """An attribute outside this package that has another value while the backend is armed."""
 
     target: str
     """`module:attribute.path`, as in `megatron_ext.patches.registry.Patch`."""
-    # With the original as an argument, tables have no references to torch, and can be built before
-    # torch is imported.
+    # `make` takes the original as an argument, so the tables hold no references to torch and can be
+    # built before torch is imported.
     make: Callable[[Any], object]
-    """Called once, when the redirect is installed, with the original; returns the new value."""
+    """Called once with the original, when the redirect is installed; returns the new value."""
     reason: str
     """One sentence for `megatron-ext patches list`."""
 
 
 class Device(ABC):
-    """A device backend, by default one whose module of torch has the interface of `torch.cuda`.
+    """A device backend. By default, its torch module has the same interface as `torch.cuda`.
 
     Instances are stateless; the constructor does not import torch.
     """
 
     name: str
-    """Name for users: `cpu`, `cuda` or `musa`; torch's name of the device type too."""
+    """The name that users type: `cpu`, `cuda` or `musa`. It is also torch's name for the device
+    type."""
 
     distributed_backend: str
     """Backend name for `torch.distributed.init_process_group`."""
 
     is_host = False
-    """Whether it is the host itself: it runs everything in order, in the host's memory."""
+    """Whether the device is the host itself, which runs everything in order and in host memory."""
 
     environment: Mapping[str, tuple[str, str]] = {}
-    """Environment variable -> (value, reason), set at arming unless the user has set it."""
+    """Environment variable -> (value, reason). Set when the backend is armed, unless the user has
+    set it."""
 
     kernels: Mapping[str, tuple[str, str]] = {}
-    """Package whose kernels upstream takes unless flags say otherwise -> (its module, the remedy
-    without it)."""
+    """Package whose kernels upstream uses by default -> (its module, the remedy if it is not
+    installed)."""
 
     argument_defaults: Mapping[str, tuple[object, str]] = {}
-    """Upstream argument (dest) -> (value, reason). Becomes the parser's default. An explicit flag
-    with another value is refused with the reason, or taken if there is none, except
-    `distributed_backend`, which is corrected with a logged notice."""
+    """Upstream argument (dest) -> (value, reason). The value becomes the parser's default. If an
+    explicit flag has another value, it is rejected with the reason; with an empty reason, it is
+    accepted. `distributed_backend` is corrected instead, with a warning."""
 
     lacks: tuple[Rule, ...] = ()
-    """Combinations of upstream's arguments that are refused; upstream checks those for CUDA."""
+    """Combinations of upstream's arguments that this device rejects; upstream itself checks for
+    CUDA only."""
 
     known_lacks: tuple[str, ...] = ()
-    """Beginnings (regular expressions) of warnings about what such a device cannot have. One rank
-    shows each of them once."""
+    """Regular expressions that match the start of warnings about features that this device cannot
+    have. Each warning is shown once, on one rank."""
 
     @abstractmethod
     def missing(self) -> str | None:
         """Return why this machine cannot run the backend (with a remedy), or `None` if it can.
 
-        If they differ, the software stack decides, not the hardware.
+        The installed software stack decides; no device has to be present.
         """
 
     def redirects(self) -> Iterable[Redirect]:
@@ -87,10 +91,14 @@ class Device(ABC):
 
     @property
     def runtime(self) -> Any:
-        """`torch.cuda`, or the module with its interface; that of `torch.cpu` does nothing."""
+        """`torch.cuda`, or the module with its interface.
+
+        The functions of `torch.cpu` do nothing.
+        """
         import torch
 
-        # By name: torch's stubs know no other than `cuda`, and extensions add theirs when imported.
+        # Look the module up by name: torch's stubs declare only `cuda`, and extensions add their
+        # module when they are imported.
         return vars(torch)[self.name]
 
     def torch_device(self, local_rank: int = 0) -> torch.device:
@@ -112,11 +120,11 @@ class Device(ABC):
         return int(self.runtime.max_memory_allocated())
 
     def timing_event(self) -> torch.Event:
-        """Return a new mark for the device's stream.
+        """Return a new event that can be recorded in the device's stream.
 
-        A thread that waits for it sleeps, and gets a RuntimeError if work before it failed.
+        A thread that waits for it sleeps, and gets a RuntimeError if earlier work failed.
         """
-        # blocking: by default that thread would spin on a core.
+        # blocking: without it, the waiting thread would spin on a core.
         event: torch.Event = self.runtime.Event(enable_timing=True, blocking=True)
         return event
 
@@ -125,7 +133,7 @@ class Device(ABC):
         from megatron_ext.devices.copies import Copies
 
         driver = getattr(self.runtime, f"{self.name}rt")()
-        # Not all releases of torch_musa bind these calls; without them copies wait for the host.
+        # Some releases of torch_musa do not bind these calls; copies then block the host.
         register = getattr(driver, f"{self.name}HostRegister", None)
         unregister = getattr(driver, f"{self.name}HostUnregister", None)
         pinning = (register, unregister) if register and unregister else None
@@ -133,7 +141,7 @@ class Device(ABC):
 
     @abstractmethod
     def sharing(self, device: torch.device) -> Sharing:
-        """Return the means to share memory of `torch_device` with other processes of this host.
+        """Return the object that shares memory of `torch_device` with other processes of this host.
 
         Raises:
             DeviceError: The device cannot share memory; the message says why.

@@ -1,7 +1,7 @@
 """Copies between host and device that overlap with computation, on devices with streams.
 
-Written against the interface that `torch.cuda` defines and torch_musa mirrors. Devices differ only
-in how they register foreign host memory with their driver.
+Written for the interface that `torch.cuda` defines and torch_musa mirrors. Devices differ only in
+how they register existing host memory with their driver.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _log = logging.getLogger(__name__)
 
 
 class Copied(NamedTuple):
-    """The completion of copies."""
+    """A handle to wait for asynchronous copies."""
 
     runtime: Any
     device: torch.device
     marks: tuple[Any, ...]
-    """Events behind the copies, or their streams."""
+    """Events recorded after the copies, or the streams that run them."""
 
     def wait(self) -> None:
         """Sleep until the copies are done; callable from any thread.
@@ -29,21 +29,23 @@ class Copied(NamedTuple):
         Raises:
             RuntimeError: The device failed, in these copies or in earlier work.
         """
-        with self.runtime.device(self.device):  # a new thread is on the first device
+        with self.runtime.device(self.device):  # a new thread starts on the first device
             for mark in self.marks:
                 mark.synchronize()
 
 
 class Copies:
-    """Asynchronous copies, in a stream of their own for each direction.
+    """Asynchronous copies, with a separate stream for each direction.
 
-    Until a copy is complete, its source must not change, and only work on the device may use it.
+    Until a copy is complete, its source must not change, and only work on the device may use the
+    result.
 
     Args:
         runtime: `torch.cuda`, or a module with the same interface.
         device: The device, with its index.
-        pinning: The driver's calls that register host memory (address, bytes, flags) and undo that
-            (address); the first returns an error code, 0 for success. None: it has none.
+        pinning: The driver's functions that register host memory (address, bytes, flags) and
+            unregister it (address); the first returns an error code, 0 for success. None if the
+            driver has no such functions.
     """
 
     def __init__(
@@ -55,18 +57,18 @@ class Copies:
         self._runtime = runtime
         self._device = device
         self._pinning = pinning
-        # One for each direction: devices copy both ways at once, but a stream does one after the
-        # other.
+        # One stream for each direction: devices can copy both ways at once, but a stream runs its
+        # work in order.
         self._down = runtime.Stream(device)
         self._up = runtime.Stream(device)
 
     def to_host(
         self, tensor: torch.Tensor, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Copied]:
-        """Start the copy of a contiguous device tensor, after all work of the current stream.
+        """Start to copy a contiguous tensor to the host, after all work of the current stream.
 
-        It goes to `target`, of the same shape and dtype in memory that `pin` has registered, or to
-        new pinned memory.
+        The bytes go to `target`, which has the same shape and dtype and lies in memory registered
+        by `pin`, or to new pinned memory.
         """
         host = target
         if host is None:
@@ -77,15 +79,15 @@ class Copies:
         return host, Copied(self._runtime, self._device, (self._mark(self._down),))
 
     def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copied]:
-        """Start a copy to the device, which blocks if the tensor is not pinned.
+        """Start to copy a tensor to the device. This blocks if the tensor is not pinned.
 
-        Work that the current stream gets later waits for it.
+        Work queued later in the current stream waits for the copy.
         """
-        # The copy waits for no computation: its stream owns the memory, and the allocator learns
-        # below that the current stream uses it.
+        # Allocate in the copy stream, so that the copy need not wait for computation;
+        # `record_stream` below tells the allocator that the current stream uses the memory too.
         with self._runtime.stream(self._up):
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-            # Of memory that is not pinned the driver takes the bytes before it returns.
+            # If the memory is not pinned, the driver reads all bytes before this call returns.
             copy.copy_(tensor, non_blocking=True)
         copied = self._mark(self._up)
         current = self._runtime.current_stream(self._device)
@@ -96,7 +98,7 @@ class Copies:
     def pin(self, address: int, num_bytes: int) -> bool:
         """Register host memory (whole pages) with the device; return whether it succeeded.
 
-        If not, this logs a warning, and copies from there block.
+        On failure this logs a warning, and copies from that memory will block.
         """
         if self._pinning is None:
             problem = f"the runtime of {self._device.type} cannot register host memory"
@@ -106,7 +108,8 @@ class Copies:
             if code == 0:
                 return True
             try:
-                torch.zeros(1, device=self._device)  # a kernel reports the driver's last error
+                # The next kernel reports and clears the driver's last error
+                torch.zeros(1, device=self._device)
             except RuntimeError as error:
                 _log.debug("cleared an error of the driver: %s", error)
             problem = (
@@ -123,5 +126,5 @@ class Copies:
         unregister(address)
 
     def _mark(self, stream: Any) -> Any:
-        # blocking: a thread that waits for the event sleeps; by default it would spin.
+        # blocking: a thread that waits for the event sleeps instead of spinning.
         return stream.record_event(self._runtime.Event(blocking=True))

@@ -1,7 +1,7 @@
-"""The host as a device: the whole of Megatron on CPUs, with gloo collectives.
+"""The host as a device: all of Megatron on CPUs, with gloo collectives.
 
 Upstream asserts CUDA in its first line. Redirects let the host answer calls of `torch.cuda` (see
-`host`), let every CUDA device name mean the CPU (see `translate`), and make every process group a
+`host`), map every CUDA device name to the CPU (see `translate`), and make every process group a
 gloo group. Meant for laptops, CI and tests, not for speed.
 """
 
@@ -56,7 +56,7 @@ class CpuDevice(Device):
         "no_persist_layer_norm": (True, "the persistent layer norm is a CUDA kernel"),
         "masked_softmax_fusion": (False, "the fused softmax is a CUDA kernel"),
         "distributed_backend": ("gloo", "NCCL moves GPU memory only"),
-        # All groups are gloo groups already, each of two threads; whoever wants them has them.
+        # Every group is already a gloo group with its own threads; additional ones are not needed.
         "enable_gloo_process_groups": (False, ""),
     }
     lacks = (
@@ -79,7 +79,7 @@ class CpuDevice(Device):
     )
 
     def missing(self) -> str | None:
-        """Check for gloo; every torch build has the rest."""
+        """Check for gloo; every torch build has everything else that this backend needs."""
         import torch
 
         if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
@@ -95,7 +95,7 @@ class CpuDevice(Device):
         yield from _gloo()
 
     def torch_device(self, _local_rank: int = 0) -> torch.device:
-        """Return the host."""
+        """Return the host's device."""
         import torch
 
         return torch.device("cpu")
@@ -105,11 +105,15 @@ class CpuDevice(Device):
         return host.peak_rss_bytes()
 
     def timing_event(self) -> Any:
-        """Return a moment of the host's clock."""
+        """Return an event that records the host's clock."""
         return host.Event()
 
     def sharing(self, _device: torch.device) -> Sharing:
-        """Refuse: processes share the memory of the host without it."""
+        """Raise an error: processes on one host already share its memory.
+
+        Raises:
+            DeviceError: Always.
+        """
         raise DeviceError(
             "--pipeline-device-path ipc bypasses host memory, but the device cpu is the host; "
             "leave it out"
@@ -119,7 +123,7 @@ class CpuDevice(Device):
 _ANSWERS = "answers for the host in place of a GPU"
 _NO_ACCELERATOR = "the host is not an accelerator, though a CUDA build of torch reports one"
 
-# Functions of `torch.accelerator`, by the name that `torch.cuda` has for them.
+# Name in `torch.cuda` -> name of the same function in `torch.accelerator`.
 _OF_ACCELERATOR = {
     "current_device": "current_device_index",
     "current_stream": "current_stream",
@@ -138,8 +142,9 @@ _OF_ACCELERATOR = {
 
 
 def _context(original: Any) -> object:
-    """Return a context that does nothing, in a class of its own for each redirect."""
-    # Undo recognises copies of ours in other modules by what only a redirect can have put there.
+    """Return a context manager that does nothing, with a separate class for each redirect."""
+    # Undo recognises copies of our values in other modules by identity, so no value may serve two
+    # redirects.
     return type(original.__name__, (nullcontext,), {})
 
 
@@ -156,7 +161,8 @@ def _namespaces() -> Iterator[Redirect]:
         generator.set_state(new_state)
 
     answers: dict[str, Callable[[Any], object]] = {
-        # The device. Not an index: without an accelerator torch can place nothing on number 0.
+        # The device. Use a device instead of an index: without an accelerator, torch rejects index
+        # 0.
         "is_available": returning(True),
         "is_initialized": returning(True),
         "is_bf16_supported": returning(True),
@@ -174,8 +180,8 @@ def _namespaces() -> Iterator[Redirect]:
         "current_stream": returning(host.STREAM),
         "default_stream": returning(host.STREAM),
         "stream": answering(nullcontext),
-        # Random numbers. torch.manual_seed calls manual_seed_all, which must not call it back:
-        # the generator's own method does not.
+        # Random numbers. torch.manual_seed calls manual_seed_all, which must not call it back; the
+        # generator's own method does not.
         "default_generators": to(host.Generators()),
         "get_rng_state": answering(generator.get_state),
         "get_rng_state_all": answering(lambda: [generator.get_state()]),
@@ -185,8 +191,8 @@ def _namespaces() -> Iterator[Redirect]:
         "seed": to(generator.seed),
         "set_rng_state": calling(set_state),
         "set_rng_state_all": to(lambda states: set_state(states[0])),
-        # torch queues a call until CUDA is initialised, which never happens here: restored random
-        # number states would silently be lost.
+        # torch queues these calls until CUDA is initialised, which never happens here, so restored
+        # random number states would be lost silently.
         "_lazy_call": to(lambda function, **_kwargs: function()),
         # Memory.
         "device_memory_used": answering(host.rss_bytes),
@@ -206,25 +212,26 @@ def _namespaces() -> Iterator[Redirect]:
     for kind in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long"):
         answers[f"{kind}Tensor"] = to(getattr(torch, f"{kind}Tensor"))
     for name, make in answers.items():
-        if hasattr(torch.cuda, name):  # some are newer than the oldest supported torch
+        if hasattr(torch.cuda, name):  # some names are newer than the oldest supported torch
             yield Redirect(f"torch.cuda:{name}", make, _ANSWERS)
     for name in ("get_rng_state", "set_rng_state"):
         yield Redirect(f"torch.cuda.random:{name}", answers[name], _ANSWERS)
     yield from nvtx_redirects()
     yield Redirect("torch:Tensor.record_stream", nothing, "has nothing to do on the host")
 
-    # The CUDA build of torch names CUDA there even without a GPU, and trusts
+    # A CUDA build of torch names CUDA here even without a GPU, because it trusts
     # `torch.cuda.is_available`, which we have redirected.
     for target, make in (
         ("torch.accelerator:is_available", returning(False)),
         ("torch.accelerator:current_accelerator", nothing),
         ("torch.accelerator:device_count", returning(0)),
         ("torch._C:_get_accelerator", returning(torch.device("cpu"))),
-        # From torch 2.14 on `torch.get_device_module` calls this one instead.
+        # Since torch 2.14, `torch.get_device_module` calls this function instead.
         ("torch._C:_accelerator_getAccelerator", nothing),
     ):
         yield Redirect(target, make, _NO_ACCELERATOR)
-    # Code that skips the check, because torch.cuda is available, gets the answers of torch.cuda.
+    # Code that skips the check because torch.cuda is available gets the same answers as from
+    # torch.cuda.
     for name, here in _OF_ACCELERATOR.items():
         if hasattr(torch.accelerator, here):
             yield Redirect(f"torch.accelerator:{here}", answers[name], _ANSWERS)
@@ -257,16 +264,19 @@ def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather_into_tensor
 
 
-# torch gives each gloo group two worker threads, and both write the name of the collective that
-# they have finished into one string of the group, without a lock (`ProcessGroupGloo::runLoop`,
-# torch 2.13). A name of 16 characters or more lives on the heap, as those of coalesced collectives
-# do: if two of them end at the same moment, both free the same memory, and the process crashes
-# later, somewhere else. The distributed optimizer gathers parameters that way, and models of
-# several chunks have several such gathers in flight. One worker runs collectives in the order of
-# their calls; that order is the same on all ranks anyway.
+# torch gives each gloo group two worker threads. Both write the name of the collective that they
+# have finished into one string of the group, without a lock (`ProcessGroupGloo::runLoop`, torch
+# 2.13). Names of 16 characters or more, such as those of coalesced collectives, live on the heap:
+# if two of them end at the same moment, both threads free the same memory, and the process crashes
+# later, somewhere else. The distributed optimizer gathers parameters that way, and models with
+# several chunks have several such gathers in flight. A single worker runs collectives in call
+# order, which is the same on all ranks anyway.
 def _one_worker(original: Callable[..., None]) -> Callable[..., None]:
     def default_options(timeout: timedelta | None = None, enable_reconfigure: bool = False) -> Any:
-        """Return torch's options for its arguments (the last is of torch 2.15), but one thread."""
+        """Return torch's default options, but with one thread.
+
+        `enable_reconfigure` exists since torch 2.15.
+        """
         from torch.distributed import ProcessGroupGloo
 
         gloo: Any = ProcessGroupGloo

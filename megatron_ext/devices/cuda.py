@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, which upstream is written for; nothing is redirected or refused."""
+"""NVIDIA GPUs, for which upstream is written; nothing is redirected or rejected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CudaDevice(Device):
         """Check for a CUDA build of torch and at least one visible GPU."""
         import torch
 
-        # ROCm's builds of torch answer under the names of CUDA too.
+        # ROCm builds of torch also use the names of CUDA.
         if torch.version.cuda is None and torch.version.hip is None:
             return (
                 f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
@@ -47,7 +47,11 @@ class CudaDevice(Device):
         return None
 
     def sharing(self, device: torch.device) -> Sharing:
-        """Share by the IPC calls of CUDA's runtime."""
+        """Share memory with the IPC functions of the CUDA runtime.
+
+        Raises:
+            DeviceError: This is an AMD GPU, or the runtime's library is missing.
+        """
         import torch
 
         from megatron_ext.devices.sharing import Sharing
@@ -62,12 +66,12 @@ class CudaDevice(Device):
 
 
 def why_idle() -> str | None:
-    """Return why a CUDA build of torch uses no GPU, in torch's words; None for other builds."""
+    """Return why a CUDA build of torch sees no GPU, in torch's words; None for other builds."""
     import torch
 
     if (torch.version.cuda is None and torch.version.hip is None) or torch.cuda.is_available():
         return None
-    # Only the initialisation says why; `is_available` answers False and no more.
+    # Only initialisation gives the reason; `is_available` just returns False.
     try:
         torch.cuda.init()
     except RuntimeError as error:

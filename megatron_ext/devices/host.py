@@ -1,4 +1,4 @@
-"""A stream, events, random numbers and memory counters of the host, in the shape of `torch.cuda`'s.
+"""The host's stream, events, random numbers and memory counters, with `torch.cuda`'s interface.
 
 The "device" generator is torch's default generator. Memory counters report the operating system's
 figures.
@@ -22,16 +22,16 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def _is_done(*_args: Any) -> bool:
-    """Return whether the work of an event or a stream is done: on the host always."""
+    """Return whether the work of an event or a stream is done; on the host it always is."""
     return True
 
 
 def _nothing(*_args: Any) -> None:
-    """Wait for an event or a stream: on the host there is nothing to wait for."""
+    """Return at once from a wait for an event or a stream: on the host it is already done."""
 
 
-# On the host every operation is finished when its call returns. So all streams are one, waits are
-# no-ops, and an event is a point in time: its `elapsed_time` is a real measurement.
+# On the host, every operation is finished when its call returns. So there is only one stream, waits
+# do nothing, and an event is a point in time, whose `elapsed_time` is a real measurement.
 class Event:
     """A point in time on the host's clock."""
 
@@ -39,14 +39,14 @@ class Event:
         self.recorded_s: float | None = None
 
     def record(self, _stream: Any = None) -> None:
-        """Record the time: all work issued before is done."""
+        """Record the current time; all earlier work is done by then."""
         self.recorded_s = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
         """Return the milliseconds from this event to `end`.
 
         Raises:
-            RuntimeError: One of the two was never recorded.
+            RuntimeError: One of the two was not recorded.
         """
         if self.recorded_s is None or end.recorded_s is None:
             raise RuntimeError(
@@ -58,12 +58,15 @@ class Event:
 
 
 class Stream:
-    """The host's stream, which runs everything in order; each call returns the same one."""
+    """The host's stream, which runs everything in order.
+
+    The constructor always returns the same object.
+    """
 
     cuda_stream = stream_id = 0
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Stream:
-        """Return the stream, whatever device or priority it is for."""
+        """Return the shared stream, for any device and priority."""
         return STREAM
 
     @staticmethod
@@ -88,11 +91,11 @@ class Stream:
 
 
 STREAM: Stream = object.__new__(Stream)
-"""The one stream, on every thread."""
+"""The only stream, for all threads."""
 
 
 class Generators:
-    """`torch.cuda.default_generators`: each index is the default generator of the host."""
+    """`torch.cuda.default_generators`: every index returns the host's default generator."""
 
     def __getitem__(self, _index: Any) -> Any:
         import torch
@@ -104,15 +107,15 @@ class Generators:
 
 
 def local_world_size() -> int:
-    """Return the number of this job's processes on this host, one "device" for each."""
+    """Return the number of this job's processes on this host; each counts as a "device"."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def properties() -> SimpleNamespace:
-    """Describe the host like a device."""
+    """Return the host's properties under the names that a device has."""
     return SimpleNamespace(
         name=platform.processor() or platform.machine(),
-        major=8,  # the lowest capability that upstream has no special treatment for
+        major=8,  # the lowest capability for which upstream has no special cases
         minor=0,
         total_memory=total_memory_bytes(),
         multi_processor_count=os.cpu_count() or 1,
@@ -135,14 +138,15 @@ def peak_rss_bytes() -> int:
 
 
 def reset_peak_rss() -> None:
-    """Reset the peak to the present memory, if the kernel allows it."""
-    # If it does not, the peak covers the whole life of the process, which is still correct.
+    """Reset the peak to the current memory, if the kernel allows it."""
+    # If the kernel does not, the peak covers the life of the process, which is still an upper
+    # bound.
     with suppress(OSError):
         _CLEAR_REFS.write_text("5")  # see proc(5), /proc/pid/clear_refs
 
 
 def memory_stats() -> defaultdict[str, int]:
-    """Return the counters that upstream logs; the host keeps no others, so those are 0."""
+    """Return the counters that upstream logs; all others are 0."""
     resident, peak = rss_bytes(), peak_rss_bytes()
     stats: defaultdict[str, int] = defaultdict(int)
     for kind in ("allocated", "reserved", "active"):
@@ -152,7 +156,7 @@ def memory_stats() -> defaultdict[str, int]:
 
 
 def _status_bytes(field: str) -> int:
-    """Read a field of /proc/self/status; where a sandbox has none, the peak of getrusage."""
+    """Read a field of /proc/self/status; without that file, return the peak from getrusage."""
     with suppress(OSError):
         status = _STATUS.read_text(errors="replace")
         match = re.search(rf"^{field}:\s+(\d+) kB$", status, re.M)

@@ -1,6 +1,6 @@
-"""Combinations of upstream's arguments that only NVIDIA GPUs, or only Transformer Engine, can run.
+"""Combinations of upstream's arguments that need NVIDIA GPUs or Transformer Engine.
 
-Shared by the backends other than CUDA. Every message names the flag, the reason and the remedy.
+The backends other than CUDA share them. Every message names the flag, the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ CUDA_ONLY = read_rules("""
 """)
 """Features of NVIDIA's GPUs and libraries."""
 
-# From 0.17 on upstream accepts the flag without Triton, and puts mocks in place of the kernels.
+# Since 0.17, upstream accepts the flag without Triton and replaces the kernels with mocks.
 TRITON_ONLY = read_rules("""
     batch_invariant_mode
         --batch-invariant-mode needs Triton and a GPU that its kernels run on; pip install triton
         where there is one, or leave the flag out
 """)
-"""What upstream computes with Triton's kernels."""
+"""Features that upstream computes with Triton kernels."""
 
 TRANSFORMER_ENGINE_ONLY = read_rules("""
     context_parallel_size>1

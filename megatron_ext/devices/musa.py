@@ -2,8 +2,8 @@
 
 torch_musa mirrors the interface of `torch.cuda` under `torch.musa`, so comparing the two modules
 yields most redirects; the others add what torch_musa lacks (NVTX) or does differently. If torchada
-(the vendor's own translation layer) is installed, it owns `torch.cuda`, and this module adds only
-what torchada leaves to the caller.
+(the vendor's translation layer) is installed, it redirects `torch.cuda`, and this module adds only
+the few redirects that torchada does not make.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class MusaDevice(Device):
         """Check for the MUSA build of torch and its extension."""
         import torch
 
-        # The stack, not a present GPU: a machine without one (CI, a login node) can parse arguments
-        # and list patches.
+        # Check the software stack only: a machine without a GPU (CI, a login node) can still parse
+        # arguments and list patches.
         if getattr(torch.version, "musa", None) is None:
             return (
                 f"torch {torch.__version__} comes without torch_musa; install torch_musa and the "
@@ -103,7 +103,7 @@ class MusaDevice(Device):
         cuda_to_musa = translate.translator("musa")
         yield from translate.spelling_redirects("musa")
         yield from _completions(self.runtime, cuda_to_musa)
-        # Two translations of one name would translate what the other has translated already.
+        # A name must not be translated twice, by torchada and by us.
         if _torchada() is not None:
             return
         yield from _namespace(self.runtime, cuda_to_musa)
@@ -112,7 +112,7 @@ class MusaDevice(Device):
         yield from translate.collective_redirects("mccl")
 
     def sharing(self, device: torch.device) -> Sharing:
-        """Share by the IPC calls of MUSA's runtime, which are named like CUDA's."""
+        """Share memory with the IPC functions of the MUSA runtime, which are named like CUDA's."""
         from megatron_ext.devices.sharing import Sharing
 
         return Sharing(self.runtime, device, "libmusart.so")
@@ -120,7 +120,8 @@ class MusaDevice(Device):
 
 def _torchada() -> ModuleType | None:
     """Import torchada if it is installed; the import activates its translation."""
-    # `MusaDevice.environment` has configured it: the device is armed before its redirects.
+    # `MusaDevice.environment` has already configured it: a device is armed before its redirects are
+    # listed.
     if find_spec("torchada") is None:
         _LOG.info("torch.cuda means torch.musa: redirected by megatron_ext")
         return None
@@ -134,7 +135,7 @@ def _namespace(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redire
     """List the redirects of every name of `torch.cuda` that torch_musa has too."""
     import torch
 
-    # torch_musa refuses `torch.device("cuda")` as an argument, so these translate it.
+    # torch_musa rejects `torch.device("cuda")` as an argument, so translate it.
     def same(name: str, value: Any) -> Callable[[Any], object]:
         if isfunction(value):
             return calling(translate.translated_argument(value, cuda_to_musa))
@@ -160,7 +161,7 @@ def _namespace(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redire
 
 
 def _completions(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
-    """List the functions of `torch.cuda` that neither torch_musa nor torchada provides as such."""
+    """List the functions of `torch.cuda` that torch_musa and torchada lack in this form."""
     import torch
 
     yield Redirect(
@@ -195,8 +196,8 @@ def _completions(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redi
 def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
     """Copy the attributes of parameters to their replacements."""
 
-    # torch moves CUDA parameters by exchanging their data, so they stay the same objects. It does
-    # not support that between the host and a device registered by an extension.
+    # torch moves CUDA parameters by swapping their data, so the objects stay the same. It cannot do
+    # that between the host and a device that an extension registers.
     @functools.wraps(original)
     def apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         before = dict(self._parameters)
@@ -211,8 +212,8 @@ def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-# Not the tuple itself: torch_musa creates its generators at the first use of the device, and a
-# redirect is made before.
+# Look the tuple up lazily: torch_musa creates its generators at the first use of the device, and
+# redirects are made before that.
 class _LazyGenerators:
     """`torch.cuda.default_generators`, looked up at each use."""
 

@@ -1,7 +1,7 @@
-"""Stands in for the batch-invariant kernels of Megatron 0.16 where Triton is not installed.
+"""Stands in for the batch-invariant kernels of Megatron 0.16 if Triton is not installed.
 
 `megatron.training` imports `megatron/core/transformer/custom_layers/batch_invariant_kernels.py`
-whether its mode is used or not. Later releases import it without Triton.
+even if the mode is off. Later releases can import it without Triton.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ def is_batch_invariant_mode_enabled() -> bool:
 
 
 def enable_batch_invariant_mode() -> None:
-    """Refuse the mode.
+    """Reject the mode.
 
     Raises:
-        UserError: Always; the kernels are Triton's.
+        UserError: Always; the kernels need Triton.
     """
-    # Here, so that no name of ours stays in Megatron's module after an undo.
+    # Import here, so that after an undo none of our names stay in Megatron's module.
     from megatron_ext.devices.lacks import TRITON_ONLY
     from megatron_ext.errors import UserError
 

@@ -1,7 +1,7 @@
 """Device memory shared by two processes of one host: one writes, the other reads.
 
-Buffers come from the allocator of the device's runtime, which also exports them
-(`cudaIpcGetMemHandle` and others; torch_musa's runtime has the same under `musa`).
+Buffers are allocated by the device's runtime, which also exports them (`cudaIpcGetMemHandle` and
+others; torch_musa's runtime has the same functions with the prefix `musa`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from megatron_ext.devices.copies import Copied
 from megatron_ext.errors import DeviceError
 
-# Size of the handle of a buffer or event, the same in all versions of both runtimes.
+# Bytes in the handle of a buffer or an event, the same in all versions of both runtimes.
 _HANDLE_BYTES = 64
 
-# Smaller allocations may share a driver block, and an export covers the whole block.
+# An export covers a whole driver block, and smaller allocations may share one.
 _BLOCK_BYTES = 2 << 20
 
 _OPEN_FROM_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -43,10 +43,11 @@ class SharedBuffer:
 
     num_bytes: int
     handle: bytes
-    """Opaque bytes for the other process: for its `open`, or for the owner's `attach`."""
+    """Opaque bytes for the other process: `open` of the reader or `attach` of the owner takes them.
+    """
     address: int
     storage: torch.UntypedStorage
-    """A non-owning view of the same bytes."""
+    """A non-owning storage on the same bytes."""
     used: Any
     """Event of this process: its last write or read is done."""
     used_there: Any = None
@@ -54,17 +55,17 @@ class SharedBuffer:
 
 
 class Sharing:
-    """Shares memory by a runtime with CUDA's interface. All calls come from one thread.
+    """Shares memory through a runtime with CUDA's interface. All calls come from one thread.
 
     Owner and reader take turns: after `push` the owner notifies the reader, which calls `pull` and
     notifies the owner, which may `push` again once `is_read`. Neither call blocks: `pull` makes its
-    device wait for the push. Errors of the driver raise RuntimeError with the driver's text.
+    device wait for the push. Driver errors raise RuntimeError with the driver's text.
 
     Args:
         runtime: `torch.cuda`, or a module with the same interface.
         device: Device of this process, with its index.
-        library: File name of the runtime's library, which torch has loaded; its functions begin
-            with the device's type.
+        library: File name of the runtime's library, which torch has loaded; its functions are
+            prefixed with the device type.
 
     Raises:
         DeviceError: The library does not exist or lacks a function.
@@ -86,8 +87,8 @@ class Sharing:
                 f"--pipeline-device-path staged"
             ) from error
         self._error_text.restype = ctypes.c_char_p
-        # A stream for each direction, and neither the one that computes: a pull that waits for the
-        # other process would hold up a push, and both the computation.
+        # Use a stream for each direction, apart from the compute stream: a pull that waits for the
+        # other process would otherwise delay pushes, and both would delay computation.
         self._out = runtime.Stream(device)
         self._in = runtime.Stream(device)
         name = ctypes.create_string_buffer(_NAME_BYTES)
@@ -113,15 +114,15 @@ class Sharing:
 
     def make(self, num_bytes: int) -> SharedBuffer:
         """Allocate memory of at least that size, which another process can open."""
-        # Not of torch's allocator: its own way to share is private and keeps a reference count in a
+        # torch's allocator does not fit: its sharing is private and keeps a reference count in a
         # file under /dev/shm that outlives a killed process, and its expandable segments cannot be
-        # exported. The driver frees this memory with its last user.
+        # exported. The driver frees this memory when its last user is gone.
         num_bytes = -(-max(num_bytes, 1) // _BLOCK_BYTES) * _BLOCK_BYTES
         address, handle = ctypes.c_void_p(), _Handle()
         arguments = ctypes.byref(address), ctypes.c_size_t(num_bytes)
         try:
             self._call("Malloc", *arguments)
-        except RuntimeError:  # torch's allocator may hold what is missing here, unused
+        except RuntimeError:  # torch's allocator may cache the memory that is missing here
             self._runtime.empty_cache()
             self._call("Malloc", *arguments)
         try:
@@ -130,12 +131,12 @@ class Sharing:
             self._call("Free", address)
             raise
         written = self._event()
-        # What `open` takes apart: the size, the handle of the memory, that of the event.
+        # `open` unpacks this: the size, the memory handle, the event handle.
         head = struct.pack("<Q", num_bytes) + bytes(handle)
         return self._buffer(num_bytes, head + written.ipc_handle(), address, written)
 
     def open(self, handle: bytes) -> SharedBuffer:
-        """Map a buffer of another process on this process's device."""
+        """Map a buffer of another process onto this process's device."""
         (num_bytes,) = struct.unpack_from("<Q", handle)
         memory, written = handle[8 : 8 + _HANDLE_BYTES], handle[8 + _HANDLE_BYTES :]
         address = ctypes.c_void_p()
@@ -151,37 +152,41 @@ class Sharing:
         return buffer
 
     def attach(self, buffer: SharedBuffer, handle: bytes) -> None:
-        """Know when the reader of an own buffer has read it, by the handle that `open` created."""
+        """Open the reader's event by the handle that its `open` created, for `is_read`."""
         with self._runtime.device(self._device):
             buffer.used_there = self._runtime.Event.from_ipc_handle(self._device, handle)
 
     def is_read(self, buffer: SharedBuffer) -> bool:
-        """Return whether the device of an own buffer's reader has copied the last message out."""
-        # None: it was never lent to a reader.
+        """Return whether the reader of this process's buffer has copied the last message out."""
+        # None means that no reader has opened it yet.
         return buffer.used_there is None or bool(buffer.used_there.query())
 
     def push(self, buffer: SharedBuffer, tensor: torch.Tensor) -> None:
-        """Copy a tensor into an own buffer after all queued work; the caller may free it."""
+        """Copy a tensor into this process's buffer after all queued work.
+
+        The caller may then free it.
+        """
         tensor = tensor.detach().to(self._device).contiguous()
         with self._runtime.device(self._device):
             self._out.wait_stream(self._runtime.current_stream(self._device))
             with self._runtime.stream(self._out):
                 target = _tensor(buffer, tensor.shape, tensor.dtype)
                 target.copy_(tensor, non_blocking=True)
-            # The caller frees it, and its allocator would give the memory to the current stream.
+            # Without this, torch's allocator would reuse the freed memory in the current stream
+            # before the copy has read it.
             tensor.record_stream(self._out)
             self._out.record_event(buffer.used)
 
     def pushed(self, buffer: SharedBuffer) -> Copied:
-        """Return the completion of the last `push` into a buffer, until the next one."""
+        """Return the completion of the last `push` into a buffer; valid until the next `push`."""
         return Copied(self._runtime, self._device, (buffer.used,))
 
     def pull(
         self, buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Copy a tensor out of another process's buffer; work queued later sees it."""
+        """Copy a tensor out of another process's buffer; work queued later sees the copy."""
         # Events of both processes order the work of the two devices, as in TensorPipe's channel for
-        # CUDA IPC: no host thread waits.
+        # CUDA IPC, so no host thread waits.
         with self._runtime.device(self._device):
             self._in.wait_event(buffer.used_there)
             with self._runtime.stream(self._in):
@@ -198,7 +203,7 @@ class Sharing:
         return Copied(self._runtime, self._device, (self._out, self._in))
 
     def free(self, buffer: SharedBuffer) -> None:
-        """Free an own buffer that no other process has mapped any more."""
+        """Free this process's buffer once no other process maps it."""
         self._call("Free", ctypes.c_void_p(buffer.address))
 
     def unmap(self, buffer: SharedBuffer) -> None:
@@ -215,14 +220,15 @@ class Sharing:
     def _event(self) -> Any:
         with self._runtime.device(self._device):
             event = self._runtime.Event(interprocess=True, blocking=True)
-            event.ipc_handle()  # on the device that is current now
+            event.ipc_handle()  # create the handle while this device is current
         return event
 
     def _call(self, name: str, *arguments: Any) -> None:
         with self._runtime.device(self._device):
             code = self._functions[name](*arguments)
             if code != 0:
-                self._functions["GetLastError"]()  # or torch finds it after its next kernel
+                # Otherwise torch would report it after its next kernel
+                self._functions["GetLastError"]()
                 raise RuntimeError(f"{self._error_text(code).decode()} (error {code} of {name})")
 
 

@@ -1,4 +1,4 @@
-"""Redirects that make torch's names of CUDA devices mean another device.
+"""Redirects that map torch's names of CUDA devices to another device.
 
 Upstream creates tensors with `device="cuda"`, moves them with `.cuda()`, compares `tensor.type()`
 with `"torch.cuda.HalfTensor"` and opens groups with `backend="nccl"`. All backends other than CUDA
@@ -30,7 +30,7 @@ def to(value: Any) -> Callable[[Any], object]:
 def calling(function: Callable[..., Any]) -> Callable[[Any], object]:
     """Return a `Redirect.make` whose function forwards to `function`."""
 
-    # A function of its own for each redirect, so that undo recognises its copies elsewhere even if
+    # Create a new function for each redirect, so that undo recognises its copies elsewhere even if
     # `function` serves several redirects or is bound to other names.
     def make(_original: Any) -> object:
         @functools.wraps(function, updated=())
@@ -61,7 +61,7 @@ def returning(result: Any) -> Callable[[Any], object]:
 
 
 def translator(kind: str) -> Translator:
-    """Build the translator onto a device type by torch's name; accelerators keep their index."""
+    """Return a translator to a device type, by torch's name; accelerators keep their index."""
     import torch
 
     without_index = torch.device(kind)
@@ -87,9 +87,9 @@ def translator(kind: str) -> Translator:
 def translated_argument(
     function: Callable[..., Any], translate: Translator, name: str = "device"
 ) -> Callable[..., Any]:
-    """Translate one parameter of a function, given by name or by position.
+    """Wrap a function so that one parameter, passed by name or position, is translated.
 
-    A function without that parameter is returned as it is.
+    A function without that parameter is returned unchanged.
     """
     names = list(inspect.signature(function).parameters)
     if name not in names:
@@ -126,7 +126,7 @@ def translated_class(base: type, translate: Translator) -> type:
 def tensor_redirects(kind: str) -> Iterator[Redirect]:
     """List the redirects of all torch functions that accept the device of a tensor.
 
-    Requests to pin host memory for the host are ignored: they only promise faster copies.
+    On the host, requests for pinned memory are ignored, since pinning only makes copies faster.
     """
     import torch
     from torch.utils._device import _device_constructors
@@ -134,9 +134,9 @@ def tensor_redirects(kind: str) -> Iterator[Redirect]:
     translate = translator(kind)
     pinning = kind != "cpu"
 
-    # torch itself lists the functions that create a tensor from a `device` keyword, for `with
-    # torch.device(...)`. Reading the list also fills its cache with the original functions, which
-    # that feature compares by identity.
+    # torch has its own list of the functions that create a tensor from a `device` keyword, for
+    # `with torch.device(...)`. Reading the list also fills its cache with the original functions,
+    # which that feature compares by identity.
     constructors = {id(function) for function in _device_constructors()}
     targets: set[str] = set()
     for module in (torch, torch.fft, torch.nested):
@@ -147,8 +147,8 @@ def tensor_redirects(kind: str) -> Iterator[Redirect]:
         targets.add(f"torch:{name}_like")
     for name in ("empty", "empty_strided", "full", "ones", "tensor", "zeros"):
         targets.add(f"torch:Tensor.new_{name}")
-    # Factories and `Tensor.to` are on the hot path: their redirect is one dictionary look-up and
-    # one call (about 0.2 us), not a wrapt proxy.
+    # Factories and `Tensor.to` are on the hot path, so their redirect is one dictionary look-up and
+    # one call (about 0.2 us) instead of a wrapt proxy.
     factory = functools.partial(_translated_factory, translate, pinning)
     for target in sorted(targets):
         yield Redirect(target, factory, "creates tensors on the device that upstream spells")
@@ -209,7 +209,7 @@ def _translated_factory(
     operator = _builtins._find_builtin(original)
     if operator is not None:  # torch.jit.script identifies functions by address
         _builtins._register_builtin(make, operator)
-        # A later function at the same address would be taken for this one.
+        # Otherwise a later function at the same address would be mistaken for this one.
         weakref.finalize(make, _builtins._get_builtin_table().pop, id(make), None)
     return make
 
@@ -224,7 +224,7 @@ def spelling_redirects(kind: str) -> Iterator[Redirect]:
 
     def being_cuda(original: Any) -> property:
         def is_cuda(self: Any) -> bool:
-            # For Megatron's modules alone: all other code gets the true answer.
+            # Answer only Megatron's modules this way; all other code gets the true answer.
             if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
                 return bool(self.device.type == kind)
             return bool(original.__get__(self))
@@ -262,12 +262,13 @@ def _translated_type(original: Callable[..., Any]) -> Callable[..., Any]:
     def type_(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
             if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
-                # Of the tensor's device: torch.musa.HalfTensor for torch.cuda.HalfTensor.
+                # Use the prefix of the tensor's device: torch.musa.HalfTensor for
+                # torch.cuda.HalfTensor.
                 prefix = original(self).rpartition(".")[0]
                 dtype = f"{prefix}.{dtype.rpartition('.')[2]}"
             return original(self, dtype, *args, **kwargs)
         name: str = original(self, *args, **kwargs)
-        # Upstream gets CUDA's names, other callers the true ones.
+        # Return CUDA's names to upstream and the true ones to other callers.
         if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
             return "torch.cuda." + name.rpartition(".")[2]
         return name
@@ -289,7 +290,8 @@ def collective_redirects(backend: str) -> Iterator[Redirect]:
                 arguments["backend"] = default
             elif "nccl" in str(requested_backend):
                 arguments["backend"] = backend
-                arguments.pop("pg_options", None)  # NCCL's: another backend has its own
+                # They are NCCL's, and another backend has different ones
+                arguments.pop("pg_options", None)
             device = arguments.get("device_id")
             if isinstance(device, int) or getattr(device, "type", None) == "cuda":
                 del arguments["device_id"]
@@ -307,12 +309,12 @@ def collective_redirects(backend: str) -> Iterator[Redirect]:
 
 
 def nvtx_redirects() -> Iterator[Redirect]:
-    """List the redirects of the markers for NVIDIA's profiler, which raise in other builds."""
+    """List the redirects of NVTX markers, which raise in builds of torch without CUDA."""
     reason = "marks ranges for NVIDIA's profiler, which sees no other device"
     for name in ("mark", "range_end", "range_pop", "range_push", "range_start"):
         yield Redirect(f"torch.cuda.nvtx:{name}", returning(0), reason)
 
-    @contextmanager  # a decorator too, as torch's is
+    @contextmanager  # also usable as a decorator, like torch's
     def unmarked(*_args: Any, **_named: Any) -> Iterator[None]:
         yield
 
