@@ -1,4 +1,4 @@
-"""The addresses that processes publish, and the choice of the wire for each pair of ranks."""
+"""The addresses that processes publish, and the choice of a wire for each pair of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Wire = Literal["auto", "shm", "tcp", "rdma"]
 
 @dataclass(frozen=True)
 class Address:
-    """The published address of a process. Socket names and ports are public, the secret is not."""
+    """The published address of a process. Socket names and ports are public; the secret is not."""
 
     version: str
     byte_order: str
@@ -33,10 +33,10 @@ class Address:
     """Name of the unix socket, in the abstract namespace."""
     secret: str
     ip: str = ""
-    """IP address on which the process listens for TCP; empty if it does not."""
+    """IP address on which the process listens for TCP; empty if it does not listen."""
     port: int = 0
     no_rdma: str = "it was not probed"
-    """Why the process has no RDMA; empty if it has."""
+    """Why the process cannot use RDMA; empty if it can."""
 
     @classmethod
     def new(cls, wire: Wire) -> Address:
@@ -46,11 +46,13 @@ class Address:
             byte_order=sys.byteorder,
             wire=wire,
             host=socket.gethostname(),
-            # Host names are not unique: machines made of one image, and containers, may share them.
+            # Host names are not unique: machines cloned from one image, and containers, may share
+            # them.
             boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             network=Path("/proc/self/ns/net").stat().st_ino,
             name=f"megatron_ext-{secrets.token_hex(8)}",
-            # A connection begins with it: ranks read it from the job's store, strangers cannot.
+            # Every connection starts with the secret: ranks read it from the job's store, strangers
+            # cannot.
             secret=secrets.token_hex(16),
         )
 
@@ -64,15 +66,15 @@ class Address:
 
 
 def choose_wire(rank: int, address: Address, peer: int, peer_address: Address) -> tuple[str, str]:
-    """Choose the wire between this process, `rank`, and a peer: shm, tcp or rdma, and the reason.
+    """Choose the wire between this process, `rank`, and a peer: shm, tcp or rdma, with the reason.
 
-    `address` is this process's own. Both sides reach the same decision.
+    `address` belongs to this process. Both sides reach the same decision.
 
     Raises:
         TransportError: The configured wire is unavailable, or the two processes differ in their
             configured wire, version or byte order.
     """
-    # Messages say neither, and any release may change their headers.
+    # Compare these here: messages carry neither, and any release may change their headers.
     if (peer_address.version, peer_address.byte_order) != (address.version, address.byte_order):
         raise TransportError(
             f"rank {peer} runs megatron_ext {peer_address.version} ({peer_address.byte_order} "
@@ -100,7 +102,7 @@ def choose_wire(rank: int, address: Address, peer: int, peer_address: Address) -
             f"rank {rank} cannot reach rank {peer} over RDMA: {'; '.join(no_rdma)}. Take "
             f"--pipeline-transport auto, or repair RDMA"
         )
-    # Both ends check both addresses, so that neither waits for one that has raised.
+    # Check both addresses on both ends, so that neither waits for a peer that has raised an error.
     if no_memory is not None:
         _require_reachable(rank, address)
         _require_reachable(peer, peer_address)
@@ -112,7 +114,10 @@ def choose_wire(rank: int, address: Address, peer: int, peer_address: Address) -
 
 
 def _require_reachable(rank: int, address: Address) -> None:
-    """Raise TransportError for a loopback address, to which a host's own name may resolve."""
+    """Raise TransportError for a loopback address.
+
+    A host's name may resolve to one on that host.
+    """
     if address.ip and ipaddress.ip_address(address.ip).is_loopback:
         raise TransportError(
             f"rank {rank} listens on {address.ip}, which only its own host {address.host} can "
@@ -127,14 +132,15 @@ def own_address(
     ranks_per_node: int | None,
     rendezvous_host: str,
 ) -> str:
-    """Return the IP address of this host for processes on others.
+    """Return the IP address at which other hosts reach this one.
 
     Args:
         node_ips: Addresses or host names (`--node-ips`), one for each node, in the order of ranks,
-            or one for each rank. Empty: the address on the route to `rendezvous_host` counts.
+            or one for each rank. If empty, the source address of the route to `rendezvous_host` is
+            used.
         rank: Global rank of this process.
         world_size: Number of ranks.
-        ranks_per_node: Number of ranks on each node; None: all.
+        ranks_per_node: Number of ranks on each node. None: all ranks are on one node.
         rendezvous_host: Host of the job's rendezvous (MASTER_ADDR).
 
     Raises:
@@ -183,8 +189,8 @@ def source_address(peer: str) -> str:
     Raises:
         OSError: The peer's name does not resolve, or there is no route to it.
     """
-    # From the routing table, because the first network interface may be any. To connect a datagram
-    # socket sends no packet.
+    # Ask the routing table, because the first network interface may be the wrong one. Connecting a
+    # datagram socket sends no packet.
     family, kind, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)

@@ -1,4 +1,4 @@
-"""A thread that acts when copies of the device are complete, so that no caller waits for them."""
+"""A thread that runs callbacks after device copies, so that no caller waits for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Afterwards:
-    """A thread that runs callbacks in order, each after its copy, and none after an error.
+    """A thread that runs callbacks in order, each after its copy; after an error, it runs no more.
 
     An error calls `abort` of the transport, which ends the waits of this rank and its peers.
     """
@@ -28,15 +28,16 @@ class Afterwards:
         )
         self._num_left = 0
         self._changed = threading.Condition()
-        # A daemon: the interpreter joins other threads before the exit hook closes the transport.
+        # Use a daemon thread: the interpreter joins other threads before the exit hook closes the
+        # transport.
         self._thread = threading.Thread(target=self._run, name=f"megatron-ext {name}", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the error of an earlier job if there is one.
+        """Raise the error of an earlier job, if any.
 
         Raises:
-            TransportError: A copy or what follows it failed; of that class.
+            TransportError: A copy or its callback failed; has the class of the original error.
         """
         if isinstance(self.error, TransportError):
             raise type(self.error)(str(self.error)) from self.error
@@ -55,7 +56,7 @@ class Afterwards:
         """Wait until all jobs are done.
 
         Raises:
-            TransportError: One failed, or they took too long.
+            TransportError: A job failed, or the jobs took too long.
         """
         begin_s = time.perf_counter()
         with self._changed:
@@ -69,7 +70,7 @@ class Afterwards:
                 f"{waited_s:.1f} s of {timeout_s:g} s; their kernels may wait for another rank"
             )
 
-    # It may run at exit, where a device that hangs must not keep the process.
+    # This may run at exit, where a hanging device must not keep the process alive.
     def stop(self, timeout_s: float) -> bool:
         """End the thread after its last job; return False after the time-out."""
         self._jobs.put(None)
@@ -81,8 +82,8 @@ class Afterwards:
             copied, then, kept = job
             del job
             try:
-                # After an error too: the device does not know of it and goes on with its copies,
-                # whose memory `kept` holds.
+                # Wait after an error too: the device does not notice it and continues its copies,
+                # whose memory `kept` keeps alive.
                 copied.wait()
                 if self.error is None:
                     then()

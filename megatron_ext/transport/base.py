@@ -1,9 +1,9 @@
 """The interface of all transports, which carry tensors between pipeline stages.
 
-A message is named by its purpose (`megatron_ext/message.py`), not by its position in a sequence.
-So a receiver may take messages in any order, and a send never waits for the order in which its peer
-receives. Transports do not know schedules: at the start of each step the executor announces the
-messages that will arrive, and their senders.
+Messages are identified by their purpose (`megatron_ext/message.py`), not by their position in a
+sequence. So a receiver may take messages in any order, and a send never waits for the order in
+which its peer receives. Transports know nothing about schedules: at the start of each step, the
+executor announces the messages that will arrive, and their senders.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Expected(NamedTuple):
     dtype: torch.dtype
     after: int = 0
     """Number of `isend` and `recv` calls that the receiver makes in this step before this message
-    is due in the order that all ranks share (`schedules/search/queues.py`). Wires that must start
-    receives and sends in one order use it."""
+    is due, in the order that all ranks share (`schedules/search/queues.py`). Used by wires that
+    must start receives and sends in the same order."""
 
 
 @dataclass
@@ -45,20 +45,21 @@ class Stats:
     waited_s: float = 0.0
     """Time spent waiting for messages."""
     wires: dict[int, str] = field(default_factory=dict)
-    """The wire to each peer, such as `tcp`, by the peer's global rank."""
+    """Global rank of a peer -> the wire to it, such as `tcp`."""
 
 
 class Transport(Protocol):
-    """Carries tensors between ranks. All calls but `wake` come from one thread."""
+    """Carries tensors between ranks. All calls except `wake` must come from one thread."""
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step and announce the messages that will arrive in it.
 
         Args:
-            expected: All of them, in the order in which each source sends them and with ascending
-                `after`. Wires that must know a message's size, or post a buffer for it, use this.
+            expected: All messages of the step, in the order in which each source sends them and
+                with ascending `after`. Wires that must know a message's size, or post a buffer for
+                it, use this.
             slots: Maximum number of messages of one kind in flight from one rank to another. With
-                room for that many no send waits, whatever the timing (see
+                room for that many, no send waits, whatever the timing (see
                 `schedules/table/memory.py`).
 
         Raises:
@@ -69,7 +70,7 @@ class Transport(Protocol):
         """Send a tensor, of any shape, to a global rank. Return before the rank receives it.
 
         The transport keeps the tensor's storage alive for as long as it needs it. The caller must
-        not write to it again, but may drop the tensor or replace its `data`.
+        not write to the storage again, but may drop the tensor or replace its `data`.
 
         Raises:
             TransportError: The wire cannot carry the message or its dtype, or the peer is gone.
@@ -79,23 +80,24 @@ class Transport(Protocol):
         """Wait for a message and return its tensor, in the shape and dtype of the sender.
 
         Raises:
-            TransportError: The message did not arrive in time, or the peer is gone; names both.
+            TransportError: The message did not arrive in time, or the peer is gone; names message
+                and peer.
         """
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
         """Return the messages that arrived since the last call; sleep until one arrives.
 
         Returns:
-            Their names; empty after the time-out or `wake`. `recv` returns their tensors. Some
-            wires bring the notice of a launch first: `recv` returns the tensor then too, and the
-            device waits.
+            The messages, without tensors; empty after the time-out or `wake`. `recv` returns their
+            tensors. Some wires first deliver a notice that the sender has launched the computation:
+            `recv` can return the tensor then too, and the device waits for it.
 
         Raises:
             TransportError: The wire cannot report arrivals ahead of a receive, or a peer is gone.
         """
 
     def wake(self) -> None:
-        """End the present or the next `poll`, which returns early. Any thread may call it."""
+        """End the current or the next `poll` early. Any thread may call this."""
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all sends have completed, so that their memory is free.
@@ -105,20 +107,20 @@ class Transport(Protocol):
         """
 
     def abort(self, reason: str) -> None:
-        """Abort the step: release its resources, and end the waits of peers if the wire can."""
+        """Abort the step: release its resources, and end the waits of peers if possible."""
 
     def close(self) -> None:
-        """Release all resources. May be called twice."""
+        """Release all resources. May be called more than once."""
 
     def stats(self) -> Stats:
         """Return the totals since the transport was opened."""
 
 
 def find_lost_peer(transport: Transport, timeout_s: float) -> None:
-    """Wait so long for the end of a peer, which may have caused an error elsewhere.
+    """Wait for `timeout_s` for the end of a peer, which may have caused an error elsewhere.
 
     Raises:
-        TransportError: A peer is gone; of its class.
+        TransportError: A peer is gone; the subclass says how.
     """
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:

@@ -1,9 +1,9 @@
 """Device-to-device transfers within one host, which bypass host memory.
 
-A send copies the tensor into a buffer of the sender's device that the receiver has mapped. The host
-transport carries a short message that names the buffer. The receiver's device copies the tensor
-out, and a note tells the sender that the buffer is free. The devices order these copies
-(`devices/sharing.py`): no thread waits for one.
+A send copies the tensor into a buffer on the sender's device that the receiver has mapped. The host
+transport carries a short message that identifies the buffer. The receiver's device copies the
+tensor out, and a note tells the sender that the buffer is free. The devices order these copies
+themselves (`devices/sharing.py`), so no thread waits for a copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 NOTE_BYTES = 1024
-"""Size of a host slot: the longest message or note of this transport, decisions aside."""
+"""Bytes of a host slot: fits every message and note of this transport, except decisions."""
 
 # Header of a message: buffer number, dtype code, number of dimensions. The sizes follow (int64
 # each), then the buffer's handle at its first use.
@@ -47,7 +47,7 @@ _HEAD = struct.Struct("<QHB")
 # Header of a release note: buffer number. The reader's handle follows at the first use.
 _RELEASE = struct.Struct("<Q")
 
-# Instead of a buffer number: the reader has unmapped all buffers.
+# Sent in place of a buffer number when the reader has unmapped all buffers.
 _FAREWELL = (1 << 64) - 1
 
 # How long `close` waits for peers to receive their messages.
@@ -56,41 +56,42 @@ _TAKEN_S = 10.0
 # How long `close` then waits for peers to unmap the buffers, so that it can free them.
 _UNMAPPED_S = 0.5
 
-# How long the death of a peer may stay undetected after a copy from its memory has failed.
+# How long to wait for news of a peer's death after a copy from its memory has failed.
 _NOTICED_S = 0.5
 
 
 @dataclass
 class _Peer:
-    """The buffers to and from one rank, by number."""
+    """The buffers to and from one peer, by number."""
 
     free: dict[int, SharedBuffer] = field(default_factory=dict)
     lent: dict[int, SharedBuffer] = field(default_factory=dict)
-    """Buffers of this rank that may hold a message the peer has not received."""
+    """Buffers of this rank that may hold a message that the peer has not received yet."""
     mapped: dict[int, SharedBuffer] = field(default_factory=dict)
     """The peer's buffers."""
     has_unmapped: bool = False
 
 
 class DirectTransport:
-    """Carries tensors between devices of the processes of one host, and all others another way.
+    """Carries tensors between devices of processes on one host, and to all other peers another way.
 
-    Between these devices credits and decisions arrive on the host, which acts on them; all other
+    Credits and decisions between these devices arrive on the host, which acts on them; all other
     messages arrive on the device. All calls come from one thread.
 
     Args:
-        host: Carries the buffer numbers and notes, with slots of `NOTE_BYTES` or more; closed with
+        host: Carries the buffer numbers and notes, with slots of at least `NOTE_BYTES`; closed with
             this transport.
         sharing: The memory sharing of this process's device.
         rank: Global rank of this process.
         timeout_s: How long a step waits for the copies of the previous one.
-        reports_copies: Whether a message arrives when its tensor is there, and the notice of its
-            launch (`Message.notice`) before. Otherwise it arrives when the sender has launched
-            its computation, which is enough for a receiver that follows a table.
+        reports_copies: If true, a message counts as arrived once its tensor is complete, and its
+            launch is reported before by a notice (`Message.notice`). Otherwise it counts as arrived
+            once the sender has launched its computation, which is enough for a receiver that
+            follows a table.
         peers: Global ranks of the peers whose devices this one reaches (`find_reach`), all over
-            shared memory; None: all of `host`.
-        indirect: Carries messages of all other peers, and is closed with this transport: one over
-            the same `host`, or a `TorchTransport`. None: there are no other peers.
+            shared memory. None: all peers of `host`.
+        indirect: Carries messages of all other peers, and is closed with this transport: either a
+            transport over the same `host`, or a `TorchTransport`. None: there are no other peers.
     """
 
     def __init__(
@@ -108,21 +109,21 @@ class DirectTransport:
         self._sharing = sharing
         self._timeout_s = timeout_s
         self._indirect = indirect
-        # At most one of these two is there. The first counts also the calls that it does not carry,
-        # because its receives start in an order that all ranks share. The second starts the steps
-        # of `host`, and closes it.
+        # At most one of these two is set. `_over_torch` also counts the calls that it does not
+        # carry, because its receives start in an order that all ranks share. `_over_host` starts
+        # the steps of `host`, and closes it.
         self._over_torch: TorchTransport | None = None
         self._over_host: Transport | None = None
         if isinstance(indirect, TorchTransport):
             self._over_torch = indirect
         else:
             self._over_host = indirect
-        # A dynamic order chooses by what has arrived, so for it this thread sends one more message,
-        # an empty one, once the tensor is in the buffer.
+        # A dynamic order depends on which tensors have arrived, so for it this thread sends an
+        # additional empty message once the tensor is in the buffer.
         self._copies = Afterwards("copies", self.abort) if reports_copies else None
         self._expected: dict[tuple[int, Message], Expected] = {}
-        # Source and name of received messages whose tensors may not be there: the empty messages
-        # that say so have yet to come.
+        # Source and message of received tensors that may not be complete: their empty completion
+        # messages have not arrived yet.
         self._incomplete: list[tuple[int, Message]] = []
         self._is_aborted = self._is_closed = False
         self._peers = {
@@ -132,16 +133,20 @@ class DirectTransport:
         for peer in self._peers:
             if rank < peer:
                 _log.info("rank %d and rank %d: ipc (from device to device)", rank, peer)
-        # For `close`, which may run at exit, where Python starts no threads any more.
+        # `close` needs this thread and may run at exit, where Python can no longer start threads.
         self._final_copies = Afterwards("last copies", self.abort)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step. For device tensors the host receives buffer numbers, as bytes (uint8)."""
+        """Start a step.
+
+        For each device tensor, the host receives a buffer number, as bytes (uint8).
+        """
         if self._copies is not None:
-            # In the step of their messages, whose tags contain its number.
+            # Finish within the step of these messages, because their tags contain its number.
             self._copies.finish(self._timeout_s)
         if self._indirect is not None:
-            # Before the notes: one over the same host starts the host's step.
+            # Do this before the notes are announced: a transport over the same host starts the
+            # host's step.
             self._indirect.begin(
                 [item for item in expected if item.source not in self._peers], slots
             )
@@ -203,7 +208,7 @@ class DirectTransport:
         self._stats.bytes += tensor.nbytes
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Return a message's tensor, on the device, whose later work waits for the copy.
+        """Return a message's tensor on the device, whose later work waits for the copy.
 
         Raises:
             MessageMismatch: The tensor's shape or dtype is not the expected one.
@@ -250,26 +255,30 @@ class DirectTransport:
             tensor = self._sharing.pull(buffer, shape, dtype)
         except RuntimeError as error:
             self._fail(f"{message} could not be copied from the device of rank {source}", error)
-        # The device orders the reuse behind this copy, so the note need not wait for it. The sender
-        # may be gone by now.
+        # The device orders the reuse of the buffer after this copy, so the note need not wait for
+        # it. The sender may already be gone.
         with suppress(TransportError):
-            # The peer can wait for this process by its handle of a buffer that it has just lent.
+            # With the handle of a buffer that it has just lent, the peer can wait for this process.
             self._host.note(source, _RELEASE.pack(number) + (buffer.handle if handle else b""))
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
-        """Return the messages that arrived, in the sense of `reports_copies`."""
+        """Return the messages that arrived, as defined by `reports_copies`."""
         if self._copies is not None:
             self._copies.check()
-        # An indirect transport that can be polled is one over the same host, and reports for both.
+        # Only an indirect transport over the same host can be polled, and it reports arrivals for
+        # both.
         return (self._indirect or self._host).poll(timeout_s)
 
     def wake(self) -> None:
-        """End a `poll`."""
+        """End the current or the next `poll`."""
         self._host.wake()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all peers can receive their messages; devices order the reuse of buffers."""
+        """Wait until all peers can receive their messages.
+
+        The devices order the reuse of buffers.
+        """
         deadline_s = time.perf_counter() + timeout_s
         if self._indirect is not None:
             self._indirect.flush(timeout_s)
@@ -282,7 +291,10 @@ class DirectTransport:
         self._host.flush(max(0.0, deadline_s - time.perf_counter()))
 
     def abort(self, reason: str) -> None:
-        """Abort for good. Peers may still read the buffers, which stay until this process exits."""
+        """Abort for good.
+
+        Peers may still read the buffers, so they stay until this process exits.
+        """
         self._is_aborted = True
         self._host.abort(reason)
         if self._indirect is not None:
@@ -297,7 +309,7 @@ class DirectTransport:
     def release(self) -> None:
         """Wait for peers to receive their messages, then free the memory that nobody uses.
 
-        To be called at exit at the latest.
+        Call this at exit at the latest.
         """
         if self._is_closed:
             return
@@ -305,7 +317,7 @@ class DirectTransport:
         if self._copies is not None and not self._copies.stop(_TAKEN_S):
             _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
         try:
-            # Copies may wait for the device of a dead process: the driver frees the memory at exit.
+            # Copies may wait for the device of a dead process; the driver frees the memory at exit.
             if self._is_aborted:
                 self._final_copies.stop(0.0)
                 return
@@ -330,7 +342,8 @@ class DirectTransport:
                 self._host.note(source, _RELEASE.pack(_FAREWELL))
         self._await_peers(lambda peer: peer.has_unmapped, _UNMAPPED_S)
         for peer in self._peers.values():
-            # A peer that has not answered may still read; the driver frees its buffers at exit.
+            # A peer that has not answered may still read its buffers; the driver frees them at
+            # exit.
             if peer.has_unmapped:
                 for buffer in (*peer.free.values(), *peer.lent.values()):
                     self._sharing.free(buffer)
@@ -353,11 +366,14 @@ class DirectTransport:
         )
 
     def _lend(self, peer: _Peer, num_bytes: int) -> tuple[int, bytes]:
-        """Lend the smallest fitting buffer, or a new one; return its number, and handle if new."""
-        # It waits for no buffer that the peer's device has yet to read: on a device with one queue
-        # the push would hold up messages that the peer's read waits for. So a peer has as many
-        # buffers as it ever had messages in flight at once, which the schedule and the hosts'
-        # run-ahead bound.
+        """Lend the smallest fitting buffer, or a new one.
+
+        Return its number, and the handle if new.
+        """
+        # Never wait for a buffer that the peer's device has yet to read: on a device with one
+        # queue, the push would block messages that the peer's read waits for. So a peer has as many
+        # buffers as it ever had messages in flight at once, which is bounded by the schedule and
+        # the hosts' run-ahead.
         longest_too_short = 0
         for number in sorted(peer.free, key=lambda number: peer.free[number].num_bytes):
             buffer = peer.free[number]
@@ -366,8 +382,9 @@ class DirectTransport:
             elif self._sharing.is_read(buffer):
                 peer.lent[number] = peer.free.pop(number)
                 return number, b""
-        # Messages that become longer and longer would leave a row of buffers too short for all
-        # later ones: none is freed before the end, because a device that frees makes its host wait.
+        # Grow by half over the longest buffer: messages that become longer and longer would
+        # otherwise leave a series of buffers too short for all later ones. None is freed before the
+        # end, because freeing device memory blocks the host.
         number = len(peer.free) + len(peer.lent)
         buffer = self._sharing.make(max(num_bytes, 3 * longest_too_short // 2))
         peer.lent[number] = buffer
@@ -388,7 +405,7 @@ class DirectTransport:
             timeout_s = 0.0
 
     def _await_peers(self, is_done: Callable[[_Peer], bool], timeout_s: float) -> None:
-        """Process notes until each peer is done, is gone or exceeds the time-out."""
+        """Process notes until every peer is done or gone, or the time-out ends."""
         deadline = time.monotonic() + timeout_s
         for source, peer in self._peers.items():
             with suppress(TransportError):
@@ -397,7 +414,7 @@ class DirectTransport:
                     self._take_back(source, max(1e-3, deadline - time.monotonic()))
 
     def _fail(self, problem: str, error: RuntimeError) -> NoReturn:
-        """Raise the cause of a failed copy: a peer's death if there was one, else the device."""
+        """Raise the cause of a failed copy: a peer's death if known, otherwise the device error."""
         try:
             find_lost_peer(self._host, _NOTICED_S)
         except PeerAborted as lost:
@@ -409,37 +426,37 @@ class DirectTransport:
 
 
 class Reach(NamedTuple):
-    """How this rank's device reaches those of its peers."""
+    """Whether this rank's device reaches the devices of its peers."""
 
     sharing: Sharing | None
-    """The memory sharing of this rank's device; None if it has none."""
+    """The memory sharing of this rank's device; None if the device does not support it."""
     reasons: dict[int, str]
-    """By global rank of each peer that it does not reach: why not."""
+    """Global rank of each peer that it does not reach -> the reason."""
     is_complete: bool
-    """Whether the devices of every pair of the job reach each other."""
+    """Whether the devices of every pair of peers in the job reach each other."""
 
 
 class _Offer(NamedTuple):
-    """A rank's device, for the ranks that try to reach it."""
+    """A rank's device, as offered to the ranks that try to reach it."""
 
     address: Address
     device: str
-    """Name of its device, valid in all processes of its host."""
+    """Name of the device, valid in all processes of its host."""
     handle: bytes
-    """Of a buffer on its device."""
+    """Handle of a buffer on the device."""
     problem: str
-    """Why its device cannot share memory; empty if it can."""
+    """Why the device cannot share memory; empty if it can."""
 
 
 def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> Reach:
-    """Find by trying the peers whose devices this rank's device reaches. Collective over all ranks.
+    """Find, by trying, which peers' devices this rank's device reaches. Collective over all ranks.
 
     Args:
-        peers: Global ranks of the peers; each of them names this one.
-        make_sharing: Makes the memory sharing of this rank's device; may raise DeviceError.
+        peers: Global ranks of the peers; each of them lists this rank too.
+        make_sharing: Creates the memory sharing of this rank's device; may raise DeviceError.
     """
     me, world_size = dist.get_rank(), dist.get_world_size()
-    # Drivers answer this only when one process maps memory of the other, and both must agree. So
+    # Drivers reveal this only when one process maps memory of the other, and both must agree. So
     # each rank offers a small buffer, its peers on the same host map it, and all ranks exchange the
     # results before any transport is opened.
     my_address = Address.new("auto")
@@ -468,13 +485,13 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
     if sharing is not None and buffer is not None:
         sharing.free(buffer)  # its peers have unmapped it
     reasons = {peer: reasons_by_rank[peer][me] for peer in peers if me in reasons_by_rank[peer]}
-    # Where both ends have a reason, this rank's says more about its own device.
+    # If both ends have a reason, prefer this rank's, which says more about its own device.
     reasons.update(my_reasons)
     return Reach(sharing, reasons, not any(reasons_by_rank))
 
 
 def _why_not_mapped(sharing: Sharing, offer: _Offer) -> str:
-    """Map a peer's buffer for a moment; return why it cannot be mapped, or an empty text."""
+    """Map a peer's buffer for a moment; return why it cannot be mapped, or an empty string."""
     try:
         reason = sharing.why_unreachable(offer.device)
         if reason is None:

@@ -1,4 +1,4 @@
-"""The dtype codes of messages: DLPack's type code times 256, plus the bits of an element."""
+"""The dtype codes of messages: DLPack's type code times 256, plus the bits per element."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ CAPSULE_CODE_OF = {
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor whose memory holds its values; the same tensor if possible."""
-    # A view such as `x.conj()` or `x.conj().imag` shares the memory of `x`, and only a flag says
-    # that the sign differs. A receiver of the bytes does not see that flag.
+    # A view such as `x.conj()` or `x.conj().imag` shares the memory of `x`, and only a flag marks
+    # the changed sign. A receiver of the bytes does not see that flag.
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def tensor_on(message: Message) -> torch.Tensor:
-    """Return a CPU tensor on the memory of a message, in the message's shape and dtype.
+    """Return a CPU tensor that shares a message's memory, with the message's shape and dtype.
 
     Raises:
         MessageMismatch: This version of torch or of the package does not know the dtype.
@@ -59,5 +59,5 @@ def tensor_on(message: Message) -> torch.Tensor:
         return tensor.reshape(message.shape)
     raw = torch.frombuffer(message, dtype=torch.uint8)
     shape = torch.Size(message.shape)
-    # Not a view: Megatron refuses to free views.
+    # Don't return a view: Megatron rejects views when it frees outputs.
     return tensor.set_(raw.untyped_storage(), 0, shape)  # type: ignore[call-overload, no-any-return]

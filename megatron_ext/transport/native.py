@@ -1,7 +1,8 @@
-"""Access to the native core, which may be absent.
+"""Access to the native core, which may not be installed.
 
-An installation without a working C++ compiler lacks `megatron_ext.transport._C`. All users of the
-core get it here, so its absence is one error with a remedy instead of a bare ImportError.
+An installation without a working C++ compiler lacks `megatron_ext.transport._C`. All users import
+the core through this module, so a missing core is one error with a remedy instead of a bare
+ImportError.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RdmaProbe(NamedTuple):
 
     usable: bool
     finding: str
-    """The port that links will use, or the step that failed, and how."""
+    """The port that links will use, or the step that failed and its error."""
     remedy: str = ""
 
     @property
@@ -52,16 +53,17 @@ class RdmaProbe(NamedTuple):
 
 
 def probe_rdma(address: str | None = None, *, sysfs: str = "/sys") -> RdmaProbe:
-    """Try what an RDMA link needs: libibverbs, a port and a GID, memory, a queue pair to itself.
+    """Try everything an RDMA link needs: libibverbs, a port, a GID, memory, a looped queue pair.
 
     Args:
         address: IP address of this host that the port must have (see `--node-ips`). None: the best
             port is chosen.
-        sysfs: Mount point of sysfs; another directory in tests.
+        sysfs: Mount point of sysfs; tests pass another directory.
 
     Raises:
-        TransportError: The address or a variable MEGATRON_EXT_IB_* is malformed. What is missing
-            is a finding, as `auto` probes every machine, and most have no RDMA.
+        TransportError: The address or a variable MEGATRON_EXT_IB_* is malformed. Missing hardware
+            or libraries are findings instead, because `auto` probes every machine and most have no
+            RDMA.
     """
     try:
         found = require_native().probe_rdma(address or "", sysfs)

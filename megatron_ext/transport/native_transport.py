@@ -1,9 +1,9 @@
 """The transport of the native core: messages in any order, over the wire of each pair of ranks.
 
-Within a host the sender writes messages to memory of the receiver. A message that fits a slot is
+Within a host, the sender writes messages into memory of the receiver. A message that fits a slot is
 received without another copy: the tensor uses the slot's memory, and the slot becomes free with the
-last tensor that shares it. Between hosts messages use TCP or RDMA, with the same room for
-each peer.
+last tensor that shares it. Between hosts, messages use TCP or RDMA, with the same room for each
+peer.
 """
 
 from __future__ import annotations
@@ -42,21 +42,23 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# The public function looks for __dlpack__ first, a third of its time when given a capsule.
+# The public function looks for __dlpack__ first, which takes a third of its time when it gets a
+# capsule.
 _from_dlpack = getattr(torch._C, "_from_dlpack", from_dlpack)
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
-_MAX_SLOTS = 1024  # of an arena (csrc/core/arena.h); a table of gpipe has a message for each F
+# Limit of an arena (csrc/core/arena.h); a gpipe table sends a message for every F
+_MAX_SLOTS = 1024
 
-# How long `poll` sleeps before it looks for peers that have closed.
+# How long `poll` sleeps before it checks for peers that have closed.
 _TURN_S = 1.0
 
-# How long a wait spins before it sleeps, on a host with a CPU for each rank.
+# How long a wait spins before it sleeps, on a host with at least one CPU for each rank.
 _SPIN_S = 20e-6
 
-# The fields of a tag, from the highest bit: kind 4 bits, launched 1, header 1, then these. With the
-# step in the low bits, an OR makes the tag of any step of that of step 0.
+# The fields of a tag, from the highest bit: kind 4 bits, launched 1, header 1, then these. The step
+# is in the low bits, so that an OR turns a tag of step 0 into the tag of any step.
 _KINDS: dict[MessageKind, int] = {"F": 0, "B": 1, "C": 2, "D": 3, "W": 4, "P": 5, "G": 6}
 _PART_BITS = 3
 _SLICE_BITS = 6
@@ -68,14 +70,14 @@ NUM_STEPS = 1 << _STEP_BITS
 """Number of steps that tags distinguish; the low bits of a tag are the step modulo this."""
 
 NOTE = 15 << 60
-"""Tag of the notes between transports; no message has its kind."""
+"""Tag of the notes between transports; no message kind uses this value."""
 
 WAKE = NOTE | 1
-"""Tag of what a rank sends itself to end its own `poll`."""
+"""Tag of the message that a rank sends itself to end its own `poll`."""
 
 
 class Tags(dict[Message, int]):
-    """The 64-bit tags of messages in step 0. All steps have the same messages: each is made once.
+    """The 64-bit tags of messages in step 0, computed once: all steps have the same messages.
 
     Looking up a message raises TransportError if one of its fields exceeds its bits.
     """
@@ -104,48 +106,50 @@ class Tags(dict[Message, int]):
 
 
 class _RdmaPort(NamedTuple):
-    """Which RDMA port of this host a link takes."""
+    """The RDMA port of this host that a link uses."""
 
     ip: str
-    """Its address; empty: any."""
+    """IP address of the port; empty: any port."""
     rail: int
-    """The number of the device among those that are equally good."""
+    """Index among the devices that are equally good."""
 
 
 class NativeTransport:
     """Carries CPU tensors between processes, in any order.
 
-    One thread makes all calls; a second one may call `isend`, `publish` and `abort` too.
+    One thread makes all calls; a second thread may also call `isend`, `publish` and `abort`.
 
-    The constructor connects all peers, so each of them has to construct its transport too.
+    The constructor connects all peers, so each of them must construct its transport too.
 
     Args:
-        store: Key-value store in which processes find each other, such as torch.distributed's.
+        store: Key-value store through which processes find each other, such as torch.distributed's.
         rank: Global rank of this process.
-        peers: Global ranks of its peers; each has to name this one. A rank may always send to
+        peers: Global ranks of its peers; each must list this rank too. A rank may always send to
             itself.
         run_id: Distinguishes the jobs of one store, and the transports of a job. The same on all
             ranks.
         wire: shm, tcp, rdma, or the best that each pair has (auto).
-        slots: Messages of each peer that have room here, 2 or more; of more than 1024 the rest
-            waits at its sender. Received tensors may hold half of the slots; the other half stays
-            available to new messages.
-        slot_bytes: Size of a slot, ideally the usual size of a message: a longer one is sent in
+        slots: Number of messages of each peer that have room here, at least 2. Above 1024, the
+            excess waits at its sender. Received tensors may hold half of the slots; the other half
+            stays available to new messages.
+        slot_bytes: Size of a slot, ideally the usual size of a message: a longer message is sent in
             pieces and copied once more.
         connect_timeout_s: How long to wait for the peers.
         checksums: Whether the bytes of messages carry a checksum, which detects faulty memory and
             networks and costs about as much as a copy. Descriptors always carry one.
-        ip: Address of this host for peers on other hosts; None: one that only this host reaches.
+        ip: Address of this host for peers on other hosts. None: an address that only this host
+            reaches.
         silence_s: How long a peer on another host may stay silent before it counts as dead.
         spin_s: How long a wait spins before it sleeps. None: 20 us if this host has a CPU for each
             of its ranks, otherwise 0.
         rail: Local rank, which selects one of several RDMA devices.
-        ranks_per_node: Ranks on this host; None: this one and those that share memory with it.
+        ranks_per_node: Number of ranks on this host. None: this rank and those that share memory
+            with it.
         for_device: Whether a device copies the messages (see `fixed_memory`).
 
     Raises:
         TransportError: The native core is missing, a peer does not appear or is unreachable over
-            the wire, or memory is short.
+            the wire, or there is not enough memory.
     """
 
     def __init__(
@@ -171,8 +175,8 @@ class NativeTransport:
         self._slots = slots = min(slots, _MAX_SLOTS)
         native = require_native()
         self._native_type: type[NativeMessage] = native.Message
-        # Once this rank holds half of a peer's slots, the endpoint copies further messages: tensors
-        # that a schedule keeps must never stop a sender.
+        # Once this rank holds half of a peer's slots, the endpoint copies further messages, so that
+        # tensors kept by a schedule never block a sender.
         self._endpoint: Endpoint | None = native.Endpoint(rank, slots, slot_bytes, checksums)
         # The endpoint; None after `abort` and `close`.
         self._open = self._endpoint
@@ -184,7 +188,7 @@ class NativeTransport:
         self._tags = Tags()
         # Messages announced by `begin` and not yet received, by source and tag.
         self._expected: dict[tuple[int, int], Expected] = {}
-        # Source and tag of arrivals that `poll` has yet to return, in order.
+        # Source and tag of arrivals that `poll` has not returned yet, in order.
         self._unreported: dict[tuple[int, int], None] = {}
         self._wake_name = (rank, WAKE)
         connections = connect_peers(
@@ -197,15 +201,15 @@ class NativeTransport:
         self._memory: list[tuple[int, int]] = []
         num_over_tcp = list(self._wires.values()).count("tcp")
         if for_device and num_over_tcp > 0:
-            # Fixed memory for what arrives over TCP, before a peer can send.
+            # Allocate fixed memory for TCP arrivals before any peer can send.
             self._memory.append(self._endpoint.add_buffers(num_over_tcp * ((slots + 1) // 2)))
         rdma_port = _RdmaPort(ip or "", rail)
         try:
             self._link_peers(connections, connect_timeout_s, silence_s, rdma_port)
         finally:
             for connection in connections.values():
-                connection.socket.close()  # the links have duplicates
-        if spin_s is None:  # no rank may have to share a CPU with one that spins
+                connection.socket.close()  # the links have duplicated the descriptors
+        if spin_s is None:  # a rank that spins must not take the CPU of another
             num_local = ranks_per_node or 1 + list(self._wires.values()).count("shm")
             spin_s = _SPIN_S if num_local <= len(os.sched_getaffinity(0)) else 0.0
         self._endpoint.set_spin(spin_s)
@@ -217,11 +221,12 @@ class NativeTransport:
         silence_s: float,
         rdma_port: _RdmaPort,
     ) -> None:
-        """Make a link of each connection. Its peer does the same meanwhile."""
+        """Make a link from each connection. The peer does the same at the same time."""
         native, endpoint = require_native(), self._usable()
         links: dict[int, Link] = {}
         try:
-            # All links are made before one is finished: both ends have to take part in that.
+            # Make all links before finishing any of them, because both ends take part in finishing
+            # one.
             for peer, connection in connections.items():
                 if connection.wire == "shm":
                     links[peer] = native.ShmLink(endpoint, peer, connection.socket)
@@ -240,7 +245,8 @@ class NativeTransport:
                 if isinstance(link, (native.ShmLink, native.RdmaLink)):
                     self._memory += [link.slots, link.peer_slots]
                 endpoint.add(peer, link)
-        except TransportError as error:  # the peer may have failed first, such as for memory
+        # The peer may have failed first, for example for lack of memory
+        except TransportError as error:
             raise TransportError(
                 f"rank {self._rank} has no link to rank {peer} on host {self._hosts[peer]}: {error}"
             ) from error
@@ -251,7 +257,7 @@ class NativeTransport:
         if self._expected:
             missing = next(iter(self._expected.values()))
             raise TransportError(f"{missing.message} of the previous step was never received")
-        # Messages of two kinds may be under way.
+        # Messages of two kinds may be in flight.
         if 2 * slots > self._slots and not self._warned:
             self._warned = True
             _log.warning(
@@ -276,8 +282,7 @@ class NativeTransport:
                 f"the native core sends tensors of the CPU only, not of {tensor.device}; send them "
                 f"through a StagedTransport"
             )
-        # The core copies bytes as they lie; conjugates and negatives are views whose bytes say
-        # otherwise.
+        # The core copies raw bytes; conjugated and negated views differ from their bytes.
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             tensor = plain(tensor)
         code = CODE_OF.get(tensor.dtype)
@@ -285,8 +290,8 @@ class NativeTransport:
             raise TransportError(f"{message}: tensors of {tensor.dtype} cannot be sent")
         tag = self._tags[message] | self._step
         try:
-            # If the receiver has no room, a thread of the core sends it while this process
-            # computes. Keep the storage, not the tensor: the caller may replace the tensor's
+            # If the receiver has no room, a thread of the core sends the message while this process
+            # computes. Keep the storage instead of the tensor: the caller may replace the tensor's
             # `data`.
             endpoint.send(
                 target, tag, code, tensor.shape, tensor.data_ptr(), tensor.untyped_storage()
@@ -295,10 +300,10 @@ class NativeTransport:
             raise self._unsent(target, message, error) from error
 
     def fixed_memory(self) -> Sequence[tuple[int, int]]:
-        """Return address and size in bytes of the memory that messages of up to a slot lie in.
+        """Return the address and size in bytes of the memory for messages that fit a slot.
 
-        For a device that has to know it, here and at the peers of this host. Messages over TCP have
-        such memory in a transport that was opened `for_device`: enough for those of half the slots.
+        A device registers this memory, which includes that of peers on this host. For messages over
+        TCP, a transport that was opened `for_device` has enough of it for half of the slots.
 
         Raises:
             TransportError: The transport was not opened for a device.
@@ -310,20 +315,21 @@ class NativeTransport:
     def reserve(
         self, target: int, message: Message, shape: torch.Size, dtype: torch.dtype
     ) -> NativeMessage | None:
-        """Return a message for a device to write, in memory from which it is sent uncopied.
+        """Return a message for a device to write, in memory from which it is sent without a copy.
 
-        When it is complete, pass it to `publish`. If it never is, its memory is never used again.
+        When it is complete, pass it to `publish`. If that never happens, its memory is never
+        reused.
 
         Returns:
-            None if the wire has no such memory, or none that is free and large enough; then
-            `isend` a copy.
+            None if the wire has no such memory, or no free piece is large enough; then `isend` a
+            copy.
 
         Raises:
             TransportError: The peer is gone.
         """
         code = CODE_OF.get(dtype)
         if code is None:
-            return None  # `isend` says that it is unsupported
+            return None  # `isend` raises the error for an unsupported dtype
         tag = self._tags[message] | self._step
         try:
             return self._usable().reserve(target, tag, code, shape)
@@ -331,7 +337,7 @@ class NativeTransport:
             raise self._unsent(target, message, error) from error
 
     def publish(self, target: int, message: Message, reserved: NativeMessage) -> None:
-        """Send what `reserve` returned.
+        """Send a message that `reserve` returned.
 
         Raises:
             TransportError: The peer is gone.
@@ -359,7 +365,7 @@ class NativeTransport:
         shape, dtype = expected.shape, expected.dtype
         try:
             arrived = endpoint.take(source, tag, timeout_s, CAPSULE_CODE_OF.get(dtype, 0))
-        except TransportError as error:  # an arrival is damaged, not necessarily of this message
+        except TransportError as error:  # an arrival is damaged, not necessarily this message
             raise TransportError(
                 f"{message} cannot be received from rank {source}: {error}"
             ) from error
@@ -383,7 +389,10 @@ class NativeTransport:
         return tensor
 
     def drop(self, source: int, message: Message) -> bool:
-        """Receive a message if it has arrived, without its tensor; return whether it had."""
+        """If a message has arrived, receive it without its tensor.
+
+        Return whether it had arrived.
+        """
         name = (source, self._tags[message] | self._step)
         if self._usable().take(*name, 0.0) is None:
             return False
@@ -397,10 +406,12 @@ class NativeTransport:
         begin_s = time.perf_counter()
         while True:
             messages: list[Message] = []
-            # What this step does not expect belongs to the next step of a peer that is ahead.
+            # Arrivals that this step does not expect belong to the next step of a peer that is
+            # ahead.
             of_next_step: dict[tuple[int, int], None] = {}
             for name in self._unreported:
-                # One lookup for each: another thread's abort() clears `_expected`.
+                # Look each message up only once: another thread's abort() may clear `_expected` in
+                # between.
                 item = self._expected.get(name)
                 if item is None:
                     of_next_step[name] = None
@@ -410,14 +421,14 @@ class NativeTransport:
             if messages:
                 return messages
             remaining_s = max(0.0, begin_s + timeout_s - time.perf_counter())
-            # In turns: one peer of several that closes does not end the core's wait.
+            # Sleep in turns: the core's wait does not end when only one of several peers closes.
             arrivals = endpoint.arrivals(min(remaining_s, _TURN_S))
             self._unreported.update(dict.fromkeys(arrivals))
             if self._wake_name in self._unreported:
                 del self._unreported[self._wake_name]
                 while endpoint.take(self._rank, WAKE, 0.0) is not None:
-                    pass  # one end of a sleep is enough for all calls of `wake`
-                timeout_s = 0.0  # looks once more, and does not sleep again
+                    pass  # one end of a sleep is enough for any number of calls of `wake`
+                timeout_s = 0.0  # check once more without sleeping
             if arrivals:
                 continue
             if timeout_s == 0.0:
@@ -427,11 +438,14 @@ class NativeTransport:
                 return []
 
     def wake(self) -> None:
-        """End a `poll`; any thread may call it. A message to oneself rings the endpoint's bell."""
+        """End the current or the next `poll`; any thread may call this.
+
+        A message to oneself rings the endpoint's bell.
+        """
         self._send(self._rank, WAKE, b"")
 
     def note(self, target: int, content: bytes) -> None:
-        """Send a peer a note: bytes outside of the schedule, in or between steps."""
+        """Send a peer a note: bytes outside of the schedule, during a step or between steps."""
         self._send(target, NOTE, content)
 
     def _send(self, target: int, tag: int, content: bytes) -> None:
@@ -440,7 +454,7 @@ class NativeTransport:
         self._usable().send(target, tag, code, text.shape, text.data_ptr(), text)
 
     def noted(self, source: int, timeout_s: float = 0.0) -> bytes | None:
-        """Return the next note of a peer; None if there is none and the time-out is 0.
+        """Return the next note of a peer; None if none has arrived and the time-out is 0.
 
         Raises:
             TransportError: No note arrived in time, or the peer is gone.
@@ -453,7 +467,7 @@ class NativeTransport:
         return None if arrived is None else bytes(memoryview(arrived))  # type: ignore[arg-type]
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until the receivers can take all messages sent."""
+        """Wait until the receivers can take all messages that were sent."""
         endpoint = self._usable()
         if not endpoint.flush(timeout_s):
             peers = self._usable().peers()  # raises if another thread has aborted
@@ -464,14 +478,15 @@ class NativeTransport:
             raise self._failure(problem + self._waited(endpoint), target, None, timeout_s)
 
     def abort(self, reason: str) -> None:
-        """Abort for good: the waits of peers end with an error at once, and so do later calls."""
+        """Abort for good: waits of peers end with an error at once, and so do later calls."""
         if self._endpoint is not None and self._given_up is None:
             self._given_up = reason
             self._open = None
             self._expected.clear()
             # File names may hold bytes that are not UTF-8; an error here would hide the real one.
             text = reason.encode(errors="replace").decode()
-            # Passed on as it came: each rank on the way would add a line before the cause.
+            # Pass a peer's reason on unchanged; otherwise each rank on the way would add a prefix
+            # to it.
             if text not in [report.reason for report in self._endpoint.peers()]:
                 text = f"rank {self._rank}: {text}"
             self._endpoint.abort(text)
@@ -507,7 +522,7 @@ class NativeTransport:
         return f"waited {endpoint.counts().last_wait_s:.1f} s"
 
     def _require_peers(self, begin_s: float) -> None:
-        """Raise the peers' fate if no message can arrive any more, or not all of this step."""
+        """Raise the fate of the peers if messages of this step can no longer arrive."""
         reports = self._usable().peers()
         waited_s = time.perf_counter() - begin_s
         problem = f"no message can arrive: waited {waited_s:.1f} s"
@@ -526,9 +541,9 @@ class NativeTransport:
     ) -> TransportError:
         """Return the exception of a failed call.
 
-        A peer that aborted or died explains the failure, of whichever rank it is; one that closed
-        its transport only if the call depended on it (`peer`). Otherwise the call's own cause
-        counts: the time-out in seconds, or the core's error.
+        A peer that aborted or died explains the failure, whichever rank it is; a peer that closed
+        its transport does so only if the call depended on it (`peer`). Otherwise the cause is the
+        call's own: the time-out in seconds, or the core's error.
         """
         if message is not None:
             problem = f"{problem} (tag {self._tags[message] | self._step:#x})"
@@ -536,7 +551,7 @@ class NativeTransport:
         def place(report: PeerReport) -> str:
             return f"rank {report.rank} on host {self._hosts[report.rank]} (wire {report.wire})"
 
-        # `peer` first: its end may have caused that of the others.
+        # Sort `peer` first: its end may have caused that of the others.
         reports = sorted(self._usable().peers(), key=lambda report: report.rank != peer)
         for report in reports:
             if report.state == "aborted":

@@ -16,41 +16,47 @@ WaitsFor = Literal["input", "slot"]
 
 
 class TransportObserver:
-    """Callbacks for one rank's messages, empty by default. Begin and end come in pairs."""
+    """Callbacks for one rank's messages; the defaults do nothing. Each begin has a matching end."""
 
     def connected(self, wires: Mapping[int, str]) -> None:
-        """A transport is open; by global rank of a peer, the wire that reaches it."""
+        """A transport is open.
+
+        `wires` maps the global rank of each peer to the wire that reaches it.
+        """
 
     def begin_messages(self, expected: Sequence[Expected]) -> None:
-        """A step begins, in which these messages will arrive."""
+        """A step begins; these messages will arrive in it."""
 
     def begin_send(self, message: Message, target: int) -> None:
-        """The rank hands a message for global rank `target` to the wire."""
+        """The rank passes a message for global rank `target` to the wire."""
 
     def end_send(self, message: Message, target: int, num_bytes: int) -> None:
         """The wire has accepted the message, a tensor of `num_bytes`."""
 
     def begin_receive(self, message: Message, source: int) -> None:
-        """The rank asks for a message of global rank `source`."""
+        """The rank starts to receive a message of global rank `source`."""
 
     def end_receive(self, message: Message, source: int, num_bytes: int, waited_s: float) -> None:
         """The rank has received the message, a tensor of `num_bytes`.
 
-        Of the time since `begin_receive` the transport waited `waited_s`.
+        The transport spent `waited_s` of the time since `begin_receive` waiting.
         """
 
     def begin_wait(self, what: WaitsFor) -> None:
         """The rank starts to wait."""
 
     def end_wait(self, what: WaitsFor, arrived: Sequence[Message]) -> None:
-        """The wait is over; these messages arrived meanwhile."""
+        """The wait is over; these messages arrived during it."""
 
     def arrived(self, messages: Sequence[Message]) -> None:
-        """A poll without a wait found these messages."""
+        """A poll that does not wait returned these messages."""
 
 
 def observed(transport: Transport, observers: Sequence[TransportObserver]) -> Transport:
-    """Return a transport that reports to these observers; without any, the same one."""
+    """Return a transport that reports to these observers.
+
+    Without observers, return it unchanged.
+    """
     for observer in observers:
         observer.connected(transport.stats().wires)
         transport = ObservedTransport(transport, observer)
@@ -58,12 +64,12 @@ def observed(transport: Transport, observers: Sequence[TransportObserver]) -> Tr
 
 
 class ObservedTransport:
-    """Delegates to another transport and reports to an observer, in the thread that calls it."""
+    """Delegates to another transport and reports to an observer, in the caller's thread."""
 
     def __init__(self, transport: Transport, observer: TransportObserver) -> None:
         self._transport = transport
         self._observer = observer
-        # Nothing of these is reported.
+        # These are not reported.
         self.wake, self.abort = transport.wake, transport.abort
         self.close, self.stats = transport.close, transport.stats
 
@@ -72,7 +78,7 @@ class ObservedTransport:
         self._observer.begin_messages(expected)
         self._transport.begin(expected, slots)
 
-    # Without `finally`: an error ends the step, and a call that raised has a begin and no end.
+    # No `finally` here: an error ends the step, and a call that raised has a begin without an end.
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Report and send a tensor."""
         self._observer.begin_send(message, target)
@@ -82,7 +88,7 @@ class ObservedTransport:
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Receive and report a tensor."""
         self._observer.begin_receive(message, source)
-        # Only the transport knows for which part of the call it waits.
+        # Only the transport knows which part of the call is waiting.
         before_s = self.stats().waited_s
         tensor = self._transport.recv(source, message, timeout_s)
         waited_s = self.stats().waited_s - before_s
@@ -107,6 +113,6 @@ class ObservedTransport:
         self._observer.end_wait("slot", ())
 
 
-# Observers see tensors, not the notices of their launches.
+# Observers see tensors, without the notices of their launches.
 def _tensors(messages: Sequence[Message]) -> list[Message]:
     return [message for message in messages if not message.launched]

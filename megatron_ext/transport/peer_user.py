@@ -1,7 +1,8 @@
-"""Which user the process at the other end of a connection belongs to.
+"""Which user owns the process at the other end of a connection.
 
-A secret proves that a process can read the job's store, and anybody who reaches the store's port
-can. Within one host the kernel says whose process it is, which no process can forge.
+A secret only proves that a process can read the job's store, which anyone who reaches the store's
+port can do. Within one host, the kernel tells which user owns the process, and no process can forge
+that.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 NOBODY = -1
-"""The user of a connection that no process holds any more."""
+"""Returned for a connection whose other end no process holds any more."""
 
 _NET = Path("/proc/net")
 
 
 def user_of_peer(link: socket.socket) -> int | None:
-    """Return the user of the process at the other end of a connection over a unix socket or TCP.
+    """Return the user of the process at the other end of a unix socket or TCP connection.
 
-    None: the process is on another host, or in another network namespace, such as a container's.
-    A server may be asked about its client at once, a client about its server only after a first
-    answer: until the server accepts the connection, no process holds its end.
+    Returns None if the process is on another host, or in another network namespace, such as a
+    container's. A server may check its client at once, but a client may check its server only after
+    the first answer: until the server accepts the connection, no process holds its end.
     """
     if link.family == socket.AF_UNIX:
         size = struct.calcsize("3i")
@@ -34,10 +35,10 @@ def user_of_peer(link: socket.socket) -> int | None:
     ip, port = link.getsockname()[:2]
     try:
         peer_ip, peer_port = link.getpeername()[:2]
-    except OSError:  # the peer has closed the connection before it read all that was sent
+    except OSError:  # the peer closed the connection before it read all data
         return NOBODY
-    # The peer's end of the connection is among the sockets of this network namespace, if the peer
-    # is. In any state: a peer that has half closed the connection can still receive.
+    # If the peer is in this network namespace, its end of the connection is in this table. Accept
+    # any state: a peer that has half closed the connection can still receive.
     for table, spelled in _SPELLINGS.items():
         ends = f" {spelled(peer_ip)}:{peer_port:04X} {spelled(ip)}:{port:04X} "
         with suppress(OSError):  # a kernel without IPv6 has no tcp6
@@ -49,22 +50,22 @@ def user_of_peer(link: socket.socket) -> int | None:
 
 
 def _in_ipv4(address: str) -> str:
-    """Return an IPv4 address as the kernel's table writes it, `0100007F` for 127.0.0.1."""
+    """Return an IPv4 address as in the kernel's table: `0100007F` for 127.0.0.1."""
     ip = ip_address(address.partition("%")[0])
     return _words(ip) if isinstance(ip, IPv4Address) else "not of IPv4"
 
 
 def _in_ipv6(address: str) -> str:
-    """Return an address as the kernel's table for IPv6 writes it.
+    """Return an address as in the kernel's table for IPv6.
 
-    The peer may have opened a socket of IPv6 for a connection over IPv4.
+    The peer may have opened an IPv6 socket for a connection over IPv4.
     """
     ip = ip_address(address.partition("%")[0])
     return _words(IPv6Address(f"::ffff:{ip}") if isinstance(ip, IPv4Address) else ip)
 
 
 def _words(ip: IPv4Address | IPv6Address) -> str:
-    """Return the words of 32 bits of an address, each in this machine's order of bytes."""
+    """Return the 32-bit words of an address in hex, each in this machine's byte order."""
     words = [ip.packed[start : start + 4] for start in range(0, len(ip.packed), 4)]
     return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
 

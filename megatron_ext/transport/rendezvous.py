@@ -1,7 +1,7 @@
 """Rendezvous of a job's processes: addresses through a store, then a socket for each pair.
 
 Each process listens on a unix socket and, if it may have peers on other hosts, on a TCP port. It
-publishes both in the store, with a secret.
+publishes both in the store, together with a secret.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _RETRY_S = 0.05
 _MAX_CALLS = 3
 # Time-out for notifying a peer that this rank gave up.
 _RING_S = 1.0
-# Prefix of a notice published instead of an address: the reason and its addressees' secrets.
+# Prefix of a notice published in place of an address: the reason and its addressees' secrets.
 _GAVE_UP = b"gave up "
-# Backlog of a listener, besides one for each peer: this process connects before it accepts.
+# Backlog of a listener, in addition to one for each peer: this process connects before it accepts.
 _BACKLOG = 128
 HELLO_BYTES = 1024
 HELLO_S = 5.0
-"""How long a connection may take to send its hello."""
-# Anybody on the network can connect, also a scanner of ports. So many connections without a hello
-# are kept, besides one for each peer.
+"""How long a connection may take to send its hello message."""
+# Anyone on the network can connect, including port scanners. This many connections without a hello
+# are kept, in addition to one for each peer.
 _MAX_STRANGERS = 64
 
 
@@ -48,33 +48,34 @@ class Connection(NamedTuple):
     """A connected socket to an authenticated peer; the caller closes it."""
 
     wire: str
-    """The wire that it is for: shm (a unix socket), tcp or rdma (a TCP socket)."""
+    """The wire that the connection is for: shm (a unix socket), tcp or rdma (a TCP socket)."""
     host: str
     """Host name of the peer."""
     socket: socket.socket
 
 
 class _Visit(NamedTuple):
-    """A connection that has yet to say its hello."""
+    """A connection that has not sent its complete hello message yet."""
 
     text: bytes
-    """What it has sent so far."""
+    """The bytes received so far."""
     deadline: float
-    """Until when the rest may come (time.monotonic)."""
+    """When the hello must be complete (time.monotonic)."""
 
 
 class _Reception:
     """Accepts connections and reads the first line of each, in a `with` block.
 
-    All are read concurrently: a client that sends nothing, or one byte at a time, delays nobody but
-    itself. At most `max_visits` without a hello are kept: another one replaces the oldest.
+    All connections are read concurrently: a client that sends nothing, or one byte at a time,
+    delays only itself. At most `max_visits` connections without a hello are kept; a new one
+    replaces the oldest.
     """
 
     def __init__(self, rank: int, listeners: Sequence[socket.socket], max_visits: int) -> None:
         self._rank = rank
         self._listeners = listeners
         self._max_visits = max_visits
-        # In the order of deadlines, as each is given the same time.
+        # Sorted by deadline, since all connections get the same time.
         self._visits: dict[socket.socket, _Visit] = {}
         self._selector = selectors.DefaultSelector()
         for listener in listeners:
@@ -97,7 +98,7 @@ class _Reception:
                 link: socket.socket = key.fileobj  # type: ignore[assignment]
                 if link in self._listeners:
                     self._accept(link)
-                elif link in self._visits:  # else it was refused since the select
+                elif link in self._visits:  # otherwise it was rejected after the select
                     hello = self._read(link)
                     if hello is not None:
                         yield link, hello
@@ -113,7 +114,7 @@ class _Reception:
             self._selector.register(visitor, selectors.EVENT_READ)
 
     def _read(self, link: socket.socket) -> bytes | None:
-        """Read once; return the whole line when it is there, and leave the connection to it."""
+        """Read once. If the line is complete, return it and stop watching the connection."""
         text, deadline = self._visits[link]
         try:
             part = link.recv(HELLO_BYTES)
@@ -147,7 +148,7 @@ class _Reception:
 
 
 class _Rendezvous:
-    """One process's part in connecting to its peers."""
+    """The part of one process in connecting to its peers."""
 
     def __init__(
         self, store: Store, rank: int, run_id: str, timeout_s: float, my_address: Address
@@ -158,7 +159,7 @@ class _Rendezvous:
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._my_address = my_address
-        # By global rank, what each peer published last.
+        # Global rank of each peer -> the address that it published last.
         self._peer_addresses: dict[int, Address] = {}
 
     def run(self, peers: Iterable[int], ip: str | None) -> dict[int, Connection]:
@@ -172,8 +173,8 @@ class _Rendezvous:
             try:
                 for peer in sorted(lower):  # both sides of an impossible pair raise
                     choose_wire(self._rank, self._my_address, peer, self._address(peer))
-                # Answers are read last: no rank waits for those above it before it answers those
-                # below.
+                # Read the answers last, so that no rank waits for higher ranks before it answers
+                # lower ones.
                 for peer in higher:
                     connections[peer] = self._call_until_heard(peer)
                 self._answer_all(listeners, lower, connections)
@@ -183,7 +184,7 @@ class _Rendezvous:
                 for connection in connections.values():
                     connection.socket.close()
                 if isinstance(error, TransportError) and self._peer_addresses:
-                    # Before peers find the listeners closed.
+                    # Publish the reason before peers find the listeners closed.
                     self._give_up(str(error), connections)
                 raise
             return connections
@@ -200,7 +201,7 @@ class _Rendezvous:
                 self._connected(wire, peer, address, _RING_S, ring).close()
 
     def _listen(self, stack: ExitStack, num_lower: int, ip: str | None) -> list[socket.socket]:
-        # In the abstract namespace, with a random name: it leaves no file behind.
+        # Use the abstract namespace and a random name, which leaves no file behind.
         unix = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         unix.bind(f"\0{self._my_address.name}")
         unix.listen(num_lower + _BACKLOG)
@@ -211,7 +212,7 @@ class _Rendezvous:
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
             tcp = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             try:
-                tcp.bind((ip, 0))  # on one address only, and a port that the kernel chooses
+                tcp.bind((ip, 0))  # on this address only, with a port that the kernel chooses
             except OSError as error:
                 raise TransportError(
                     f"rank {self._rank} cannot listen on {ip} of host {self._my_address.host}: "
@@ -230,9 +231,9 @@ class _Rendezvous:
                 note = json.loads(text.removeprefix(_GAVE_UP))
                 if self._my_address.secret in note["to"]:
                     raise TransportError(f"rank {peer} gave up connecting: {note['reason']}")
-                self._left_s(f"rank {peer} to listen")  # a notice of an earlier run
+                self._left_s(f"rank {peer} to listen")  # the notice is of an earlier run
                 time.sleep(_RETRY_S)
-        except RuntimeError as error:  # the store's own errors, time-outs among them
+        except RuntimeError as error:  # an error of the store, such as a time-out
             raise TransportError(
                 f"rank {peer} did not publish an address for rank {self._rank}: {error}"
             ) from error
@@ -247,9 +248,9 @@ class _Rendezvous:
         return address
 
     def _call_until_heard(self, peer: int) -> Connection:
-        """Connect to a peer, as often as it takes.
+        """Connect to a peer, retrying until it listens.
 
-        Each attempt takes a fresh address: the last one may be an earlier run's.
+        Each attempt reads the address again: the previous one may have been left by an earlier run.
         """
         while True:
             with suppress(ConnectionError, BlockingIOError):  # the latter: its backlog is full
@@ -269,19 +270,19 @@ class _Rendezvous:
             link = self._connected(wire, peer, address, left_s, self._hello(address))
         except (ConnectionError, BlockingIOError):
             raise
-        except OSError as error:  # such as a time-out or a missing route
+        except OSError as error:  # for example a time-out or a missing route
             raise TransportError(
                 f"rank {self._rank} on host {self._my_address.host} cannot connect to rank {peer} "
                 f"on host {address.host} ({wire}, {address.ip or 'unix socket'}): {error}"
             ) from error
-        # A line where there is something better, which the reason names.
+        # Log visibly only if a better wire exists; the reason says why it is not used.
         is_second_best = self._my_address.wire == "auto" and wire == "tcp"
         level = logging.INFO if is_second_best else logging.DEBUG
         _log.log(level, "rank %d and rank %d: %s (%s)", self._rank, peer, wire, reason)
         return Connection(wire, address.host, link)
 
-    # The secrets of both sides as published: so processes of two jobs never connect to each other,
-    # and neither do those of a job and of an earlier run under the same run id.
+    # Include the published secrets of both sides, so that processes of two jobs, or of a job and an
+    # earlier run under the same run id, never connect to each other.
     def _hello(self, address: Address) -> str:
         return f"{self._rank} {address.secret} {self._my_address.secret}\n"
 
@@ -323,7 +324,7 @@ class _Rendezvous:
     def _answer(
         self, link: socket.socket, hello: bytes, lower: set[int], connections: dict[int, Connection]
     ) -> None:
-        """Authenticate one connection; reject it if it is not a peer's."""
+        """Authenticate a connection; reject it unless it comes from a peer."""
         try:
             self._require_same_user(link, "a process")
             rank, _, peer_secrets = hello.rstrip(b"\n").partition(b" ")
@@ -331,7 +332,7 @@ class _Rendezvous:
             if peer not in lower:
                 raise TransportError("it does not know the secrets of this run")
             address = self._address(peer)
-            # Up to here the input is only compared, never interpreted: anybody can connect.
+            # Up to here the input is only compared, never interpreted, because anyone can connect.
             published_secrets = f"{self._my_address.secret} {address.secret}".encode()
             if not secrets.compare_digest(peer_secrets, published_secrets):
                 raise TransportError("it does not know the secrets of this run")
@@ -343,15 +344,19 @@ class _Rendezvous:
         except (TransportError, OSError, ValueError) as error:
             _log.warning("rank %d refused a connection: %s", self._rank, error)
             link.close()
-            for peer in sorted(lower):  # it may come from a peer that gave up, which this raises
+            # The call may come from a peer that gave up; this raises its reason
+            for peer in sorted(lower):
                 self._address(peer)
             return
         lower.remove(peer)
         connections[peer] = Connection(wire, address.host, link)
 
     def _answered(self, peer: int, call: Connection) -> Connection:
-        """Return a connection over which the peer has sent its secret."""
-        # A peer that received a damaged hello closes the connection; this rank connects again.
+        """Wait for the peer's secret on a connection, reconnecting if necessary.
+
+        Return the connection.
+        """
+        # A peer that received a damaged hello closes the connection; this rank then connects again.
         for attempt in range(1, _MAX_CALLS + 1):
             if self._read_answer(peer, call.socket):
                 return call
@@ -367,14 +372,14 @@ class _Rendezvous:
         )
 
     def _read_answer(self, peer: int, link: socket.socket) -> bool:
-        """Read a peer's answer. Return False, with the socket closed, if it hung up instead."""
+        """Read a peer's answer. If the peer hung up instead, close the socket and return False."""
         waiting_for = f"rank {peer} to answer"
         expected = self._address(peer).secret.encode()
         answer = b""
         with ExitStack() as unless_answered:
             unless_answered.callback(link.close)
             try:
-                # Read no further: the next bytes belong to the wire.
+                # Do not read past the secret: the next bytes belong to the wire.
                 while len(answer) < len(expected):
                     link.settimeout(self._left_s(waiting_for))
                     part = link.recv(len(expected) - len(answer))
@@ -390,13 +395,18 @@ class _Rendezvous:
                     f"the answer of rank {peer} to rank {self._rank} is damaged; check the "
                     f"network between the hosts"
                 )
-            # Over TCP not before: until it accepts the connection, no process holds its end.
+            # Over TCP this cannot be checked earlier: until the peer accepts the connection, no
+            # process holds its end.
             self._require_same_user(link, f"the process that listens as rank {peer}")
             unless_answered.pop_all()
         return True
 
     def _require_same_user(self, link: socket.socket, process: str) -> None:
-        """Refuse a connection to a process of another user, which the error names as `process`."""
+        """Reject a connection to a process of another user; the error calls that process `process`.
+
+        Raises:
+            TransportError: The process has ended or belongs to another user.
+        """
         user = user_of_peer(link)
         if user == NOBODY:
             raise TransportError(f"{process} has ended")
@@ -431,8 +441,8 @@ def connect_peers(
 ) -> dict[int, Connection]:
     """Connect this process to the peers of its job; return a socket for each.
 
-    The arguments are those of `NativeTransport`. `timeout_s` is how long peers may take once they
-    have published their addresses; the store's own detects a rank that never publishes one.
+    For the arguments, see `NativeTransport`. `timeout_s` is how long peers may take once they have
+    published their addresses; the store's own time-out detects a rank that never publishes one.
 
     Raises:
         TransportError: A peer does not appear, or the wire is unavailable; names peer and reason.

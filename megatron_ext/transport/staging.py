@@ -1,9 +1,9 @@
 """Device tensors over a transport of host tensors, staged through pinned memory.
 
-A send copies the tensor to pinned host memory, on a stream of its own that waits for the
-computation. A thread sleeps until the copy is complete and then sends it, or publishes the slot
-that it is in. A received tensor is copied to the device from its place in host memory. So the
-caller never waits for the device, and nobody reads memory before its copy is complete.
+A send copies the tensor to pinned host memory, on a separate stream that waits for the computation.
+A thread sleeps until the copy is complete and then sends it, or publishes the slot that holds it. A
+received tensor is copied to the device from where it lies in host memory. So the caller never waits
+for the device, and memory is read only after its copy is complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CLOSE_S = 10.0
 
 
 class StagedTransport:
-    """Carries tensors of a device through host memory, and host tensors unchanged.
+    """Carries device tensors through host memory, and host tensors unchanged.
 
     Credits and decisions arrive on the host, which acts on them; all other messages arrive on the
     device.
@@ -50,14 +50,15 @@ class StagedTransport:
         self._copies = copies
         self._timeout_s = timeout_s
         self._drained_s = 0.0
-        # A thread each: a send may wait for a long computation, and releases free peers' slots.
+        # Use two threads: a send may wait for a long computation, while releases free slots of
+        # peers.
         self._sends = Afterwards("sends", self.abort)
         self._releases = Afterwards("releases", self.abort)
         self._pinned: list[int] = []
         memory = host.fixed_memory()
         for address, num_bytes in memory:
             if not copies.pin(address, num_bytes):
-                break  # pin() logs the reason, and the others would fail too
+                break  # pin() logs the reason, and the remaining blocks would fail too
             self._pinned.append(address)
         self._writes_slots = bool(memory) and len(self._pinned) == len(memory)
         if self._writes_slots:
@@ -75,9 +76,9 @@ class StagedTransport:
         if tensor.is_cpu:
             self._host.isend(tensor, target, message)
             return
-        # An alias of the storage: the caller may replace the `data` of its own tensor.
+        # Keep an alias of the storage: the caller may replace the `data` of its tensor.
         source = plain(tensor.detach())
-        # Over shared memory and RDMA into a slot, from which nobody on the host copies it again.
+        # Over shared memory and RDMA, copy into a slot, so that the host does not copy it again.
         slot = None
         if self._writes_slots:
             try:
@@ -93,7 +94,7 @@ class StagedTransport:
         self._sends.after(copied, send, (source, copy))
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Return the tensor of a message, on the device, whose later work waits for the copy."""
+        """Return the tensor of a message on the device, whose later work waits for the copy."""
         self._check()
         try:
             tensor = self._host.recv(source, message, timeout_s)
@@ -101,9 +102,9 @@ class StagedTransport:
             self._raise(error)
         if message.for_host:
             return tensor
-        # The device's stream waits for this copy, out of a slot or a buffer that the device knows.
+        # The device's stream waits for this copy, which reads from a slot or a registered buffer.
         copy, copied = self._copies.to_device(tensor)
-        # When the copy has ended, dropping the reference to the tensor frees its slot.
+        # Keep the tensor until the copy has ended; dropping the reference then frees its slot.
         self._releases.after(copied, lambda: None, tensor)
         return copy
 
@@ -116,7 +117,7 @@ class StagedTransport:
             self._raise(error)
 
     def wake(self) -> None:
-        """End a `poll`."""
+        """End the current or the next `poll`."""
         self._host.wake()
 
     def flush(self, timeout_s: float) -> None:
@@ -129,13 +130,13 @@ class StagedTransport:
             self._raise(error)
 
     def abort(self, reason: str) -> None:
-        """Abort for good. Unsent copies are dropped, each when the device has made it."""
+        """Abort for good. Unsent copies are dropped once the device has finished them."""
         self._host.abort(reason)
 
     def close(self) -> None:
         """Wait for the running copies and release all resources."""
-        # A device that copies cannot be stopped: memory that it may still use stays registered to
-        # the end of the process, and no slot is used again before its copy has ended.
+        # A device copy cannot be cancelled: memory that it may still use stays registered until the
+        # process ends, and no slot is reused before its copy has ended.
         have_ended = [thread.stop(_CLOSE_S) for thread in (self._sends, self._releases)]
         if all(have_ended):
             for address in self._pinned:
@@ -146,7 +147,7 @@ class StagedTransport:
         self._host.close()
 
     def stats(self) -> Stats:
-        """Return the host transport's totals, with the waits for copies."""
+        """Return the host transport's totals, including the waits for copies."""
         stats = self._host.stats()
         return replace(stats, waited_s=stats.waited_s + self._drained_s)
 
@@ -163,6 +164,6 @@ class StagedTransport:
         self._releases.check()
 
     def _raise(self, error: TransportError) -> NoReturn:
-        """Raise the error of a copy thread if there is one, else `error`."""
+        """Raise the error of a copy thread if there is one, otherwise `error`."""
         self._check()
         raise error

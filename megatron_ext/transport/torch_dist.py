@@ -1,6 +1,6 @@
 """The transport over torch.distributed's point-to-point operations: gloo, NCCL, MCCL.
 
-torch.distributed cannot report an arrival ahead of the receive, so this transport serves static
+torch.distributed cannot report an arrival ahead of the receive, so this transport supports static
 schedules only. A wait that times out breaks the group for good.
 """
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from megatron_ext.message import Message, MessageKind
 
 _MAX_DIMS = 7
-# Prefix of the keys in the store under which ranks publish why they abort.
+# Prefix of the store keys under which ranks publish why they abort.
 _ABORTED = "megatron_ext/aborted"
-_STORE_S = 5.0  # for its answer; its own calls have no time-out
+_STORE_S = 5.0  # for the store's answer; its calls have no time-out
 
-# The message kinds of this wire.
+# The message kinds that this wire carries.
 _KINDS: tuple[MessageKind, ...] = ("F", "B", "P", "G")
 
 
 Pair = tuple[int, int]
-"""Two global ranks, source and target: (0, 1) and (1, 0) have a group each."""
+"""Source and target, as global ranks. (0, 1) and (1, 0) have separate groups."""
 
 _Members = TypeVar("_Members", bound=tuple[int, ...])
 
@@ -60,9 +60,8 @@ class TorchTransport:
     Args:
         device: Device of received tensors.
         pairs: All pairs with this rank as source or target.
-        timeout_s: Time-out of an operation. With gloo each `recv` has its own.
-        shapes_travel: Whether a header with the shape precedes each message. The same on both
-            ends.
+        timeout_s: Time-out of an operation. With gloo, each `recv` has its own.
+        shapes_travel: Whether a header with the shape precedes each message. The same on both ends.
     """
 
     def __init__(
@@ -72,20 +71,20 @@ class TorchTransport:
         self._shapes_travel = shapes_travel
         self._timeout_s = timeout_s
         self._matches_tags = dist.get_backend() == dist.Backend.GLOO
-        # Whether the next receive from a source needs the previous header's shape, which blocks the
-        # host. Each call then starts the due receives at its beginning, not the call before it: by
-        # then the computation in between has been launched.
+        # Whether the next receive from a source needs the shape in the previous header, which
+        # blocks the host. If so, each call starts the due receives at its beginning instead of at
+        # the end of the previous call: by then, the computation in between has been launched.
         self._one_by_one = shapes_travel and not self._matches_tags
         self._me = dist.get_rank()
         pairs = set(pairs)
-        # None: the group of all ranks.
+        # None stands for the group of all ranks.
         self._groups: dict[Pair, dist.ProcessGroup | None] = dict.fromkeys(pairs)
         # gloo matches messages by tag. NCCL and MCCL ignore tags and run the operations of a
-        # communicator one after the other, so each direction of each pair has one of its own.
+        # communicator one after the other, so each direction of each pair needs a separate group.
         if not self._matches_tags:
             self._groups.update(groups_of_ranks(pairs, timeout_s))
-            # In one order on all ranks: the first use of a group creates its communicator and waits
-            # for the peer.
+            # Use the same order on all ranks: the first use of a group creates its communicator and
+            # waits for the peer.
             for source, target in sorted(pairs):
                 group = self._groups[source, target]
                 probe = torch.zeros(1, device=device)
@@ -100,12 +99,12 @@ class TorchTransport:
         # Sends in progress, by target.
         self._sent: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
         self._slots = 1
-        # Most tensors that one of this rank's messages had so far.
+        # The most tensors that any message of this rank has had so far.
         self._parts = 1
         self._step = 0
         # Number of `isend` and `recv` calls in this step.
         self._calls = 0
-        # An earlier transport of this job may have set it.
+        # An earlier transport of this job may have set this key.
         _store().delete_key(f"{_ABORTED}/{self._me}")
         wire = f"torch.distributed, {dist.get_backend()}"
         peers = {rank for pair in self._groups for rank in pair} - {self._me}
@@ -129,7 +128,7 @@ class TorchTransport:
         if self._one_by_one:
             self._post_due()
         self._parts = max(self._parts, message.part + message.header + 1)
-        # An alias: the caller may replace the `data` of its own tensor to free the output.
+        # Keep an alias: the caller may replace the `data` of its tensor to free the output.
         tensor = plain(tensor.detach())
         sent, group = self._sent[target], self._groups[self._me, target]
         parts = [(tensor, False)]
@@ -149,8 +148,8 @@ class TorchTransport:
         self._stats.bytes += tensor.nbytes
         while sent and sent[0][0].is_completed():
             sent.popleft()
-        # Beyond the limit wait for the oldest, to bound their memory: two directions of data flow,
-        # all tensors of a message, and their headers.
+        # Above the limit, wait for the oldest sends, to bound their memory. The limit allows for
+        # two directions of data flow, all tensors of a message, and their headers.
         limit = 2 * self._slots * self._parts
         if self._shapes_travel:
             limit *= 2
@@ -175,7 +174,11 @@ class TorchTransport:
         return posted.tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
-        """Raise TransportError: torch.distributed cannot report arrivals."""
+        """Raise an error: torch.distributed cannot report arrivals.
+
+        Raises:
+            TransportError: Always.
+        """
         raise TransportError(
             "torch.distributed cannot tell whether a message has arrived, so it carries static "
             "schedules only; take --pipeline-transport auto for dynamic ones"
@@ -192,7 +195,7 @@ class TorchTransport:
                 self._wait(work, target, None, timeout_s)
 
     def abort(self, reason: str) -> None:
-        """Drop all operations. Peers learn the reason when this process exits, or time out."""
+        """Drop all operations. Peers see the reason when this process exits, or time out."""
         _in_time(lambda: _store().set(f"{_ABORTED}/{self._me}", reason))
         self._drop()
 
@@ -214,16 +217,16 @@ class TorchTransport:
         return self._stats
 
     def count_call(self) -> None:
-        """Count an `isend` or `recv`, also one that another transport has carried."""
+        """Count an `isend` or `recv`, including one that another transport has carried."""
         self._calls += 1
         if not self._one_by_one:
             self._post_due()
 
     def _post_due(self) -> None:
         """Start the receives that are due."""
-        # In the order that all ranks share (`schedules/search/queues.py`), each as soon as the
-        # sends and receives before it have started: NCCL runs what one communicator has one after
-        # the other.
+        # Start them in the order that all ranks share (`schedules/search/queues.py`), each as soon
+        # as all sends and receives before it have started: NCCL runs the operations of a
+        # communicator one after the other.
         while self._waiting and self._waiting[0].after <= self._calls:
             self._post(self._waiting.popleft())
 
@@ -256,7 +259,10 @@ class TorchTransport:
         return _Posted(work, tensor, item, is_header)
 
     def _tag(self, message: Message, is_header: bool) -> int:
-        """Return a tag of 31 bits, never 0, which other code uses. Every second step reuses it."""
+        """Return a 31-bit tag, never 0, which other code uses.
+
+        Every second step reuses the same tags.
+        """
         if not self._matches_tags:
             return 0
         if message.stage >= 1 << 9 or message.microbatch >= 1 << 14 or message.part >= 7:
@@ -264,7 +270,8 @@ class TorchTransport:
                 f"{message} has no tag: a step has at most 512 stages, 16384 micro-batches and 7 "
                 f"tensors for each of them"
             )
-        # Slices share a tag: what has one tag arrives in the order of the sends, as it was posted.
+        # Slices share a tag: messages with the same tag arrive in the order of the sends, which is
+        # the order of the posted receives.
         part = 7 if message.header else message.part
         tag = ((message.microbatch << 9 | message.stage) << 3 | part) << 2
         tag |= _KINDS.index(message.kind)
@@ -273,14 +280,17 @@ class TorchTransport:
     def _wait(
         self, work: dist.Work, peer: int, message: Message | None, timeout_s: float | None
     ) -> None:
-        """Wait until a message of a peer has come, or without one, until a send to it completes.
+        """Wait until a message of a peer has arrived or, without a message, until a send completes.
 
-        None as time-out: that of the group applies.
+        If the time-out is None, the group's applies.
+
+        Raises:
+            TransportError: The operation failed or timed out; names peer and reason.
         """
         begin = time.perf_counter()
         try:
-            # A wait of NCCL and MCCL blocks the device and not the host; a time-out would make the
-            # host poll. If a message never arrives, the group's time-out ends the process.
+            # With NCCL and MCCL, a wait blocks the device but not the host; a time-out would make
+            # the host poll. If a message never arrives, the group's time-out ends the process.
             if timeout_s is None or not self._matches_tags:
                 timeout_s = self._timeout_s
                 work.wait()
@@ -301,21 +311,21 @@ class TorchTransport:
 def groups_of_ranks(
     sets: Iterable[_Members], timeout_s: float, backend: str | None = None
 ) -> dict[_Members, dist.ProcessGroup]:
-    """Return a process group for each set of global ranks, by set. Collective over the whole job.
+    """Return a process group for each set of global ranks. Collective over the whole job.
 
-    Each set has this rank, and its other ranks name it too. `backend` is one of torch.distributed;
-    None: that of the job.
+    Each set contains this rank, and its other ranks pass the same set. `backend` is a
+    torch.distributed backend; None means the job's.
     """
-    # All ranks create all groups. Otherwise torch names a group by the number of groups that the
-    # calling rank is in. Ranks of one pipeline differ in that (embedding groups, for example), so
-    # two ranks on their own would wait for each other under different names, forever.
+    # Create all groups on all ranks. Otherwise torch names a group by the number of groups that the
+    # calling rank is in, which differs between ranks of one pipeline (embedding groups, for
+    # example), so two ranks would wait for each other under different names, forever.
     sets_of_rank = sorted(set(sets))
     sets_by_rank: list[list[_Members]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(sets_by_rank, sets_of_rank)
     groups = {}
     timeout = timedelta(seconds=timeout_s)
     for members in sorted(set(chain.from_iterable(sets_by_rank))):
-        # Any: to the types of torch 2.15 a rank may be outside of it.
+        # Any, because in torch 2.15's types the result may say that a rank is outside the group.
         group: Any = dist.new_group(sorted(members), timeout=timeout, backend=backend)
         if members in sets_of_rank:
             groups[members] = group
@@ -327,7 +337,7 @@ def _store() -> Any:
 
 
 def _reason(peer: int, error: Exception) -> str:
-    """Return the reason that a peer gave when it aborted, else the error of torch.distributed."""
+    """Return the reason that a peer gave when it aborted, or the error of torch.distributed."""
     key = f"{_ABORTED}/{peer}"
     reason = _in_time(lambda: _store().get(key).decode() if _store().check([key]) else None)
     text = str(error) if reason is None else f"it aborted: {reason}"
@@ -335,14 +345,17 @@ def _reason(peer: int, error: Exception) -> str:
 
 
 def _in_time(ask: Callable[[], Any]) -> Any:
-    """Return what the store answers; None if it has gone with its process, or is silent."""
+    """Return the store's answer.
+
+    None if the store has ended with its process or does not respond.
+    """
     answers = []
 
     def run() -> None:
         with suppress(RuntimeError, ValueError):
             answers.append(ask())
 
-    # Calls of the store have no time-out: they last for as long as its process is stopped.
+    # Calls of the store have no time-out: they block for as long as its process is stopped.
     asking = threading.Thread(target=run, daemon=True)
     asking.start()
     asking.join(_STORE_S)
