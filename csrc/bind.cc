@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace megatron_ext {
 namespace {
 
-/// Translates TransportError of C++ to that of megatron_ext.errors.
+/// Translates the C++ TransportError into megatron_ext.errors.TransportError.
 void register_errors() {
     PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> python_error;
     python_error.call_once_and_store_result([] {

@@ -26,7 +26,7 @@ namespace py = pybind11;
 namespace megatron_ext {
 namespace {
 
-/// Keeps a Python object alive from threads without the GIL.
+/// Keeps a Python object alive; threads may release it without holding the GIL.
 std::shared_ptr<void> share(py::object object) {
     return {object.release().ptr(), [](void* pointer) {
                 py::gil_scoped_acquire gil;
@@ -60,7 +60,7 @@ void accept_shm(ShmLink& self, std::optional<double> timeout_s) {
     self.accept(to_deadline(timeout_s), &check_python_signals);
 }
 
-/// The size of a message of this dtype and shape; std::nullopt if that is impossible.
+/// The size of a message with this dtype and shape; std::nullopt if the shape is invalid.
 std::optional<std::uint64_t> num_bytes_of(const MessageInfo& info) {
     std::uint64_t num_bytes = info.dtype_bits / 8;
     for (std::size_t i = 0; i < info.num_dims; ++i) {
@@ -111,7 +111,8 @@ MessageInfo make_info(std::uint64_t tag, unsigned dtype, const py::tuple& shape)
 void send(Endpoint& self, int peer, std::uint64_t tag, unsigned dtype, const py::tuple& shape,
           std::uintptr_t address, py::object owner) {
     const MessageInfo info = make_info(tag, dtype, shape);
-    // This reference outlives send(): an owner that is done at once is released with the GIL held.
+    // This reference outlives send(), so that an owner that is no longer needed is released with
+    // the GIL held.
     const std::shared_ptr<void> shared = share(std::move(owner));
     py::gil_scoped_release no_gil;
     self.send(peer, info, reinterpret_cast<const void*>(address), shared);
@@ -165,7 +166,7 @@ py::tuple shape_of(const Message& message) {
     return shape;
 }
 
-/// DLPack's exchange structures (ABI version 0, frozen): a tensor and its deleter.
+/// The exchange structures of DLPack (ABI version 0, which is frozen): a tensor and its deleter.
 struct DlTensor {
     void* data;
     std::int32_t device_type;
@@ -185,7 +186,7 @@ struct DlManagedTensor {
     void (*deleter)(DlManagedTensor*);
 };
 
-/// A DLPack tensor on the bytes of a message, which it owns.
+/// A DLPack tensor on the bytes of a message; owns the message.
 struct MessageTensor {
     explicit MessageTensor(Message m) : message(std::move(m)) {
         const MessageInfo& info = message.info;
@@ -209,7 +210,7 @@ struct MessageTensor {
     DlManagedTensor managed{};
 };
 
-/// The message as a DLPack capsule, for one tensor.
+/// Returns the message as a DLPack capsule, which becomes one tensor.
 py::capsule to_dlpack(Message message) {
     auto tensor = std::make_unique<MessageTensor>(std::move(message));
     py::capsule capsule(&tensor->managed, "dltensor", [](PyObject* object) {
@@ -223,8 +224,8 @@ py::capsule to_dlpack(Message message) {
     return capsule;
 }
 
-/// Waits for a message and takes it: a capsule if it has bytes and the dtype is `capsule_dtype`,
-/// otherwise a Message; None at the time-out.
+/// Waits for a message and takes it. Returns a capsule if the message has bytes and the dtype is
+/// `capsule_dtype`, otherwise a Message; None after the time-out.
 py::object take(Endpoint& self, int source, std::uint64_t tag, std::optional<double> timeout_s,
                 unsigned capsule_dtype) {
     std::optional<Message> message;
@@ -265,7 +266,7 @@ const char* state_name(const PeerReport& report) {
     return "aborted";
 }
 
-/// The reason as Python text. A peer's reason may be cut inside a character, or not be UTF-8.
+/// The reason as a Python string. A peer's reason may be cut inside a character, or not be UTF-8.
 py::str reason_of(const PeerReport& report) {
     PyObject* const text = PyUnicode_DecodeUTF8(
         report.reason.data(), static_cast<py::ssize_t>(report.reason.size()), "replace");
@@ -275,8 +276,8 @@ py::str reason_of(const PeerReport& report) {
     return py::reinterpret_steal<py::str>(text);
 }
 
-/// No thread may wait for the endpoint's lock while it holds the GIL. This includes the destructor,
-/// which joins the service thread and closes the links.
+/// No thread may wait for the endpoint's lock while it holds the GIL. This applies to the
+/// destructor too, which joins the service thread and closes the links.
 struct WithoutGil {
     void operator()(Endpoint* endpoint) const {
         const py::gil_scoped_release no_gil;

@@ -1,4 +1,4 @@
-// Python bindings of links over RDMA, of the list of devices and of the probe.
+// Python bindings of the RDMA link, the list of devices and the probe.
 
 #include <fcntl.h>
 #include <pybind11/pybind11.h>

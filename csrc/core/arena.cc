@@ -11,7 +11,8 @@
 
 namespace megatron_ext {
 
-/// The start of the segment's payload. Words written by different processes are cache lines apart.
+/// The start of the segment's payload. Words that different processes write are on different cache
+/// lines.
 struct Arena::Header {
     char magic[8];
     std::uint32_t version;

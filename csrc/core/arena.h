@@ -17,10 +17,10 @@ struct ArenaSize {
     std::uint64_t slot_bytes;
 };
 
-/// Shared memory through which one process sends messages to one other, which owns it.
+/// Shared memory through which one process sends messages to another, which owns the memory.
 ///
 /// The sender puts a piece into any free slot, then the slot's number into `order`, then counts it
-/// in `published`: so the receiver sees pieces in the order in which they were sent, whatever slots
+/// in `published`. So the receiver sees pieces in the order in which they were sent, whatever slots
 /// they use. The receiver releases slots in any order, as bits in `released`, which the sender
 /// collects. Each word has one writing direction, so the death of either side leaves no lock
 /// behind. See Inbox and Outbox for the two ends.
@@ -28,27 +28,28 @@ class Arena {
   public:
     static constexpr std::uint32_t kMaxSlots = 1024;
 
-    /// A new, empty arena. Throws std::invalid_argument for impossible sizes and TransportError if
-    /// memory is short.
+    /// Creates an empty arena. Throws std::invalid_argument for impossible sizes and TransportError
+    /// if there is not enough memory.
     static Arena create(ArenaSize size);
 
-    /// The arena that another process created. Throws TransportError if it is something else.
+    /// Attaches an arena that another process created. Throws TransportError if `fd` is not an
+    /// arena.
     static Arena attach(UniqueFd fd);
 
     ArenaSize size() const noexcept { return size_; }
     int fd() const noexcept { return segment_.fd(); }
 
     std::atomic<std::uint64_t>& published() const noexcept;
-    /// Whether to ring the sender when a slot is released.
+    /// Whether the receiver must ring the sender when it releases a slot.
     std::atomic<std::uint32_t>& sender_waits() const noexcept;
-    /// Word `index` of the bits of released slots.
+    /// Word `index` of the bitmap of released slots.
     std::atomic<std::uint64_t>& released(std::size_t index) const noexcept;
     std::size_t num_released_words() const noexcept { return (size_.num_slots + 63) / 64; }
     /// Location of the slot number of piece `sequence`.
     std::uint32_t& order(std::uint64_t sequence) const noexcept;
     Descriptor& descriptor(std::uint32_t slot) const noexcept;
     std::byte* bytes(std::uint32_t slot) const noexcept;
-    /// The memory of all slots, contiguous from slot 0; whole pages.
+    /// Size of the memory of all slots: whole pages, contiguous from slot 0.
     std::size_t num_slots_bytes() const noexcept;
 
   private:

@@ -10,7 +10,7 @@
 namespace megatron_ext {
 namespace {
 
-/// More than any memory holds, and small enough that rounding up does not overflow.
+/// More than any machine's memory, and small enough that rounding up does not overflow.
 constexpr std::uint64_t kMaxMessageBytes = std::uint64_t{1} << 48;
 
 std::string hexadecimal(std::uint64_t number) {
@@ -61,7 +61,7 @@ std::byte* Assembly::place(const Descriptor& piece) {
         if (piece.total_bytes > 0) {
             message.bytes = memory_for(piece);
         }
-        // Only now: after a failure no piece may be written to memory that is not there.
+        // Set this last: if the allocation fails, no piece may be written to missing memory.
         partial_ = Partial{std::move(message)};
     }
     return piece.piece_bytes == 0 ? nullptr : partial_->message.bytes.get() + piece.offset_bytes;

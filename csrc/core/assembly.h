@@ -22,31 +22,32 @@ class Assembly {
     /// Number of the next piece.
     std::uint64_t next_sequence() const noexcept { return next_sequence_; }
 
-    /// Throws TransportError for a descriptor that is damaged, is not that of the next piece or
+    /// Throws TransportError if a descriptor is damaged, does not belong to the next piece or
     /// exceeds `max_piece_bytes`.
     void check(const Descriptor& piece, std::uint64_t max_piece_bytes) const;
 
-    /// Throws TransportError for bytes whose checksum differs from that in their descriptor.
+    /// Throws TransportError if the checksum of the bytes differs from the one in their descriptor.
     void check_bytes(const Descriptor& piece, const std::byte* bytes) const;
 
-    /// Counts a piece that is a whole message and is kept elsewhere. After check().
+    /// Counts a piece that is a whole message and is stored elsewhere. Call check() first.
     void skip() { ++next_sequence_; }
 
-    /// Memory for the whole message of a piece, which has bytes. Throws TransportError, with the
-    /// source and the size, if this process cannot get so much.
+    /// Returns memory for the whole message of a piece that has bytes. Throws TransportError, with
+    /// the source and the size, if this process cannot allocate that much.
     std::shared_ptr<std::byte> memory_for(const Descriptor& piece) const;
 
-    /// Destination of the bytes of the next piece; null if it has none. After check(). Throws as
-    /// memory_for() does.
+    /// Destination of the bytes of the next piece; null if it has no bytes. Call check() first.
+    /// Throws like memory_for().
     std::byte* place(const Descriptor& piece);
 
-    /// The bytes of the next piece are there. Returns the message if it is complete with them.
+    /// Called when the bytes of the next piece are in place. Returns the message if this completes
+    /// it.
     std::optional<Message> finish(const Descriptor& piece);
 
   private:
     [[noreturn]] void throw_damaged(const std::string& what) const;
 
-    /// A message with pieces outstanding.
+    /// A message that still lacks pieces.
     struct Partial {
         Message message;
         std::uint64_t have_bytes = 0;

@@ -29,7 +29,8 @@ std::size_t whole_pages(std::size_t num_bytes) {
     return (num_bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-/// A list of one block: lists exchange elements without an allocation, so without a failure.
+/// A list with one block. Lists exchange elements without an allocation, so moving a block cannot
+/// fail.
 Blocks allocate(std::size_t capacity) {
     Blocks blocks(1);
     void* const data = std::aligned_alloc(kAlignment, capacity);
@@ -66,7 +67,7 @@ class BufferPool::State {
         return {first, num_slots * stride};
     }
 
-    /// A free slot that fits; null without one.
+    /// Returns a free slot that fits; null if there is none.
     std::byte* take_slot(std::size_t num_bytes) {
         const std::lock_guard lock(mutex_);
         if (num_bytes > slot_bytes_ || free_slots_.empty()) {
@@ -77,7 +78,7 @@ class BufferPool::State {
         return slot;
     }
 
-    /// Called by the last owner, where no exception can be caught.
+    /// The last owner calls this, where no exception can be caught.
     void give_back_slot(std::byte* slot) noexcept {
         if (process_.is_this()) {
             const std::lock_guard lock(mutex_);
@@ -112,7 +113,7 @@ class BufferPool::State {
         return block;
     }
 
-    /// Called by the last owner, where no exception can be caught.
+    /// The last owner calls this, where no exception can be caught.
     void give_back(Blocks::iterator block) noexcept {
         if (!process_.is_this()) {
             return;  // a forked child has a copy, and perhaps a lock that nobody will release

@@ -56,14 +56,14 @@ std::uint32_t Doorbell::sequence() const noexcept { return word_->load(std::memo
 
 void Doorbell::ring() noexcept {
     count();
-    // A wake-up of nobody costs one system call, and there is no state to become inconsistent.
+    // If nobody sleeps, a wake-up costs one system call, and no state can become inconsistent.
     wake();
 }
 
 void Doorbell::count() noexcept { word_->fetch_add(1, std::memory_order_seq_cst); }
 
 void Doorbell::wake() noexcept {
-    // Cannot fail on a mapped word.
+    // This cannot fail for a mapped word.
     ::syscall(SYS_futex, word_, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 

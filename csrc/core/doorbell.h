@@ -36,7 +36,7 @@ class Doorbell {
     /// Counts one ring and wakes all waiters.
     void ring() noexcept;
 
-    /// The two halves of ring(), for callers that know whether anybody sleeps.
+    /// The two halves of ring(), for callers that know whether any thread sleeps.
     void count() noexcept;
     void wake() noexcept;
 

@@ -32,7 +32,7 @@ class Endpoint::Events final : public LinkEvents {
     int peer_;
 };
 
-/// Tells the links that the caller waits, and in the destructor that the wait is over.
+/// Tells the links that the caller waits; the destructor tells them that the wait is over.
 class Endpoint::Demand final {
   public:
     explicit Demand(Endpoint& endpoint) : endpoint_(endpoint) {}
@@ -45,7 +45,7 @@ class Endpoint::Demand final {
         }
     }
 
-    /// Requires the endpoint's lock. From then on links make progress by themselves.
+    /// Requires the endpoint's lock. From then on, links make progress without further calls.
     void begin() {
         if (!told_) {
             told_ = true;
@@ -80,7 +80,7 @@ Endpoint::~Endpoint() {
     try {
         close();
     } catch (const std::exception&) {
-        // The links end with the endpoint, with or without a notice.
+        // The links end with the endpoint, even if a close notice could not be sent.
     }
 }
 
@@ -124,7 +124,7 @@ Link& Endpoint::link_to(int peer) const {
     return *entry->second.link;
 }
 
-/// The link to a peer that takes messages, after all work that needs no wait.
+/// Returns the link to a peer that still accepts messages, after doing all work that needs no wait.
 Link& Endpoint::open_link(int peer) {
     Link& link = link_to(peer);
     progress();
@@ -134,7 +134,7 @@ Link& Endpoint::open_link(int peer) {
     return link;
 }
 
-/// Counts a message of `num_bytes`, and sees that the rest of it is sent once there is room.
+/// Counts a message of `num_bytes`, and makes the service thread send the rest once there is room.
 void Endpoint::count_sent(int peer, std::uint64_t num_bytes) {
     counts_.num_messages += 1;
     counts_.num_bytes += num_bytes;
@@ -221,8 +221,8 @@ bool Endpoint::failed() const noexcept {
            });
 }
 
-/// Sleeps once, until a ring after `seen`, or briefly enough to detect dead peers, which cannot
-/// ring. Returns the seconds slept; std::nullopt at the deadline.
+/// Sleeps once, until a ring after `seen`, but only briefly, because dead peers cannot ring.
+/// Returns the seconds slept; std::nullopt at the deadline.
 std::optional<double> Endpoint::sleep(std::uint32_t seen, Deadline deadline) {
     const Deadline begin = Clock::now();
     if (begin >= deadline) {
@@ -257,7 +257,7 @@ bool Endpoint::wait_until(Condition condition, Deadline deadline, InterruptCheck
             }
             demand.begin();
         }
-        // By the clock, not at idle sleeps: rings for other messages may never pause.
+        // Check by the clock instead of at idle sleeps: rings for other messages may never pause.
         constexpr double kPeriodS = std::chrono::duration<double>(kInterruptPeriod).count();
         if (check != nullptr && waited_s >= checked_at_s + kPeriodS) {
             checked_at_s = waited_s;
@@ -312,7 +312,7 @@ bool Endpoint::flush(Deadline deadline, InterruptCheck check) {
     };
     wait_until(
         [&] {
-            // An abort has emptied the queues: their messages have not left.
+            // An abort has emptied the queues, but their messages were not sent.
             empty = !aborted_ && std::all_of(links_.begin(), links_.end(), is_empty);
             return empty || failed() || std::any_of(links_.begin(), links_.end(), is_stuck);
         },
@@ -350,7 +350,7 @@ void Endpoint::close() {
     done.swap(done_);
 }
 
-/// Lets wires that need it finish their messages and close notices, while peers accept them.
+/// Lets links that need time finish their messages and close notices, while peers accept them.
 void Endpoint::part() noexcept {
     const Deadline deadline = Clock::now() + kPartingTime;
     try {
@@ -370,7 +370,7 @@ void Endpoint::part() noexcept {
             ::poll(entries.data(), static_cast<nfds_t>(entries.size()), 20);
         }
     } catch (const std::exception&) {
-        // Damaged data of one peer; no caller is left to receive the error.
+        // Damaged data of a peer; no caller is left to receive the error.
     }
 }
 

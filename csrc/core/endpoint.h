@@ -43,19 +43,19 @@ struct EndpointCounts {
 /// One process of a job, with a link to each of its peers, over any wire. Messages of all links go
 /// into one table, from which they are taken by source and tag, in any order.
 ///
-/// The calling thread moves messages in shared memory itself and sleeps on the futex of the bell.
-/// A service thread, asleep in epoll, does the work that must continue while it computes: all
-/// traffic of links with descriptors, and messages that found no room in shared memory, whose
-/// receiver rings when there is room. Without either there is no such thread. The next call throws
-/// its errors.
+/// The calling thread moves messages in shared memory itself and sleeps on the futex of the bell. A
+/// service thread, which sleeps in epoll, does the work that must continue while the caller
+/// computes: all traffic of links with descriptors, and messages that found no room in shared
+/// memory, whose receiver rings when there is room. It exists only if there is such work. Its
+/// errors are thrown by the next call.
 ///
 /// Concurrency: one thread makes all calls; another one may call send(), publish() and abort() at
 /// any time before close(). Any thread may release messages, also during a call and after the end
-/// of the endpoint. A forked child must not use it: its calls throw, and its destructor does not
-/// notify the peers.
+/// of the endpoint. A forked child must not use the endpoint: its calls throw, and its destructor
+/// does not notify the peers.
 class Endpoint {
   public:
-    /// `room` is that of each link.
+    /// `room` is the size of the arena of each link.
     Endpoint(int rank, ArenaSize room, bool checksums);
     Endpoint(const Endpoint&) = delete;
     Endpoint& operator=(const Endpoint&) = delete;
@@ -70,24 +70,24 @@ class Endpoint {
 
     /// Sends to a peer, or to itself; never waits. `owner` keeps `bytes` alive until they are
     /// copied, which may be before this returns. Throws TransportError if the peer is gone, and
-    /// std::invalid_argument if there is none of that rank.
+    /// std::invalid_argument if no peer has that rank.
     void send(int peer, const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner);
 
-    /// The message with memory of the peer, or memory from which a device writes to it, to be
-    /// filled and then published: so it is copied once less. std::nullopt if the wire has no such
-    /// memory, or none for this message now; then send() it. The memory stays mapped as long as the
-    /// message lives, also after the peer's death and after close(); if it is never published, it
-    /// is never used again. Throws like send().
+    /// Returns a message in memory of the peer, or in memory from which a device writes to the
+    /// peer, to be filled and then published. This saves one copy. Returns std::nullopt if the wire
+    /// has no such memory, or none for this message now; then send() it. The memory stays mapped as
+    /// long as the message lives, also after the peer's death and after close(); if the message is
+    /// never published, the memory is never reused. Throws like send().
     std::optional<Message> reserve(int peer, const MessageInfo& info);
 
-    /// Sends a message of reserve(), whose bytes are complete. Throws like send(), and
+    /// Sends a message from reserve() whose bytes are complete. Throws like send(), and
     /// std::invalid_argument if the message was published before or was not reserved for this peer.
     void publish(int peer, const Message& message);
 
-    /// Gives messages that do not stay where they arrived memory at a fixed address, `num_slots`
-    /// times the size of a slot, and returns its address and its size in bytes. To be called once.
-    /// Longer messages, and those beyond that number, lie elsewhere. Throws TransportError if
-    /// memory is short.
+    /// Provides memory at a fixed address for messages that do not stay where they arrived:
+    /// `num_slots` times the size of a slot. Returns its address and its size in bytes. Call it at
+    /// most once. Longer messages, and messages beyond that number, are stored elsewhere. Throws
+    /// TransportError if there is not enough memory.
     std::pair<std::byte*, std::size_t> add_buffers(std::size_t num_slots);
 
     /// Waits for a message and takes it. Returns std::nullopt if the deadline comes first, if
@@ -96,34 +96,34 @@ class Endpoint {
     std::optional<Message> take(int source, std::uint64_t tag, Deadline deadline,
                                 InterruptCheck check);
 
-    /// Waits for messages that no earlier call returned, and returns their names. Empty at the
-    /// deadline, or if any peer died or aborted, all closed, or this process aborted.
+    /// Waits for messages that no earlier call returned, and returns their sources and tags. Empty
+    /// at the deadline, or if any peer died or aborted, all closed, or this process aborted.
     std::vector<Arrival> arrivals(Deadline deadline, InterruptCheck check);
 
     /// Waits until all messages have left and their memory is free. Returns false if the deadline
     /// comes first, if a peer with queued messages is gone, or if this process aborted.
     bool flush(Deadline deadline, InterruptCheck check);
 
-    /// Tells all peers that this process aborts, which ends their waits, and that of this process:
-    /// peers that compute do not answer. Drops queued messages.
+    /// Tells all peers that this process aborts, which ends their waits and those of this process,
+    /// because peers that compute do not answer. Drops queued messages.
     void abort(const std::string& reason);
 
     /// Closes all links and releases everything. Messages that were taken stay valid.
     void close();
 
-    /// How long a wait spins before it sleeps; see ProcessBell::spin(). Initially zero: only hosts
-    /// with a CPU for each of their processes profit.
+    /// How long a wait spins before it sleeps; see ProcessBell::spin(). Initially zero, because
+    /// only hosts with a CPU for each of their processes benefit.
     void set_spin(Clock::duration longest) noexcept { spin_ = longest; }
 
     EndpointCounts counts();
 
-    /// The present states of the peers.
+    /// The current states of the peers.
     std::vector<PeerReport> peers();
 
   private:
     class Events;
     class Demand;
-    /// A link, and whether the service thread moves its messages (or else the caller).
+    /// A link, and whether the service thread moves its messages; otherwise the caller does.
     struct Entry {
         std::shared_ptr<Link> link;
         bool served;

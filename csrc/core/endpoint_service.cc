@@ -1,4 +1,4 @@
-// The service thread of an endpoint: what it does between two sleeps.
+// The service thread of an endpoint: its work between two sleeps.
 
 #include <algorithm>
 
@@ -12,7 +12,7 @@ void Endpoint::start_service() {
     }
 }
 
-/// The work of the service thread between two sleeps. Returns when to wake at the latest.
+/// Does the work of the service thread between two sleeps. Returns the latest time to wake up.
 Deadline Endpoint::serve(const Service::News& news) noexcept {
     try {
         const Lock lock(mutex_);

@@ -5,7 +5,7 @@
 namespace megatron_ext {
 
 void throw_errno(const std::string& what, int error_number) {
-    // std::system_category is thread-safe where strerror is not.
+    // std::system_category is thread-safe; strerror is not.
     throw TransportError(what + ": " + std::system_category().message(error_number) + " (errno " +
                          std::to_string(error_number) + ")");
 }

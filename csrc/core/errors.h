@@ -5,9 +5,9 @@
 
 namespace megatron_ext {
 
-/// A failure of the machine, of the operating system or of a peer process: it can occur at run time
-/// without a mistake of the caller. The Python module turns it into
-/// `megatron_ext.errors.TransportError`. Wrong arguments are `std::invalid_argument` (ValueError)
+/// A failure of the machine, of the operating system or of a peer process, which can occur at run
+/// time without a mistake of the caller. The Python module turns it into
+/// `megatron_ext.errors.TransportError`. Wrong arguments throw `std::invalid_argument` (ValueError)
 /// instead.
 class TransportError : public std::runtime_error {
   public:

@@ -16,7 +16,7 @@ namespace megatron_ext {
 namespace {
 
 constexpr char kMarker = 'F';
-// More than one is a protocol error, but then all of them must be received, to be closed.
+// More than one is a protocol error, but then all of them must be received in order to close them.
 constexpr std::size_t kMaxDescriptors = 16;
 
 int to_poll_timeout_ms(Deadline end) {
@@ -90,7 +90,8 @@ void send_fd(int socket, int fd, Deadline deadline, InterruptCheck check) {
     header->cmsg_len = CMSG_LEN(sizeof(int));
     std::memcpy(CMSG_DATA(header), &fd, sizeof(int));
 
-    // MSG_NOSIGNAL: a peer that is gone is an error here, not a SIGPIPE that ends the process.
+    // MSG_NOSIGNAL: sending to a peer that is gone then returns an error instead of raising
+    // SIGPIPE, which would end the process.
     while (::sendmsg(socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) {
         const int error_number = errno;
         if (error_number == EAGAIN || error_number == EWOULDBLOCK) {

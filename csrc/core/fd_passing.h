@@ -5,19 +5,18 @@
 
 namespace megatron_ext {
 
-/// Hand-over of one open file descriptor to another process over a connected unix socket
+/// Passing of one open file descriptor to another process over a connected unix socket
 /// (SCM_RIGHTS). Each call moves exactly one byte and one descriptor, so it mixes with other
-/// messages on a stream socket as long as both sides agree on the order. Both work the same on
-/// blocking and non-blocking sockets. At most one thread may send and one receive on a socket at a
-/// time.
+/// messages on a stream socket as long as both sides agree on the order. Blocking and non-blocking
+/// sockets work the same. At most one thread may send and one receive on a socket at a time.
 
-/// Sends a duplicate of `fd`; the caller keeps its own. Does not wait for the peer to take it.
-/// Throws TransportError if the peer is gone or its queue stays full until `deadline`.
+/// Sends a duplicate of `fd`; the caller keeps the original. Does not wait for the peer to receive
+/// it. Throws TransportError if the peer is gone or its queue stays full until `deadline`.
 void send_fd(int socket, int fd, Deadline deadline = kNever, InterruptCheck check = nullptr);
 
-/// Receives what send_fd() sent, close-on-exec. Throws TransportError if the peer closes the
-/// connection, sends something else, or sends nothing until `deadline`; no descriptor is leaked in
-/// any of these cases.
+/// Receives a descriptor from send_fd(), close-on-exec. Throws TransportError if the peer closes
+/// the connection, sends something else, or sends nothing until `deadline`; no descriptor is leaked
+/// in any of these cases.
 UniqueFd receive_fd(int socket, Deadline deadline = kNever, InterruptCheck check = nullptr);
 
 }  // namespace megatron_ext

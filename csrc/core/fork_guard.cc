@@ -14,7 +14,7 @@
 namespace megatron_ext {
 namespace {
 
-/// The descriptors to replace in a child. Never destroyed: a fork may happen at any time.
+/// The descriptors to replace in a child. Never destroyed, because a fork may happen at any time.
 struct Guarded {
     std::mutex mutex;
     std::vector<int> fds;

@@ -5,14 +5,15 @@ namespace megatron_ext {
 /// Closes a connection in forked children, during the guard's lifetime.
 ///
 /// A child, such as a data loader's worker, inherits the descriptors of its parent. If it outlives
-/// the parent it keeps connections open, and the peers do not see that their peer has died. Here
-/// the child's copy of the descriptor is replaced by one of /dev/null, in the moment of the fork;
-/// its number stays taken, so whoever owns it in the child may close it.
+/// the parent, it keeps connections open, and the peers do not see that their peer has died. So at
+/// the fork, the guard replaces the child's copy of the descriptor with /dev/null; the number stays
+/// in use, so the child's owner of it may still close it.
 ///
-/// Concurrency: guards may be made and destroyed by any thread.
+/// Concurrency: any thread may create and destroy guards.
 class ForkGuard {
   public:
-    /// `fd` has to stay open as long as the guard. Throws TransportError if that is not possible.
+    /// `fd` must stay open as long as the guard. Throws TransportError if forks cannot be
+    /// intercepted.
     explicit ForkGuard(int fd);
     ForkGuard(const ForkGuard&) = delete;
     ForkGuard& operator=(const ForkGuard&) = delete;

@@ -19,8 +19,8 @@ void Inbox::Shared::release(std::uint32_t slot) noexcept {
     if (!process.is_this()) {
         return;
     }
-    // This order of the two words, and the reverse in Outbox::wants_room(), ensure that a sender
-    // without a free slot is rung.
+    // This order of the two words, and the reverse order in Outbox::wants_room(), guarantee that a
+    // sender without a free slot is rung.
     arena.released(slot / 64).fetch_or(std::uint64_t{1} << slot % 64, std::memory_order_seq_cst);
     num_held.fetch_sub(1);
     if (arena.sender_waits().exchange(0, std::memory_order_seq_cst) != 0 && sender_bell) {

@@ -18,12 +18,12 @@ namespace megatron_ext {
 /// The receiving end of an arena.
 ///
 /// A message that fits a slot stays there, without a copy, until its last owner releases it, as
-/// long as fewer than half of the slots are held that way. Others are copied to memory of the pool
-/// at once, and so are the pieces of long messages. So a slot always becomes free, whatever the
+/// long as fewer than half of the slots are held that way. Other messages, and the pieces of long
+/// ones, are copied to memory of the pool at once. So a slot always becomes free, whatever the
 /// receiver waits for and however long it keeps its messages.
 ///
-/// Ownership: messages keep the arena mapped. Concurrency: next() is for one thread; any thread may
-/// release messages.
+/// Ownership: messages keep the arena mapped. Concurrency: next() must be called by one thread; any
+/// thread may release messages.
 class Inbox {
   public:
     /// `source` is for error messages only.
@@ -35,11 +35,11 @@ class Inbox {
     /// The memory of the slots, for drivers that pin it.
     const Arena& arena() const noexcept { return shared_->arena; }
 
-    /// Names the bell to ring when the sender waits for a slot. Before the first message.
+    /// Sets the bell to ring when the sender waits for a slot. Call it before the first message.
     void set_sender_bell(std::shared_ptr<ProcessBell> bell);
 
-    /// The next complete message; std::nullopt if there is none now. Throws TransportError if the
-    /// arena contains an invalid piece.
+    /// Returns the next complete message, or std::nullopt if there is none yet. Throws
+    /// TransportError if the arena contains an invalid piece.
     std::optional<Message> next();
 
     /// Slots that messages hold, taken or not.
@@ -54,7 +54,7 @@ class Inbox {
         Arena arena;
         std::atomic<std::uint32_t> num_held{0};
         std::shared_ptr<ProcessBell> sender_bell;
-        /// Messages that a forked child releases still belong to its parent.
+        /// Identifies forked children: messages that a child releases still belong to its parent.
         const Process process;
     };
 

@@ -29,57 +29,57 @@ struct LinkContext {
     std::shared_ptr<ProcessBell> bell;  ///< of this process
 };
 
-/// Callbacks of a link.
+/// Callbacks that a link calls.
 class LinkEvents {
   public:
     /// A message is complete.
     virtual void arrived(Message message) = 0;
 
     /// The bytes of a send are no longer needed. The thread that calls the endpoint releases
-    /// `owner` later, without the endpoint's lock: the release may need Python's lock, or run code
-    /// that calls the endpoint, and nothing here may wait for either.
+    /// `owner` later, without the endpoint's lock: the release may need the GIL, or run code that
+    /// calls the endpoint, and no callback may wait for either.
     virtual void sent(std::shared_ptr<void> owner) = 0;
 
   protected:
     ~LinkEvents() = default;
 };
 
-/// Numbers for the reports of errors.
+/// Numbers for error reports.
 struct LinkCounts {
     std::uint64_t num_held = 0;  ///< slots, or messages, that the receiver holds
     std::size_t num_queued = 0;  ///< messages to the peer that wait for room
 };
 
 /// The connection with one peer, over one wire. Endpoint has one for each peer and knows nothing
-/// else of wires.
+/// else about wires.
 ///
-/// A wire implements this class and a function that makes a connected link from a LinkContext; how
-/// peers meet is its own matter. Its parts:
+/// A wire implements this class and a function that makes a connected link from a LinkContext; each
+/// wire decides how peers meet. Its parts:
 ///
-/// - Sending: send() takes a message at once, whatever the peer does. What finds no room waits in
-///   the link, with its owner, and goes on in progress().
-/// - Handing out: a wire on which a sender writes into slots may hand out the memory of one before
-///   the message is there, so that a device writes into it: reserve(), then publish(). The memory
-///   stays mapped as long as its pointer lives, whatever becomes of the link: a device that writes
-///   cannot be stopped.
-/// - Receiving: progress() hands every complete message to LinkEvents::arrived(), whether anybody
-///   waits for it or not. The last owner of a message's bytes lets them go on any thread and
-///   without the lock, also after the end of the link. If that gives room back to the sender, note
-///   it in an atomic that the message shares with the link, call bell->wake_service(), and tell the
-///   peer in progress().
+/// - Sending: send() accepts a message at once, whatever the peer does. Bytes that find no room
+///   wait in the link, with their owner, and are sent by progress().
+/// - Reserving: a wire on which a sender writes into slots may lend a slot's memory before the
+///   message exists, so that a device writes into it: reserve(), then publish(). The memory stays
+///   mapped as long as its pointer lives, even after the end of the link, because a device that
+///   writes cannot be stopped.
+/// - Receiving: progress() passes every complete message to LinkEvents::arrived(), even if no call
+///   waits for it. The last owner of a message's bytes releases them on any thread and without the
+///   lock, also after the end of the link. If that gives room back to the sender, note it in an
+///   atomic that the message shares with the link, call bell->wake_service(), and tell the peer in
+///   progress().
 /// - Waking: a link that has descriptors() makes the endpoint run a service thread. It sleeps in
-///   epoll, edge-triggered, on the descriptors of all links, and calls progress() of a link when
-///   one of its descriptors has news, or when next_progress() has come; and of all links after
-///   bell->wake_service(). So progress() has to go on until every descriptor says EAGAIN, or to
-///   return with next_progress() in the past. A link without descriptors (shared memory) is looked
-///   at by each call of the endpoint; its peer rings `bell`.
-/// - Ends: progress() notices what became of the peer. state() leaves kOpen once and never returns.
-///   A peer that ends without say_closed() or say_aborted() of its own has died.
+///   epoll, edge-triggered, on the descriptors of all links. It calls progress() of a link when one
+///   of its descriptors has an event, or when next_progress() has come; and of all links after
+///   bell->wake_service(). So progress() must continue until every descriptor returns EAGAIN, or
+///   return with next_progress() in the past. A link without descriptors (shared memory) is checked
+///   by each call of the endpoint; its peer rings `bell`.
+/// - Ends: progress() detects the end of the peer. state() leaves kOpen once and never returns to
+///   it. A peer that ends without calling say_closed() or say_aborted() has died.
 ///
 /// Concurrency: every member is called under the endpoint's lock, by the calling or the service
-/// thread. None may wait, take Python's lock or call the endpoint. An exception that progress()
-/// throws (TransportError: damaged data) ends the endpoint: every later call throws it. What ends
-/// one peer only is a state.
+/// thread. No member may wait, take the GIL or call the endpoint. An exception that progress()
+/// throws (TransportError: damaged data) ends the endpoint: every later call throws it. An error
+/// that ends only one peer is reported as a state.
 class Link {
   public:
     Link() = default;
@@ -95,22 +95,22 @@ class Link {
     virtual void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
                       LinkEvents& events) = 0;
 
-    /// Memory of a slot for a message of this size; null if there is none, now or ever. Then send()
-    /// is the way. Never waits.
+    /// Returns memory of a slot for a message of this size, or null if there is none now or the
+    /// wire has none; then use send(). Never waits.
     virtual std::shared_ptr<std::byte> reserve(std::uint64_t /*num_bytes*/) { return nullptr; }
 
-    /// Sends a message whose bytes are in memory of reserve(); only while the state is kOpen.
+    /// Sends a message whose bytes are in memory from reserve(); only while the state is kOpen.
     /// Throws std::invalid_argument if they are elsewhere. Never waits.
     virtual void publish(Message, LinkEvents&) {
         throw std::invalid_argument("nothing is reserved on this wire");
     }
 
     /// Does all work that needs no wait. Returns whether a waiting caller should check again: a
-    /// message arrived, the last queued send left, or the state changed.
+    /// message arrived, the last queued send was completed, or the state changed.
     virtual bool progress(LinkEvents& events) = 0;
 
-    /// The caller starts to wait, possibly for a message of this link, or stops. A link that bounds
-    /// unclaimed messages has to receive more during the wait, here and in progress(): the awaited
+    /// Says whether the caller waits, possibly for a message of this link. A link that bounds
+    /// unclaimed messages must receive more during the wait, here and in progress(): the awaited
     /// message may be behind them.
     virtual void demand(bool /*wanted*/, LinkEvents&) {}
 
@@ -121,8 +121,8 @@ class Link {
 
     virtual LinkCounts counts() const = 0;
 
-    /// Tells the peer that this process aborts, and drops queued messages: `events` gets the
-    /// owners.
+    /// Tells the peer that this process aborts, and drops queued messages, whose owners go to
+    /// `events`.
     virtual void say_aborted(const std::string& reason, LinkEvents& events) = 0;
 
     /// Tells the peer that no message follows. Afterwards the endpoint calls progress() until

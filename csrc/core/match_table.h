@@ -10,7 +10,7 @@
 
 namespace megatron_ext {
 
-/// Name of a message at its receiver.
+/// Identifies a message at its receiver.
 struct Arrival {
     int source;
     std::uint64_t tag;
@@ -23,20 +23,21 @@ struct Arrival {
     }
 };
 
-/// The messages that have arrived and were not taken. They are taken in any order; those of one
-/// source and tag in the order of sending. Not synchronised.
+/// The messages that have arrived and were not taken. They are taken in any order; messages with
+/// the same source and tag in the order of sending. Not synchronised.
 class MatchTable {
   public:
     void add(int source, Message message);
 
     std::optional<Message> take(int source, std::uint64_t tag);
 
-    /// The names of messages added since the last call and not taken, in order of arrival.
+    /// Returns the sources and tags of messages added since the last call and not taken, in order
+    /// of arrival.
     std::vector<Arrival> take_news();
 
     bool has_news() const { return !news_.empty(); }
 
-    /// Number of messages of one source.
+    /// Number of messages from one source.
     std::size_t count(int source) const;
 
   private:
@@ -45,7 +46,7 @@ class MatchTable {
         std::uint64_t number;  ///< serial number of all messages added
     };
 
-    /// Messages of one name are in the order of their arrival.
+    /// Messages with the same source and tag are in the order of their arrival.
     std::multimap<Arrival, Entry> messages_;
     std::map<std::uint64_t, Arrival> news_;  ///< by number: taken from in any order, too
     std::uint64_t num_added_ = 0;

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
 
-/// The file names of control groups, the only difference between v1 and v2 here.
+/// The file names of control groups, which are the only difference between v1 and v2 here.
 struct CgroupNames {
     const char* mount;
     const char* limit_file;
@@ -28,15 +28,17 @@ constexpr CgroupNames kV1{"/sys/fs/cgroup/memory", "memory.limit_in_bytes", "mem
 constexpr CgroupNames kV2{"/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file",
                           "active_file"};
 
-/// The number that a text begins with. Not by a stream: beside PyTorch 2.11 on Ubuntu 24.04, one
-/// took the "max" of a cgroup without a limit for 0, as it did in no program without PyTorch.
+/// Parses the number at the start of a text. Don't use a stream: in a process with PyTorch 2.11 on
+/// Ubuntu 24.04, one read the "max" of a cgroup without a limit as 0, which it never did without
+/// PyTorch.
 std::optional<std::uint64_t> number(const std::string& text) {
     std::uint64_t value = 0;
     const auto end = std::from_chars(text.data(), text.data() + text.size(), value);
     return end.ec == std::errc() ? std::optional(value) : std::nullopt;
 }
 
-/// The number that is a file's content; std::nullopt without a file or a number, as for "max".
+/// The number in a file; std::nullopt if the file is missing or contains something else, such as
+/// "max".
 std::optional<std::uint64_t> read_number(const std::string& path) {
     std::ifstream file(path);
     std::string word;

@@ -9,7 +9,7 @@ namespace megatron_ext {
 
 inline constexpr std::size_t kMaxDims = 8;
 
-/// The metadata of a message. The core carries dtype and shape and never interprets them; the dtype
+/// The metadata of a message. The core carries dtype and shape but never interprets them; the dtype
 /// is encoded as in DLPack.
 struct MessageInfo {
     std::uint64_t tag = 0;
@@ -20,8 +20,8 @@ struct MessageInfo {
     std::array<std::int64_t, kMaxDims> shape{};
 };
 
-/// A message that arrived. The last copy of `bytes` returns the memory to its origin, on the thread
-/// that destroys it. A message without bytes has a null pointer.
+/// A message that has arrived. The last copy of `bytes` returns the memory to where it came from,
+/// on the thread that destroys it. A message without bytes has a null pointer.
 struct Message {
     MessageInfo info;
     std::shared_ptr<std::byte> bytes;

@@ -22,7 +22,7 @@ void Outbox::send(const MessageInfo& info, const void* bytes, std::shared_ptr<vo
 
 std::shared_ptr<std::byte> Outbox::reserve(std::uint64_t num_bytes) {
     const ArenaSize size = arena_->size();
-    // The receiver keeps up to half of the slots (Inbox), and one has to be left.
+    // The receiver keeps up to half of the slots (Inbox), and one must remain for the queue.
     const std::uint32_t max_reserved = (size.num_slots - 1) / 2;
     if (num_bytes == 0 || num_bytes > size.slot_bytes || !queue_.empty() ||
         reserved_.size() >= max_reserved || !find_free_slots()) {
@@ -64,8 +64,8 @@ void Outbox::push(LinkEvents& events) {
     }
 }
 
-/// Collects released slots; returns whether a slot is free. Released slots go on top, to be used
-/// next: their memory is still in the caches, unlike that of slots used long ago.
+/// Collects released slots; returns whether a slot is free. Released slots go on top and are used
+/// next, because their memory is still in the caches.
 bool Outbox::find_free_slots() {
     for (std::size_t word = 0; word < arena_->num_released_words(); ++word) {
         if (arena_->released(word).load(std::memory_order_seq_cst) == 0) {
@@ -82,8 +82,8 @@ bool Outbox::find_free_slots() {
     return !free_slots_.empty();
 }
 
-/// Asks the receiver to ring at its next release, and checks again for one in between. Returns
-/// whether a slot is free.
+/// Asks the receiver to ring at its next release, then checks again for a release in between.
+/// Returns whether a slot is free.
 bool Outbox::wants_room() {
     arena_->sender_waits().store(1, std::memory_order_seq_cst);
     return find_free_slots();

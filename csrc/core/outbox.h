@@ -16,25 +16,26 @@ namespace megatron_ext {
 
 /// The sending end of an arena, with a queue of messages that wait for room. Not synchronised.
 ///
-/// A slot may be handed out before its message is there: reserve(), then publish(). What fills it
-/// may be a device, which nothing here can stop. So a slot that is never published is never used
-/// again, and its memory stays mapped with the pointer of reserve(), also after the outbox.
+/// A slot may be lent before its message exists: reserve(), then publish(). A device may fill it,
+/// which this class cannot stop. So a slot that is never published is never reused, and its memory
+/// stays mapped as long as the pointer from reserve(), even after the outbox is gone.
 class Outbox {
   public:
-    /// `bell` is the receiver's.
+    /// `bell` belongs to the receiver.
     Outbox(Arena arena, std::shared_ptr<ProcessBell> bell, bool checksums);
 
-    /// Copies as much of a message to its receiver as there is room, and queues the rest. `owner`
-    /// keeps `bytes` alive until they are copied.
+    /// Copies as much of a message to its receiver as fits, and queues the remainder. `owner` keeps
+    /// `bytes` alive until they are copied.
     void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
               LinkEvents& events);
 
-    /// The memory of a free slot for a message of this size, to be filled and then published. Null
-    /// if no slot holds the message, if messages are queued, or if too many slots are handed out:
-    /// with those that a receiver keeps, they always leave one for the queue.
+    /// Returns the memory of a free slot for a message of this size, to be filled and then
+    /// published. Null if the message does not fit a slot, if messages are queued, or if too many
+    /// slots are lent: together with the slots that a receiver keeps, they must leave one for the
+    /// queue.
     std::shared_ptr<std::byte> reserve(std::uint64_t num_bytes);
 
-    /// Sends a message that is in memory of reserve(), after those that are queued. Throws
+    /// Sends a message in memory from reserve(), after the queued ones. Throws
     /// std::invalid_argument if it is elsewhere.
     void publish(Message message, LinkEvents& events);
 

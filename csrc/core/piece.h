@@ -9,7 +9,7 @@ namespace megatron_ext {
 
 inline constexpr std::uint32_t kDescriptorMagic = 0x4D455831;  // MEX1
 
-/// The header of a message, or of a piece of one, on every wire.
+/// The header of a message, or of a piece of a message, on every wire.
 struct Descriptor {
     std::uint32_t magic;
     std::uint8_t dtype_code;
@@ -27,19 +27,20 @@ struct Descriptor {
 };
 static_assert(sizeof(Descriptor) == 128, "part of the protocol");
 
-/// Sets a descriptor's own checksum, after which the descriptor must not change. Every one has it,
-/// because the bytes after a damaged descriptor cannot be parsed.
+/// Sets a descriptor's checksum of itself, after which the descriptor must not change. Every
+/// descriptor has one, because the bytes after a damaged descriptor cannot be parsed.
 void seal(Descriptor& piece) noexcept;
 
-/// Whether a descriptor matches its own checksum.
+/// Whether a descriptor matches its checksum.
 bool is_intact(const Descriptor& piece) noexcept;
 
-/// The descriptor of `piece_bytes` of a message from `offset_bytes` on, stored at `bytes`.
+/// Returns the descriptor for `piece_bytes` of a message from `offset_bytes` on, which are stored
+/// at `bytes`.
 Descriptor describe_piece(const MessageInfo& info, std::uint64_t sequence,
                           std::uint64_t offset_bytes, std::uint64_t piece_bytes,
                           const std::byte* bytes, bool with_checksum);
 
-/// The metadata of a piece's message.
+/// The metadata of the message that a piece belongs to.
 MessageInfo info_of(const Descriptor& piece);
 
 /// A checksum that detects damaged, swapped and missing bytes; not cryptographic.

@@ -7,17 +7,17 @@
 
 namespace megatron_ext {
 
-/// Remembers the process that created it, to distinguish that from its forked children. A check
-/// costs one load; getpid(), a system call, would take a tenth of the time of a message.
+/// Remembers the process that created it, to tell it from forked children. A check costs one load;
+/// the system call getpid() would take a tenth of the time of a message.
 ///
 /// Concurrency: any thread. It detects the children of libc's fork() and of all of Python's
 /// functions, but not those of a bare clone().
 class Process {
   public:
-    /// The calling process. Throws TransportError if forks cannot be detected.
+    /// Remembers the calling process. Throws TransportError if forks cannot be detected.
     Process();
 
-    /// Whether the caller is that process, and not a forked child.
+    /// Whether the caller is the remembered process, and not a forked child.
     bool is_this() const noexcept { return forks_ == num_forks.load(std::memory_order_relaxed); }
 
     pid_t id() const noexcept { return id_; }

@@ -13,20 +13,20 @@
 
 namespace megatron_ext {
 
-/// Words of different purpose are cache lines apart. All are initially zero.
+/// Words for different purposes are on different cache lines. All are initially zero.
 struct ProcessBell::Page {
     alignas(64) std::uint32_t bell;
     /// Number of the owner's threads that sleep on the bell, or are about to.
     alignas(64) std::atomic<std::uint32_t> sleepers;
     std::atomic<std::uint32_t> listens;
     alignas(64) std::atomic<std::uint32_t> control_news;
-    /// 1 + the CPU of the last ring; 0 if there was none or it is unknown.
+    /// 1 + the CPU of the last ring; 0 if there was no ring or its CPU is unknown.
     alignas(64) std::atomic<std::uint32_t> ringer_cpu;
 };
 
 namespace {
 
-/// 1 + the CPU of the caller; 0 if unknown. Not a system call with a current libc.
+/// 1 + the CPU of the caller; 0 if unknown. With a current libc, this is not a system call.
 std::uint32_t current_cpu() noexcept { return static_cast<std::uint32_t>(::sched_getcpu() + 1); }
 
 /// Tells the CPU that the caller is in a spin loop.
@@ -66,10 +66,10 @@ ProcessBell ProcessBell::attach(UniqueFd page, UniqueFd event) {
 ProcessBell::Page& ProcessBell::page() const noexcept { return *static_cast<Page*>(page_.data()); }
 
 // A ringer increments the count, then reads `sleepers`; a sleeper increments `sleepers`, then reads
-// the count (for a futex the kernel does). In the total order of these accesses one of the two sees
-// the other.
+// the count (for a futex, the kernel reads it). In the total order of these accesses, at least one
+// of the two sees the other.
 //
-// The CPU is stored before the count, but only as a hint: a stale one costs a futile spin or an
+// The CPU is stored before the count, but only as a hint: a stale value costs a futile spin or an
 // avoidable sleep.
 void ProcessBell::ring() noexcept {
     const std::uint32_t cpu = current_cpu();
@@ -92,7 +92,7 @@ void ProcessBell::ring_for_control() noexcept {
 
 void ProcessBell::wake_service() noexcept {
     const std::uint64_t one = 1;
-    // Fails only if the counter is at its maximum, and then the eventfd is readable anyway.
+    // This fails only if the counter is at its maximum, and then the eventfd is readable anyway.
     [[maybe_unused]] const ssize_t written = ::write(event_.get(), &one, sizeof(one));
 }
 
@@ -106,8 +106,9 @@ bool ProcessBell::wait(std::uint32_t seen, Deadline deadline, InterruptCheck che
     return bell_.wait(seen, deadline, check);
 }
 
-// A spin does not count as a sleeper, so a ring during it wakes nobody. No ring is lost: this loop
-// sees it, or wait(), which compares the count with `seen` again before it sleeps.
+// A spinning thread does not count as a sleeper, so a ring during the spin wakes nobody. No ring is
+// lost: either this loop sees it, or wait() does, which compares the count with `seen` again before
+// it sleeps.
 bool ProcessBell::spin(std::uint32_t seen, Clock::duration longest) const noexcept {
     const std::uint32_t ringer_cpu = page().ringer_cpu.load(std::memory_order_relaxed);
     if (longest <= Clock::duration::zero() || ringer_cpu == 0 || ringer_cpu == current_cpu()) {

@@ -29,7 +29,7 @@ constexpr char kMagic[8] = {'M', 'E', 'X', 'T', 'S', 'E', 'G', '\n'};
 constexpr std::uint32_t kVersion = 1;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-/// First bytes of every segment; the layout is part of the protocol, change it only with kVersion.
+/// First bytes of every segment. The layout is part of the protocol: a change needs a new kVersion.
 struct Header {
     char magic[8];
     std::uint32_t version;
@@ -55,10 +55,10 @@ UniqueFd open_memfd(const std::string& failed) {
     return fd;
 }
 
-/// Sets the size of `fd` and allocates all of its memory. posix_fallocate reports a missing page as
-/// an error number; with ftruncate its first use would raise SIGBUS.
+/// Sets the size of `fd` and allocates all of its memory. posix_fallocate reports missing memory as
+/// an error number; after ftruncate, the first use of a missing page would raise SIGBUS.
 void allocate(int fd, std::size_t file_bytes, const std::string& failed) {
-    // A signal makes the kernel undo the whole interrupted call: small steps limit the repetition.
+    // A signal makes the kernel undo the whole interrupted call: small steps limit the lost work.
     constexpr std::size_t kStepBytes = std::size_t{64} << 20;
     for (std::size_t offset = 0; offset < file_bytes; offset += kStepBytes) {
         const std::size_t step = std::min(kStepBytes, file_bytes - offset);

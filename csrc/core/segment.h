@@ -9,23 +9,23 @@ namespace megatron_ext {
 /// Memory shared between processes: one anonymous file (memfd), mapped once for each Segment
 /// object.
 ///
-/// One process create()s it, hands fd() to others (see fd_passing.h), they attach(). There is no
-/// name in /dev/shm or anywhere else, so when the last mapping and descriptor is gone, by whatever
-/// kind of death, the kernel frees the memory; nothing is left to clean up. All pages are allocated
-/// by create(): too little memory is an error there and never a SIGBUS later. The size is sealed:
-/// no process can shrink or grow it.
+/// One process calls create() and passes fd() to others (see fd_passing.h), which call attach().
+/// The memory has no name in /dev/shm or anywhere else, so when the last mapping and descriptor are
+/// gone, after any kind of death, the kernel frees it; nothing is left to clean up. create()
+/// allocates all pages: too little memory is an error there and never a SIGBUS later. The size is
+/// sealed: no process can shrink or grow it.
 ///
 /// Ownership: a Segment owns its mapping and its descriptor; pointers into data() die with it.
-/// Objects of different processes (or several of one process) are independent of each other.
-/// Concurrency: members may be called by any thread. The bytes are not synchronised: processes that
-/// share them need atomics or a Doorbell. After fork() parent and child share the mapping.
+/// Objects of different processes (or several in one process) are independent of each other.
+/// Concurrency: any thread may call every member. The bytes are not synchronised: processes that
+/// share them need atomics or a Doorbell. After fork(), parent and child share the mapping.
 class Segment {
   public:
-    /// A new segment of `size_bytes` zero bytes. Throws std::invalid_argument for 0 or an unusable
-    /// size, and TransportError with the number of bytes if the memory is not there.
+    /// Creates a segment of `size_bytes` zero bytes. Throws std::invalid_argument for 0 or an
+    /// unusable size, and TransportError with the number of bytes if there is not enough memory.
     static Segment create(std::size_t size_bytes);
 
-    /// Maps the segment behind `fd`, which it owns from now on (also if it throws). Throws
+    /// Maps the segment behind `fd` and takes ownership of `fd`, also if it throws. Throws
     /// TransportError unless `fd` is a complete, sealed segment of this version of the package.
     static Segment attach(UniqueFd fd);
 
@@ -39,7 +39,7 @@ class Segment {
     /// Number of usable bytes at data(), as given to create().
     std::size_t size_bytes() const noexcept { return size_bytes_; }
 
-    /// The descriptor to hand over; owned by the Segment, close-on-exec.
+    /// The descriptor to pass to other processes; owned by the Segment, close-on-exec.
     int fd() const noexcept { return fd_.get(); }
 
   private:

@@ -105,7 +105,7 @@ void Service::stop() noexcept {
 
 void Service::abandon() noexcept {
     if (thread_.joinable()) {
-        // The handle is leaked: joining or detaching a thread that this process does not have is
+        // Leak the handle: joining or detaching a thread that does not exist in this process is
         // undefined behaviour.
         new std::thread(std::move(thread_));
     }

@@ -15,10 +15,10 @@ namespace megatron_ext {
 /// A thread that sleeps in epoll until an event on a descriptor, a write to the bell's eventfd, or
 /// a deadline; then it works, and sleeps again. It blocks all signals.
 ///
-/// Concurrency: members are called by one thread; a forked child has to abandon() it.
+/// Concurrency: one thread calls the members; a forked child must call abandon().
 class Service {
   public:
-    /// Ids of the descriptors with events; after wake_service() of the bell, `woken`.
+    /// The ids of the descriptors with events; `woken` after wake_service() of the bell.
     struct News {
         bool woken;
         std::vector<int> ids;
@@ -32,7 +32,8 @@ class Service {
     Service& operator=(const Service&) = delete;
     ~Service();
 
-    /// Adds a descriptor, edge-triggered; events may be pending. Also while the thread runs.
+    /// Adds a descriptor, edge-triggered; events may be pending. May be called while the thread
+    /// runs.
     void watch(int fd, int id);
 
     bool running() const noexcept { return thread_.joinable(); }

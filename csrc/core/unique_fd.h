@@ -6,8 +6,8 @@
 
 namespace megatron_ext {
 
-/// Owns one file descriptor and closes it at the end of its life. Movable, not copyable; not
-/// synchronised, like any value type.
+/// Owns one file descriptor and closes it on destruction. Movable, not copyable; not synchronised,
+/// like any value type.
 class UniqueFd {
   public:
     UniqueFd() noexcept = default;
@@ -21,15 +21,15 @@ class UniqueFd {
     }
     ~UniqueFd() { reset(); }
 
-    /// The descriptor, still owned by this object; -1 if it owns none.
+    /// The descriptor, still owned by this object; -1 if it owns no descriptor.
     int get() const noexcept { return fd_; }
     explicit operator bool() const noexcept { return fd_ >= 0; }
 
-    /// Hands the descriptor over to the caller, who closes it.
+    /// Passes ownership of the descriptor to the caller, who must close it.
     [[nodiscard]] int release() noexcept { return std::exchange(fd_, -1); }
 
-    /// Closes what is owned, then owns `fd`. close() is not repeated after EINTR: on Linux the
-    /// descriptor is gone by then, and its number may already belong to another thread.
+    /// Closes the owned descriptor, then owns `fd`. close() is not repeated after EINTR: on Linux
+    /// the descriptor is closed by then, and another thread may already use its number.
     void reset(int fd = -1) noexcept {
         const int old_fd = std::exchange(fd_, fd);
         if (old_fd >= 0) {

@@ -4,15 +4,15 @@
 
 namespace megatron_ext {
 
-/// Every wait of the core is bounded by a point on the monotonic clock, so neither a change of the
-/// wall clock nor repeated interruptions by signals move its end.
+/// Every wait of the core ends at a point on the monotonic clock, so neither a change of the wall
+/// clock nor repeated interruptions by signals move its end.
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 inline constexpr Deadline kNever = Deadline::max();
 
-/// Called on the waiting thread between two sleeps, at least every kInterruptPeriod; may throw,
-/// which ends the wait with that exception. The Python module looks for Ctrl-C here. A null pointer
-/// means no check: the wait then sleeps until its event or its deadline.
+/// Called on the waiting thread between two sleeps, at least every kInterruptPeriod. It may throw,
+/// which ends the wait with that exception; the Python module checks for Ctrl-C here. A null
+/// pointer means no check: the wait then sleeps until its event or its deadline.
 using InterruptCheck = void (*)();
 inline constexpr std::chrono::milliseconds kInterruptPeriod{100};
 
@@ -20,8 +20,7 @@ inline constexpr std::chrono::milliseconds kInterruptPeriod{100};
 /// Throws std::invalid_argument if `seconds` is negative or not a number.
 Deadline deadline_after(double seconds);
 
-/// When one sleep of a longer wait has to end: at `deadline`, or earlier if `check` wants to be
-/// called.
+/// When one sleep of a longer wait must end: at `deadline`, or earlier if `check` must be called.
 Deadline end_of_sleep(Deadline deadline, InterruptCheck check);
 
 }  // namespace megatron_ext

@@ -19,7 +19,8 @@ constexpr char kMagic[8] = {'M', 'E', 'X', 'T', 'R', 'D', 'M', '1'};
 constexpr std::size_t kMaxSources = 8;
 constexpr std::uint64_t kLargestPacketBytes = 4096;
 
-/// The kind of an immediate or of a request id, in the high bits; the low bits are a slot number.
+/// The kind of an immediate value or of a request id, in the high bits; the low bits are a slot
+/// number.
 enum Kind : std::uint32_t { kPiece = 0, kCredit = 1, kProbe = 2 };
 constexpr std::uint32_t kKindShift = 16;
 static_assert(Arena::kMaxSlots <= 1U << kKindShift, "slots fit below the kind");
@@ -77,7 +78,8 @@ std::string try_together(const RdmaChannel::Exchange& exchange, const std::strin
 
 }  // namespace
 
-/// The connection data of one end, as sent to the other. All hosts of a job have one byte order.
+/// The connection data of one end, as sent to the other. All hosts of a job have the same byte
+/// order.
 struct RdmaChannel::Offer {
     struct Source {
         std::uint8_t gid[16];
@@ -124,7 +126,7 @@ RdmaChannel::RdmaChannel(const std::string& peer, ArenaSize size, int inbox_fd,
     }
 }
 
-/// Room for a piece and a credit for each slot, and for a probe; see the class.
+/// Room for a piece and a credit for each slot, and for a probe; see the class comment.
 QueuePair::Depth RdmaChannel::depth() const noexcept {
     const std::uint32_t per_piece = writes_for(size_.slot_bytes, max_write_bytes_) + 1;
     return {size_.num_slots * (per_piece + 1) + 1, size_.num_slots * 2};
@@ -200,7 +202,7 @@ void RdmaChannel::connect(const Exchange& exchange, bool is_first, Deadline dead
 
     std::string failures;
     for (const auto& [i, j] : pairs_with(peer_offer, is_first)) {
-        // Both ends are ready to receive before either writes.
+        // Make sure that both ends are ready to receive before either writes.
         std::string failure =
             try_together(exchange, peer_, [&] { queue_pair_.begin(sources_[i]); });
         if (failure.empty()) {
@@ -253,7 +255,7 @@ void RdmaChannel::write_packet(Deadline deadline, InterruptCheck check) {
 
 void RdmaChannel::receive() {
     std::exception_ptr first_failure;
-    // Each failure but that of the queue itself consumes at least one completion.
+    // Every failure except that of the queue itself consumes at least one completion.
     for (std::uint32_t outstanding = depth().sends + depth().receives; outstanding > 0;) {
         try {
             const auto completion = queue_pair_.poll("an RDMA write to " + peer_);

@@ -18,9 +18,9 @@ namespace megatron_ext {
 ///
 /// The sender has a mirror of the receiver's arena, to which its Outbox publishes pieces. send()
 /// writes each piece to the same slot of the real arena: first the bytes, then the descriptor, with
-/// the slot number as immediate data. On that completion the receiver's receive() publishes the
-/// piece to its Inbox. Released slots return as credits: empty writes with the slot number as
-/// immediate data. A slot of the mirror is free once its credit has arrived and its own write is
+/// the slot number as immediate data. When that completes at the receiver, its receive() publishes
+/// the piece to its Inbox. Released slots return as credits: empty writes with the slot number as
+/// immediate data. A slot of the mirror is free once its credit has arrived and its write is
 /// complete. One queue pair serves both directions.
 ///
 /// Flow control: each slot has at most one piece and one credit in flight. So a receive request is
@@ -38,25 +38,26 @@ class RdmaChannel {
     RdmaChannel(const std::string& peer, ArenaSize size, int inbox_fd,
                 std::vector<RdmaSource> sources, const RdmaSettings& settings);
 
-    /// Connects to the peer, which has to do the same; `is_first` on exactly one of the two. Tries
+    /// Connects to the peer, which must call this too; `is_first` on exactly one of the two. Tries
     /// pairs of both ends' sources, best first, until each end has written a packet of full size to
-    /// the other: devices accept a connection even without a route. Throws RdmaError without one.
+    /// the other: devices accept a connection even without a route. Throws RdmaError if no pair
+    /// works.
     void connect(const Exchange& exchange, bool is_first, Deadline deadline, InterruptCheck check);
 
     /// The arena for messages to the peer, for an Outbox.
     Arena outbox_arena() const;
 
     /// Processes all completions: publishes arrivals to the inbox and frees slots of the mirror,
-    /// also if it throws.
+    /// even if it throws.
     void receive();
 
-    /// Writes the pieces that the Outbox published, and a credit for each slot that the Inbox
-    /// released. Call it after either, and whenever the Inbox rings its bell, which it does for the
-    /// next release.
+    /// Writes the pieces that the Outbox has published, and a credit for each slot that the Inbox
+    /// has released. Call it after either, and whenever the Inbox rings its bell, which it does at
+    /// the next release.
     void send();
 
     /// Posts an empty write if no other is in flight. If the peer's device does not acknowledge it,
-    /// receive() throws. For a sender that has waited for credits for long.
+    /// receive() throws. For senders that have waited for credits for a long time.
     void probe();
 
     /// Pieces posted but not complete.

@@ -18,7 +18,7 @@
 namespace megatron_ext {
 namespace {
 
-/// The sources of one port, and the worth of its best one.
+/// The sources of one port, and the score of its best one.
 struct PortSources {
     int worth;
     std::vector<RdmaSource> sources;
@@ -66,7 +66,7 @@ bool has_interface(const std::string& device, const Gid& address, const std::str
     return false;
 }
 
-/// The worth of a GID, higher is better; 0 if it is unusable.
+/// The score of a GID, higher is better; 0 if it is unusable.
 int worth_of(const RdmaPort& port, const GidEntry& entry, const RdmaSettings& settings,
              const std::optional<Gid>& address, const std::string& device,
              const std::string& sysfs) {

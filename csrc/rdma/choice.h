@@ -27,13 +27,13 @@ struct RdmaSource {
 
 /// The sources of one port, best first; the later ones serve peers that the first cannot reach.
 ///
-/// On Ethernet a source is a RoCE v2 GID: that of `address` if given, else IPv4 before global IPv6
-/// before link-local, without those of container bridges. On InfiniBand it is GID 0, and `address`
-/// selects the device by its network interfaces, as listed in `sysfs`. `rail`, usually the local
-/// rank, selects one of several equally good ports.
+/// On Ethernet, a source is a RoCE v2 GID: the one of `address` if given, otherwise IPv4 before
+/// global IPv6 before link-local, excluding those of container bridges. On InfiniBand it is GID 0,
+/// and `address` selects the device by its network interfaces, as listed in `sysfs`. `rail`,
+/// usually the local rank, selects one of several equally good ports.
 ///
-/// Throws RdmaError if there is none, with the reason for each device, and std::invalid_argument
-/// for a malformed address.
+/// Throws RdmaError if no port is usable, with the reason for each device, and
+/// std::invalid_argument for a malformed address.
 std::vector<RdmaSource> choose_sources(const std::vector<RdmaDevice>& devices,
                                        const RdmaSettings& settings, const std::string& address,
                                        unsigned rail, const std::string& sysfs = "/sys");

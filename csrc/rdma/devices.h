@@ -38,13 +38,13 @@ struct RdmaDevice {
 };
 
 /// All RDMA devices of this host, from libibverbs and sysfs. Opens and closes each of them. `sysfs`
-/// is "/sys" except in tests. Throws RdmaError without the library.
+/// is "/sys" except in tests. Throws RdmaError if the library is missing.
 std::vector<RdmaDevice> list_devices(const std::string& sysfs = "/sys");
 
-/// A device, open until its last user is gone.
+/// A device that stays open until its last user is gone.
 using OpenedDevice = std::shared_ptr<verbs::Context>;
 
-/// Throws RdmaError if there is no device of that name, or it cannot be opened.
+/// Throws RdmaError if no device has that name, or it cannot be opened.
 OpenedDevice open_device(const std::string& name);
 
 constexpr int mtu_bytes(int code) { return code < 1 || code > 5 ? 0 : 128 << code; }

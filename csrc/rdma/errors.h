@@ -6,7 +6,7 @@
 
 namespace megatron_ext {
 
-/// Why RDMA is unavailable or has failed, and the remedy, which is empty if there is none.
+/// Why RDMA is unavailable or has failed, with a remedy, which is empty if none is known.
 class RdmaError : public TransportError {
   public:
     RdmaError(const std::string& what, const std::string& remedy)

@@ -7,8 +7,8 @@
 
 namespace megatron_ext {
 
-/// Destroys an object of libibverbs, except in a forked child: the child has only a copy, through
-/// which it would destroy the parent's object.
+/// Destroys an object of libibverbs, except in a forked child, whose copy refers to the parent's
+/// object.
 template <typename T>
 class Destroy {
   public:

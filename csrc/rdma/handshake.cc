@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::uint64_t kMaxTextBytes = 1 << 16;
 
-/// The header of a text, with its own checksum: a damaged length would stall the receiver.
+/// The header of a text, with a separate checksum: a damaged length would stall the receiver.
 struct Head {
     std::uint64_t num_bytes;
     std::uint64_t checksum;      ///< of the text

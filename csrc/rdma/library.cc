@@ -23,8 +23,9 @@ std::string last_dl_error() {
     return text == nullptr ? "unknown error" : text;
 }
 
-/// Looks up a symbol of version IBVERBS_1.1. One name has several versions, and dlsym() may return
-/// the oldest, of another interface. A library without versions, as in tests, has plain ones only.
+/// Looks up a symbol of version IBVERBS_1.1. A name has several versions, and dlsym() may return
+/// the oldest, which has another interface. A library without versions, as in tests, has plain
+/// names only.
 template <typename Function>
 void find(void* handle, const Library& library, const char* name, Function& function) {
     void* symbol = ::dlvsym(handle, name, "IBVERBS_1.1");
@@ -84,8 +85,8 @@ std::unique_ptr<Library> open_first(const std::vector<std::string>& paths) {
         auto library = std::make_unique<Library>();
         library->path = path;
         find_all(handle, *library);
-        // Data loaders fork, and registered memory must stay the parent's. On a kernel that ensures
-        // this itself, the call does nothing.
+        // Data loaders fork, and registered memory must stay with the parent. On a kernel that
+        // guarantees this itself, the call does nothing.
         library->fork_init();
         return library;
     }

@@ -42,9 +42,9 @@ struct Library {
     const char* (*event_type_str)(int type);
 };
 
-/// The library: $MEGATRON_EXT_IBVERBS_LIB, else the system's. Opened once for each path and never
-/// closed, since the drivers that it loads stay loaded. Any thread may call this. Throws RdmaError
-/// if the library is missing or lacks a function.
+/// The library: $MEGATRON_EXT_IBVERBS_LIB, otherwise the system's. Opened once for each path and
+/// never closed, since the drivers that it loads stay loaded. Any thread may call this. Throws
+/// RdmaError if the library is missing or lacks a function.
 const Library& load_library();
 
 }  // namespace megatron_ext::verbs

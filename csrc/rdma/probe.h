@@ -13,8 +13,8 @@ struct RdmaFinding {
     std::string remedy;
 };
 
-/// Tries every step of opening an RDMA link, up to a queue pair that is connected to itself. It
-/// stops at the first failure, which is then the last finding. `address` as in choose_sources().
+/// Tries every step of opening an RDMA link, up to a queue pair that is connected to itself. Stops
+/// at the first failure, which is then the last finding. For `address`, see choose_sources().
 /// Throws only std::invalid_argument, for invalid settings.
 std::vector<RdmaFinding> probe_rdma(const std::string& address, const std::string& sysfs = "/sys");
 

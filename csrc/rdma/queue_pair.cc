@@ -26,7 +26,7 @@ std::string error_text(int error_number) {
            std::to_string(error_number) + ")";
 }
 
-/// Returns the result of `make`; throws RdmaError if that is null.
+/// Returns the result of `make`; throws RdmaError if it is null.
 template <typename Make>
 auto require(Make make, const std::string& device, const std::string& what) {
     const auto object = make();
@@ -144,7 +144,7 @@ void QueuePair::connect(const RdmaTarget& target, const RdmaSettings& settings) 
     attr.address.port = source_->port;
     attr.address.service_level = settings.service_level;
     attr.address.dest_lid = target.lid;
-    // Within an InfiniBand subnet the LID is the address; Ethernet has none.
+    // Within an InfiniBand subnet the LID is the address; Ethernet has no LIDs.
     attr.address.is_global = source_->link_layer == verbs::kEthernet ? 1 : 0;
     std::copy(target.gid.bytes.begin(), target.gid.bytes.end(), attr.address.route.destination.raw);
     attr.address.route.source_index = static_cast<std::uint8_t>(source_->gid_index);
@@ -211,7 +211,7 @@ std::optional<verbs::WorkCompletion> QueuePair::poll(const std::string& what) {
         throw RdmaError(text() + ": its completion queue failed", "see the kernel's log (dmesg)");
     }
     if (completion.status != verbs::kSuccess) {
-        // Only one request failed. The others are flushed, and may complete before it.
+        // Only one request failed. The others are flushed, and their completions may come first.
         verbs::WorkCompletion next{};
         while (completion.status == verbs::kFlushed &&
                context_->ops.poll_cq(queue_.get(), 1, &next) > 0) {
@@ -242,7 +242,7 @@ void QueuePair::arm() {
 }
 
 /// Reads the asynchronous events of the device. A port that is down may recover: the device retries
-/// writes meanwhile, and the text of their failure mentions the port. Other failures are final.
+/// writes until then, and the text of their failure mentions the port. Other failures are final.
 void QueuePair::look_at_events() {
     pollfd entry{context_->async_fd, POLLIN, 0};
     verbs::AsyncEvent event{};

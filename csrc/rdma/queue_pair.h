@@ -25,8 +25,8 @@ struct RdmaTarget {
 /// Memory registered for DMA by a device, for the lifetime of this object.
 using RegisteredMemory = RdmaHandle<verbs::MemoryRegion>;
 
-/// A reliable connection (RC) of one device to another process, with a completion queue and a
-/// completion channel of its own. It knows nothing of messages. Not synchronised.
+/// A reliable connection (RC) of one device to another process, with a separate completion queue
+/// and completion channel. It knows nothing about messages. Not synchronised.
 ///
 /// Life cycle: constructor, begin(), connect(), writes; begin() again after a failed connect().
 class QueuePair {
@@ -37,31 +37,32 @@ class QueuePair {
         std::uint32_t receives;
     };
 
-    /// Throws RdmaError if the device has no such queue pair.
+    /// Throws RdmaError if the device cannot create such a queue pair.
     QueuePair(const std::string& device, Depth depth);
 
-    /// Throws RdmaError; if lockable memory is short, the text names the bytes and the limit.
+    /// Throws RdmaError; if lockable memory is short, the text contains the bytes and the limit.
     RegisteredMemory register_memory(void* address, std::size_t num_bytes);
 
     /// Resets the queue pair and posts `depth.receives` receive requests. Call it before the peer
-    /// learns of this queue pair, or the peer may write too early.
+    /// learns about this queue pair; otherwise the peer may write too early.
     void begin(const RdmaSource& source);
 
-    /// Connects to the peer. Throws RdmaError, naming both ends, if the device refuses.
+    /// Connects to the peer. Throws RdmaError, naming both ends, if the device rejects the
+    /// connection.
     void connect(const RdmaTarget& target, const RdmaSettings& settings);
 
     /// Posts a write into the memory of the peer. If `signaled`, its completion has this `id`. With
-    /// `immediate` the peer gets a completion too, which consumes one of its receive requests.
+    /// `immediate`, the peer gets a completion too, which consumes one of its receive requests.
     void post_write(std::uint64_t id, const verbs::MemoryPiece& from, std::uint64_t remote_address,
                     std::uint32_t rkey, std::optional<std::uint32_t> immediate, bool signaled);
 
     void post_receive();
 
-    /// The next completion, if there is one. Throws RdmaError for a failed one, or if the device or
-    /// the port has failed; `what` names the operation in the text.
+    /// Returns the next completion, if any. Throws RdmaError for a failed completion, or if the
+    /// device or the port has failed; the text contains the operation, `what`.
     std::optional<verbs::WorkCompletion> poll(const std::string& what);
 
-    /// Makes fd() readable at the next completion. Then call poll() until it returns none: a
+    /// Makes fd() readable at the next completion. Then call poll() until it returns nothing: a
     /// completion may have arrived before.
     void arm();
 
@@ -72,7 +73,7 @@ class QueuePair {
     std::uint32_t number() const noexcept { return queue_pair_->number; }
     std::uint32_t first_psn() const noexcept { return first_psn_; }
 
-    /// Both ends, for messages.
+    /// Both ends of the connection, for messages.
     std::string text() const;
 
   private:

@@ -29,7 +29,7 @@ RdmaLink::RdmaLink(const LinkContext& context, UniqueFd socket, std::vector<Rdma
       inbox_(context.peer, context.room, context.pool),
       release_bell_(make_bell(true)),
       channel_(name_of(context.peer), context.room, inbox_.fd(), std::move(sources), settings),
-      // No event: nobody sleeps on the bell of the mirror.
+      // This bell has no eventfd: nobody sleeps on the bell of the mirror.
       outbox_(channel_.outbox_arena(), make_bell(false), context.checksums) {
     inbox_.set_sender_bell(release_bell_);
 }
@@ -59,7 +59,7 @@ void RdmaLink::publish(Message message, LinkEvents& events) {
     write(events);
 }
 
-/// Writes what the outbox has published. Arranges for probes while something waits for room.
+/// Writes the pieces that the outbox has published. Schedules probes while messages wait for room.
 void RdmaLink::write(LinkEvents& events) {
     try {
         channel_.send();
@@ -135,14 +135,14 @@ void RdmaLink::look_at_control(LinkEvents& events) {
     }
 }
 
-/// Marks the peer as dead, unless it has closed or aborted. Receives earlier arrivals first: no
-/// later call would.
+/// Marks the peer as dead, unless it has closed or aborted. Receives earlier arrivals first,
+/// because no later call would.
 void RdmaLink::fail(const std::string& reason, LinkEvents& events) {
     look_at_control(events);
     try {
         channel_.receive();
     } catch (const RdmaError&) {
-        // The first failure is the one to report.
+        // Report only the first failure.
     }
     take_arrived(events);
     if (state_ == PeerState::kOpen) {

@@ -17,13 +17,13 @@
 
 namespace megatron_ext {
 
-/// The link to a peer over RDMA, with a TCP connection beside it.
+/// The link to a peer over RDMA, with an additional TCP connection.
 ///
-/// Messages use the same arenas as within a host, which an RdmaChannel synchronises. The device
-/// reports failed writes to their sender, but nothing to a receiver whose sender is gone or to a
-/// sender without writes in flight. So the TCP connection carries the close and abort notices, and
-/// its end means the peer's death; and a sender that waits for a slot writes an empty probe each
-/// second.
+/// Messages use the same arenas as within a host, synchronised by an RdmaChannel. The device
+/// reports failed writes to their sender, but reports nothing to a receiver whose sender is gone,
+/// or to a sender without writes in flight. So the TCP connection carries the close and abort
+/// notices, and its end means the peer's death; and a sender that waits for a slot writes an empty
+/// probe each second.
 class RdmaLink final : public Link {
   public:
     /// First half of connecting: allocates the resources of this host. `socket` is a TCP connection
@@ -32,13 +32,13 @@ class RdmaLink final : public Link {
     RdmaLink(const LinkContext& context, UniqueFd socket, std::vector<RdmaSource> sources,
              const RdmaSettings& settings, double silence_s);
 
-    /// Second half: connects to the peer, which has to do the same. A process with several peers
+    /// Second half: connects to the peer, which must call this too. A process with several peers
     /// calls this in ascending order of their ranks; otherwise processes deadlock. Throws
     /// TransportError if there is no connection before the deadline.
     void connect(Deadline deadline, InterruptCheck check);
 
-    /// The memory of this process that receives the peer's messages, and that from which the device
-    /// writes to the peer.
+    /// The memory of this process that receives the peer's messages, and the memory from which the
+    /// device writes to the peer.
     const Arena& arena() const noexcept { return inbox_.arena(); }
     const Arena& mirror() const noexcept { return outbox_.arena(); }
 

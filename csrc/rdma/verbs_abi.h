@@ -1,9 +1,9 @@
 #pragma once
 
-// The part of libibverbs' binary interface that this package uses, declared here: a build needs no
-// header of rdma-core, and every wheel can use RDMA on a host with libibverbs. The interface has
-// been stable since symbol version IBVERBS_1.1. tests/test_verbs_abi.cc compares each size, offset
-// and value with the system's header if that is installed.
+// The part of libibverbs' binary interface that this package uses. It is declared here, so that a
+// build needs no header of rdma-core, and every wheel can use RDMA on a host with libibverbs. The
+// interface has been stable since symbol version IBVERBS_1.1. tests/test_verbs_abi.cc compares each
+// size, offset and value with the system's header if that is installed.
 
 #include <pthread.h>
 
@@ -261,8 +261,8 @@ struct AsyncEvent {
     int type;
 };
 
-/// The data path calls its operations through the context, like the inline functions of the
-/// original header. Unused members are padding.
+/// Holds the data path's operations, which are called through the context, like the inline
+/// functions of the original header. Unused members are padding.
 struct ContextOps {
     void* unused1[11];
     int (*poll_cq)(CompletionQueue*, int, WorkCompletion*);

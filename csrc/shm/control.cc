@@ -13,8 +13,9 @@ namespace {
 
 constexpr std::size_t kMaxPacketBytes = 4096;
 
-/// A descriptor that becomes readable when the peer's process has exited; none if the process is in
-/// another pid namespace, or if the kernel has no pidfd (before Linux 5.3).
+/// Opens a descriptor that becomes readable when the peer's process has exited. Returns no
+/// descriptor if the process is in another pid namespace, or if the kernel has no pidfd (before
+/// Linux 5.3).
 UniqueFd open_peer_process(int socket) {
     ucred credentials{};
     socklen_t size = sizeof(credentials);
@@ -42,7 +43,8 @@ bool Control::process_ended() const noexcept {
 }
 
 PeerState Control::update() {
-    // Before reading the socket: if the process has exited, its last notice is readable.
+    // Check this before reading the socket: if the process has exited, its last notice is then
+    // readable.
     const bool ended = process_ended();
     char packet[kMaxPacketBytes];
     while (state_ == PeerState::kOpen) {

@@ -10,8 +10,8 @@
 namespace megatron_ext {
 
 /// The control connection of two processes, a unix socket (SOCK_SEQPACKET) for close and abort
-/// notices. Its end without either means the peer's death. A pidfd, where available, detects the
-/// end of the process too: children of the peer may hold the socket open. Not synchronised.
+/// notices. If it ends without a notice, the peer has died. A pidfd, where available, detects the
+/// end of the process too, because children of the peer may hold the socket open. Not synchronised.
 class Control {
   public:
     explicit Control(UniqueFd socket);

@@ -55,7 +55,7 @@ bool ShmLink::progress(LinkEvents& events) {
     return changed;
 }
 
-/// Reads the socket if the peer rang for it, and periodically: a dead peer cannot ring.
+/// Reads the socket if the peer rang for it, and periodically, because a dead peer cannot ring.
 bool ShmLink::look_at_control() {
     const std::uint32_t news = bell_->control_news();
     if (control_.state() != PeerState::kOpen ||

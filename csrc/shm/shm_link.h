@@ -18,12 +18,12 @@ namespace megatron_ext {
 class ShmLink final : public Link {
   public:
     /// First half of connecting: passes the arena and the bell of this process to the peer.
-    /// `socket` is connected to it (AF_UNIX, SOCK_SEQPACKET). Does not wait. Throws TransportError
-    /// if memory for the arena is short or the peer is gone.
+    /// `socket` is connected to the peer (AF_UNIX, SOCK_SEQPACKET). Does not wait. Throws
+    /// TransportError if there is not enough memory for the arena or the peer is gone.
     ShmLink(const LinkContext& context, UniqueFd socket);
 
-    /// Second half: waits for the peer's first half. A process completes the first halves with all
-    /// peers before any second half; otherwise processes deadlock. Throws TransportError at the
+    /// Second half: waits for the peer's first half. A process must complete the first halves with
+    /// all peers before any second half; otherwise processes deadlock. Throws TransportError at the
     /// deadline.
     void accept(Deadline deadline, InterruptCheck check);
 

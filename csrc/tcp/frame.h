@@ -19,11 +19,11 @@ inline constexpr std::uint64_t kMaxReasonBytes = 4096;
 /// Longer messages are sent in pieces of this size, so that other frames can pass between them.
 inline constexpr std::uint64_t kTcpPieceBytes = std::uint64_t{1} << 19;
 
-/// Cost that a sender may send before the receiver grants any. With less, a sender of tiny messages
-/// would wait needlessly.
+/// Cost that a sender may send before the receiver grants any. With a lower value, a sender of tiny
+/// messages would wait needlessly.
 inline constexpr std::uint64_t kFirstRoom = std::uint64_t{4} << 20;
 
-/// Room that a piece takes at its receiver, in bytes. Tiny pieces have a minimum cost.
+/// The room that a piece takes at its receiver, in bytes. Tiny pieces have a minimum cost.
 constexpr std::uint64_t cost_of_piece(std::uint64_t num_bytes) noexcept { return num_bytes + 256; }
 
 /// The total cost of a message's pieces.

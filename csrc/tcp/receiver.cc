@@ -14,7 +14,8 @@ namespace megatron_ext {
 namespace {
 
 constexpr std::size_t kBufferBytes = std::size_t{1} << 16;
-/// A body with at least this many bytes outstanding is read to its destination, past the buffer.
+/// If at least this many bytes of a body are outstanding, they are read directly to their
+/// destination, past the buffer.
 constexpr std::uint64_t kDirectBytes = kBufferBytes / 2;
 
 }  // namespace
@@ -48,9 +49,9 @@ TcpReceiver::Outcome TcpReceiver::next(int socket, std::uint64_t& budget) {
     }
 }
 
-/// Reads once. If much of a body is outstanding, it reads into the body, and at most one header
-/// beyond it, so that only the kernel copies a long message. Otherwise it reads into the buffer,
-/// which is empty or holds part of a header. Returns why reading stops, if it does.
+/// Reads once. If much of a body is outstanding, reads into the body, and at most one header beyond
+/// it, so that only the kernel copies a long message. Otherwise reads into the buffer, which is
+/// empty or holds part of a header. Returns why reading stops, if it does.
 std::optional<TcpReceiver::Outcome> TcpReceiver::read_more(int socket, std::uint64_t& budget) {
     if (budget == 0) {
         return Outcome::kPause;

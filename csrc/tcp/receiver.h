@@ -39,10 +39,10 @@ class TcpReceiver {
     const std::string& text() const noexcept { return text_; }
     int error_number() const noexcept { return error_number_; }
 
-    /// Cost of all pieces received, since the connection began.
+    /// Cost of all pieces received since the connection was opened.
     std::uint64_t received_cost() const noexcept { return received_cost_; }
 
-    /// That cost at the end of the message in progress.
+    /// The same cost, counted up to the end of the message in progress.
     std::uint64_t begun_cost() const noexcept { return begun_cost_; }
 
   private:

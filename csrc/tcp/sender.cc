@@ -36,7 +36,7 @@ void TcpSender::drop_queued(LinkEvents& events) {
     }
 }
 
-/// Starts the next frame. Returns false if there is none, or no room for it.
+/// Starts the next frame. Returns false if there is no frame, or no room for it.
 bool TcpSender::begin_frame() {
     if (!control_.empty()) {
         frame_ = std::move(control_.front());

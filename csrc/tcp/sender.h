@@ -24,7 +24,7 @@ class TcpSender {
     /// Queues a control frame, ahead of all messages but not inside a piece.
     void queue_control(std::uint32_t magic, std::uint64_t number, std::string text = {});
 
-    /// Allows messages up to this total cost, counted from the beginning.
+    /// Allows messages up to this total cost, counted from the start of the connection.
     void allow(std::uint64_t cost);
 
     /// Drops all messages except the piece being written; `events` gets their owners.
@@ -44,7 +44,7 @@ class TcpSender {
         std::uint64_t sent_bytes = 0;
     };
 
-    /// A descriptor and its bytes, and how many of them are written.
+    /// A descriptor with its bytes, and how many of them are written.
     struct Frame {
         Descriptor head{};
         const std::byte* body = nullptr;

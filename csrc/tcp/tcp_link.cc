@@ -51,7 +51,7 @@ std::string error_text(int error_number) { return std::system_category().message
 
 }  // namespace
 
-/// The cost of received messages that are still held. Messages share it with the link.
+/// The cost of received messages that are still held. The messages share this object with the link.
 class TcpLink::Held {
   public:
     Held(std::shared_ptr<ProcessBell> bell, std::uint64_t room)
@@ -172,7 +172,7 @@ void TcpLink::take_control() {
     }
 }
 
-/// Returns the message with an owner that gives its room back at the end.
+/// Returns the message with an owner that gives its room back when it is released.
 Message TcpLink::hold(Message message) {
     const std::uint64_t cost = cost_of_message(message.info.num_bytes);
     held_->hold();
@@ -188,7 +188,7 @@ Message TcpLink::hold(Message message) {
     return message;
 }
 
-/// Grants the peer this total cost, counted from the beginning.
+/// Grants the peer this total cost, counted from the start of the connection.
 void TcpLink::allow(std::uint64_t cost) {
     if (cost > allowed_) {
         allowed_ = cost;
@@ -226,9 +226,9 @@ int TcpLink::write(LinkEvents& events) {
     return sender_.write(socket_.get(), events);
 }
 
-/// After `silence_ms_` the kernel ends a connection whose data waits, also if the peer's host
+/// After `silence_ms_`, the kernel ends a connection whose data waits, even if the peer's host
 /// answers and only has no room, because its process is stopped or starved of CPU. So the limit is
-/// off while data waits, all that was sent is acknowledged, and the host answers probes for room.
+/// off while data waits, all sent data is acknowledged, and the host answers probes for room.
 void TcpLink::look_at_window() noexcept {
     if (Clock::now() < next_look_) {
         return;
@@ -250,7 +250,7 @@ void TcpLink::look_at_window() noexcept {
 
 Deadline TcpLink::next_progress() const noexcept { return std::min(next_progress_, next_look_); }
 
-/// Enters a final state. The end of this direction acknowledges the peer's notice.
+/// Enters a final state. Closing this direction acknowledges the peer's notice.
 void TcpLink::leave_open(PeerState state, const std::string& reason) {
     if (state_ == PeerState::kOpen) {
         state_ = state;

@@ -16,19 +16,20 @@
 
 namespace megatron_ext {
 
-/// The link to a peer over a TCP connection, for hosts that share no memory and no RDMA network.
+/// The link to a peer over a TCP connection, for hosts that share neither memory nor an RDMA
+/// network.
 ///
 /// The receiver grants the sender a cost to send, which bounds the memory of unclaimed messages.
-/// The grant is its room beyond the messages released so far. A message in progress may always be
-/// completed, because all of its memory is allocated at its first piece. While the receiver waits,
-/// it extends the grant as soon as half of it has arrived: the awaited message may be behind
-/// others, and so no order of receives stops a sender. The service thread reads everything else of
-/// the peer at once, whatever this process computes: close and abort notices, and the end of the
-/// connection.
+/// The grant is the receiver's room plus the cost of the messages released so far. A message in
+/// progress may always be completed, because all of its memory is allocated at its first piece.
+/// While the receiver waits, it extends the grant as soon as half of it has arrived, because the
+/// awaited message may be behind others; so no order of receives blocks a sender. The service
+/// thread reads everything else from the peer at once, whatever this process computes: close and
+/// abort notices, and the end of the connection.
 class TcpLink final : public Link {
   public:
-    /// `socket` is connected to the authenticated peer. A peer whose host answers neither data nor
-    /// probes for `silence_s` seconds counts as dead.
+    /// `socket` is connected to the authenticated peer. A peer counts as dead if its host answers
+    /// neither data nor probes for `silence_s` seconds.
     TcpLink(const LinkContext& context, UniqueFd socket, double silence_s);
 
     const char* wire() const noexcept override { return "tcp"; }
