@@ -1,7 +1,8 @@
 """Computes the actions of a disaggregated table: F on forward ranks, R and B on backward ranks.
 
-A forward rank runs its F without a graph and sends its outputs to both roles. A backward rank runs
-R, which builds the graph of one micro-batch, and then B, so it keeps the graph of one micro-batch.
+A forward rank runs F without a graph and sends its outputs to both roles. A backward rank runs R,
+which builds the graph of one micro-batch, and then B, so it only ever holds the graph of one
+micro-batch.
 """
 
 from __future__ import annotations
@@ -33,19 +34,20 @@ class RoleEnds:
 
     job: Job
     shape: tuple[int, ...] | None
-    """Shape of activations and gradients between stages, `[s, b, h]`; None: it travels."""
+    """Shape of activations and gradients between stages, `[s, b, h]`. None: the shape is sent with
+    each message."""
     dtype: torch.dtype
     num_layers: int | None
-    """Transformer layers of this stage if their outputs are shipped, else None."""
+    """Transformer layers of this stage if their outputs are shipped, otherwise None."""
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
         """Return global ranks; a merged forward rank has all tensor-parallel ranks as peers."""
         return self.job.peers(transfer.peer)
 
     def forms(self, transfer: Transfer) -> Sequence[Form]:
-        """Return the forms of what a transfer moves: an activation or gradient `[s, b, h]`.
+        """Return the forms of the tensors of a transfer: an activation or gradient `[s, b, h]`.
 
-        Shipped activations are `[layers, s, b, h]`, followed by generator states if there are any.
+        Shipped activations are `[layers, s, b, h]`, followed by generator states if needed.
         """
         kind = transfer.message.kind
         if kind == "C":
@@ -53,7 +55,7 @@ class RoleEnds:
         if self.num_layers is None or kind == "B" or not self._goes_to_backward_rank(transfer):
             return [Form(self.shape, self.dtype)]
         shipped = Form(self._shipped_shape(self.num_layers), self.dtype)
-        if active.draws_by_microbatch() and self.num_layers:  # a stage may have none
+        if active.draws_by_microbatch() and self.num_layers:  # a stage may have no layers
             return [shipped, Form(None, torch.uint8, 1)]
         return [shipped]
 
@@ -63,17 +65,17 @@ class RoleEnds:
         return transfer.peer >= self.job.ranks.pp
 
     def _shipped_shape(self, num_layers: int) -> tuple[int, ...] | None:
-        """Return the shape of a stage's shipped activations; None: it travels with them."""
+        """Return the shape of a stage's shipped activations; None: it is sent with each message."""
         if self.shape is None:
             return None
         stage, last_stage = self.job.place.pp, self.job.ranks.pp - 1
         num_tensors = num_layers
         if stage < last_stage and num_layers:
-            # What the last layer makes is the next stage's input; only the loss needs it on its own
-            # stage.
+            # The last layer's output is the next stage's input; only the last stage needs it
+            # itself, for the loss.
             num_tensors -= 1
         if stage > 0:
-            num_tensors += 1  # the stage's own input
+            num_tensors += 1  # the stage's input
         return (num_tensors, *self.shape)
 
 
@@ -83,7 +85,7 @@ class ForwardCompute(StageCompute):
 
     job: Job
     layers: Sequence[torch.nn.Module] | None
-    """The layers of the stage if their outputs are shipped, else None."""
+    """The layers of the stage if their outputs are shipped, otherwise None."""
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run F; return the tensors for the next forward rank, then those for backward ranks."""
@@ -91,14 +93,14 @@ class ForwardCompute(StageCompute):
         schedule, draws = self.table.schedule, active.draws_by_microbatch()
         is_last = stage == schedule.num_stages - 1
         keeping = saving(self.layers or (), with_generators=draws)
-        # Without a graph, which R builds on the backward rank: so the forward itself does not draw
-        # the numbers of its micro-batch.
+        # Run without a graph, which R builds on the backward rank. The schedule therefore does not
+        # seed this forward's random numbers by micro-batch; do it here.
         drawing: AbstractContextManager[None] = nullcontext()
         if draws:
             drawing = microbatch_rng(active.iteration(), stage, microbatch)
         roles = roles_in_force()
-        # Megatron's router orders a token's experts otherwise without gradients, and their sum then
-        # has other last bits.
+        # Without gradients, Megatron's router orders the experts of a token differently, which
+        # changes the last bits of their sum.
         roles.sorts_experts = not self.job.recomputes_routers
         try:
             with keeping as saved, torch.no_grad(), drawing:
@@ -140,13 +142,13 @@ class ForwardCompute(StageCompute):
 
     @property
     def _num_shards(self) -> int:
-        """Tensor-parallel backward ranks that this rank serves."""
+        """Number of tensor-parallel backward ranks that this rank serves."""
         if self.job.ranks.merged:
             return self.job.ranks.tp
         return 1
 
     def _shares(self, tensor: torch.Tensor, sequence_dim: int) -> Tensors:
-        """Return the part of a tensor for each tensor-parallel backward rank."""
+        """Return the part of a tensor that each tensor-parallel backward rank needs."""
         if self._num_shards > 1 and self.job.sequence_parallel:
             return [*tensor.chunk(self._num_shards, sequence_dim)]
         return [tensor] * self._num_shards
@@ -157,10 +159,10 @@ class BackwardCompute(StageCompute):
     """Computes R and B of a backward rank."""
 
     layers: Sequence[torch.nn.Module] | None
-    """The layers of the stage if their outputs are shipped, else None."""
+    """The layers of the stage if their outputs are shipped, otherwise None."""
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run B, or R, from shipped activations `[layers, s, b, h]` if there are any."""
+        """Run B, or R, which starts from shipped activations `[layers, s, b, h]` if present."""
         if action.kind != "R" or self.layers is None:
             return super().run(action, inputs)
         packed, *states = inputs
@@ -171,12 +173,12 @@ class BackwardCompute(StageCompute):
             stage_inputs, outputs = [packed[0].clone()], packed[1:]
         replay = Replay(outputs.unbind(), *states)
         roles = roles_in_force()
-        roles.replay = replay  # for Megatron's checkpoint, see `patches/disaggregation.py`
+        roles.replay = replay  # read by Megatron's checkpoint, see `patches/disaggregation.py`
         try:
             super().run(action, stage_inputs)
         finally:
             roles.replay = None
-        # A layer that Megatron's checkpoint does not run is computed here from another input.
+        # A layer that bypasses Megatron's checkpoint would be computed here from the wrong input.
         if replay.num_replayed != len(self.layers):
             raise MegatronExtError(
                 f"{action} recomputed layers although their outputs were shipped: it reused only "

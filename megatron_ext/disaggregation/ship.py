@@ -1,7 +1,7 @@
 """Ships layer inputs from forward ranks in one message, and replays them on backward ranks.
 
-With full uniform recomputation a backward needs only the input of each layer. A forward rank has
-them all, so its backward rank need not run the stage's forward: it builds the graph from the
+With full uniform recomputation, a backward pass needs only the input of each layer. A forward rank
+has all of them, so its backward rank can skip the stage's forward: it builds the graph from the
 shipped outputs of the layers, and computes each layer when its backward runs, as recomputation
 always does.
 """
@@ -20,16 +20,16 @@ from megatron_ext.errors import ScheduleError
 
 
 class Saved(NamedTuple):
-    """Tensors of one forward that a forward rank keeps for shipping."""
+    """Tensors of one forward pass that a forward rank keeps for shipping."""
 
     outputs: list[torch.Tensor]
     """Output of each layer, `[s, b, h]`."""
     generators: list[torch.Tensor]
-    """Generator states before each layer, uint8, if needed."""
+    """Generator states before each layer, uint8; empty if not needed."""
 
 
 def layers_of(chunk: torch.nn.Module) -> Sequence[torch.nn.Module]:
-    """Return the transformer layers of a stage, whose chunk is given in its wrappers.
+    """Return the transformer layers of a stage; the chunk may still be wrapped.
 
     Raises:
         ScheduleError: The model does not have exactly one block of transformer layers.
@@ -45,12 +45,12 @@ def layers_of(chunk: torch.nn.Module) -> Sequence[torch.nn.Module]:
 
 @contextmanager
 def saving(layers: Iterable[torch.nn.Module], *, with_generators: bool) -> Iterator[Saved]:
-    """Keep the outputs of layers that run inside the block."""
+    """Keep the outputs of layers that run inside the `with` block."""
     saved = Saved([], [])
 
     def before(_layer: torch.nn.Module, _inputs: Any) -> None:
         host, device, states = random._get_all_rng_states()
-        # In one order of names, in which `Replay` takes the row apart.
+        # Sort by name: `Replay` splits the row in the same order.
         tracked = [states[name].cpu() for name in sorted(states)]
         saved.generators.append(torch.cat([host, device.cpu(), *tracked]))
 
@@ -62,22 +62,24 @@ def saving(layers: Iterable[torch.nn.Module], *, with_generators: bool) -> Itera
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.register_forward_hook(after).remove)
-            if with_generators:  # with dropout the backward rank has to draw the same masks
+            if with_generators:  # with dropout, the backward rank must draw the same masks
                 hooks.callback(layer.register_forward_pre_hook(before).remove)
         yield saved
 
 
 class Replay:
-    """The layers' outputs `[s, b, h]` of one micro-batch on a backward rank; may lack the last one.
+    """The layers' outputs `[s, b, h]` of one micro-batch on a backward rank.
 
-    With dropout also the generator states before each layer.
+    The last may be missing.
+
+    With dropout, it also holds the generator states before each layer.
     """
 
     def __init__(
         self, outputs: Iterable[torch.Tensor], generators: Iterable[torch.Tensor] | None = None
     ) -> None:
         self.num_replayed = 0
-        """Layers replayed so far."""
+        """Number of layers replayed so far."""
         self._outputs = iter(outputs)
         self._generators: Iterator[torch.Tensor] | None = None
         if generators is not None:
@@ -86,30 +88,30 @@ class Replay:
     def instead_of(
         self, function: Callable[..., Any], hidden_states: torch.Tensor
     ) -> Callable[..., Any]:
-        """Return a replacement of a layer's function that computes only in its backward."""
+        """Return a replacement for a layer's function that computes only in its backward."""
         self.num_replayed += 1
         output = next(self._outputs, None)
-        if output is None:  # of the last layer, which nobody reads if another stage follows
+        if output is None:  # the last layer's output, which is not read if another stage follows
             output = torch.empty_like(hidden_states)
         if self._generators is not None:
             _set_generators(next(self._generators))
 
-        # Megatron's checkpoint runs it twice: in the forward without gradients, where the shipped
-        # output is the answer, and in the backward with them.
+        # Megatron's checkpoint runs this function twice: in the forward without gradients, where it
+        # returns the shipped output, and in the backward with gradients.
         def computed_later(*inputs: Any) -> Any:
             if torch.is_grad_enabled():
                 return function(*inputs)
-            return output, inputs[2]  # the block passes on a second value
+            return output, inputs[2]  # the block also expects a second value
 
         return computed_later
 
 
 def _set_generators(row: torch.Tensor) -> None:
-    """Set all of Megatron's generators to the states in a row, uint8, that `saving` has made."""
+    """Set all of Megatron's generators to the states in a uint8 row from `saving`."""
     host, device, tracked = random._get_all_rng_states()
     names = sorted(tracked)
     sizes = [len(host), len(device)]
     sizes += [len(tracked[name]) for name in names]
-    # Clones: a generator takes a state of its own storage only.
+    # Clone: a generator accepts only a state with separate storage.
     host, device, *states = (state.clone() for state in row.cpu().split(sizes))
     random._set_all_rng_states(host, device, dict(zip(names, states, strict=True)))

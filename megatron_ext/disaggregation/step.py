@@ -1,4 +1,4 @@
-"""One training step of one role, which replaces Megatron's schedules, and exchanges between steps.
+"""A training step of one role, in place of Megatron's schedules, and exchanges between steps.
 
 Contract: `forward_backward_pipelining_without_interleaving` of
 `megatron/core/pipeline_parallel/schedules.py`. A forward rank runs the F of its row without a graph
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from megatron_ext.config.roles import Job
     from megatron_ext.transport.base import Transport
 
-# Time within which the death of a neighbour is detected.
+# How long to wait for news of a neighbour's death after another error.
 _NOTICED_S = 2.0
 
 
 def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
-    """Run one step of this process's role, with the keywords of Megatron's own schedules.
+    """Run one step of this process's role, with the keyword arguments of Megatron's own schedules.
 
     Evaluation needs no roles: forward ranks run it among themselves, with Megatron's own schedule
     (`stock`). Returns the reports of the loss function by micro-batch; empty on ranks that compute
@@ -62,17 +62,17 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     model = call["model"]
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     runtime, config = _ready(chunks), get_model_config(chunks[0])
-    # An evaluation is one call for each of its batches, on forward ranks alone: `evaluation` has
-    # taken the weights for all of them. Any other call is made by both roles.
+    # Forward ranks alone make the calls of an evaluation, one for each batch, and `evaluation` has
+    # fetched the weights for all of them. Both roles make all other calls.
     if not runtime.is_evaluating:
         runtime.weights.transfer()
     if call.get("forward_only"):
-        beat()  # backward ranks wait for all of an evaluation, however long it takes
+        beat()  # backward ranks wait for the whole evaluation, however long it takes
         with _explaining_failures(runtime.wire):
             groups = default_groups()
             shape = _shape(config, groups, call)
             if shape is not None and shape[-1] != config.hidden_size and groups.pp.size() > 1:
-                # Megatron's own messages become as wide as several residual streams.
+                # Megatron's own messages then have the width of several residual streams.
                 call["adjust_tensor_shapes_fn"] = lambda _received, _sent: ([shape], [shape])
             return stock(**call)
     timer = config.timers and config.timers("forward-backward", log_level=1)
@@ -114,7 +114,7 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
     if layers is not None:
         num_layers = len(layers)
     compute: ForwardCompute | BackwardCompute
-    # Forward ranks have no gradients to reduce.
+    # Forward ranks have no gradients to reduce, so they keep this default.
     sync = Sync()
     if is_forward:
         compute = ForwardCompute(step, table, handed_on=[shape], job=job, layers=layers)
@@ -141,7 +141,7 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
 
 
 def _table_of(runtime: RoleRuntime, num_microbatches: int) -> Table:
-    """Return this process's row of the table, which is made once for each number."""
+    """Return this process's row of the table, built once for each number of micro-batches."""
     job, table = runtime.job, runtime.tables.get(num_microbatches)
     if table is None:
         schedule = job.schedule(num_microbatches)
@@ -154,7 +154,7 @@ def _table_of(runtime: RoleRuntime, num_microbatches: int) -> Table:
 
 @contextmanager
 def evaluation(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Evaluate on a forward rank, in all steps with the weights that backward ranks have now."""
+    """Evaluate on a forward rank; every step uses the weights that the backward ranks have now."""
     runtime = _ready(chunks)
     runtime.weights.transfer()
     runtime.is_evaluating = True
@@ -165,12 +165,12 @@ def evaluation(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
-    """Return the runtime, created at first use."""
+    """Return the runtime, which is created at first use."""
     job, roles = active.job(), roles_in_force()
     assert job is not None
     runtime = roles.runtime
     if runtime is None:
-        # Collective over a pipeline, so that every rank of it raises the error.
+        # This is collective over a pipeline, so that all of its ranks raise the error.
         group = default_groups().pp
         if agree_trees(chunks, linear(job.ranks.pp), group, shapes_travel=False) is not None:
             raise ScheduleError(
@@ -191,8 +191,8 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
 
 
 def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of activations between stages: `[s, b, h]`; None: it travels with them."""
-    # A stage of multi-token prediction alone hands on the hidden states of several depths.
+    """Return the shape of activations between stages, `[s, b, h]`; None: it is sent with them."""
+    # A separate stage for multi-token prediction passes on the hidden states of several depths.
     if config.variable_seq_lengths or config.mtp_standalone:
         return None
     length = call.get("decoder_seq_length") or call["seq_length"]
@@ -203,15 +203,15 @@ def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...] | 
 
 
 def _open_wire(job: Job, device: torch.device) -> Transport:
-    """Connect a process with its neighbours, by global ranks, for steps and for what is between.
+    """Connect a process with its neighbours, by global ranks, for steps and exchanges in between.
 
     Raises:
         TransportError: A neighbour does not connect, or the wire cannot reach it.
     """
     config = active.required().config
     assert config.wire != "torch", "the configuration refuses it"
-    # The same stage of the other role (of all replicas, if each has a shard of the weights), and
-    # the adjacent stages of both roles. The relation is symmetric.
+    # Neighbours are the same stage of the other role (in all replicas, if each holds a shard of the
+    # weights), and the adjacent stages of both roles. The relation is symmetric.
     place, ranks = job.place, job.ranks
     neighbours = {ranks.rank(twin) for twin in job.weight_partners}
     for stage in {place.pp - 1, place.pp + 1} & set(range(ranks.pp)):
@@ -230,7 +230,7 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
         timeout_s=job.timeout_s,
         device=device,
     )
-    # Through host memory: the configuration refuses `device_path` ipc here.
+    # Go through host memory: the configuration rejects `device_path` ipc here.
     return observed(through_host(host, device, job.timeout_s), active.required().observers)
 
 
@@ -244,7 +244,7 @@ def _explaining_failures(wire: Transport) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # It fails on a rank whose neighbour is gone, and this transport knows which.
+        # torch.distributed fails on a rank whose neighbour is gone, and this transport knows which.
         try:
             find_lost_peer(wire, _NOTICED_S)
         except TransportError as found:
@@ -267,11 +267,11 @@ _PROGRESS = (
 
 
 def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Resume forward ranks from the checkpoint that backward ranks have loaded.
+    """Make forward ranks resume from the checkpoint that backward ranks have loaded.
 
     Takes and returns counters of the training, by the names of Megatron's arguments.
     """
-    # Not all releases count all of them.
+    # Some releases lack some of these counters.
     own_progress = {name: counters[name] for name in _PROGRESS if name in counters}
     progress: dict[str, Any] = hand_over(
         "progress of the checkpoint", own_progress, to="forward", pause=time.sleep
@@ -282,7 +282,7 @@ def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def share_exit(chunks: Sequence[torch.nn.Module], *, is_over: bool) -> bool:
-    """Return whether backward ranks have found that the training ends with this step."""
+    """Return whether backward ranks have decided that the training ends with this step."""
     pause = _ready(chunks).wire.poll
     return bool(hand_over("end of the training", is_over, to="forward", pause=pause))
 

@@ -1,7 +1,7 @@
 """Transfers weights and buffers from backward ranks, which train them, to forward ranks.
 
-Before each training step, and before each evaluation, a backward rank sends what its model holds
-now: weights in buckets, and buffers. A forward rank receives them before its first forward.
+Before each training step and each evaluation, a backward rank sends the current state of its model:
+weights in buckets, and buffers. A forward rank receives them before its first forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAKE_OWN_BUFFERS = ("megatron.core.models.common.embeddings.", "megatron.core.t
 
 
 def _message(job: Job, number: int, *, header: bool = False) -> Message:
-    """Return the name of a bucket, or of the header that describes the layout of sharded ones."""
+    """Return the message for a bucket, or for the header with the layout of sharded buckets."""
     return Message("W", job.place.pp, number, header=header)
 
 
@@ -37,13 +37,13 @@ class _Weight(NamedTuple):
     name: str
     parameter: torch.nn.Parameter
     num_shards: int
-    """Backward ranks that hold parts of it, for one forward rank with the whole."""
+    """Number of backward ranks that each hold a shard; the forward rank holds the whole."""
     gated: bool
     """True if it fuses two matrices, so that each shard has a part of both."""
 
     @property
     def numel(self) -> int:
-        """Elements in one message."""
+        """Number of elements in one message."""
         return self.parameter.numel() // self.num_shards
 
 
@@ -52,12 +52,12 @@ class _Slot(NamedTuple):
 
     weight: _Weight
     start: int
-    """The index of its first element within one message."""
+    """Index of its first element within one message."""
 
 
 @dataclass
 class _Bucket:
-    """Weights of one dtype that travel in one message from each rank that has a part of them."""
+    """Weights of one dtype, sent in one message by each rank that holds a part of them."""
 
     slots: list[_Slot] = field(default_factory=list)
 
@@ -85,7 +85,7 @@ def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
 
 def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
     """Yield buckets of weights of one dtype, up to 32 MiB each, the same for both roles."""
-    # Cut by the sizes of what travels, which both roles compute alike, so no layout has to travel.
+    # Both roles compute the same message sizes and split by them, so the layout need not be sent.
     bucket, numel = _Bucket(), 0
     for weight in weights:
         num_bytes = (numel + weight.numel) * weight.parameter.element_size()
@@ -99,7 +99,7 @@ def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
         yield bucket
 
 
-# By bucket: the names of weights and their first elements.
+# For each bucket: the names of its weights and the indices of their first elements.
 _Layout = list[list[tuple[str, int]]]
 
 
@@ -119,7 +119,7 @@ def _layout(chunks: Sequence[torch.nn.Module]) -> _Layout:
     for buffer, bucket in _shared_buckets(chunks):
         entries = []
         for parameter in bucket.params_list:
-            # Not `param_to_index`: that ignores the alignment of weights.
+            # Don't use `param_to_index`, which ignores the alignment of weights.
             start, *_ = buffer.param_index_map[parameter]
             entries.append((names[parameter], start - bucket.offset))
         layout.append(entries)
@@ -127,7 +127,7 @@ def _layout(chunks: Sequence[torch.nn.Module]) -> _Layout:
 
 
 def _frozen(weights: Iterable[_Weight], layout: _Layout) -> list[_Bucket]:
-    """Return buckets of the weights that are in none of Megatron's: those that do not train."""
+    """Return buckets of the frozen weights, which are in none of Megatron's buckets."""
     trained: set[str] = set()
     for entries in layout:
         trained.update(name for name, _ in entries)
@@ -135,15 +135,15 @@ def _frozen(weights: Iterable[_Weight], layout: _Layout) -> list[_Bucket]:
 
 
 def _buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the buffers of a stage that both roles must have alike, by name.
+    """Return the buffers of a stage that must be equal for both roles, by name.
 
-    They are all buffers but the unsaved ones of Megatron's position embeddings and experts.
+    These are all buffers except the unsaved ones of Megatron's position embeddings and experts.
     """
     [model] = unwrap_model(list(chunks))
     buffers: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
-        # Each role makes these itself: tables of positions, which grow with the sequences that it
-        # has seen, counts of tokens, and copies of weights.
+        # Each role computes these itself: tables of positions, which grow with the sequences seen
+        # so far, token counts, and copies of weights.
         makes_own = type(module).__module__.startswith(_MAKE_OWN_BUFFERS)
         unsaved = module._non_persistent_buffers_set if makes_own else ()
         for name, buffer in module.named_buffers(path, recurse=False):
@@ -153,7 +153,7 @@ def _buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 class _BufferForm(NamedTuple):
-    """A buffer as it travels; dtype and shape may change from step to step."""
+    """The header of a buffer; dtype and shape may change from step to step."""
 
     name: str
     dtype: str
@@ -174,12 +174,12 @@ class _Side:
         self._wire = wire
         self._chunks = chunks
         self._partners = [job.ranks.rank(place) for place in job.weight_partners]
-        # Buffers of replicas may differ, so they come from the same replica alone.
+        # Buffers of replicas may differ, so take them only from the same replica.
         self._twins = [job.ranks.rank(place) for place in job.ranks.twins(job.place)]
 
 
 class WeightSender(_Side):
-    """The side of a backward rank."""
+    """The sending side, on a backward rank."""
 
     def __init__(self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]) -> None:
         super().__init__(job, wire, chunks)
@@ -192,16 +192,17 @@ class WeightSender(_Side):
             self._unshared = list(_portions(_weights(job, chunks)))
 
     def transfer(self) -> None:
-        """Send what the model holds now.
+        """Send the current state of the model.
 
         Raises:
-            ScheduleError: Megatron's buffers do not hold a weight any more.
+            ScheduleError: Megatron's buffers no longer hold a weight.
         """
-        # Not after the optimizer's step: a training loop may change weights between two steps, as
-        # pruning, clipping and averaging do, and `.data` leaves no mark of it.
+        # Send before the step instead of after the optimizer: a training loop may change weights
+        # between two steps, as pruning, clipping and averaging do, and `.data` leaves no trace of
+        # that.
         self._send_buffers()
         self._wire.begin([], 1)
-        # Nothing is flushed: the forwards of this step overlap with these sends.
+        # Don't flush: the forwards of this step overlap with these sends.
         number = 0
         for flat in self._shared_flats():
             number += 1
@@ -211,13 +212,13 @@ class WeightSender(_Side):
             self._isend(flat, self._twins, _message(self._job, number))
 
     def _send_buffers(self) -> None:
-        """Send the forms of all buffers, and then their bytes one after the other."""
+        """Send the headers of all buffers, followed by their bytes in one message."""
         forms, contents = [], []
         for name, buffer in _buffers(self._chunks).items():
             dtype = str(buffer.dtype).removeprefix("torch.")
             forms.append(_BufferForm(name, dtype, list(buffer.shape)))
             contents.append(buffer.detach().reshape(-1).view(torch.uint8))
-        # Two steps of the wire: only the first message says whether there is a second one.
+        # Use two steps of the wire: only the first message says whether a second one follows.
         self._wire.begin([], 1)
         self._isend(_encoded(forms), self._twins, _message(self._job, 0, header=True))
         if contents:
@@ -228,22 +229,23 @@ class WeightSender(_Side):
         for target in targets:
             self._wire.isend(tensor, target, message)
 
-    # Buckets are copied: the next optimizer step may begin before they are sent.
+    # Copy buckets: the next optimizer step may start before they are sent.
 
     def _shared_flats(self) -> Iterator[torch.Tensor]:
         """Yield this replica's shard of each bucket of shared weights, on the host."""
         if not self._job.shares_weights:
             return
         # Replicas gather weights only in their next forward (the distributed optimizer with
-        # --overlap-param-gather). Instead of waiting for that, each sends its updated shard to the
-        # forward ranks of all replicas, which assemble the buckets of Megatron's gradient buffers.
+        # --overlap-param-gather). Instead of waiting for that, each one sends its updated shard to
+        # the forward ranks of all replicas, which assemble the buckets of Megatron's gradient
+        # buffers.
         for _, bucket in _shared_buckets(self._chunks):
             self._check_storage(bucket)
             shards = bucket.param_data.view(-1).tensor_split(self._job.ranks.dp)
             yield shards[self._job.place.dp].detach().clone().cpu()
 
     def _whole_flats(self) -> Iterator[torch.Tensor]:
-        """Yield the other buckets, on the host: of frozen weights, or of all that none shares."""
+        """Yield the other buckets, on the host: frozen weights, or all if none are sharded."""
         if not self._job.shares_weights:
             ddps = [chunk for chunk in self._chunks if isinstance(chunk, DistributedDataParallel)]
             for ddp in ddps:
@@ -253,7 +255,11 @@ class WeightSender(_Side):
             yield bucket.flat().cpu()
 
     def _check_storage(self, bucket: Any) -> None:
-        """Check that Megatron's buffer, a shard of which is sent, holds a bucket's weights."""
+        """Check that a bucket's weights are stored in Megatron's buffer, a shard of which is sent.
+
+        Raises:
+            ScheduleError: A weight is stored elsewhere.
+        """
         storage = bucket.param_data.untyped_storage().data_ptr()
         for parameter in bucket.params_list:
             if parameter.untyped_storage().data_ptr() == storage:
@@ -268,14 +274,14 @@ class WeightSender(_Side):
 
 
 class WeightReceiver(_Side):
-    """The side of a forward rank."""
+    """The receiving side, on a forward rank."""
 
     def __init__(self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]) -> None:
         super().__init__(job, wire, chunks)
         weights = list(_weights(job, chunks))
         self._shared: list[_Bucket] = []
         if job.shares_weights:
-            # All backward ranks have the same layout.
+            # All backward ranks have the same layout, so one header is enough.
             encoded, *_ = self._recv_alone(self._partners, header=True)
             layout: _Layout = _decoded(encoded)
             by_name = {weight.name: weight for weight in weights}
@@ -287,11 +293,11 @@ class WeightReceiver(_Side):
             self._unshared = list(_portions(weights))
 
     def transfer(self) -> None:
-        """Wait for what the backward ranks' models hold, and load it.
+        """Wait for the state of the backward ranks' models, and load it.
 
         Raises:
             ScheduleError: A merged forward rank cannot hold their buffers.
-            TransportError: They have not sent it in time, or are gone.
+            TransportError: The backward ranks did not send it in time, or are gone.
         """
         self._load_buffers()
         expected = []
@@ -304,19 +310,19 @@ class WeightReceiver(_Side):
             sources = self._sources_of(number)
             shards = [self._recv(source, _message(self._job, number)) for source in sources]
             if len(sources) > num_shards:
-                # Ordered by replica: the parts of one bucket for each tensor-parallel rank.
+                # Sources are ordered by replica: join the parts of each tensor-parallel rank.
                 shards = [torch.cat(shards[shard::num_shards]) for shard in range(num_shards)]
             _unpack(bucket, shards)
 
     def _sources_of(self, number: int) -> list[int]:
-        """Return the ranks that send a bucket, which are numbered from 1, shared ones first."""
+        """Return the ranks that send a bucket. Buckets are numbered from 1, shared ones first."""
         if number <= len(self._shared):
             return self._partners
         return self._twins
 
     def _load_buffers(self) -> None:
-        """Receive all buffers, and put them in the place of this rank's."""
-        # All backward ranks of a stage have the same modules, so one header tells of all.
+        """Receive all buffers, and replace those of this rank."""
+        # All backward ranks of a stage have the same modules, so one header describes all.
         header, *_ = self._recv_alone(self._twins, header=True)
         forms = [_BufferForm(*form) for form in _decoded(header)]
         if not forms:
@@ -327,27 +333,28 @@ class WeightReceiver(_Side):
         for form in forms:
             end = begin + math.prod(form.shape) * form.torch_dtype.itemsize
             content = contents[0][begin:end]
-            # A merged forward rank has one buffer where its backward ranks have one each.
+            # A merged forward rank has one buffer where each of its backward ranks has one.
             for of_other_shard in contents[1:]:
                 if not torch.equal(of_other_shard[begin:end], content):
                     raise ScheduleError(
                         f"the buffer {form.name} differs between tensor-parallel ranks, and a "
                         "merged forward rank holds one; leave --ignore-forward-tensor-parallel out"
                     )
-            # A clone begins at an address that suits every dtype.
+            # Clone: a clone starts at an address that is aligned for every dtype.
             buffer = content.clone().view(form.torch_dtype).view(form.shape)
             own_buffer = own_buffers.get(form.name)
             if own_buffer is not None:
-                # Not in place: routers change the dtype of a buffer in their first forward.
+                # Replace the data instead of copying into it: routers change a buffer's dtype in
+                # their first forward.
                 own_buffer.data = buffer.to(own_buffer.device)
             else:
-                # The backward rank's module made it in a forward.
+                # The backward rank's module created this buffer in a forward.
                 path, _, name = form.name.rpartition(".")
                 model.get_submodule(path).register_buffer(name, buffer)
             begin = end
 
     def _recv_alone(self, sources: Sequence[int], *, header: bool) -> list[torch.Tensor]:
-        """Receive the only message of a step of the wire, bytes, from each source."""
+        """Receive the only message, in bytes, of a step of the wire from each source."""
         message = _message(self._job, 0, header=header)
         self._wire.begin([Expected(source, message, None, torch.uint8) for source in sources], 1)
         return [self._recv(source, message) for source in sources]
@@ -372,7 +379,7 @@ def _decoded(encoded: torch.Tensor) -> Any:
 
 @torch.no_grad()
 def _unpack(bucket: _Bucket, shards: Sequence[torch.Tensor]) -> None:
-    """Copy a bucket of each shard into the weights of a forward rank."""
+    """Copy one bucket, received in shards, into the weights of a forward rank."""
     for weight, start in bucket.slots:
         parameter = weight.parameter
         end = start + weight.numel

@@ -1,9 +1,9 @@
 """Turns the processes of one role into an ordinary Megatron job.
 
-torch.distributed in each process knows only the processes of its role. So the backward ranks form
+In each process, torch.distributed knows only the processes of its role. So the backward ranks form
 an ordinary Megatron job with its own data-parallel groups, optimizer, gradient norm, checkpoints
 and logs, and the forward ranks form a second one. All processes share one store: transports find
-each other in it, and the few values below travel through it.
+each other in it, and it carries the few values below.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOG = logging.getLogger(__name__)
 _PREFIX = "megatron_ext/fbd"
 _BEATS = f"{_PREFIX}/beats"
 _ENDED = f"{_PREFIX}/ended"
-# Between two looks for a value.
+# Pauses between two checks for a value.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
 
 
@@ -51,16 +51,16 @@ class RoleRuntime:
     """Carries tensors and weights to the neighbours of this process."""
     weights: WeightSender | WeightReceiver
     layers: Sequence[torch.nn.Module] | None
-    """Layers of this stage if their inputs are shipped, else None."""
+    """Layers of this stage if their inputs are shipped, otherwise None."""
     tables: dict[int, Table] = field(default_factory=dict)
-    """By number of micro-batches."""
+    """Number of micro-batches -> table."""
     is_evaluating: bool = False
-    """Whether an evaluation is in progress, which has its weights."""
+    """Whether an evaluation is in progress, for which the weights are already here."""
 
 
 @dataclass
 class Roles:
-    """State that a process of a role keeps under a configuration."""
+    """State of a process with a role, kept under one configuration."""
 
     store: Store
     """Shared by the processes of both roles."""
@@ -69,9 +69,9 @@ class Roles:
     replay: Replay | None = None
     """The replay of shipped activations that is in progress."""
     sorts_experts: bool = False
-    """Whether the forward in progress orders the experts of a token as one with gradients does."""
+    """Whether the current forward orders the experts of a token like a forward with gradients."""
     runtime: RoleRuntime | None = None
-    """State from step to step, after the first one."""
+    """State that lasts from step to step; None before the first step."""
 
     def close(self) -> None:
         """Close the wire to the other ranks."""
@@ -83,16 +83,17 @@ def join(backend: str) -> None:
     """Find all processes of the job, then start torch.distributed among those of one role."""
     job = _job()
     timeout = timedelta(seconds=job.timeout_s)
-    # The launcher's own rendezvous, so a role needs no address besides MASTER_ADDR.
+    # Use the launcher's own rendezvous, so that a role needs no address besides MASTER_ADDR.
     everyone = rendezvous("env://", rank=job.rank, world_size=job.ranks.num_ranks, timeout=timeout)
     store, _, _ = next(iter(everyone))
-    # Without it a process that waits for a key gives up after torch's own 5 minutes.
+    # Otherwise a process that waits for a key would give up after torch's default of 5 minutes.
     store.set_timeout(timeout)
-    # torchrun keeps it when it starts the ranks again: values of the attempt before are not ours.
-    # Nodes of a c10d rendezvous that count restarts differently do not meet, until the time-out.
+    # torchrun keeps the store when it restarts the ranks, so leave out values of the previous
+    # attempt. If nodes of a c10d rendezvous count restarts differently, they wait for each other
+    # until the time-out.
     store = PrefixStore("/".join(("megatron_ext/run", *active.required().environment.run)), store)
     active.required().roles = Roles(store)
-    # With a prefix for each role: both number their groups and keys alike.
+    # Use a prefix for each role, because both use the same names for groups and keys.
     dist.init_process_group(
         backend,
         store=PrefixStore(f"megatron_ext/{job.role}", store),
@@ -103,7 +104,7 @@ def join(backend: str) -> None:
 
 
 def roles_in_force() -> Roles:
-    """Return what this process keeps under the active configuration."""
+    """Return the role state of this process under the active configuration."""
     roles = active.required().roles
     assert isinstance(roles, Roles), "join() comes first"
     return roles
@@ -118,10 +119,10 @@ def beat() -> None:
 
 @contextmanager
 def ending_both_roles() -> Iterator[None]:
-    """Let the other role end as well where Megatron calls `sys.exit()` in the block.
+    """End the other role too if Megatron calls `sys.exit()` in the block.
 
-    It does so where a checkpoint is missing or cannot be read. The exit code is 0, which no
-    launcher takes for a failure, and the other role would wait for this one.
+    Megatron does so if a checkpoint is missing or unreadable. The exit code is 0, which no launcher
+    treats as a failure, so the other role would wait for this one.
     """
     try:
         yield
@@ -143,7 +144,7 @@ def _end_with_other_role(store: Store) -> None:
 def hand_over(subject: str, value: Any, *, to: str, pause: Callable[[float], object]) -> Any:
     """Send a small value from the last process of one role to all processes of the other.
 
-    Both roles call it equally often, in the same order for each subject.
+    Both roles must call this equally often, in the same order for each subject.
 
     Args:
         subject: Name of the value, also for error messages.
@@ -163,21 +164,21 @@ def hand_over(subject: str, value: Any, *, to: str, pause: Callable[[float], obj
     store, number = roles.store, roles.counts.get(subject, 0) + 1
     roles.counts[subject] = number
     key = f"{_PREFIX}/{subject}/{number}"
-    # Of either role the last process holds the last stage, which has the losses.
+    # The last process of either role holds the last stage, which has the losses.
     if job.role != to:
         if job.role_rank == job.ranks.role_size(job.role) - 1:
-            # JSON, not pickles: whoever reaches the store may write into it.
+            # Use JSON, never pickles: anyone who reaches the store may write to it.
             store.set(key, json.dumps(value))
         return value
-    # Not `store.wait`: it would not notice that a rank of the other role has died. Forward ranks
-    # wait in each step of a job that ends by itself, so a value is seen soon after it is there.
+    # Don't use `store.wait`, which would not notice the death of a rank of the other role. Poll
+    # often: forward ranks wait here in each step of a job that ends by itself.
     beats, pause_s = store.add(_BEATS, 0), _FIRST_PAUSE_S
     until = time.monotonic() + job.timeout_s  # a pause may end early, when a poll is woken
     while not store.check([key]):
         # Before the wire is open, nothing else notices that the other role has ended.
         _end_with_other_role(store)
         if time.monotonic() >= until:
-            # An evaluation may take longer than the time-out, as long as it goes on.
+            # An evaluation may take longer than the time-out as long as it makes progress.
             before, beats = beats, store.add(_BEATS, 0)
             if beats == before:
                 raise TransportTimeout(
@@ -191,8 +192,8 @@ def hand_over(subject: str, value: Any, *, to: str, pause: Callable[[float], obj
 
 
 def leave() -> None:
-    """Wait for all processes of the job."""
-    # Otherwise the host of the store would exit while others still use it.
+    """Wait until all processes of the job are ready to exit."""
+    # Otherwise the process that hosts the store would exit while others still use it.
     job, store = _job(), roles_in_force().store
     barrier(store, job.ranks.num_ranks, f"{_PREFIX}/left", job.timeout_s, rank=job.rank)
 

@@ -1,7 +1,7 @@
 """Support for third-party training loops ("hosts") that call Megatron's schedules: Megatron-Bridge.
 
 A host's module has a table `PATCHES` and is imported just before the host, so an unused host costs
-nothing. `own_program.py` is the entrance of a program whose training loop is its own.
+nothing. `own_program.py` is the entrance for programs with their own training loop.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def _begin() -> None:
 
 
 def check_some_host() -> None:
-    """Check that a host is installed, and that it can run.
+    """Check that a host is installed and can run.
 
     Raises:
-        UserError: No host is installed, or it lacks a requirement; names what to install.
+        UserError: No host is installed, or it lacks a requirement; names the package to install.
     """
     from megatron_ext.errors import ArgumentsError
     from megatron_ext.hosts.bridge_requirements import SUPPORTED, check_installed

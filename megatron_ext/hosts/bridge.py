@@ -2,7 +2,7 @@
 
 Bridge calls Megatron's schedule as Megatron's own trainer does, so a step needs no patch here. Two
 things differ. Bridge has no command line: its configuration is an object, which we read and rewrite
-when Bridge validates it. And its loop has its own functions for steps and evaluation, which need
+when Bridge validates it. And its loop has separate functions for steps and evaluation, which need
 patches that send the losses of a folded pipeline to the rank that logs.
 
 The schedule comes from `megatron_ext.configure(PipelineConfig(...))` or, for recipes started by
@@ -56,7 +56,7 @@ class FieldPlace(NamedTuple):
     """The dataclass field that holds a setting."""
 
     name: str
-    """Dotted, as users write it."""
+    """The dotted name, as users write it."""
     owner: Any
     field: str
 
@@ -64,9 +64,9 @@ class FieldPlace(NamedTuple):
 class Settings:
     """Bridge's `ConfigContainer` under upstream's argument names; `write` changes it.
 
-    The checks whether a schedule fits a job, and the settings that host it, use those names
-    (`megatron_ext/config/entrances.py`). Bridge has them as fields of several dataclasses, mostly
-    under the same names.
+    These names are used by the checks whether a schedule fits a job, and by the settings that the
+    schedule needs (`megatron_ext/config/entrances.py`). Bridge stores them in fields of several
+    dataclasses, mostly under the same names.
     """
 
     def __init__(self, container: Any) -> None:
@@ -100,7 +100,7 @@ class Settings:
         if layout is not None:  # the layout sets the stages per rank
             args.num_virtual_stages_per_pipeline_rank = None
         args.data_parallel_size = getattr(container, "data_parallel_size", None)
-        # Rules know packed sequences by Megatron's flag.
+        # The rules identify packed sequences by Megatron's flag.
         dataset = getattr(container, "dataset", None)
         args.sft = any(getattr(dataset, switch, False) is True for switch in _PACKING_SWITCHES)
         args.world_size, args.rank = world_size, rank
@@ -120,7 +120,7 @@ class Settings:
             if place is None:
                 continue
             value = getattr(place.owner, place.field)
-            # Only once: the first value is the user's.
+            # Save only the first value, which is the user's.
             self._saved_values.setdefault((id(place.owner), place.field), (place, value))
 
     def restore(self) -> None:
@@ -130,7 +130,7 @@ class Settings:
         self._saved_values.clear()
 
     def name_of(self, flag: str) -> str:
-        """Return Bridge's name of a setting of Megatron's, or the flag itself."""
+        """Return Bridge's name for one of Megatron's settings, or the flag itself."""
         dest = flag[2:].replace("-", "_")
         if dest in self._places:
             return self._places[dest].name
@@ -140,13 +140,13 @@ class Settings:
         return flag
 
     def name_in_python(self, flag: str) -> str:
-        """Return Bridge's name of a setting of Megatron's, and the field of one of ours."""
+        """Return Bridge's name for one of Megatron's settings, or the field name of one of ours."""
         return field_of(self.name_of(flag))
 
 
 @dataclass
 class _Hosted:
-    """Bridge settings changed for one configuration, restored when it closes."""
+    """Bridge settings that were changed for one configuration, restored when it closes."""
 
     settings: Settings
     arguments: Namespace
@@ -179,7 +179,7 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         return call(*args, **kwargs)
     REGISTRY.raise_mismatches()
     configured_sizes = None
-    # Sizes that this module derived for an earlier run do not count.
+    # Ignore sizes that this module derived for an earlier run.
     if in_force is not None and in_force.is_sized and in_force.host is None:
         configured_sizes = _sizes(in_force)
     active.clear_configuration()
@@ -189,7 +189,7 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         if configured_sizes is not None:
             _check_sizes(configured_sizes, _sizes(active.required()))
         result = call(*args, **kwargs)
-        # What Bridge has validated against what was written into it.
+        # Check the values that Bridge has validated against those that were written into it.
         vars(arguments).update(vars(_arguments(settings)))
         entrances.check(arguments)
     except BaseException as error:
@@ -208,7 +208,7 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 class _Sizes(NamedTuple):
-    """What `configure` and Bridge's configuration may both say."""
+    """The sizes that both `configure` and Bridge's configuration may set."""
 
     pipeline_ranks: int
     num_microbatches: int
@@ -256,7 +256,7 @@ def _prepare(
     values = entrances.prepare(arguments, requested)
     _refuse_decentralized(settings.container)
     active.required().host = _Hosted(settings, arguments)
-    # What Bridge or this module derives from other settings.
+    # Bridge or this module derives these from other settings.
     settings.keep(
         (
             "pipeline_model_parallel_layout",
@@ -266,16 +266,17 @@ def _prepare(
     )
     pipeline = active.pipeline()
     if pipeline is not None:
-        # What Megatron's parser derives from them, and Bridge, which has none, does not.
+        # Megatron's parser derives these values from the others; Bridge has no parser, so set them
+        # here.
         num_chunks = pipeline.placement.num_stages // pipeline.placement.num_ranks
         virtual_size = num_chunks if num_chunks > 1 else None
         values["virtual_pipeline_model_parallel_size"] = virtual_size
         if "overlap_p2p_comm" in values:
             values["batch_p2p_comm"] = False
     settings.write(values)
-    # For the new sizes: two mirrored pipelines have twice as many replicas.
+    # Update it for the new sizes: two mirrored pipelines have twice as many replicas.
     settings.container.set_data_parallel_size()
-    # Once, also where a container is prepared again.
+    # Add the hook only once, even if a container is prepared again.
     _remove_hook(settings.container.model)
     _hooks(settings.container.model).append(_tie)
     return arguments
@@ -288,7 +289,7 @@ def _arguments(settings: Settings) -> Namespace:
 
 
 def _suit_device(settings: Settings) -> None:
-    """Replace Bridge's defaults, which assume NVIDIA GPUs, where the device needs other values."""
+    """Replace Bridge's defaults, which assume NVIDIA GPUs, if the device needs other values."""
     arguments = vars(_arguments(settings))
     for dest, (value, _reason) in devices.current().argument_defaults.items():
         if dest in arguments and arguments[dest] != value:
@@ -296,7 +297,11 @@ def _suit_device(settings: Settings) -> None:
 
 
 def _refuse_decentralized(container: Any) -> None:
-    """Refuse what needs Megatron's global groups if Bridge does not create them."""
+    """Reject settings that need Megatron's global groups if Bridge does not create them.
+
+    Raises:
+        ArgumentsError: Names the setting that needs the groups.
+    """
     if not container.dist.use_decentralized_pg:
         return
     in_force = active.required()
@@ -346,7 +351,7 @@ def _refuse_modules(*_call: Any) -> Any:
 
 
 def _tie(chunks: list[Any]) -> list[Any]:
-    """Hook: give both copies of a tied embedding the same values, if one rank holds both."""
+    """Hook: give both copies of a tied embedding the same values if one rank holds both."""
     from megatron_ext.runtime.folded import tie_embeddings
 
     tie_embeddings(chunks)
@@ -422,7 +427,7 @@ def _skip_batches(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Non
 
     num_batches = get_num_microbatches()
     dataset = arguments["global_state"].cfg.dataset
-    if dataset.dataloader_type == "batch":  # one item for all micro-batches of a step
+    if dataset.dataloader_type == "batch":  # one item holds all micro-batches of a step
         num_batches = 1
     schedules.skip_batches(get_rerun_state_machine(), data_iterators, num_batches)
 
@@ -439,7 +444,7 @@ def _evaluate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         return losses, *others
     arguments = by_name(call, args, kwargs)
     groups = arguments.get("pg_collection")
-    if groups is None:  # as Bridge itself does then
+    if groups is None:  # Bridge does the same in this case
         groups = get_pg_collection(arguments["model"])
     return share_losses(losses, groups), *others
 

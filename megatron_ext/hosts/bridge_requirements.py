@@ -13,7 +13,7 @@ from megatron_ext.version import installed
 SUPPORTED = ">=0.6,<0.8"
 """Versions of megatron-bridge that the patches in `megatron_ext/hosts/bridge.py` support."""
 
-# The minor release of megatron-core that each of them was tried with, and needs.
+# Minor release of Bridge -> minor release of megatron-core that it needs and was tested with.
 _CORES = {(0, 6): 19, (0, 7): 20}
 _PYTHON = (3, 12)
 # Imports of `megatron.bridge.training.pretrain`: module to package requirement.
@@ -30,8 +30,8 @@ _IMPORTS = {
 
 
 def problems() -> Iterator[str]:
-    """Yield each problem that keeps Bridge from running: found, required, what to install."""
-    version = installed("megatron-bridge")  # None of a plain source tree
+    """Yield each problem that keeps Bridge from running: what is installed and what it needs."""
+    version = installed("megatron-bridge")  # a plain source tree has no version
     release = min(_CORES) if version is None else releases.parse_release(version)
     if release not in _CORES:
         yield (
@@ -56,7 +56,7 @@ def problems() -> Iterator[str]:
         )
     missing_modules = []
     for module in _IMPORTS:
-        # Tests, and programs without a GPU, put stand-ins into sys.modules, which have no files.
+        # Tests, and programs without a GPU, put stand-ins without files into sys.modules.
         if module not in sys.modules and find_spec(module) is None:
             missing_modules.append(module)
     if missing_modules:

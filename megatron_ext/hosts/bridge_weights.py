@@ -1,11 +1,11 @@
 """Moves weights between Hugging Face and folded pipelines through Megatron-Bridge.
 
 Bridge identifies a weight by its name in the whole model, and converts one chunk's weight for each
-name on a rank. In a folded pipeline the first and the last stage share a rank, which then holds two
-copies of the word embedding, with multi-token prediction under one name.
+name on a rank. In a folded pipeline, the first and the last stage share a rank, which then holds
+two copies of the word embedding; with multi-token prediction, both have the same name.
 
-One rule applies to all copies on a rank: the first stage's copy is the weight. An import writes it
-and then copies it to the later chunks, and an export reads it.
+One rule applies to all copies on a rank: the first stage's copy is the weight. An import writes to
+it and then copies it to the later chunks, and an export reads it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PATCHES = PatchTable(feature="Megatron-Bridge", when=active.is_folded)
 
 @dataclass(frozen=True)
 class _LaterCopy:
-    """A weight that a chunk holds although an earlier chunk of the same rank holds it, too."""
+    """A weight in a chunk of which an earlier chunk on the same rank also holds a copy."""
 
     name: str
-    """Name of the parameter in either chunk, without those of wrappers."""
+    """Name of the parameter in both chunks, without the names of wrappers."""
     chunk_index: int
     weight: torch.nn.Parameter
     first_chunk_index: int
@@ -40,14 +40,14 @@ class _LaterCopy:
 
 
 def _later_copies(chunks: Sequence[torch.nn.Module]) -> Iterator[_LaterCopy]:
-    """Yield the copies that later chunks of this rank hold of weights of earlier ones."""
+    """Yield the weights in later chunks of this rank that are copies of weights in earlier ones."""
     from megatron.core.utils import unwrap_model
 
     models = unwrap_model(list(chunks))
     first_chunk_of: dict[str, int] = {}
     for chunk_index, model in enumerate(models):
         for name, weight in model.named_parameters():
-            # Each layer is on one stage, and local numbers of layers start anew in every chunk.
+            # Skip layers: each is on one stage only, but every chunk numbers its layers from 0.
             if "layers." in name:
                 continue
             first_chunk_index = first_chunk_of.setdefault(name, chunk_index)
@@ -66,7 +66,7 @@ def _later_copies(chunks: Sequence[torch.nn.Module]) -> Iterator[_LaterCopy]:
 
 
 def _chunks(call: Call, args: Args, kwargs: Kwargs) -> list[torch.nn.Module]:
-    """Return the model that a method of Bridge converts, which may be a single chunk."""
+    """Return the model that a method of Bridge converts, as a list of chunks."""
     model = by_name(call, args, kwargs)["megatron_model"]
     return model if isinstance(model, list) else [model]
 
@@ -80,9 +80,9 @@ def _convert_first_copies(call: Call, _instance: Any, args: Args, kwargs: Kwargs
     later_copies = {id(copy.weight): copy for copy in _later_copies(_chunks(call, args, kwargs))}
     tasks: list[Any] = call(*args, **kwargs)
     for index, task in enumerate(tasks):
-        if task is None:  # Bridge knows no name at Hugging Face for the weight
+        if task is None:  # Bridge has no Hugging Face name for the weight
             continue
-        # By identity: a task of a quantized weight may hold its raw data instead.
+        # Compare by identity: the task of a quantized weight may hold its raw data instead.
         copy = later_copies.get(id(task.param_weight))
         if copy is not None:
             tasks[index] = replace(
@@ -119,7 +119,7 @@ def _fill_copies(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None
     from megatron_ext.runtime.folded import tie_embeddings
 
     chunks = _chunks(call, args, kwargs)
-    tie_embeddings(chunks)  # the output layer's copy has a name that differs from the embedding's
+    tie_embeddings(chunks)  # the output layer's copy has another name than the embedding
     with torch.no_grad():
         for copy in _later_copies(chunks):
             copy.weight.copy_(copy.first_weight)

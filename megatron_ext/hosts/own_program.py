@@ -1,4 +1,4 @@
-"""The entrance for a program with a training loop of its own: `configure`."""
+"""The entrance for programs with their own training loop: `configure`."""
 
 from __future__ import annotations
 
@@ -55,30 +55,33 @@ def configure(
     world_size: int | None = None,
     seed: int | None = None,
 ) -> ModelBuild | None:
-    """Activate a configuration, and return what to build the model with.
+    """Activate a configuration, and return the settings to build the model with.
 
     For programs that do not parse Megatron's command line. Call it in every process of the job,
-    with the same arguments, before you create process groups and the model. `megatron.core` may be
-    imported earlier unless `config.device` is given. From then on
+    with the same arguments, before you create process groups and the model. `megatron.core` may
+    already be imported unless `config.device` is set. From then on,
     `megatron.core.pipeline_parallel.get_forward_backward_func` returns the schedule. Another call,
     or `deconfigure`, ends this configuration.
 
-    Without any size it waits for a host that knows them, `pretrain` or `finetune` of
-    Megatron-Bridge, which then builds the model accordingly; it returns None.
+    Without any size, it returns None and waits for a host that knows the sizes, which then builds
+    the model accordingly: `pretrain` or `finetune` of Megatron-Bridge.
 
     Args:
         config: The settings.
-        pipeline_ranks: Ranks of one pipeline, of both where a schedule mirrors two.
-        num_microbatches: Of one step of these ranks, both mirrored pipelines together.
-        num_layers: Transformer layers of the model, without those of multi-token prediction.
+        pipeline_ranks: Ranks of one pipeline, or of both if a schedule mirrors two.
+        num_microbatches: Micro-batches that these ranks run in one step, for both mirrored
+            pipelines together.
+        num_layers: Transformer layers of the model, not counting those of multi-token prediction.
         mtp_num_layers: Layers of multi-token prediction.
-        layout: Which layers each stage has, in Megatron's notation; None: the same number in each.
-        world_size: Ranks of the job; None: one pipeline.
-        seed: Of the run; needed where random numbers are drawn by micro-batch, as with `dynamic`.
+        layout: The layers of each stage, in Megatron's notation. None: the same number in each
+            stage.
+        world_size: Ranks of the job. None: one pipeline.
+        seed: Seed of the run; required if random numbers are drawn by micro-batch, as with
+            `dynamic`.
 
     Raises:
         UserError: A size is missing or impossible, the sizes do not fit the configuration, the
-            device was named too late, or no host is installed.
+            device was chosen too late, or no host is installed.
         UpstreamMismatch: Active patches do not fit the installed Megatron.
     """
     _check_entrance(config)
@@ -127,7 +130,7 @@ def configure(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes of a job, as `configure` takes them."""
+    """The sizes of a job, as passed to `configure`."""
 
     pipeline_ranks: int
     num_microbatches: int
@@ -138,10 +141,10 @@ class _Sizes:
 
 
 def _check_entrance(config: object) -> None:
-    """Check that this process may be configured from Python, and that it is with a configuration.
+    """Check that this process may be configured from Python, and that `config` has the right type.
 
     Raises:
-        ArgumentsError: It is not.
+        ArgumentsError: One of these does not hold; names the remedy.
     """
     if not isinstance(config, PipelineConfig):
         raise ArgumentsError(
@@ -162,7 +165,11 @@ def _check_entrance(config: object) -> None:
 
 
 def _check_sizes(**arguments: object) -> bool:
-    """Check the sizes and the layout that `configure` gets; return whether there are any."""
+    """Check the sizes and the layout passed to `configure`; return whether any were passed.
+
+    Raises:
+        ArgumentsError: A value is invalid, or some sizes are missing.
+    """
     sizes = {name: value for name, value in arguments.items() if value is not None}
     for name, value in sizes.items():
         if name == "layout":
@@ -170,7 +177,7 @@ def _check_sizes(**arguments: object) -> bool:
                 raise ArgumentsError(f"layout {value!r} must be a string in Megatron's notation")
             continue
         minimum = 0 if name in ("mtp_num_layers", "seed") else 1
-        # Python takes True for 1.
+        # Python treats True as 1.
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ArgumentsError(f"{name} {value!r} must be a whole number of at least {minimum}")
     required_sizes = ("pipeline_ranks", "num_microbatches", "num_layers")
@@ -181,7 +188,11 @@ def _check_sizes(**arguments: object) -> bool:
 
 
 def _take_device(name: str) -> None:
-    """Arm a device before the patches, which import Megatron for the device that is chosen then."""
+    """Arm a device before the patches, which import Megatron for the device selected by then.
+
+    Raises:
+        DeviceError: Another device is already armed.
+    """
     armed_name = devices.take(name).name
     if armed_name != name:
         raise DeviceError(
@@ -201,9 +212,9 @@ def _check_twins(config: PipelineConfig, sizes: _Sizes) -> None:
 
 
 def _put_in_force(config: PipelineConfig, sizes: _Sizes, seed: int | None) -> ModelBuild:
-    """Check a configuration against the sizes, put it in force, and say what model it needs."""
+    """Check a configuration against the sizes, put it in force, and return the model's settings."""
     arguments = _megatron_arguments(config, sizes)
-    # One rank under Megatron's own schedule sends nothing: there is no transport to check.
+    # One rank under Megatron's own schedule sends nothing, so there is no transport to check.
     preflight = Preflight()
     if config.schedule or config.dynamic or sizes.pipeline_ranks > 1:
         preflight = inspect(arguments, config)
@@ -215,7 +226,8 @@ def _put_in_force(config: PipelineConfig, sizes: _Sizes, seed: int | None) -> Mo
             pipeline = _stock_pipeline(config, sizes, arguments)
             schedule = pipeline.name
         cut = preflight.arguments
-        if preflight.pipeline is None:  # Megatron's own schedule: the same rules cut its model
+        # For Megatron's own schedule, the same rules split the model
+        if preflight.pipeline is None:
             cut, _ = flags_for(arguments, pipeline.placement, schedule)
     except (ArgumentsError, ScheduleError) as error:
         kind = ScheduleError if isinstance(error, ScheduleError) else ArgumentsError
@@ -238,10 +250,11 @@ def _put_in_force(config: PipelineConfig, sizes: _Sizes, seed: int | None) -> Mo
 
 
 def _megatron_arguments(config: PipelineConfig, sizes: _Sizes) -> Namespace:
-    """Return the sizes under the names of Megatron's arguments, which the rules know."""
+    """Return the sizes under the names of Megatron's arguments, which the rules use."""
     return Namespace(
         world_size=sizes.world_size,
-        # Whatever a program has beside its pipeline: one batch is that of one pipeline here.
+        # Attribute all other parallelism of the program to tensor parallelism: a global batch here
+        # is one pipeline's.
         tensor_model_parallel_size=max(1, sizes.world_size // sizes.pipeline_ranks),
         pipeline_model_parallel_size=sizes.pipeline_ranks,
         num_virtual_stages_per_pipeline_rank=None if sizes.layout else config.chunks,
@@ -255,7 +268,7 @@ def _megatron_arguments(config: PipelineConfig, sizes: _Sizes) -> Namespace:
 
 def _stock_pipeline(config: PipelineConfig, sizes: _Sizes, arguments: Namespace) -> Pipeline:
     """Return the pipeline that Megatron's own schedule runs."""
-    # A layout may have several stages for each rank; one rank holds all of them as one.
+    # A layout may have several stages per rank; a single rank holds all of them as one.
     num_chunks = 1
     if sizes.pipeline_ranks > 1:
         num_chunks = chunks_of_megatron(arguments)

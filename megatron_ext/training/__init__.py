@@ -1,1 +1,1 @@
-"""The script that trains: upstream's own, or one for GPT on a wheel of megatron-core."""
+"""Starts the training script: upstream's own, or a GPT script for a megatron-core wheel."""

@@ -1,10 +1,10 @@
-"""Starts a training script: upstream's own if there is a tree, else one for GPT.
+"""Starts a training script: upstream's own if a Megatron-LM tree is present, otherwise one for GPT.
 
-Without a tree, `pretrain_gpt.py` means `megatron_ext/training/wheel.py` on the wheel's own
-`megatron.training`, which comes with 0.17.
+Without a tree, `pretrain_gpt.py` stands for `megatron_ext/training/wheel.py`, which uses the
+`megatron.training` of the wheel (0.17 or newer).
 
-The runner arms the patches and then runs the script's file unmodified, as `__main__`. Errors that
-the user can fix end in one line and exit code 2.
+The runner arms the patches and then runs the script's file unmodified, as `__main__`. An error that
+the user can fix is reported in one line with exit code 2.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from megatron_ext.upstream import failure, releases
 from megatron_ext.upstream import tree as upstream
 from megatron_ext.upstream.scripts import find_script
 
-# Message of a collective of gloo or NCCL that fails because another rank has ended.
+# Message of a gloo or NCCL collective that fails because another rank has ended.
 _LOST = re.compile(r"Connection (?:closed|reset) by peer(?: \S+\d)?|remote process exited")
 
 _DUMPS_STACKS = "megatron.core.inference.data_parallel_inference_coordinator"
 
 
 def choose(script: str) -> Path | None:
-    """Return the file of a script (`find_script`), and let this process use the tree it lies in."""
+    """Return the file of a script (`find_script`), and select the tree that contains it."""
     path = find_script(script)
     if path is not None and upstream.is_tree(path.parent):
-        # For this whole process, and for those that it starts.
+        # Set it for this whole process, and for those that it starts.
         os.environ["MEGATRON_LM_PATH"] = str(path.parent)
     return path
 
 
 def execute(script: Path | None) -> None:
-    """Run what `choose` returned in this process; errors propagate."""
+    """Run the script from `choose` in this process; errors propagate."""
     if script is None:
         if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":  # our flags would have no effect
             raise UserError(
@@ -60,17 +60,17 @@ def execute(script: Path | None) -> None:
 
         wheel.main()
         return
-    # As Python does for `python SCRIPT`; our finder keeps the tree's megatron.core out.
+    # Do what `python SCRIPT` does. Our import finder still ignores the tree's megatron.core.
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
 
 
 def _address_of_one() -> None:
-    """Let a process that no launcher started be a world of one: torch needs its address."""
+    """Give a process without a launcher the address that torch needs, as a world of one rank."""
     if os.environ.get("WORLD_SIZE", "1") != "1" or "MASTER_ADDR" in os.environ:
         return
     with socket.socket() as probe:
-        # A fixed port would make two trainings on one host meet.
+        # A fixed port would make two trainings on one host connect to each other.
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_PORT", port)):
@@ -79,7 +79,7 @@ def _address_of_one() -> None:
 
 
 def _explained(error: BaseException) -> MegatronExtError | None:
-    """Return the error that a user should see in one line; None: its traceback says more."""
+    """Return the error to show to the user in one line, or None if its traceback says more."""
     if isinstance(error, MegatronExtError):
         return error
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -89,7 +89,7 @@ def _explained(error: BaseException) -> MegatronExtError | None:
             return missing_package
     raised_in = frames[-1]
     is_megatrons = _is_of_megatron(raised_in)
-    # Rules that Megatron checks when it makes its configuration, instead of in validate_args.
+    # Megatron checks some rules when it creates its configuration instead of in validate_args.
     is_rule = is_megatrons and raised_in.f_code.co_name == "__post_init__"
     if is_rule and isinstance(error, (AssertionError, ValueError)):
         return ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}")
@@ -97,7 +97,7 @@ def _explained(error: BaseException) -> MegatronExtError | None:
         lost_peer = _lost_peer(error)
         if lost_peer is not None:
             return lost_peer
-    cause = error.__cause__  # of, for example, "MockGPTDataset failed to build"
+    cause = error.__cause__  # set, for example, for "MockGPTDataset failed to build"
     if is_megatrons and cause is not None and cause.__traceback__ is not None:
         return _explained(cause)
     return None
@@ -109,7 +109,7 @@ def _is_of_megatron(frame: FrameType) -> bool:
 
 
 def _missing_package(error: ModuleNotFoundError, frames: Sequence[FrameType]) -> UserError | None:
-    """Return the error of a package that Megatron imports and that is not installed."""
+    """Return the error for a package that Megatron imports but that is not installed."""
     # Frames of the import system itself lie between the importing line and the error.
     outside_imports = [frame for frame in frames if "importlib" not in frame.f_code.co_filename]
     package = (error.name or "").partition(".")[0]
@@ -124,9 +124,9 @@ def _missing_package(error: ModuleNotFoundError, frames: Sequence[FrameType]) ->
 
 
 def _is_in_extra(package: str, extra: str) -> bool:
-    """Return whether an extra of this package brings another package."""
+    """Return whether an extra of this package installs another package."""
     requirements: list[str] = []
-    with suppress(metadata.PackageNotFoundError):  # a checkout on PYTHONPATH
+    with suppress(metadata.PackageNotFoundError):  # a checkout on PYTHONPATH has no metadata
         requirements = metadata.requires("megatron-ext") or []
     for requirement in requirements:
         is_named = re.match(rf"{re.escape(package)}\b", requirement)
@@ -136,13 +136,13 @@ def _is_in_extra(package: str, extra: str) -> bool:
 
 
 def _lost_peer(error: RuntimeError) -> PeerDied | None:
-    """Return the error of a collective that failed because another rank has ended."""
-    # An error of the script may say the same, of a connection to something else.
+    """Return the error for a collective that failed because another rank has ended."""
+    # The script's own code may raise the same text about another connection.
     is_torchs = type(error).__module__ == "torch.distributed" or "gloo/" in str(error)
     lost_connection = _LOST.search(str(error))
     if not is_torchs or lost_connection is None:
         return None
-    # The innermost line outside of torch is the one that called the collective.
+    # The innermost line outside of torch called the collective.
     for caller in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(caller.filename)
         if "torch" not in path.parts:
@@ -160,23 +160,24 @@ def run(script: str, argv: Sequence[str]) -> int:
     """
     if {"-h", "--help"} & set(argv):
         if os.environ.get("RANK", "0") != "0":
-            return 0  # one rank prints it
+            return 0  # rank 0 prints the help
         warnings.simplefilter("ignore")
-    # Not basicConfig: upstream calls it, and it has no effect once the root has a handler.
+    # Don't use basicConfig: upstream calls it later, which has no effect once the root logger has a
+    # handler.
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("megatron_ext: %(message)s"))
     logger = logging.getLogger("megatron_ext")
     logger.handlers = [handler]
-    # Megatron gives the root logger a handler, which would show each line again.
+    # Megatron adds a handler to the root logger, which would print each line twice.
     logger.propagate = False
     logger.setLevel(level)
     with failure.interrupts() as interrupted:
         try:
             _run(script, argv)
         except BaseException as error:
-            # The launcher ends all ranks as soon as one has ended. This one does so by itself, with
-            # its reason and its exit code, however long the interpreter's exit takes.
+            # The launcher terminates all ranks as soon as one has ended. This rank ends by itself,
+            # with its reason and its exit code, however long the interpreter's exit takes.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if interrupted.is_set():
                 failure.report_interrupt()
@@ -194,9 +195,9 @@ def run(script: str, argv: Sequence[str]) -> int:
 
 
 def _without_stacks(_coordinator: ModuleType) -> None:
-    """Undo what this module of Megatron does at its import: dump stacks at Ctrl-C and SIGTERM.
+    """Undo a side effect of importing this Megatron module: stack dumps at Ctrl-C and SIGTERM.
 
-    A launcher sends these to every rank of a job that ends, which is no reason for a stack.
+    A launcher sends these signals to every rank of a job that ends, which is normal.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         faulthandler.unregister(number)
@@ -207,7 +208,8 @@ def _run(script: str, argv: Sequence[str]) -> None:
     path = choose(script)
     # Megatron parses the command line of the process.
     sys.argv = [str(path or script), *argv]
-    # Before Megatron is imported: it copies names of torch.cuda. Reads --device-backend too.
+    # Select the device before Megatron is imported, because Megatron copies names of torch.cuda.
+    # This also reads --device-backend.
     devices.current()
     if path is None and os.environ.get("RANK", "0") == "0":
         print(

@@ -1,8 +1,10 @@
-"""`pretrain_gpt.py` on the wheel's own `megatron.training`, without a Megatron-LM tree.
+"""Stands in for `pretrain_gpt.py` if no Megatron-LM tree is present.
 
-Since 0.17 the wheel contains upstream's training loop, but not the script that defines the model,
-the step and the data. This module replaces that script for pretraining on text; its other features
-need the script itself (`refuse`).
+Uses the wheel's `megatron.training`.
+
+Since 0.17, the wheel contains upstream's training loop, but not the script that defines the model,
+the step and the data. This module replaces that script for pretraining on text; `refuse` rejects
+settings that need the script itself.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ from megatron_ext import devices
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.upstream.signatures import mtp_on_this_rank, parameters
 
-# Times the largest loss so far that count as a spike; upstream's own.
+# A loss this many times larger than the largest so far counts as a spike; upstream's value.
 _SPIKE = 10
 
-# Settings that upstream's script itself acts on, with the value that switches each off.
+# Settings that only upstream's script handles, with the value that turns each off.
 _SCRIPT_ONLY = {
     "dataloader_inter_document_masking": False,
     "dynamic_context_parallel": False,
@@ -50,7 +52,7 @@ _SCRIPT_ONLY = {
     "use_legacy_models": False,
 }
 
-# As above, where the wheel has no builders of models (0.17, 0.18).
+# The same, for wheels without model builders (0.17, 0.18).
 _BUILDERS_ONLY = {
     "experimental_attention_variant": None,
     "heterogeneous_layers_config_path": None,
@@ -60,9 +62,9 @@ _BUILDERS_ONLY = {
 
 
 def main() -> None:
-    """Train GPT with upstream's loop; flags are read from `sys.argv`, as upstream's script does."""
-    # Upstream then calls it on every rank: core's builder of datasets is collective, and decides
-    # by `is_built_here` who reads.
+    """Train GPT with upstream's loop; flags are read from `sys.argv`, as in upstream's script."""
+    # Upstream then calls it on every rank: core's dataset builder is collective, and
+    # `is_built_here` decides which ranks read.
     _datasets.is_distributed = True  # type: ignore[attr-defined]
     providers: dict[str, Any] = {
         "train_valid_test_dataset_provider": _datasets,
@@ -87,7 +89,7 @@ def main() -> None:
 
 
 def refuse(args: Namespace) -> None:
-    """Refuse settings that only upstream's own script supports.
+    """Reject settings that only upstream's own script supports.
 
     Raises:
         ArgumentsError: One line for each setting.
@@ -118,7 +120,7 @@ def _model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
-    """Build one chunk, for releases whose wheel has no builder."""
+    """Build one chunk, for releases whose wheel has no model builder."""
     args = get_args()
     refuse(args)
     print_rank_0("building GPT model ...")
@@ -157,7 +159,7 @@ def _layers(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) ->
         )
     kind = "with_transformer_engine" if use_te else "local"
     names = parameters(f"{gpt_layer_specs.__name__}:get_gpt_layer_{kind}_submodules")
-    # They are named as in the configuration, but for one that is deprecated.
+    # Their names are those of the configuration, except for one that is deprecated.
     settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
     settings.pop("fp8", None)
     make_spec = getattr(gpt_layer_specs, f"get_gpt_layer_{kind}_spec")
@@ -180,7 +182,7 @@ def _mtp(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) -> An
 
 
 def _embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
-    """Return the ranks with a copy of the word embedding: the ends, and those of MTP."""
+    """Return the ranks with a copy of the word embedding: both ends, and the ranks with MTP."""
     args = get_args()
     ranks = {pp_ranks[0]}
     if len(pp_ranks) > 1:
@@ -205,7 +207,7 @@ def _step(
     args = get_args()
     timer = get_timers()("batch-generator", log_level=2)
     num_samples = args.micro_batch_size
-    if not chunk.training:  # since 0.18 an evaluation may have another size
+    if not chunk.training:  # since 0.18, an evaluation may have another size
         num_samples = getattr(args, "eval_micro_batch_size", num_samples)
     timer.start()
     with stimer(bdata=True):
@@ -227,7 +229,7 @@ def _step(
 
 def _part_of_cp_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this context-parallel rank's part of each sequence."""
-    # Releases differ in whether they take the group, and whether they know hybrid parallelism.
+    # Releases differ in whether they take the group, and whether they support hybrid parallelism.
     options = {"cp_group": parallel_state.get_context_parallel_group(), "is_hybrid_cp": False}
     names = parameters("megatron.core.utils:get_batch_on_this_cp_rank")
     accepted = {name: value for name, value in options.items() if name in names}
@@ -283,8 +285,8 @@ def _batch(
 def _loss(
     args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the sum of the losses `[b, s]`, the number of tokens, and both as a report."""
-    # The sum, not the mean: the schedule divides by the number of tokens.
+    """Return the sum of the losses `[b, s]`, the number of tokens, and a report with both."""
+    # Return the sum instead of the mean, because the schedule divides by the number of tokens.
     assert loss_mask is not None, "only the last stage has a loss"
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
@@ -316,7 +318,7 @@ def _loss(
 
 
 def _datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
-    """Build the datasets for training, validation and test that this rank reads."""
+    """Build the training, validation and test datasets that this rank reads."""
     args = get_args()
 
     def is_built_here() -> bool:
@@ -343,7 +345,7 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
     for field in fields(GPTDatasetConfig):
         if hasattr(args, field.name):
             settings[field.name] = getattr(args, field.name)
-    # Fields with other names than their arguments, and those that follow from several.
+    # Fields whose arguments have other names, and fields derived from several arguments.
     settings |= {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
