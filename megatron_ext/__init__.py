@@ -23,13 +23,13 @@ from megatron_ext.version import __version__
 if TYPE_CHECKING:
     from megatron_ext.config.active import begin_iteration
     from megatron_ext.config.hosting import preflight
+    from megatron_ext.config.model_build import ModelBuild
     from megatron_ext.config.pipeline_config import (
         Disaggregation,
         DynamicOrder,
         PipelineConfig,
         Tracing,
     )
-    from megatron_ext.config.stages import ModelBuild
     from megatron_ext.hosts.own_program import configure
     from megatron_ext.patches.point import Row
     from megatron_ext.runtime import routes
@@ -60,7 +60,7 @@ _MODULE_OF = {
     "Disaggregation": "megatron_ext.config.pipeline_config",
     "DynamicOrder": "megatron_ext.config.pipeline_config",
     "LengthCost": "megatron_ext.schedules.search.length_balance",
-    "ModelBuild": "megatron_ext.config.stages",
+    "ModelBuild": "megatron_ext.config.model_build",
     "PipelineConfig": "megatron_ext.config.pipeline_config",
     "Tracing": "megatron_ext.config.pipeline_config",
     "begin_iteration": "megatron_ext.config.active",

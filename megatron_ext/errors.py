@@ -20,7 +20,10 @@ _MAX_LINE = 2000
 
 
 Wording = Callable[[str, str], str]
-"""Says a setting for one kind of reader: of its field and its value, which may be empty."""
+"""Says a setting for one kind of reader: a field or a flag, and its value, which may be empty."""
+
+# A setting in a message: `--flag`, or `--flag=value` where the value belongs to it.
+_SETTING = re.compile(r"(--[a-z0-9][a-z0-9-]*)(?:=(\S*?)(?=[,;:)]*(?:\s|$)))?")
 
 
 def in_python(field: str, value: str) -> str:
@@ -166,55 +169,85 @@ def line_of(message: object) -> str:
     # Messages quote names of files and words of peers, which may hold what a terminal would obey.
     words = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda match: shortened(match[0]), str(message))
     text = shortened(words, _MAX_LINE)
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+    characters = []
+    for character in text:
+        is_shown = character.isprintable() or character == "\n"
+        characters.append(character if is_shown else repr(character)[1:-1])
+    return "".join(characters)
 
 
-def reworded(message: str, name_of: Callable[[str], str]) -> str:
-    """Return a message about flags with the names that a reader without a command line knows."""
-    return re.sub(r"--[a-z0-9][a-z0-9-]*", lambda flag: name_of(flag[0]), message)
+def reworded(message: str, wording: Wording) -> str:
+    """Return a message in a reader's words; it has settings as `--flag` or `--flag=value`."""
+    return _SETTING.sub(lambda setting: wording(setting[1], setting[2] or ""), message)
+
+
+# argparse has no codes for its errors, only text.
+_INVALID_VALUE = re.compile(r"argument (.*?): invalid (\w+) value: (.*)")
+_INVALID_CHOICE = re.compile(r"argument (.*?): invalid choice: '?(.*?)'? \(choose .*")
+_MISSING = re.compile(
+    r"(?:the following arguments are required:|one of the arguments) (.*?)(?: is required)?"
+)
+_UNKNOWN = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
 
 
 def parser_line(parser: ArgumentParser, message: str) -> str:
     """Return an error of argparse in our own words, with a known name that is close."""
-    # argparse has no codes for its errors, only text. What is not recognised, as after a change in
-    # another Python, is shown as it is.
-    see = f"see {parser.prog} --help"
-    if found := re.fullmatch(r"argument (.*?): invalid (\w+) value: (.*)", message):
-        kinds = {"int": "it must be a whole number", "float": "it must be a number"}
-        return f"{found[1]} is {found[3]}; {kinds.get(found[2], see)}"
-    if found := re.fullmatch(r"argument (.*?): invalid choice: '?(.*?)'? \(choose .*", message):
+    see_help = f"see {parser.prog} --help"
+    if match := _INVALID_VALUE.fullmatch(message):
+        name, kind, value = match.groups()
+        remedies = {"int": "it must be a whole number", "float": "it must be a number"}
+        return f"{name} is {value}; {remedies.get(kind, see_help)}"
+    if match := _INVALID_CHOICE.fullmatch(message):
+        name, value = match.groups()
+        return _invalid_choice(parser, name, value)
+    if match := _MISSING.fullmatch(message):
+        names = [name.partition("/")[0] for name in match[1].split(", ")]
+        verb = "are" if len(names) > 1 else "is"
+        return f"{', '.join(names)} {verb} missing; {see_help}"
+    if match := _UNKNOWN.fullmatch(message):
+        return _unknown_arguments(parser, match[1].split(), see_help)
+    # Not recognised, as after a change in another Python: shown as it is.
+    return f"{message.removeprefix('argument ')}; {see_help}"
+
+
+def _invalid_choice(parser: ArgumentParser, name: str, value: str) -> str:
+    """Return what is wrong with a value that is none of an argument's choices."""
+    choices: list[str] = []
+    for action in parser._actions:
         # argparse names an argument by its flags, else by its metavar, else by its destination.
-        action = next(
-            one
-            for one in parser._actions
-            if found[1]
-            in ("/".join(one.option_strings), *one.option_strings, one.metavar or one.dest)
-        )
-        known = [str(getattr(choice, "name", choice)) for choice in action.choices or ()]
-        like = get_close_matches(found[2], known, 1)
-        hint = f"did you mean {like[0]}?" if like else f"use one of {', '.join(known)}"
-        what = "command" if found[1] in ("COMMAND", "ACTION") else f"value of {found[1]}"
-        return f"{found[2]!r} is not a {what}; {hint}"
-    if found := re.fullmatch(
-        r"(?:the following arguments are required:|one of the arguments) (.*?)( is required)?",
-        message,
-    ):
-        names = [name.partition("/")[0] for name in found[1].split(", ")]
-        return f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} missing; {see}"
-    if message.startswith("unrecognized arguments: "):
-        words = message.removeprefix("unrecognized arguments: ").split()
-        flags = [flag for one in parser._actions for flag in one.option_strings]
-        unknown = [word.partition("=")[0] for word in words if word.startswith("--")] or words[:1]
-        near = {word: get_close_matches(word, flags, 1) for word in dict.fromkeys(unknown)}
-        lines = [
-            f"unknown argument {word}; did you mean {like[0]}?"
-            for word, like in near.items()
-            if like
-        ]
-        if strange := [word for word in near if not near[word]]:
-            lines.append(f"unknown argument{'s' * (len(strange) > 1)} {', '.join(strange)}; {see}")
-        return " ".join(lines)
-    return f"{message.removeprefix('argument ')}; {see}"
+        names = ["/".join(action.option_strings), *action.option_strings]
+        names.append(str(action.metavar or action.dest))
+        if name in names:
+            choices = [str(getattr(choice, "name", choice)) for choice in action.choices or ()]
+            break
+    close = get_close_matches(value, choices, 1)
+    hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(choices)}"
+    kind = f"value of {name}"
+    if name in ("COMMAND", "ACTION"):
+        kind = "command"
+    return f"{value!r} is not a {kind}; {hint}"
+
+
+def _unknown_arguments(parser: ArgumentParser, words: list[str], see_help: str) -> str:
+    """Return which words a parser does not know, each with a flag that is close."""
+    flags: list[str] = []
+    for action in parser._actions:
+        flags += action.option_strings
+    unknown = [word.partition("=")[0] for word in words if word.startswith("--")]
+    if not unknown:
+        unknown = words[:1]
+    lines: list[str] = []
+    strange: list[str] = []
+    for word in dict.fromkeys(unknown):
+        close = get_close_matches(word, flags, 1)
+        if close:
+            lines.append(f"unknown argument {word}; did you mean {close[0]}?")
+        else:
+            strange.append(word)
+    if strange:
+        plural = "s" if len(strange) > 1 else ""
+        lines.append(f"unknown argument{plural} {', '.join(strange)}; {see_help}")
+    return " ".join(lines)
 
 
 def message_of(error: BaseException) -> str:

@@ -12,8 +12,11 @@ the reason and, where it is not just to leave the flags out, the remedy.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from textwrap import dedent
 from typing import Any, NamedTuple
+
+from megatron_ext.errors import reworded
 
 _CONDITION = re.compile(r"(!?)(\w+)(?:(=|!=|>)(\S+))?")
 # Flags that are not named after their argument.
@@ -23,6 +26,71 @@ _SPELT = {
     "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
     "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
 }
+_DESTINATIONS = {flag: dest for dest, flag in _SPELT.items()}
+
+
+class Condition(NamedTuple):
+    """A condition on one argument."""
+
+    is_negated: bool
+    name: str
+    operator: str
+    """`=`, `!=` or `>`; empty: the argument is set."""
+    operands: tuple[str, ...]
+    """Values; for `>` numbers or arguments, of which the first that is set counts."""
+
+    @classmethod
+    def read(cls, text: str) -> Condition:
+        """Return the condition of a text, such as `!a` or `a!=x,y`."""
+        match = _CONDITION.fullmatch(text)
+        assert match is not None, f"no condition: {text}"
+        negation, name, operator, operands = match.groups("")
+        return cls(bool(negation), name, operator, tuple(operands.split(",")) if operands else ())
+
+    def holds(self, args: object) -> bool:
+        """Return whether it holds for attributes, None for missing ones."""
+        return self._compares(args) != self.is_negated
+
+    def _compares(self, args: object) -> bool:
+        value = getattr(args, self.name, None)
+        if not self.operator:
+            return bool(value)
+        if self.operator == ">":
+            number = value if isinstance(value, (int, float)) else 0
+            return number > self._bound(args)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        for item in values:
+            if item is None:
+                continue
+            # A value may be an enumeration's member.
+            word = str(item).rpartition(".")[2]
+            if (word in self.operands) == (self.operator == "="):
+                return True
+        return False
+
+    def _bound(self, args: object) -> float:
+        for operand in self.operands:
+            bound = int(operand) if operand.isdigit() else getattr(args, operand, None)
+            if bound:
+                return bound
+        return 1
+
+    @property
+    def bounds(self) -> list[str]:
+        """The arguments that it compares with."""
+        if self.operator != ">":
+            return []
+        return [operand for operand in self.operands if not operand.isdigit()]
+
+    def __str__(self) -> str:
+        flag = _SPELT.get(self.name, f"--{self.name.replace('_', '-')}")
+        if not self.operator:
+            return flag
+        if self.operator == ">":
+            return f"{flag} above {','.join(self.operands)}"
+        if self.operator == "=":
+            return f"{flag}={_listed(self.operands, 'or')}"
+        return f"{flag} other than {_listed(self.operands, 'and')}"
 
 
 class Rule(NamedTuple):
@@ -31,91 +99,85 @@ class Rule(NamedTuple):
     reads: tuple[str, ...]
     """The arguments that decide; the first one names the rule."""
     flag: str
+    """What it refuses. This and the next two have settings as `--flag` or `--flag=value`."""
     reason: str
     remedy: str
     """Flags to leave out, use or add in place of those."""
-    terms: list[list[tuple[str, ...]]]
-    """Conditions; it refuses where one of each term holds."""
+    terms: tuple[tuple[Condition, ...], ...]
+    """It refuses where one condition of each term holds."""
 
     @property
     def message(self) -> str:
-        """Reason and remedy in one line."""
-        return f"{self.reason}; {self.remedy}"
+        """Reason and remedy in one line, in flags."""
+        return reworded(f"{self.reason}; {self.remedy}", _as_given)
 
     def refuses(self, args: object) -> bool:
         """Return whether attributes, None for missing ones, are refused."""
-        return all(any(_holds(args, *condition) for condition in term) for term in self.terms)
+        return all(any(condition.holds(args) for condition in term) for term in self.terms)
 
     def without(self, args: object) -> dict[str, Any]:
         """Return the attributes that leave out those settings that the first term refuses."""
-        off: dict[str, Any] = {}
-        for no, name, how, wanted in self.terms[0]:
-            if _holds(args, no, name, how, wanted):
-                value = getattr(args, name)
-                if how == "!=":
-                    off[name] = wanted
-                else:
-                    off[name] = type(value)() if isinstance(value, (bool, list)) else None
-        return off
+        changes: dict[str, Any] = {}
+        for condition in self.terms[0]:
+            if not condition.holds(args):
+                continue
+            name = condition.name
+            value = getattr(args, name)
+            if condition.operator == "!=":
+                changes[name] = ",".join(condition.operands)
+            elif isinstance(value, (bool, list)):
+                changes[name] = type(value)()
+            else:
+                changes[name] = None
+        return changes
+
+
+def dest_of(flag: str) -> str:
+    """Return the argument that a flag sets."""
+    dest = flag[2:].replace("-", "_")
+    return _DESTINATIONS.get(flag, dest)
 
 
 def entries(text: str) -> list[tuple[str, str]]:
     """Return the entries of a list: lines at its margin, and the indented ones after them."""
-    found = re.findall(r"((?:^\S.*\n)+)((?:^ +.*\n)+)", dedent(f"{text}\n"), re.MULTILINE)
-    return [(" ".join(key.split()), " ".join(value.split())) for key, value in found]
+    blocks = re.findall(r"((?:^\S.*\n)+)((?:^ +.*\n)+)", dedent(f"{text}\n"), re.MULTILINE)
+    return [(" ".join(key.split()), " ".join(value.split())) for key, value in blocks]
 
 
 def read_rules(text: str) -> tuple[Rule, ...]:
     """Return the rules of a text."""
-    found = []
-    for settings, why in entries(text):
-        words, _, conditions = settings.rpartition(": ")
-        terms = [
-            [_CONDITION.fullmatch(one).groups("") for one in term.split(" | ")]  # type: ignore[union-attr]
-            for term in conditions.split(" & ")
-        ]
-        names = [name for term in terms for _, name, *_ in term]
-        bounds = [name for term in terms for *_, how, many in term if how == ">"
-                  for name in many.split(",") if not name.isdigit()]  # fmt: skip
-        reads = tuple(dict.fromkeys(names + bounds))
-        flags = " and ".join(
-            _listed([_in_words(*one) for _, *one in term], "or")
-            for term in terms
-            if not any(no for no, *_ in term)
-        )
-        reason, _, remedy = why.partition("; ")
-        usual = f"leave {'it' if len(reads) == 1 else 'them'} out"
-        found.append(Rule(reads, words or flags, reason, remedy or usual, terms))
-    return tuple(found)
+    return tuple(_read_rule(settings, explanation) for settings, explanation in entries(text))
 
 
-def _holds(args: object, no: str, name: str, how: str, wanted: str) -> bool:
-    value = getattr(args, name, None)
-    if how == ">":
-        bounds = [int(one) if one.isdigit() else getattr(args, one, None)
-                  for one in wanted.split(",")]  # fmt: skip
-        number = value if isinstance(value, (int, float)) else 0
-        return (number > next(filter(None, bounds), 1)) != bool(no)
-    if not how:
-        return bool(value) != bool(no)
-    values = value if isinstance(value, (list, tuple)) else [value]
-    # A value may be an enumeration's member.
-    named = [str(one).rpartition(".")[2] for one in values if one is not None]
-    return any((one in wanted.split(",")) == (how == "=") for one in named) != bool(no)
+def _read_rule(settings: str, explanation: str) -> Rule:
+    name, _, conditions = settings.rpartition(": ")
+    terms: list[tuple[Condition, ...]] = []
+    for text in conditions.split(" & "):
+        alternatives = [Condition.read(alternative) for alternative in text.split(" | ")]
+        terms.append(tuple(alternatives))
+    # Names before bounds: the first one names the rule.
+    names: list[str] = []
+    bounds: list[str] = []
+    phrases: list[str] = []
+    for term in terms:
+        for condition in term:
+            names.append(condition.name)
+            bounds += condition.bounds
+        # What is not set is no flag to leave out.
+        if not any(condition.is_negated for condition in term):
+            phrases.append(_listed([str(condition) for condition in term], "or"))
+    reads = tuple(dict.fromkeys(names + bounds))
+    reason, _, remedy = explanation.partition("; ")
+    if not remedy:
+        pronoun = "it" if len(reads) == 1 else "them"
+        remedy = f"leave {pronoun} out"
+    return Rule(reads, name or " and ".join(phrases), reason, remedy, tuple(terms))
 
 
-def _in_words(name: str, how: str, wanted: str) -> str:
-    flag = _SPELT.get(name, f"--{name.replace('_', '-')}")
-    if not how:
-        return flag
-    if how == ">":
-        return f"{flag} above {wanted}"
-    values = wanted.split(",")
-    if how == "=":
-        return f"{flag} {_listed(values, 'or')}"
-    return f"{flag} other than {_listed(values, 'and')}"
+def _as_given(flag: str, value: str) -> str:
+    return f"{flag} {value}" if value else flag
 
 
-def _listed(words: list[str], last: str) -> str:
+def _listed(words: Sequence[str], conjunction: str) -> str:
     *before, end = words
-    return f"{', '.join(before)} {last} {end}" if before else end
+    return f"{', '.join(before)} {conjunction} {end}" if before else end

@@ -189,13 +189,17 @@ class Environment:
     @classmethod
     def read(cls) -> Environment:
         """Read the variables that torchrun and compatible launchers set."""
-        given = os.environ.get
-        size = given("LOCAL_WORLD_SIZE")
+        variables = os.environ
+        local_world_size = None
+        if "LOCAL_WORLD_SIZE" in variables:
+            local_world_size = int(variables["LOCAL_WORLD_SIZE"])
+        run_id = variables.get("TORCHELASTIC_RUN_ID", "")
+        restart_count = variables.get("TORCHELASTIC_RESTART_COUNT", "")
         return cls(
-            local_rank=int(given("LOCAL_RANK", "0")),
-            local_world_size=None if size is None else int(size),
-            run=(given("TORCHELASTIC_RUN_ID", ""), given("TORCHELASTIC_RESTART_COUNT", "")),
-            rendezvous_host=given("MASTER_ADDR") or "localhost",
+            local_rank=int(variables.get("LOCAL_RANK", "0")),
+            local_world_size=local_world_size,
+            run=(run_id, restart_count),
+            rendezvous_host=variables.get("MASTER_ADDR") or "localhost",
         )
 
 
@@ -248,9 +252,9 @@ class Active:
             observer.close()
         self.observers.clear()
         # In this order: each may use what comes after it.
-        for kept in (self.runtimes, self.roles, self.host):
-            if kept is not None:
-                kept.close()
+        for state in (self.runtimes, self.roles, self.host):
+            if state is not None:
+                state.close()
         self.runtimes = self.roles = self.host = None
 
 
@@ -279,9 +283,9 @@ def active() -> Active | None:
 
 def required() -> Active:
     """Return the active configuration; there must be one."""
-    found = _PROCESS.configuration
-    assert found is not None, "no active configuration; call prepare or megatron_ext.configure"
-    return found
+    in_force = _PROCESS.configuration
+    assert in_force is not None, "no active configuration; call prepare or megatron_ext.configure"
+    return in_force
 
 
 def name_transport(purpose: str) -> str:
@@ -297,39 +301,40 @@ def name_transport(purpose: str) -> str:
 def clear_configuration() -> None:
     """Deactivate the configuration and close the state that features keep under it."""
     # Not in force while it closes: a state may look for the active configuration then.
-    found, _PROCESS.configuration = _PROCESS.configuration, None
-    if found is not None:
-        found.close()
+    in_force = _PROCESS.configuration
+    _PROCESS.configuration = None
+    if in_force is not None:
+        in_force.close()
 
 
 def pipeline() -> Pipeline | None:
     """Return the pipeline that our runtime executes; None: Megatron's own schedules run."""
-    found = active()
-    return None if found is None else found.pipeline
+    in_force = active()
+    return None if in_force is None else in_force.pipeline
 
 
 def transport_only() -> Pipeline | None:
     """Return Megatron's own schedule if it runs over our transport, else None."""
-    found = active()
-    return None if found is None else found.transport_only
+    in_force = active()
+    return None if in_force is None else in_force.transport_only
 
 
 def job() -> Job | None:
     """Return the disaggregated job of this process; None: forwards and backwards share ranks."""
-    found = active()
-    return None if found is None else found.job
+    in_force = active()
+    return None if in_force is None else in_force.job
 
 
 def has_role(role: Role) -> bool:
     """Return whether this process has a given role in a disaggregated job."""
-    found = job()
-    return found is not None and found.role == role
+    disaggregated_job = job()
+    return disaggregated_job is not None and disaggregated_job.role == role
 
 
 def is_folded() -> bool:
     """Return whether the active pipeline ends on the rank where it begins (V and W)."""
-    found = pipeline()
-    return found is not None and found.is_folded
+    running = pipeline()
+    return running is not None and running.is_folded
 
 
 # Megatron's generators run on from one forward to the next, so another order draws other dropout
@@ -340,8 +345,8 @@ def is_folded() -> bool:
 
 def draws_by_microbatch() -> bool:
     """Return whether random numbers are drawn by micro-batch."""
-    found = active()
-    return found is not None and found.seed is not None
+    in_force = active()
+    return in_force is not None and in_force.seed is not None
 
 
 def begin_iteration(number: int) -> None:
@@ -349,9 +354,9 @@ def begin_iteration(number: int) -> None:
 
     Random numbers by micro-batch depend on it.
     """
-    found = active()
-    if found is not None:
-        found.iteration = number
+    in_force = active()
+    if in_force is not None:
+        in_force.iteration = number
 
 
 def iteration() -> int:
@@ -360,20 +365,20 @@ def iteration() -> int:
     Raises:
         ScheduleError: `begin_iteration` was never called, so all steps would draw the same masks.
     """
-    found = active()
-    if found is None or found.iteration is None:
+    in_force = active()
+    if in_force is None or in_force.iteration is None:
         raise ScheduleError(
             "random numbers are drawn by micro-batch, but the iteration is not known; call "
             "megatron_ext.begin_iteration before each step, as the trainers do"
         )
-    return found.iteration
+    return in_force.iteration
 
 
 def seed_of(*key: int | str) -> int:
     """Return a 63-bit seed derived from a key and from the run's seed, which must be there."""
-    found = active()
-    if found is None or found.seed is None:
+    in_force = active()
+    if in_force is None or in_force.seed is None:
         raise ScheduleError("random numbers by micro-batch need a seed; give --microbatch-rng")
-    # Not `hash`: Python salts that of strings, so every rank would have seeds of its own.
-    digest = hashlib.blake2b(repr((found.seed, *key)).encode(), digest_size=8).digest()
+    # Not `hash`: Python salts that of strings, so ranks would differ.
+    digest = hashlib.blake2b(repr((in_force.seed, *key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

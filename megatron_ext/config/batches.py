@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megatron_ext.config.sizes import JobSizes
 from megatron_ext.errors import ArgumentsError, ScheduleError
@@ -36,10 +37,11 @@ class Batches:
 
     def explained(self, global_batch: int) -> str:
         """Return the number of micro-batches in a global batch, with its derivation in words."""
-        count, worlds = self.twins * self.counts[global_batch], self.replicas // self.twins
+        count = self.twins * self.counts[global_batch]
         batch = f"--global-batch-size {global_batch}"
         if count != global_batch:
-            batch += f" / (--micro-batch-size {self.micro_batch} x {worlds} data-parallel)"
+            num_worlds = self.replicas // self.twins
+            batch += f" / (--micro-batch-size {self.micro_batch} x {num_worlds} data-parallel)"
         return f"{count} micro-batches ({batch})"
 
 
@@ -49,89 +51,131 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
     Raises:
         ArgumentsError: A size is missing, or the sizes do not divide.
     """
-    given = vars(args).get
-    tp, cp = args.tensor_model_parallel_size, given("context_parallel_size", 1)
-    processes = JobSizes.of(vars(args)).ranks
-    if processes % (ranks := tp * pp * cp):
+    sizes = JobSizes.of(vars(args))
+    tp, cp = sizes.tensor_model_parallel_size, sizes.context_parallel_size
+    ranks_of_replica = tp * pp * cp
+    if sizes.ranks % ranks_of_replica:
         raise ArgumentsError(
-            f"world size {processes} is not a multiple of tensor {tp} x pipeline {pp} x "
-            f"context {cp} = {ranks}; start {ranks} processes or a multiple, or lower a parallel "
-            "size"
+            f"world size {sizes.ranks} is not a multiple of tensor {tp} x pipeline {pp} x "
+            f"context {cp} = {ranks_of_replica}; start {ranks_of_replica} processes or a multiple, "
+            "or lower a parallel size"
         )
-    replicas, micro_batch = processes // ranks * twins, args.micro_batch_size
-    if not micro_batch or micro_batch < 1:
+    replicas = sizes.ranks // ranks_of_replica * twins
+    micro_batch = sizes.micro_batch_size
+    if not micro_batch:
         raise ArgumentsError("--micro-batch-size is missing: give it a value of at least 1")
     step = micro_batch * replicas
-    batches, nearest = _global_batches(args, step)
-    for batch in batches:
-        # With --decrease-batch-size-if-needed Megatron itself rounds down.
-        if batch < step or (batch % step and not given("decrease_batch_size_if_needed")):
+    requested = _global_batches(args, sizes, step)
+    # With --decrease-batch-size-if-needed Megatron itself rounds down.
+    rounds_down = getattr(args, "decrease_batch_size_if_needed", None)
+    for batch in requested.sizes:
+        if batch < step or (batch % step and not rounds_down):
             mirrored = " (two for each mirrored pipeline)" if twins == 2 else ""
             raise ArgumentsError(
                 f"a global batch of {batch} is not a multiple of --micro-batch-size {micro_batch} "
-                f"x {replicas} replicas{mirrored}; use {nearest}"
+                f"x {replicas} replicas{mirrored}; use {requested.remedy}"
             )
-    evaluated = given("eval_global_batch_size") or batches[-1]
-    eval_step = (given("eval_micro_batch_size") or micro_batch) * replicas
     # Without mirrored pipelines Megatron's own check names the user's replicas.
-    if twins == 2 and (evaluated, eval_step) != (batches[-1], step) and evaluated % eval_step:
+    if twins == 2:
+        _check_evaluation(sizes, requested.sizes[-1], micro_batch, replicas)
+    counts = {batch: batch // step for batch in requested.sizes}
+    return Batches(micro_batch, replicas, twins, counts)
+
+
+def _check_evaluation(sizes: JobSizes, global_batch: int, micro_batch: int, replicas: int) -> None:
+    """Refuse an evaluation whose batch does not divide among two mirrored pipelines."""
+    eval_batch = sizes.eval_global_batch_size or global_batch
+    eval_step = (sizes.eval_micro_batch_size or micro_batch) * replicas
+    # A training's own sizes have been checked, or Megatron rounds them down.
+    is_training_batch = (eval_batch, eval_step) == (global_batch, micro_batch * replicas)
+    if not is_training_batch and eval_batch % eval_step:
         raise ArgumentsError(
-            f"an evaluation of {evaluated} samples is not a multiple of {eval_step}, a micro-batch "
-            f"of each of {replicas} replicas (two for each mirrored pipeline); use "
-            f"--eval-global-batch-size {-(-evaluated // eval_step) * eval_step}"
+            f"an evaluation of {eval_batch} samples is not a multiple of {eval_step}, a "
+            f"micro-batch of each of {replicas} replicas (two for each mirrored pipeline); use "
+            f"--eval-global-batch-size {_rounded_up(eval_batch, eval_step)}"
         )
-    return Batches(micro_batch, replicas, twins, {batch: batch // step for batch in batches})
+
+
+def _rounded_up(count: int, step: int) -> int:
+    return -(-count // step) * step
 
 
 # Powers of ten, as Megatron reads them.
 _SUFFIXES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
-def _global_batches(args: Namespace, step: int) -> tuple[list[int], str]:
-    """Return every global batch size of the run, the full one last, and flags of sizes that divide.
+class _GlobalBatches(NamedTuple):
+    """The global batch sizes that flags request."""
+
+    sizes: list[int]
+    """Each of the run, the full one last."""
+    remedy: str
+    """Flags with sizes that divide."""
+
+
+def _global_batches(args: Namespace, sizes: JobSizes, step: int) -> _GlobalBatches:
+    """Return every global batch size of the run.
 
     A `step` has the samples of one micro-batch of every replica.
     """
-    given = vars(args).get
     # Megatron's default is one micro-batch for each replica.
-    full = given("global_batch_size") or step
-    steps, ramp = given("step_batch_size_schedule"), given("rampup_batch_size")
-    if steps is not None:
-        parts = re.findall(r"([\d.]+)([KMBT]?):(\d+)", steps.upper())
-        if not parts:
-            raise ArgumentsError(
-                f"--step-batch-size-schedule {steps} has no THRESHOLD:SIZE, such as 0:768 or "
-                "250B:1536; leave it out"
-            )
-        by_threshold = sorted(
-            (float(number) * _SUFFIXES[suffix], int(size)) for number, suffix, size in parts
+    full = sizes.global_batch_size or step
+    by_threshold = getattr(args, "step_batch_size_schedule", None)
+    if by_threshold is not None:
+        return _stepped_batches(by_threshold, step)
+    ramp = getattr(args, "rampup_batch_size", None)
+    if ramp is not None:
+        return _ramped_batches(ramp, full, step)
+    lower = full // step * step
+    remedy = f"--global-batch-size {lower + step}"
+    if lower:
+        remedy = f"--global-batch-size {lower} or {lower + step}"
+    return _GlobalBatches([full], remedy)
+
+
+def _stepped_batches(schedule: str, step: int) -> _GlobalBatches:
+    """Return the batch sizes of `--step-batch-size-schedule`, a size from each threshold on."""
+    entries = re.findall(r"([\d.]+)([KMBT]?):(\d+)", schedule.upper())
+    if not entries:
+        raise ArgumentsError(
+            f"--step-batch-size-schedule {schedule} has no THRESHOLD:SIZE, such as 0:768 or "
+            "250B:1536; leave it out"
         )
-        # Smaller ones are of a run on fewer processes that goes on here; Megatron checks it.
-        batches = [size for _, size in by_threshold if size >= step]
-        near = " ".join(f"{at:.0f}:{-(-size // step) * step}" for at, size in by_threshold)
-        return batches or [by_threshold[-1][1]], f"--step-batch-size-schedule '{near}'"
-    if ramp is None:
-        lower, upper = full // step * step, (full // step + 1) * step
-        return [full], f"--global-batch-size {f'{lower} or {upper}' if lower else upper}"
-    written = " ".join(map(str, ramp))
+    by_threshold = []
+    for number, suffix, size in entries:
+        by_threshold.append((float(number) * _SUFFIXES[suffix], int(size)))
+    by_threshold.sort()
+    # Smaller ones are of a run on fewer processes that goes on here; Megatron checks it.
+    batches = [size for _, size in by_threshold if size >= step]
+    if not batches:
+        _, last = by_threshold[-1]
+        batches = [last]
+    fitting = " ".join(f"{at:.0f}:{_rounded_up(size, step)}" for at, size in by_threshold)
+    return _GlobalBatches(batches, f"--step-batch-size-schedule '{fitting}'")
+
+
+def _ramped_batches(ramp: Sequence[Any], full: int, step: int) -> _GlobalBatches:
+    """Return the batch sizes of `--rampup-batch-size`: start, increment and samples."""
+    words = " ".join(str(word) for word in ramp)
     try:
         start, increment, samples = map(int, ramp)
     except ValueError:
         raise ArgumentsError(
-            f"--rampup-batch-size {written}: must be start, increment, samples; give three integers"
+            f"--rampup-batch-size {words}: must be start, increment, samples; give three integers"
         ) from None
     if start < 1 or increment < 1 or start > full or (full - start) % increment:
         lower = start + max(0, full - start) // max(1, increment) * increment
         raise ArgumentsError(
-            f"--rampup-batch-size {written} does not lead from {start} to the --global-batch-size "
+            f"--rampup-batch-size {words} does not lead from {start} to the --global-batch-size "
             f"{full} in steps of {increment}; use --global-batch-size {lower} or "
             f"{lower + increment}, or leave --rampup-batch-size out"
         )
-    first, more = (-(-size // step) * step for size in (start, increment))
-    last = first + -(-max(0, full - first) // more) * more
-    return (
+    first = _rounded_up(start, step)
+    fitting_increment = _rounded_up(increment, step)
+    last = first + _rounded_up(max(0, full - first), fitting_increment)
+    return _GlobalBatches(
         [*range(start, full, increment), full],
-        f"--rampup-batch-size {first} {more} {samples} --global-batch-size {last}",
+        f"--rampup-batch-size {first} {fitting_increment} {samples} --global-batch-size {last}",
     )
 
 

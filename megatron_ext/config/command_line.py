@@ -67,26 +67,40 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     flags = megatron_flags()
     for flag in flags:
         flag.add_to(parser)
-    takes_others = False
-    if script is not None:
-        takes_others = not is_megatrons(script)
-        for flag in script_flags(Path(script)) if takes_others else ():
+    # A script of the user's may have flags that its file does not show.
+    is_user_script = script is not None and not is_megatrons(script)
+    if script is not None and is_user_script:
+        for flag in script_flags(Path(script)):
             flag.add_to(parser)
     add_arguments(parser)
     # As Megatron's parser gets them; the words prevail.
     parser.set_defaults(**vars(parse_words(requested_flags(), FLAGS)))
-    parsed, others = parser.parse_known_args(words)
-    unknown: dict[str, str | None] = {}
+    parsed, unknown_words = parser.parse_known_args(words)
+    suggestions: dict[str, str | None] = {}
     if flags:
-        if others and not takes_others:
-            parser.error(f"unrecognized arguments: {' '.join(others)}")
-        known = [spelling for action in parser._actions for spelling in action.option_strings]
-        for word in others:
-            if word.startswith("--"):
-                name = word.partition("=")[0]
-                unknown[name] = next(iter(get_close_matches(name, known, 1)), None)
-    defaults = {flag.dest: flag.default for flag in flags}
-    return CommandLine({**_as_they_look(others), **vars(parsed)}, script, unknown, defaults)
+        if unknown_words and not is_user_script:
+            parser.error(f"unrecognized arguments: {' '.join(unknown_words)}")
+        suggestions = _suggestions(parser, unknown_words)
+    return CommandLine(
+        settings={**_as_they_look(unknown_words), **vars(parsed)},
+        script=script,
+        unknown=suggestions,
+        defaults={flag.dest: flag.default for flag in flags},
+    )
+
+
+def _suggestions(parser: WordParser, words: Sequence[str]) -> dict[str, str | None]:
+    """Return each flag among the words, with a flag of the parser that is close, or None."""
+    spellings: list[str] = []
+    for action in parser._actions:
+        spellings += action.option_strings
+    suggestions: dict[str, str | None] = {}
+    for word in words:
+        if word.startswith("--"):
+            flag, *_value = word.split("=")
+            close = get_close_matches(flag, spellings, 1)
+            suggestions[flag] = close[0] if close else None
+    return suggestions
 
 
 # Destinations of flags of Megatron's that are not named after them.

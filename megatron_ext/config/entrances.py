@@ -22,10 +22,11 @@ from megatron_ext.config.active import (
     required,
 )
 from megatron_ext.config.batches import batches_of
+from megatron_ext.config.completion import with_stash
+from megatron_ext.config.flags import in_flags
 from megatron_ext.config.hosting import inspect
 from megatron_ext.config.roles import roles_in_words
-from megatron_ext.config.stages import with_stash
-from megatron_ext.errors import ArgumentsError
+from megatron_ext.errors import ArgumentsError, reworded
 from megatron_ext.schedules.comparison import evaluate
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import NOTABLE, quiet
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.config.refusals import Preflight
+    from megatron_ext.errors import Wording
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.costs import Costs
 
@@ -52,13 +54,14 @@ def prepare(
     requested: PipelineConfig | None = None,
     *,
     script_defaults: Mapping[str, Any] | None = None,
+    wording: Wording = in_flags,
 ) -> dict[str, Any]:
     """Activate a configuration; set and return the arguments that let Megatron host it.
 
     The configuration is the argument of `configure`; None: flags among the arguments choose it. A
     second call with the same arguments changes nothing; upstream's tools may make one.
     `script_defaults` are what a training script brings for arguments that were not given; None:
-    they may lack what Megatron needs.
+    they may lack what Megatron needs. `wording` says settings for whoever reads errors and the log.
 
     Raises:
         ArgumentsError: The flags contradict each other, or Megatron's own flags.
@@ -68,32 +71,37 @@ def prepare(
     clear_configuration()
     # Both runs of upstream's validation start from what the user gave. Nothing else changes
     # arguments, so keeping (old, new) is enough to undo it; later changes by others stay.
-    given = Namespace(**vars(args))
-    for dest, (before, after) in vars(given).pop(_REWRITTEN, {}).items():
-        if getattr(given, dest, None) == after:
-            setattr(given, dest, before)
-    found = inspect(given, requested, script_defaults=script_defaults)
-    found.raise_refusals()
+    user_args = Namespace(**vars(args))
+    for dest, (before, after) in vars(user_args).pop(_REWRITTEN, {}).items():
+        if getattr(user_args, dest, None) == after:
+            setattr(user_args, dest, before)
+    preflight = inspect(user_args, requested, script_defaults=script_defaults)
+    preflight.raise_refusals(wording)
     # What an earlier call had changed is taken back even where this one changes nothing.
-    changes = {dest: (vars(given).get(dest), value) for dest, value in found.arguments.items()}
     vars(args).pop(_REWRITTEN, None)
-    vars(args).update(vars(given) | found.arguments | ({_REWRITTEN: changes} if changes else {}))
-    if getattr(given, "rank", 0) == 0:  # of the job, not of a role
-        log(*found.changes, *found.notices)
-    put_in_force(found, requested, getattr(given, "seed", None))
-    return found.arguments
+    vars(args).update(vars(user_args))
+    rewritten = {}
+    for dest, value in preflight.arguments.items():
+        rewritten[dest] = (getattr(user_args, dest, None), value)
+        setattr(args, dest, value)
+    if rewritten:
+        setattr(args, _REWRITTEN, rewritten)
+    if getattr(user_args, "rank", 0) == 0:  # of the job, not of a role
+        log(*(reworded(line, wording) for line in (*preflight.changes, *preflight.notices)))
+    put_in_force(preflight, requested, getattr(user_args, "seed", None))
+    return preflight.arguments
 
 
-def put_in_force(found: Preflight, requested: PipelineConfig | None, seed: int | None) -> None:
+def put_in_force(preflight: Preflight, requested: PipelineConfig | None, seed: int | None) -> None:
     """Put a checked configuration in force."""
-    config = found.config or requested
+    config = preflight.config or requested
     assert config is not None
     activate_configuration(
         Active(
             config,
-            found.pipeline,
-            transport_only=found.transport_only,
-            job=found.job,
+            preflight.pipeline,
+            transport_only=preflight.transport_only,
+            job=preflight.job,
             seed=seed if config.draws_by_microbatch else None,
             requested=requested,
         )
@@ -106,67 +114,78 @@ def check(args: Namespace) -> None:
     Raises:
         ArgumentsError: They differ.
     """
-    found = required()
-    if found.config.variable_seq_lengths:
+    in_force = required()
+    if in_force.config.variable_seq_lengths:
         args.variable_seq_lengths = True  # no flag of Megatron's; its validation clears it
-    if found.pipeline is not None:
-        _check_pipeline(args, found.pipeline)
+    if in_force.pipeline is not None:
+        _check_pipeline(args, in_force.pipeline)
     if getattr(args, "rank", 0) == 0:
-        log(*_what_runs(args, found))
+        log(*_what_runs(args, in_force))
 
 
 def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
     """Refuse sizes that Megatron computed and that differ from those of the tables."""
     placement = pipeline.placement
-    found = {
-        "pipeline ranks": (args.pipeline_model_parallel_size, placement.num_ranks),
-        "chunks": (
-            getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
-            placement.num_stages // placement.num_ranks,
-        ),
+    prepared = {
+        "pipeline ranks": placement.num_ranks,
+        "chunks": placement.num_stages // placement.num_ranks,
+    }
+    computed = {
+        "pipeline ranks": args.pipeline_model_parallel_size,
+        "chunks": getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
     }
     # Beside a schedule of batch sizes Megatron takes no --global-batch-size, and fills in one
     # micro-batch for each replica: nothing to compare.
     if getattr(args, "step_batch_size_schedule", None) is None:
-        size = args.micro_batch_size * args.data_parallel_size
-        found["micro-batches"] = (args.global_batch_size // size, pipeline.num_microbatches)
+        samples = args.micro_batch_size * args.data_parallel_size
+        prepared["micro-batches"] = pipeline.num_microbatches
+        computed["micro-batches"] = args.global_batch_size // samples
     # A later flag, a checkpoint's arguments or another program's patch may have changed them since.
-    for what, (megatrons, ours) in found.items():
-        if megatrons != ours:
+    for size, count in prepared.items():
+        if computed[size] != count:
             clear_configuration()
             raise ArgumentsError(
-                f"--pipeline-schedule {pipeline.name} was prepared for {ours} {what}, but Megatron "
-                f"made {megatrons} of the flags; leave out the flag that changes it"
+                f"--pipeline-schedule {pipeline.name} was prepared for {count} {size}, but "
+                f"Megatron made {computed[size]} of the flags; leave out the flag that changes it"
             )
 
 
-def _what_runs(args: Namespace, found: Active) -> Iterator[str]:
+def _what_runs(args: Namespace, in_force: Active) -> Iterator[str]:
     """Yield lines about what runs, and what it lacks."""
-    job, pipeline = found.job, found.pipeline
+    job = in_force.job
     if job is not None:
         if job.rank == 0:
             count = batches_of(args, job.ranks.pp, 1).num_microbatches
             yield roles_in_words(args, job, count)
         return
-    if found.config.tracing is not None and getattr(args, "skip_train", False):
+    if in_force.config.tracing is not None and getattr(args, "skip_train", False):
         yield "--trace records training steps; --skip-train leaves none to record"
-    if found.transport_only is not None:
-        wires = _wires_in_words(found.transport_only.transport)
+    if in_force.transport_only is not None:
+        wires = _wires_in_words(in_force.transport_only.transport)
         yield f"pipeline schedule: Megatron's own; messages over {wires}"
+    pipeline = in_force.pipeline
     if pipeline is None:
         return
     yield running(pipeline)
-    if pipeline.dynamic is not None and (slower := warning(pipeline)) is not None:
-        yield slower
-    between = pipeline.placement.num_stages - 2
-    # Transformer Engine reads no mask; Megatron's own attention takes a causal one without it.
-    masks = ("reset_attention_mask", "create_attention_mask_in_dataloader")
-    has_mask = all(getattr(args, dest, False) for dest in masks)
-    if has_mask and between > 0 and getattr(args, "transformer_impl", None) == "local":
+    if pipeline.dynamic is not None:
+        advice = warning(pipeline)
+        if advice is not None:
+            yield advice
+    num_between = pipeline.placement.num_stages - 2
+    if num_between > 0 and _reads_mask(args):
         yield (
             "--reset-attention-mask: Megatron gives the mask to the first and the last stage only, "
-            f"so layers of the {between} stages between attend across documents"
+            f"so layers of the {num_between} stages between attend across documents"
         )
+
+
+def _reads_mask(args: Namespace) -> bool:
+    """Return whether layers attend by a mask of documents that the data loader makes."""
+    # Transformer Engine reads no mask; Megatron's own attention takes a causal one without it.
+    if getattr(args, "transformer_impl", None) != "local":
+        return False
+    settings = ("reset_attention_mask", "create_attention_mask_in_dataloader")
+    return all(getattr(args, dest, False) for dest in settings)
 
 
 def running(pipeline: Pipeline) -> str:
@@ -174,12 +193,16 @@ def running(pipeline: Pipeline) -> str:
     config = pipeline.config
     if config.dynamic is None:
         timeline = evaluate(pipeline.full, pipeline.costs)
-        order, peak = "", max(activation_peaks(timeline.schedule, config.stash_ratio))
+        peak = max(activation_peaks(timeline.schedule, config.stash_ratio))
+        order = ""
     else:
         timeline = _dynamic_timeline(pipeline, pipeline.costs)
-        order, peak = f"{order_in_words(pipeline)}; ", timeline.peak_activations
+        peak = timeline.peak_activations
+        order = f"{order_in_words(pipeline)}; "
     schedule = timeline.schedule
-    hosted = f" (two mirrored pipelines of {pipeline.pp // 2})" if config.twins == 2 else ""
+    hosted = ""
+    if config.twins == 2:
+        hosted = f" (two mirrored pipelines of {pipeline.pp // 2})"
     at_once = ""
     if config.weights_at_once and schedule.splits_backward:
         at_once = "; W runs right after I"
@@ -211,8 +234,8 @@ def order_in_words(pipeline: Pipeline) -> str:
     schedule = pipeline.full
     share = schedule.pp / schedule.num_stages
     if isinstance(policy, Hint):
-        most = share * policy.cap
-        bound = f"at most {most:g} activations (+{pipeline.dynamic.margin})"
+        max_activations = share * policy.cap
+        bound = f"at most {max_activations:g} activations (+{pipeline.dynamic.margin})"
         if pipeline.config.stash_ratio > 1:
             bound += f", {pipeline.config.stash_ratio:g} between I and W"
     else:
@@ -223,8 +246,10 @@ def order_in_words(pipeline: Pipeline) -> str:
 
 def _dynamic_timeline(pipeline: Pipeline, costs: Costs) -> Timeline:
     """Simulate a dynamic pipeline."""
-    m = pipeline.num_microbatches
-    return simulate_dynamic(pipeline.schedule(m), lambda rank: pipeline.policy(m, rank), costs)
+    count = pipeline.num_microbatches
+    return simulate_dynamic(
+        pipeline.schedule(count), lambda rank: pipeline.policy(count, rank), costs
+    )
 
 
 def warning(pipeline: Pipeline) -> str | None:
@@ -234,11 +259,13 @@ def warning(pipeline: Pipeline) -> str | None:
     ratio = simulate(static, calm).makespan / _dynamic_timeline(pipeline, calm).makespan
     if ratio >= 1 + NOTABLE:
         return None
-    less = 100 * (1 - ratio)
-    takes = f"takes {less:.1f} % less time than" if ratio < 1 - NOTABLE else "is as fast as"
+    comparison = "is as fast as"
+    if ratio < 1 - NOTABLE:
+        comparison = f"takes {100 * (1 - ratio):.1f} % less time than"
     return (
-        f"while no message and no micro-batch is late, the order of {pipeline.name} itself {takes} "
-        f"--use-dpp (simulated); leave --use-dpp out unless links or micro-batches vary"
+        f"while no message and no micro-batch is late, the order of {pipeline.name} itself "
+        f"{comparison} --use-dpp (simulated); leave --use-dpp out unless links or micro-batches "
+        "vary"
     )
 
 
@@ -254,18 +281,18 @@ def count_recomputation(built: Any) -> None:
     `configure` comes before the model's settings, so it cannot; flags say it in advance. The object
     is a `TransformerConfig` or `DistributedDataParallelConfig` of Megatron.
     """
-    found = required()
+    in_force = required()
     is_model = hasattr(built, "recompute_granularity")
-    if found.requested is None or found.pipeline is None or not is_model:
+    if in_force.requested is None or in_force.pipeline is None or not is_model:
         return
-    counted = with_stash(found.pipeline.config, built)
-    if counted == found.pipeline.config:
+    config = with_stash(in_force.pipeline.config, vars(built))
+    if config == in_force.pipeline.config:
         return
-    pipeline = replace(found.pipeline, config=counted)
+    pipeline = replace(in_force.pipeline, config=config)
     # Made now, so that a table that cannot be ends here and not in the first step.
     pipeline.schedule(pipeline.num_microbatches)
-    found.config, found.pipeline = counted, pipeline
-    if found.environment.local_rank == 0:
+    in_force.config, in_force.pipeline = config, pipeline
+    if in_force.environment.local_rank == 0:
         log(running(pipeline))
 
 

@@ -18,8 +18,8 @@ from megatron_ext.config.pipeline_config import (
     kinds_of,
 )
 from megatron_ext.devices import CHOICES as DEVICES
-from megatron_ext.errors import ArgumentsError, ScheduleError, parser_line
-from megatron_ext.rules import entries
+from megatron_ext.errors import ArgumentsError, ScheduleError, in_python, parser_line
+from megatron_ext.rules import dest_of, entries
 from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.search.policies import POLICIES
 from megatron_ext.schedules.table.costs import UNIT
@@ -186,9 +186,10 @@ def _row(key: str, text: str) -> _Row:
             options["type"] = kind
         elif get_origin(kind) is tuple:
             options["nargs"] = "+"
-    usual = None if part else getattr(PipelineConfig, name, None)
-    if "action" not in options and isinstance(usual, str | int):
-        options["default"] = usual
+    # Fields of a part have no defaults here: without its switch they must be absent.
+    default = None if part else getattr(PipelineConfig, name, None)
+    if "action" not in options and isinstance(default, str | int):
+        options["default"] = default
     return _Row(flag, part, name, getattr(kind, "parse", None), options)
 
 
@@ -214,15 +215,44 @@ FIELD_OF = {flag: field for field, flag in FLAG_OF.items()}
 """Field by the flag that sets it."""
 
 
-def in_flags(field: str, value: str) -> str:
-    """Return a setting of `PipelineConfig` as a command line gives it (`errors.Wording`)."""
-    flag = FLAG_OF.get(field, field)
+def in_flags(name: str, value: str) -> str:
+    """Return a field of `PipelineConfig`, or a flag, as a command line gives it (`Wording`)."""
+    flag = FLAG_OF.get(name, name)
     return f"{flag} {value}" if value else flag
 
 
-def field_of(flag: str) -> str:
-    """Return the field that a flag sets, or the flag if it sets none (`errors.reworded`)."""
-    return FIELD_OF.get(flag, flag)
+def with_flags(name: str, value: str) -> str:
+    """Return a field of `PipelineConfig` as `--flag=value`, for `errors.reworded` to read."""
+    flag = FLAG_OF.get(name, name)
+    return f"{flag}={value}" if value else flag
+
+
+def in_fields(flag: str, value: str) -> str:
+    """Return a flag as a program gives it: our argument, or a field of Megatron's objects."""
+    if flag in FIELD_OF:
+        return in_python(FIELD_OF[flag], value)
+    return in_objects(flag, value)
+
+
+def in_objects(flag: str, value: str) -> str:
+    """Return a flag as a field: one of ours, or the one of Megatron's own objects."""
+    dest = dest_of(flag)
+    if dest in DESTINATIONS:
+        return in_python(FIELD_OF.get(flag, dest), value)
+    if dest.startswith("no_") and not value:
+        return in_python(dest.removeprefix("no_"), "False")
+    return in_python(MEGATRON_FIELDS.get(dest, dest), value)
+
+
+MEGATRON_FIELDS = {
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "enable_gloo_process_groups": "use_gloo_process_groups",
+    "num_experts": "num_moe_experts",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+}
+"""Field of Megatron's and Megatron-Bridge's configuration objects, by argument, where they differ.
+Rules know the arguments."""
 
 
 class WordParser(ArgumentParser):
@@ -296,8 +326,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
+def _value(args: Namespace, flag: str) -> Any:
+    """Return the value of a flag; None: it is not given."""
+    return getattr(args, flag[2:].replace("-", "_"), None)
+
+
 def pipeline_config(args: Namespace) -> PipelineConfig:
-    """Translate the flags into a configuration; `stages.completed` adds what they leave to sizes.
+    """Translate the flags into a configuration; `completed` adds what they leave to sizes.
 
     Missing settings get their defaults: a namespace that upstream built from a YAML file holds
     none of our flags.
@@ -306,66 +341,84 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
         ArgumentsError: The flags contradict each other.
         ScheduleError: The schedule does not exist.
     """
-
-    def given(flag: str) -> Any:
-        return getattr(args, flag[2:].replace("-", "_"), None)
-
     for flag, remedy in REMOVED.items():
-        if given(flag) is not None:
+        if _value(args, flag) is not None:
             raise ArgumentsError(f"{flag} was removed; {remedy}")
-    # By the part that has the field; without one, of the configuration itself.
-    found: dict[str, dict[str, Any]] = {part: {} for part in ("", *_PARTS)}
+    fields_by_part = _fields_by_part(args)
+    schedule = _schedule(args)
+    is_ours = schedule or _value(args, _DPP) or _value(args, FLAG)
+    if _value(args, "--pipeline-layout") is not None and not is_ours:
+        raise ArgumentsError(
+            "--pipeline-layout auto is for schedules of this package; add --pipeline-schedule NAME"
+        )
+    tracing = fields_by_part["tracing"]
+    if "iterations" in tracing:  # a longer recording makes a longer interval
+        tracing.setdefault("interval", max(Tracing.interval, tracing["iterations"]))
+    settings = fields_by_part[""]
+    for name, part in _PARTS.items():
+        # The switch of a part is the flag of its field; without it the part is off.
+        is_on = settings.get(name)
+        settings[name] = part(**fields_by_part[name]) if is_on else None
+    settings["schedule"] = schedule
+    settings["options"] = _options(args, schedule)
+    # Megatron's own time-out of collectives.
+    minutes = getattr(args, "distributed_timeout_minutes", None) or 10
+    settings["message_timeout_s"] = 60.0 * minutes
+    return PipelineConfig(**settings)
+
+
+def _fields_by_part(args: Namespace) -> dict[str, dict[str, Any]]:
+    """Return the fields that flags set, by the part of the configuration that has them.
+
+    Those of the configuration itself have the part `""`.
+    """
+    fields_by_part: dict[str, dict[str, Any]] = {part: {} for part in ("", *_PARTS)}
     for row in _ROWS:
-        value, main = given(row.flag), FLAG_OF.get(row.part, "")
+        value = _value(args, row.flag)
         if value is None or not row.field:
             continue
+        switch = FLAG_OF.get(row.part)
         # Not `if value`: a 0 was given too.
-        if main and value is not False and not given(main):
-            raise ArgumentsError(f"{row.flag} is for {main}; add {main}, or leave {row.flag} out")
+        if switch is not None and value is not False and not _value(args, switch):
+            raise ArgumentsError(
+                f"{row.flag} is for {switch}; add {switch}, or leave {row.flag} out"
+            )
         if row.parse is not None and isinstance(value, str):
             try:
                 value = row.parse(value)
             except ScheduleError as error:
                 raise ArgumentsError(f"{row.flag}: {error}") from error
-        found[row.part][row.field] = value
-    name: str | None = given("--pipeline-schedule")
-    if given("--enable-bitpipe-schedule"):
-        if name not in (None, "bitpipe"):
-            raise ArgumentsError(
-                f"--enable-bitpipe-schedule and --pipeline-schedule {name} name two schedules; "
-                "leave one of them out"
-            )
-        name = "bitpipe"
-    if given("--pipeline-layout") is not None and not (name or given(_DPP) or given(FLAG)):
+        fields_by_part[row.part][row.field] = value
+    return fields_by_part
+
+
+def _schedule(args: Namespace) -> str | None:
+    """Return the name of the schedule that the flags choose."""
+    name: str | None = _value(args, "--pipeline-schedule")
+    if not _value(args, "--enable-bitpipe-schedule"):
+        return name
+    if name not in (None, "bitpipe"):
         raise ArgumentsError(
-            "--pipeline-layout auto is for schedules of this package; add --pipeline-schedule NAME"
+            f"--enable-bitpipe-schedule and --pipeline-schedule {name} name two schedules; "
+            "leave one of them out"
         )
-    tracing = found["tracing"]
-    if "iterations" in tracing:  # a longer recording makes a longer interval
-        tracing.setdefault("interval", max(Tracing.interval, tracing["iterations"]))
-    parts = {
-        name: part(**found[name]) if found[""].get(name) else None for name, part in _PARTS.items()
-    }
-    # Megatron's own time-out of collectives.
-    timeout_s = 60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10)
-    options = {"options": _options(args, name), "message_timeout_s": timeout_s}
-    return PipelineConfig(**{**found[""], **parts, **options, "schedule": name})
+    return "bitpipe"
 
 
-def _options(args: Namespace, name: str | None) -> dict[str, Option]:
-    """Return the given options of the schedule; an option of another schedule is an error."""
-    found: dict[str, Option] = {}
+def _options(args: Namespace, schedule: str | None) -> dict[str, Option]:
+    """Return the options of the schedule that were given; those of another one are an error."""
+    options: dict[str, Option] = {}
     for generator in registered().values():
         for key in generator.options:
             flag = generator.flag(key)
-            value = getattr(args, flag[2:].replace("-", "_"), None)
+            value = _value(args, flag)
             if value is None:
                 continue
-            if generator.name != name:
-                chosen = "none was chosen" if name is None else f"{name} was chosen"
+            if generator.name != schedule:
+                chosen = "none was chosen" if schedule is None else f"{schedule} was chosen"
                 raise ArgumentsError(
                     f"{flag} is for {generator.name}, but {chosen}; leave it out, or use "
                     f"--pipeline-schedule {generator.name}"
                 )
-            found[key] = value
-    return found
+            options[key] = value
+    return options

@@ -21,12 +21,15 @@ from megatron_ext.config import flags, incompatible, stages
 from megatron_ext.config.active import Environment, Pipeline
 from megatron_ext.config.batches import batches_of, check_file
 from megatron_ext.config.command_line import CommandLine, read_command_line
-from megatron_ext.config.incompatible import MEGATRON_FIELDS, RULES
+from megatron_ext.config.completion import completed
+from megatron_ext.config.cut import UserCut
+from megatron_ext.config.flags import MEGATRON_FIELDS
+from megatron_ext.config.incompatible import RULES
 from megatron_ext.config.refusals import Preflight
 from megatron_ext.config.required_flags import missing_flags
 from megatron_ext.config.roles import job_of, rank_map, role_arguments
-from megatron_ext.config.sizes import JobSizes, layout_text
-from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.config.sizes import layout_text
+from megatron_ext.errors import ArgumentsError, ScheduleError, reworded
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
 from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.slices import shares_of_equal_cost, token_bounds
@@ -34,12 +37,15 @@ from megatron_ext.upstream.flag_list import megatron_flags
 from megatron_ext.upstream.tree import setting_names
 
 if TYPE_CHECKING:
+    from megatron_ext.config.batches import Batches
     from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
+    from megatron_ext.rules import Rule
+    from megatron_ext.schedules.table.actions import Schedule
 
 _LOG = logging.getLogger(__name__)
 
 # Megatron's defaults of what the checks read, where a missing argument does not mean the same.
-_USUAL = {
+_MEGATRON_DEFAULTS = {
     "add_bias_linear": True,
     "attention_dropout": 0.1,
     "ckpt_format": "torch_dist",
@@ -86,37 +92,39 @@ def preflight(
             configuration or the arguments.
     """
     line: CommandLine | None = None
-    found = Preflight()
+    answer = Preflight()
     if isinstance(arguments, Namespace):
-        given = vars(arguments)
+        user_args = vars(arguments)
     elif isinstance(arguments, Mapping):
-        given = dict(arguments)
+        user_args = dict(arguments)
     else:
         # A string is a sequence too: of letters, of which none is a flag.
         if isinstance(arguments, str):
             arguments = flags.split_words(arguments, "the command line")
-        with found.collecting("flags"):
+        with answer.collecting("flags"):
             line = read_command_line(arguments)
-        given = {} if line is None else line.settings
-    with found.collecting("settings"):
+        user_args = {} if line is None else line.settings
+    with answer.collecting("settings"):
         if device is None:
-            device = config.device if config else given.get("device_backend")
-        settings = _settings_of(given, device)
-        settings["world_size"] = given.get("world_size") if world_size is None else world_size
-    if found.refusals:
-        return found
-    script_defaults = line.defaults if line is not None and line.is_pretraining else None
-    found = inspect(Namespace(**settings), config, here=False, script_defaults=script_defaults)
-    found.given = Namespace(**settings)
+            device = config.device if config else user_args.get("device_backend")
+        settings = _settings_of(user_args, device)
+        settings["world_size"] = world_size
+        if world_size is None:
+            settings["world_size"] = user_args.get("world_size")
+    if answer.refusals:
+        return answer
+    script_defaults = None
+    if line is not None and line.is_pretraining:
+        script_defaults = line.defaults
+    checked_args = Namespace(**settings)
+    answer = inspect(checked_args, config, in_job=False, script_defaults=script_defaults)
+    answer.checked_args = checked_args
     if line is not None:
-        found.alike = line.unknown
-        found.ignored = sorted(flag[2:].replace("-", "_") for flag in line.unknown)
-    elif megatrons := setting_names():
-        # What nobody knows is not approved: the caller gets its name.
-        known = megatrons | _NAMES | flags.DESTINATIONS | _OF_TRAINING | _USUAL.keys()
-        # Some switches exist only to turn off what no other flag names: --no-position-embedding.
-        found.ignored = sorted(n for n in given.keys() - known if f"no_{n}" not in known)
-    return found
+        answer.suggestions = line.unknown
+        answer.ignored = sorted(flag[2:].replace("-", "_") for flag in line.unknown)
+    else:
+        answer.ignored = _unknown_names(user_args)
+    return answer
 
 
 _RENAMED = {field: dest for dest, field in MEGATRON_FIELDS.items()}
@@ -124,36 +132,54 @@ _READ = {dest for rules in RULES.values() for rule in rules for dest in rule.rea
 _NAMES = _READ | _RENAMED.keys()
 
 
-def _settings_of(given: Mapping[str, Any], device: str | None) -> dict[str, Any]:
-    """Return given settings by the names of Megatron's arguments, with its defaults for others.
+def _unknown_names(user_args: Mapping[str, Any]) -> list[str]:
+    """Return settings that neither Megatron nor we recognise; the caller reports them."""
+    megatron_names = setting_names()
+    if not megatron_names:
+        return []
+    known_names = (
+        megatron_names | _NAMES | flags.DESTINATIONS | _OF_TRAINING | _MEGATRON_DEFAULTS.keys()
+    )
+    unknown_names = []
+    for name in sorted(user_args.keys() - known_names):
+        # Some switches exist only to turn off what no other flag names: --no-position-embedding.
+        if f"no_{name}" not in known_names:
+            unknown_names.append(name)
+    return unknown_names
+
+
+def _settings_of(user_args: Mapping[str, Any], device: str | None) -> dict[str, Any]:
+    """Return the user's settings by the names of Megatron's arguments, with its defaults.
 
     Raises:
         ArgumentsError: One holds settings of its own, or is no number where Megatron takes one.
     """
-    for name, value in given.items():
+    for name, value in user_args.items():
         # Our own notes among the arguments of a running job are no settings.
         if isinstance(value, Mapping) and not name.startswith("megatron_ext") and _READ & {*value}:
             raise ArgumentsError(
                 f"{name} holds settings, which are not read; give each by its name"
             )
-    _check_numbers(given)
-    settings = dict(_USUAL)
+    _check_numbers(user_args)
+    settings = dict(_MEGATRON_DEFAULTS)
     if device not in (None, "auto"):
-        needed = devices.named(device).argument_defaults
-        settings |= {dest: value for dest, (value, _) in needed.items()}
-    settings |= {_RENAMED.get(name, name): value for name, value in given.items()}
-    layout = layout_text(given.get("pipeline_model_parallel_layout"))
-    if layout and "virtual_pipeline_model_parallel_size" in given:
+        for dest, (value, _reason) in devices.named(device).argument_defaults.items():
+            settings[dest] = value
+    for name, value in user_args.items():
+        settings[_RENAMED.get(name, name)] = value
+    layout = layout_text(user_args.get("pipeline_model_parallel_layout"))
+    if layout and "virtual_pipeline_model_parallel_size" in user_args:
         # Configuration objects hold both; Megatron derives this one from the layout.
         settings["num_virtual_stages_per_pipeline_rank"] = None
     settings["pipeline_model_parallel_layout"] = layout
     return settings
 
 
-def _check_numbers(given: Mapping[str, Any]) -> None:
+def _check_numbers(user_args: Mapping[str, Any]) -> None:
     """Refuse values that are no number where the flag of their name takes a single number."""
     for flag in megatron_flags():
-        kind, value = flag.keywords.get("type"), given.get(flag.dest)
+        kind = flag.keywords.get("type")
+        value = user_args.get(flag.dest)
         if value is None or kind not in (int, float) or "nargs" in flag.keywords:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -165,103 +191,112 @@ def inspect(
     args: Namespace,
     requested: PipelineConfig | None = None,
     *,
-    here: bool = True,
+    in_job: bool = True,
     script_defaults: Mapping[str, Any] | None = None,
 ) -> Preflight:
     """Check a configuration: what it takes, changes and refuses, and what follows for Megatron.
 
-    Megatron has not validated the arguments yet. Without a request their flags choose the pipeline.
-    `here` in a process of the job, with its device and its software. `script_defaults` are values
-    of arguments that were not given, where these are all arguments of a training script; None: they
-    may lack what Megatron needs.
+    Args:
+        args: Megatron's arguments, which it has not validated yet.
+        requested: The pipeline; None: flags among the arguments choose it.
+        in_job: Whether this is a process of the job, with its device and its software.
+        script_defaults: Values of arguments that were not given, where these are all arguments of a
+            training script; None: they may lack what Megatron needs.
     """
-    found = Preflight()
-    with found.collecting("flags"):
-        sizes = JobSizes.of(vars(args))
-        found.config = config = stages.completed(args, requested or flags.pipeline_config(args))
-        ranks = sizes.ranks
-    found.refusals += missing_flags(args, script_defaults)
+    answer = Preflight()
+    with answer.collecting("flags"):
+        cut = UserCut.of(vars(args))
+        config = requested or flags.pipeline_config(args)
+        answer.config = config = completed(vars(args), cut, config)
+    answer.refusals += missing_flags(args, script_defaults)
     # Without a configuration there is nothing to compare the rest with.
-    if found.refusals:
-        return found
-    name, roles = config.schedule, config.disaggregation
+    if answer.refusals:
+        return answer
+    roles = config.disaggregation
     if roles is not None:  # rules know it by its flags
         args = copy(args)
-        args.fbd_activations, args.ignore_forward_tensor_parallel = roles.activations, roles.merged
-    over_torch = roles is None and _torch_is_best(config, ranks, here=here)
-    carries = name is None and roles is None and not over_torch and config.wire != "torch"
+        args.fbd_activations = roles.activations
+        args.ignore_forward_tensor_parallel = roles.merged
 
-    # The sizes first: what ends one of these checks leaves the rest of it without a subject.
-    table, placement = None, None if roles is None else linear(args.pipeline_model_parallel_size)
-    if carries or name is not None:
-        with found.collecting("pipeline_transport" if carries else "pipeline_schedule"):
-            pipeline = _pipeline(found, config, args, over_torch=over_torch, here=here)
-            table = pipeline.full
-            found.pipeline, found.transport_only = (None, pipeline) if carries else (pipeline, None)
-    if found.pipeline is not None:
-        placement = found.pipeline.placement
-    with found.collecting("num_layers"):
-        layers = (getattr(args, dest, None) for dest in ("num_layers", "hybrid_layer_pattern"))
-        if placement is not None and (here or any(layers)):
-            brought_by = "schedule" if roles is None else "disaggregation"
-            subject = incompatible.flag_of(args, config, brought_by)
-            found.arguments, found.changes = stages.flags_for(args, placement, subject)
-        elif found.pipeline is not None:
-            found.notices.append("the cut into stages is not checked: there is no --num-layers")
+    # The sizes first: an error there leaves the later checks without a subject.
+    table = _add_pipeline(answer, args, cut, config, in_job=in_job)
+    _add_stages(answer, args, cut, config, in_job=in_job)
 
-    # Then Megatron's own settings, against the configuration and its table. What the job does
-    # without leaves nothing for the rules to refuse, but for what needs it.
-    if found.pipeline is not None and found.pipeline.full.splits_backward:
-        subject, unfused = incompatible.flag_of(args, config, "schedule"), RULES["unfused"]
-        found.refusals += incompatible.refusals(subject, args, unfused)
-    unused = () if found.pipeline is None else incompatible.dropped(found.pipeline.full)
-    args = copy(args)
-    vars(args).update(
-        incompatible.drop(found, args, unused if roles is None else incompatible.DROPPED_BY_ROLES)
-    )
-    incompatible.imply(found, config, args)
-    for subject, rules in incompatible.rules_of(config, table, args):
-        found.refusals += incompatible.refusals(subject, args, rules)
-    length = getattr(args, "seq_length", None)
-    if table is not None and table.num_slices > 1 and length:
-        with found.collecting("slices"):
-            # Where even slices are too short, the last of those that attention makes uneven is too.
-            even = shares_of_equal_cost(table.num_slices)
-            is_shared = getattr(args, "sequence_parallel", False)
-            token_bounds(even, length, args.tensor_model_parallel_size if is_shared else 1)
-    if found.pipeline is not None:
-        with found.collecting("transformer_impl"):
-            incompatible.suit_layers(found, found.pipeline, args, here=here)
+    # Then Megatron's own settings, against the configuration and its table.
+    args = _check_settings(answer, args, config, table)
+    if answer.pipeline is not None:
+        with answer.collecting("transformer_impl"):
+            incompatible.suit_layers(answer, answer.pipeline, args, in_job=in_job)
     # A job that is refused already has no roles to give out.
-    if roles is not None and args.world_size and not (here and found.refusals):
-        _give_roles(found, config, args, roles, here=here)
-    if here:
-        with found.collecting("device"):
-            found.arguments |= devices.arguments_for(args, config.device)
+    if roles is not None and args.world_size and not (in_job and answer.refusals):
+        _give_roles(answer, args, config, roles, in_job=in_job)
+    if in_job:
+        with answer.collecting("device"):
+            answer.arguments |= devices.arguments_for(args, config.device)
     for flag, reason in flags.DROPPED.items():
-        if (value := getattr(args, flag[2:].replace("-", "_"), None)) is not None:
-            found.changes.append(f"{flag} {value} is ignored: Megatron-LM has dropped it, {reason}")
-    return found
+        value = getattr(args, flag[2:].replace("-", "_"), None)
+        if value is not None:
+            answer.changes.append(
+                f"{flag} {value} is ignored: Megatron-LM has dropped it, {reason}"
+            )
+    return answer
 
 
-def _give_roles(
-    found: Preflight, config: PipelineConfig, args: Namespace, roles: Disaggregation, *, here: bool
-) -> None:
-    """Check that both roles can share out the ranks; find that of this process, if `here`."""
-    with found.collecting("disaggregation"):
-        ranks = rank_map(
-            args.world_size,
-            tp=args.tensor_model_parallel_size,
-            pp=args.pipeline_model_parallel_size,
-            merged=roles.merged,
-            cp=getattr(args, "context_parallel_size", 1),
+def _add_pipeline(
+    answer: Preflight, args: Namespace, cut: UserCut, config: PipelineConfig, *, in_job: bool
+) -> Schedule | None:
+    """Add the pipeline that runs, or Megatron's own if our transport carries its messages.
+
+    Returns its table, which is never executed where it is Megatron's own: it announces the messages
+    in advance. None: there is none.
+    """
+    if config.disaggregation is not None:
+        return None
+    over_torch = _torch_is_best(config, cut.sizes.ranks, in_job=in_job)
+    if config.schedule is None and (over_torch or config.wire == "torch"):
+        return None
+    carries_stock = config.schedule is None
+    table = None
+    with answer.collecting("pipeline_transport" if carries_stock else "pipeline_schedule"):
+        if carries_stock:
+            config = _stock_config(config, cut)
+            subject = f"--pipeline-transport {config.wire}"
+        else:
+            stages.check_ranks(args, config)
+            subject = f"--pipeline-schedule {config.schedule}"
+        pp = cut.sizes.pipeline_model_parallel_size
+        batches = None
+        if in_job or _has_batch(args):
+            # Collected here: the table of a wrong batch is checked nevertheless, with another one.
+            with answer.collecting("global_batch_size"):
+                batches = batches_of(args, pp, config.twins)
+        else:
+            answer.notices.append(
+                "the number of micro-batches is not checked: there is no --micro-batch-size or no "
+                "--global-batch-size"
+            )
+        pipeline = Pipeline(
+            config,
+            pp,
+            # Placement, splits and pairs do not depend on it: any that fills the pipeline will do.
+            2 * pp if batches is None else batches.num_microbatches,
+            # A dynamic order splits only to gain time, so what excludes W leaves its backwards
+            # whole.
+            splits=not any(rule.refuses(args) for rule in RULES["whole"]),
+            over_torch=over_torch,
         )
-        if here:
-            found.job = job_of(args, config, ranks)
-            found.arguments |= role_arguments(args, found.job)
+        if batches is not None:
+            fills_groups = carries_stock and config.chunks is not None
+            _make_tables(pipeline, batches, subject, fills_groups=fills_groups)
+        table = pipeline.full
+        if carries_stock:
+            answer.transport_only = pipeline
+        else:
+            answer.pipeline = pipeline
+    return table
 
 
-def _torch_is_best(config: PipelineConfig, world_size: int, *, here: bool) -> bool:
+def _torch_is_best(config: PipelineConfig, world_size: int, *, in_job: bool) -> bool:
     """Return whether `auto` selects torch.distributed: a static order between devices.
 
     torch.distributed offers all that a schedule with a fixed order needs. Tables take it for every
@@ -275,76 +310,57 @@ def _torch_is_best(config: PipelineConfig, world_size: int, *, here: bool) -> bo
     local_world_size = Environment.read().local_world_size or world_size
     if config.schedule is None and local_world_size < world_size:
         return False
-    if here and devices.current().is_host:
+    if in_job and devices.current().is_host:
         return False
+    scope = ""
+    if config.tries_ipc and config.schedule is not None:
+        scope = ", for pairs of ranks that do not share device memory"
     _LOG.info(
         "--pipeline-transport auto: torch.distributed, which moves tensors between devices without "
         "the host's memory%s",
-        ", for pairs of ranks that do not share device memory"
-        if config.tries_ipc and config.schedule is not None
-        else "",
+        scope,
     )
     return True
 
 
-def _pipeline(
-    found: Preflight, config: PipelineConfig, args: Namespace, *, over_torch: bool, here: bool
-) -> Pipeline:
-    """Return the pipeline that runs, or Megatron's own if our transport carries its messages.
+def _stock_config(config: PipelineConfig, cut: UserCut) -> PipelineConfig:
+    """Return the configuration of Megatron's own schedule, with its table and stages."""
+    pp = cut.sizes.pipeline_model_parallel_size
+    if pp < 2:
+        raise ArgumentsError(
+            f"--pipeline-transport {config.wire} carries tensors between pipeline ranks, "
+            f"--pipeline-model-parallel-size {pp} has no second rank; leave it out"
+        )
+    # Megatron would run without us too, so its own number of stages is taken as it is.
+    chunks = cut.chunks
+    return replace(config, schedule=base_table(chunks), chunks=chunks if chunks > 1 else None)
 
-    Megatron's own table is never executed; it announces the messages in advance.
+
+def _has_batch(args: Namespace) -> bool:
+    """Return whether the arguments say the batch, as those of a job do."""
+    schedule = getattr(args, "step_batch_size_schedule", None)
+    global_batch = getattr(args, "global_batch_size", None) or schedule
+    return bool(global_batch and getattr(args, "micro_batch_size", None))
+
+
+def _make_tables(pipeline: Pipeline, batches: Batches, subject: str, *, fills_groups: bool) -> None:
+    """Make the table of each batch size of a run, or refuse the first that has none.
+
+    All of them here: a batch size of a ramp-up without a table would fail hours later.
     """
-    pp, sends_groups = args.pipeline_model_parallel_size, False
-    subject = f"--pipeline-schedule {config.schedule}"
-    if config.schedule is None:
-        subject = f"--pipeline-transport {config.wire}"
-        if pp < 2:
-            raise ArgumentsError(
-                f"{subject} carries tensors between pipeline ranks, --pipeline-model-parallel-size "
-                f"{pp} has no second rank; leave it out"
-            )
-        # Megatron would run without us too, so its own number of stages is taken as it is.
-        chunks = stages.chunks_of_megatron(args)
-        sends_groups = chunks > 1
-        config = replace(
-            config, schedule=base_table(chunks), chunks=chunks if sends_groups else None
-        )
-    else:
-        stages.check_ranks(args, config)
-    batches = None
-    sizes = ("global_batch_size", "step_batch_size_schedule")
-    has_batch = any(getattr(args, size, None) for size in sizes)
-    if here or (has_batch and getattr(args, "micro_batch_size", None)):
-        # Collected here: the table of a wrong batch is checked nevertheless, for another number.
-        with found.collecting("global_batch_size"):
-            batches = batches_of(args, pp, config.twins)
-    else:
-        found.notices.append(
-            "the number of micro-batches is not checked: there is no --micro-batch-size or no "
-            "--global-batch-size"
-        )
-    pipeline = Pipeline(
-        config,
-        pp,
-        # Placement, splits and pairs do not depend on it: any that fills the pipeline will do.
-        2 * pp if batches is None else batches.num_microbatches,
-        # A dynamic order splits only to gain time, so what excludes W leaves its backwards whole.
-        splits=not any(rule.refuses(args) for rule in RULES["whole"]),
-        over_torch=over_torch,
-    )
-    if batches is None:
-        return pipeline
+    pp = pipeline.pp
     if pipeline.name.startswith(CSV_PREFIX):
         check_file(pipeline.name, pp, batches)
-    # All of them here: a batch size of a ramp-up without a table would fail hours later.
     for global_batch, count in batches.counts.items():
-        derived = f"{subject} with {batches.explained(global_batch)}"
-        if sends_groups and count % pp:
+        batch = f"{subject} with {batches.explained(global_batch)}"
+        if fills_groups and count % pp:
             # The groups in which Megatron sends micro-batches around must be full.
-            lower = count // pp * pp
-            fitting = [str(batches.global_batch(some)) for some in (lower, lower + pp) if some]
+            fewer = count // pp * pp
+            fitting = [str(batches.global_batch(fewer + pp))]
+            if fewer:
+                fitting.insert(0, str(batches.global_batch(fewer)))
             raise ArgumentsError(
-                f"{derived}: Megatron's interleaved schedule sends micro-batches in groups of pp = "
+                f"{batch}: Megatron's interleaved schedule sends micro-batches in groups of pp = "
                 f"{pp}, so their number must be a multiple of it; use --global-batch-size "
                 f"{' or '.join(fitting)}, or --pipeline-schedule interleaved, which takes any "
                 "number"
@@ -352,5 +368,85 @@ def _pipeline(
         try:
             pipeline.schedule(count)
         except ScheduleError as error:
-            raise ScheduleError(f"{derived}: {error}") from error
-    return pipeline
+            raise ScheduleError(f"{batch}: {error}") from error
+
+
+def _add_stages(
+    answer: Preflight, args: Namespace, cut: UserCut, config: PipelineConfig, *, in_job: bool
+) -> None:
+    """Add the arguments that make Megatron build the stages of the schedule, or of both roles."""
+    with answer.collecting("num_layers"):
+        if config.disaggregation is not None:
+            placement = linear(cut.sizes.pipeline_model_parallel_size)
+            subject = incompatible.flag_of(args, config, "disaggregation")
+        elif answer.pipeline is not None:
+            placement = answer.pipeline.placement
+            subject = incompatible.flag_of(args, config, "schedule")
+        else:
+            return
+        has_layers = getattr(args, "num_layers", None) or getattr(
+            args, "hybrid_layer_pattern", None
+        )
+        if in_job or has_layers:
+            built = stages.stage_arguments(args, cut, placement, subject)
+            answer.arguments = built.values
+            answer.changes = [reworded(change, flags.in_flags) for change in built.changes]
+        elif answer.pipeline is not None:
+            answer.notices.append("the cut into stages is not checked: there is no --num-layers")
+
+
+def _check_settings(
+    answer: Preflight, args: Namespace, config: PipelineConfig, table: Schedule | None
+) -> Namespace:
+    """Refuse, drop and set settings of Megatron's for a configuration and its table.
+
+    Returns the arguments without those that are dropped.
+    """
+    pipeline = answer.pipeline
+    # What needs a dropped setting is refused first, while the setting still counts.
+    if pipeline is not None and pipeline.full.splits_backward:
+        subject = incompatible.flag_of(args, config, "schedule")
+        answer.refusals += incompatible.refusals(subject, args, RULES["unfused"])
+    # Unused settings go before the rules, so that no rule rejects them.
+    unused: tuple[Rule, ...] = ()
+    if config.disaggregation is not None:
+        unused = incompatible.DROPPED_BY_ROLES
+    elif pipeline is not None:
+        unused = incompatible.dropped(pipeline.full)
+    args = copy(args)
+    vars(args).update(incompatible.drop(answer, args, unused))
+    incompatible.imply(answer, config, args)
+    for subject, rules in incompatible.rules_of(config, table, args):
+        answer.refusals += incompatible.refusals(subject, args, rules)
+    seq_length = getattr(args, "seq_length", None)
+    if table is not None and table.num_slices > 1 and seq_length:
+        with answer.collecting("slices"):
+            # Where even slices are too short, the last of those that attention makes uneven is too.
+            even = shares_of_equal_cost(table.num_slices)
+            divisor = 1
+            if getattr(args, "sequence_parallel", False):
+                divisor = args.tensor_model_parallel_size
+            token_bounds(even, seq_length, divisor)
+    return args
+
+
+def _give_roles(
+    answer: Preflight,
+    args: Namespace,
+    config: PipelineConfig,
+    roles: Disaggregation,
+    *,
+    in_job: bool,
+) -> None:
+    """Check that both roles can share out the ranks; in a process of the job, find its role."""
+    with answer.collecting("disaggregation"):
+        ranks = rank_map(
+            args.world_size,
+            tp=args.tensor_model_parallel_size,
+            pp=args.pipeline_model_parallel_size,
+            merged=roles.merged,
+            cp=getattr(args, "context_parallel_size", 1),
+        )
+        if in_job:
+            answer.job = job_of(args, config, ranks)
+            answer.arguments |= role_arguments(args, answer.job)

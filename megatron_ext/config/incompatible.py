@@ -12,7 +12,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.flags import FLAG_OF, field_of
+from megatron_ext.config.flags import MEGATRON_FIELDS, in_flags, in_objects, with_flags
 from megatron_ext.config.refusals import Preflight, Refusal
 from megatron_ext.config.roles import profiles_with_torch
 from megatron_ext.config.stages import chooser
@@ -23,17 +23,6 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.schedules.table.actions import Schedule
-
-
-MEGATRON_FIELDS = {
-    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
-    "enable_gloo_process_groups": "use_gloo_process_groups",
-    "num_experts": "num_moe_experts",
-    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
-}
-"""Field of Megatron's and Megatron-Bridge's configuration objects, by argument, where they differ.
-Rules know the arguments."""
 
 
 # Rules by what brings them, in the notation of `megatron_ext/rules.py`. `SUBJECT` in a remedy is
@@ -58,7 +47,7 @@ _TEXTS = {
     # For every schedule. From 0.19 on weights may have more shards than tensor-parallel ranks.
     "schedule": f"""
         --cpu-offloading-num-layers: cpu_offloading | cpu_offloading_num_layers
-            Megatron takes it without a pipeline only; use --recompute-granularity selective instead
+            Megatron takes it without a pipeline only; use --recompute-granularity=selective instead
         --use-megatron-fsdp or --use-torch-fsdp2: use_megatron_fsdp | use_custom_fsdp |
         use_torch_fsdp2
             they gather and free weights by the order of Megatron's own schedules; use
@@ -69,17 +58,17 @@ _TEXTS = {
         use_legacy_models
             legacy models do not know their stage
         ckpt_format=torch_dcp,fsdp_dtensor
-            Megatron takes them with FSDP only; use --ckpt-format torch_dist
+            Megatron takes them with FSDP only; use --ckpt-format=torch_dist
         --tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards above the
         tensor-parallel size: tensor_parallel_num_weight_shards>tensor_model_parallel_size |
         expert_tensor_parallel_num_weight_shards>expert_tensor_parallel_size,tensor_model_parallel_size
             weights are gathered in the order of Megatron's own schedules; leave them out, or use
             Megatron's own schedule
-        --moe-flex-dispatcher-backend ncclep before 0.20: moe_flex_dispatcher_backend=ncclep &
+        --moe-flex-dispatcher-backend=ncclep before 0.20: moe_flex_dispatcher_backend=ncclep &
         moe_token_dispatcher_type=flex & num_experts & !moe_dispatch_fwd_dtype
             it needs --moe-expert-rank-capacity-factor there, and Megatron repeats a step that
-            exceeds it under its own schedules only; use --moe-flex-dispatcher-backend deepep""",
-    # What a schedule of ours does itself, or does without: dropped where flags are read, refused
+            exceeds it under its own schedules only; use --moe-flex-dispatcher-backend=deepep""",
+    # Settings that a schedule of ours replaces or ignores: dropped where flags are read, refused
     # where a program has already built its configuration.
     "dropped": f"""
         {_GRAPHS} | inference_cuda_graph_scope!=none
@@ -94,37 +83,37 @@ _TEXTS = {
             weight gradients run where the table says
         defer_embedding_wgrad_compute
             weight gradients run where the table says, that of the output layer too""",
-    # The same of schedules that split backwards.
+    # Settings that split backwards replace.
     "dropped_by_split": """
         overlap_dispatch_backward_with_experts_wgrad
             the table postpones the weight gradients of experts already""",
-    # The same; a dynamic order leaves its backwards whole instead.
+    # Settings that exclude split backwards; a dynamic order leaves its backwards whole instead.
     "whole": """
         --use-transformer-engine-op-fuser with experts: use_transformer_engine_op_fuser &
         num_experts
             Megatron keeps fused experts outside the module tree, so W would not reach their weight
             gradients; leave it out""",
-    # For split backwards: what needs the setting that is dropped.
+    # For split backwards: settings that need a dropped one.
     "unfused": """
-        --offload-modules fused_group_mlp, --moe-single-grouped-weight or
+        --offload-modules=fused_group_mlp, --moe-single-grouped-weight or
         --moe-ncclep-static-shape: use_transformer_engine_op_fuser & num_experts &
         offload_modules=fused_group_mlp | moe_single_grouped_weight | moe_ncclep_static_shape
             it may need --use-transformer-engine-op-fuser, which is dropped, because W would not
-            reach weight gradients of fused experts; use --pipeline-schedule 1f1b or interleaved""",
-    # The same of schedules with one stage on each rank.
+            reach weight gradients of fused experts; use --pipeline-schedule=1f1b or interleaved""",
+    # Settings that do nothing with one stage on each rank.
     "dropped_by_line": """
         overlap_param_gather_with_optimizer_step
             it gathers the first of several chunks while the others take their step, and each rank
             has one chunk
         overlap_p2p_comm_warmup_flush
             it is for the messages of virtual stages, and each rank has one stage""",
-    # The same of slices.
+    # Settings that sliced tables drop.
     "dropped_by_slices": """
         overlap_moe_expert_parallel_comm
             only whole micro-batches run as pairs
         ep_overlap_early_attn_memory_release
             there are no pairs""",
-    # Where pairs would train another model; `stages.completed` has none there.
+    # Where pairs would train another model; `completion.completed` has none there.
     "unpaired": """
         --overlap-moe-expert-parallel-comm beside --fp4-format: overlap_moe_expert_parallel_comm &
         fp4
@@ -136,7 +125,8 @@ _TEXTS = {
             sequences
         ep_overlap_early_attn_memory_release & fp4 | sft | dataloader_inter_document_masking
             there are no pairs""",
-    # The same of forward and backward ranks. fp4_param is 0.16's name of --fp4-param-gather.
+    # Settings that disaggregation replaces or ignores.
+    # fp4_param is 0.16's name of --fp4-param-gather.
     "dropped_by_roles": """
         overlap_moe_expert_parallel_comm
             forwards and backwards are on different ranks
@@ -152,19 +142,19 @@ _TEXTS = {
         hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): is_hybrid_model |
         hybrid_override_pattern & !hybrid_layer_pattern
             only --hybrid-layer-pattern, from 0.17 on, says which layers a stage has; use
-            --pipeline-schedule 1f1b or zb-h1
+            --pipeline-schedule=1f1b or zb-h1
         non_persistent_ckpt_type=local
-            those files identify layers by rank and chunk; use --non-persistent-ckpt-type global""",
+            those files identify layers by rank and chunk; use --non-persistent-ckpt-type=global""",
     # For several chunks on each rank.
     "chunks": """
         --multiple-validation-sets, or --full-validation without --sft: full_validation |
         multiple_validation_sets & multiple_validation_sets | !sft
-            Megatron takes the chunks of a rank for sets; use --pipeline-schedule zb-h1 or 1f1b, or
+            Megatron takes the chunks of a rank for sets; use --pipeline-schedule=zb-h1 or 1f1b, or
             leave them out
         perform_rl_step
-            Megatron's RL knows one chunk on each rank; use --pipeline-schedule zb-h1 or 1f1b
+            Megatron's RL knows one chunk on each rank; use --pipeline-schedule=zb-h1 or 1f1b
         moe_routing_trace_path | save_tokens_per_expert_interval
-            its records name layers by their place in a chunk; use --pipeline-schedule zb-h1 or
+            its records name layers by their place in a chunk; use --pipeline-schedule=zb-h1 or
             1f1b, or leave it out""",
     # For models that a program builds for such a schedule.
     "placed": """
@@ -178,14 +168,14 @@ _TEXTS = {
     # For forwards and backwards that run as pairs, through Megatron's schedule plans.
     "pairs": f"""
         recompute_granularity=full & fp8 | distribute_saved_activations
-            those recompute layers in another way than a plan; use --recompute-granularity selective
+            those recompute layers in another way than a plan; use --recompute-granularity=selective
             without --recompute-method and --recompute-num-layers
         recompute_modules=moe
             a plan cuts a layer behind the router, and would keep there, copied for each expert,
-            what this drops; use --recompute-modules core_attn, layernorm, mla_up_proj, mlp or
+            what this drops; use --recompute-modules=core_attn, layernorm, mla_up_proj, mlp or
             moe_act
         moe_layer_recompute
-            it means --recompute-modules moe, behind whose router a plan cuts a layer; leave it out
+            it means --recompute-modules=moe, behind whose router a plan cuts a layer; leave it out
         moe_shared_expert_overlap
             the shared expert hides the communication that a partner would hide; leave one of them
             out
@@ -202,7 +192,7 @@ _TEXTS = {
             Megatron's RL makes no plans; leave one of them out
         fine_grained_activation_offloading
             activations return from the host by the backwards that run alone; use
-            --recompute-granularity selective instead
+            --recompute-granularity=selective instead
         overlap_dispatch_backward_with_experts_wgrad
             Megatron takes one of the two only; leave one of them out""",
     # For random numbers by micro-batch under Megatron's own schedules; ours drop graphs.
@@ -211,42 +201,42 @@ _TEXTS = {
             they replay the recorded random numbers; leave one of them out
         overlap_moe_expert_parallel_comm
             it interleaves two micro-batches, and each has its own random numbers; add
-            --pipeline-schedule interleaved, or leave one of them out""",
+            --pipeline-schedule=interleaved, or leave one of them out""",
     # For ranks that choose their order.
     "chosen": """
         fine_grained_activation_offloading
-            activations return from the host in the order of a table; use --recompute-granularity
-            selective instead
+            activations return from the host in the order of a table; use
+            --recompute-granularity=selective instead
         fp8_recipe=delayed & fp8
             scales follow from the micro-batches before, whose order changes, and recomputed layers
-            find those of their forward by that order; use --fp8-recipe tensorwise
+            find those of their forward by that order; use --fp8-recipe=tensorwise
         moe_router_load_balancing_type=global_aux_loss
             it counts the tokens of the micro-batches before, over all replicas, and they run in
-            different orders; use --moe-router-load-balancing-type aux_loss or seq_aux_loss
+            different orders; use --moe-router-load-balancing-type=aux_loss or seq_aux_loss
         moe_enable_routing_replay & recompute_granularity
             recomputed routers replay their forwards in the order of a table; leave one of them
             out""",
     # For ranks that choose their order and get activations from their twin.
     "crossed": """
-        --overlap-param-gather with --bitpipe-routing twin: overlap_param_gather
+        --overlap-param-gather with --bitpipe-routing=twin: overlap_param_gather
             twins gather parameters for each other, and start their chunks in different orders; use
-            --bitpipe-routing local, or leave it out""",
+            --bitpipe-routing=local, or leave it out""",
     # For micro-batches in another order than the file's.
     "balance": """
         logits_load_dir | logits_save_dir
             logits lie in their files in the order of the data; leave one of them out
         moe_router_load_balancing_type=global_aux_loss
-            it counts the tokens of the micro-batches before; use --moe-router-load-balancing-type
-            aux_loss or seq_aux_loss
+            it counts the tokens of the micro-batches before; use
+            --moe-router-load-balancing-type=aux_loss or seq_aux_loss
         perform_rl_step
             Megatron's RL deals out its own samples; leave one of them out""",
     # For micro-batches of different lengths.
     "lengths": """
         moe_token_dispatcher_type=allgather & num_experts
-            it gathers tokens in buffers of one size; use --moe-token-dispatcher-type alltoall
+            it gathers tokens in buffers of one size; use --moe-token-dispatcher-type=alltoall
         tp_comm_overlap
             its buffers have the size of one length; leave one of them out""",
-    # The same under Megatron's own schedules.
+    # For such micro-batches under Megatron's own schedules.
     "stock_lengths": f"""
         {_GRAPHS}
             they replay tensors of one shape; leave one of them out""",
@@ -254,13 +244,13 @@ _TEXTS = {
     # Transformer Engine has a softmax of its own, and Megatron's kernel exists in 16 bits only.
     "slices": f"""
         transformer_impl!=local,transformer_engine
-            only their attention keeps keys and values between slices; use --transformer-impl local
+            only their attention keeps keys and values between slices; use --transformer-impl=local
             or transformer_engine
         context_parallel_size>1
             it divides the sequence too; leave it out, or leave --pipeline-slices out
         moe_router_load_balancing_type!=none,aux_loss,seq_aux_loss
             it balances the tokens of a slice, not of a micro-batch; use
-            --moe-router-load-balancing-type aux_loss or seq_aux_loss
+            --moe-router-load-balancing-type=aux_loss or seq_aux_loss
         --moe-expert-capacity-factor: moe_expert_capacity_factor!=none
             an expert drops the tokens of a slice that are too many for it, not of a micro-batch
         mlp_chunks_for_training>1 & num_experts
@@ -278,7 +268,7 @@ _TEXTS = {
             Megatron's mask of a window begins with the slice; leave --pipeline-slices out
         packed sequences (--sft, --dataloader-inter-document-masking) with --micro-batch-size above
         1: sft | dataloader_inter_document_masking & micro_batch_size>1
-            Megatron packs the slices of several samples into one; use --micro-batch-size 1
+            Megatron packs the slices of several samples into one; use --micro-batch-size=1
         reset_attention_mask & tensor_model_parallel_size>1
             tensor-parallel ranks receive the mask in a buffer of the whole one's form; leave one of
             them out
@@ -289,8 +279,8 @@ _TEXTS = {
         tp_comm_overlap
             its buffers have the size of whole micro-batches; leave one of them out
         fine_grained_activation_offloading
-            keys and values stay on the device from slice to slice; use --recompute-granularity
-            selective instead
+            keys and values stay on the device from slice to slice; use
+            --recompute-granularity=selective instead
         logits_load_dir | logits_save_dir
             logits lie in their files by micro-batch, and slices have a part each; leave one of them
             out
@@ -306,10 +296,10 @@ _TEXTS = {
     "roles": """
         fine_grained_activation_offloading
             activations return from the host by the backwards of the same rank; use
-            --recompute-granularity selective instead
+            --recompute-granularity=selective instead
         fp8_recipe=delayed & fp8
             forward ranks run without gradients, and then Transformer Engine leaves scales as they
-            are; use --fp8-recipe tensorwise
+            are; use --fp8-recipe=tensorwise
         hybrid_context_parallel | dynamic_context_parallel
             Megatron has a schedule of its own for it; leave one of them out
         freeze_all_layers
@@ -325,12 +315,12 @@ _TEXTS = {
             shards of experts are not merged; leave --ignore-forward-tensor-parallel out
         fbd_activations=ship & mtp_num_layers
             forward ranks ship the inputs of a stage's layers, not those of multi-token prediction;
-            use --fbd-activations recompute
-        --fbd-activations ship and hybrid models (--hybrid-override-pattern,
+            use --fbd-activations=recompute
+        --fbd-activations=ship and hybrid models (--hybrid-override-pattern,
         --hybrid-layer-pattern): fbd_activations=ship & is_hybrid_model | hybrid_override_pattern |
         hybrid_layer_pattern
-            forward ranks ship the inputs of a block of transformer layers; use --fbd-activations
-            recompute
+            forward ranks ship the inputs of a block of transformer layers; use
+            --fbd-activations=recompute
         use_tp_pp_dp_mapping
             the two roles of a stage are neighbours in the default order of ranks
         use_mp_args_from_checkpoint_args
@@ -341,21 +331,21 @@ _TEXTS = {
             injected errors are found by rerunning steps, and forward ranks do not rerun them
         full_validation | multiple_validation_sets
             backward ranks do not read that data
-        --fbd-activations ship alone: fbd_activations=ship & !recompute_granularity=full |
+        --fbd-activations=ship alone: fbd_activations=ship & !recompute_granularity=full |
         !recompute_method=uniform | !recompute_num_layers=1
-            backward ranks recompute each layer from its shipped input; add --recompute-granularity
-            full --recompute-method uniform --recompute-num-layers 1, or use --fbd-activations
-            recompute
-        --recompute-method block with more than two experts for a token: recompute_method=block &
+            backward ranks recompute each layer from its shipped input; add
+            --recompute-granularity=full --recompute-method=uniform --recompute-num-layers=1, or use
+            --fbd-activations=recompute
+        --recompute-method=block with more than two experts for a token: recompute_method=block &
         recompute_granularity=full & num_experts & moe_router_topk>2
             forward ranks order experts as layers with gradients do, or as recomputed ones do, not
-            as both; use --recompute-method uniform
+            as both; use --recompute-method=uniform
         fbd_activations=ship & fp8 | fp4 | distribute_saved_activations
-            those recompute layers in another way; use --fbd-activations recompute
+            those recompute layers in another way; use --fbd-activations=recompute
         --ignore-forward-tensor-parallel and dropout: ignore_forward_tensor_parallel &
         hidden_dropout | attention_dropout
-            one process draws other masks than the shards of a stage; add --hidden-dropout 0
-            --attention-dropout 0, or leave it out""",
+            one process draws other masks than the shards of a stage; add --hidden-dropout=0
+            --attention-dropout=0, or leave it out""",
     # For a transport of ours under Megatron's own schedules.
     "transport": f"""
         use_ring_exchange_p2p
@@ -365,10 +355,10 @@ _TEXTS = {
             --pipeline-model-parallel-size out
         microbatch_group_size_per_vp_stage
             Megatron's usual order identifies the messages
-        CUDA graphs of a whole step (--cuda-graph-impl or --cuda-graph-scope full_iteration):
+        CUDA graphs of a whole step (--cuda-graph-impl or --cuda-graph-scope=full_iteration):
         cuda_graph_impl=full_iteration | {_WHOLE_STEP}
-            a graph cannot record transfers by the host; leave them out, or use --pipeline-transport
-            torch""",
+            a graph cannot record transfers by the host; leave them out, or use
+            --pipeline-transport=torch""",
 }
 
 
@@ -376,11 +366,14 @@ RULES = {group: read_rules(text) for group, text in _TEXTS.items()}
 """By feature, field or kind of table: the settings of Megatron's to refuse."""
 
 DROPPED_BY_ROLES = RULES["dropped_by_roles"] + RULES["dropped"] + RULES["dropped_by_line"]
-"""What forward and backward ranks do themselves, or do without."""
+"""Settings that disaggregation replaces or ignores."""
 
 
 def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refusal]:
-    """Return the settings that exclude a feature, which is named as the user chose it."""
+    """Return the settings that exclude a feature.
+
+    The subject is the feature as the user chose it, such as `--pipeline-slices=4`.
+    """
     return [
         Refusal(
             rule.reads[0],
@@ -429,15 +422,15 @@ def rules_of(
 
 
 def flag_of(args: Namespace, config: PipelineConfig, field: str) -> str:
-    """Return a flag as the user chose it, with its value where it has several."""
+    """Return a flag as the user chose it, with its value where it has several, for `reworded`."""
     if field == "schedule":
         return chooser(args, config)
     values = {"transport": config.wire, "balance": config.balance, "slices": str(config.slices)}
-    return f"{FLAG_OF[field]} {values.get(field) or ''}".rstrip()
+    return with_flags(field, values.get(field, ""))
 
 
 def dropped(table: Schedule) -> tuple[Rule, ...]:
-    """Return the rules of settings that a table does itself, or does without."""
+    """Return the rules of settings that a table replaces or ignores."""
     placement = table.placement
     rules = RULES["dropped"]
     if table.splits_backward:
@@ -447,72 +440,96 @@ def dropped(table: Schedule) -> tuple[Rule, ...]:
     return rules + RULES["dropped_by_line"] if one_chunk else rules
 
 
-def imply(found: Preflight, config: PipelineConfig, args: Namespace) -> None:
+def imply(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
     """Add the arguments that a configuration sets for Megatron, changes and notices."""
-    arguments, given, has_schedule = found.arguments, vars(args).get, config.schedule is not None
-    if config.pairs:
-        arguments["overlap_moe_expert_parallel_comm"] = True
-    elif has_schedule and given("overlap_moe_expert_parallel_comm"):
-        arguments["overlap_moe_expert_parallel_comm"] = False
-        found.notices.append(
-            "--overlap-moe-expert-parallel-comm has no effect without experts on several ranks "
-            "(--num-experts, --expert-model-parallel-size)"
-        )
-        if given("ep_overlap_early_attn_memory_release"):
-            arguments["ep_overlap_early_attn_memory_release"] = False
-    made = "create_attention_mask_in_dataloader"  # Bridge has no such setting, and makes none
+    _imply_pairs(answer, config, args)
     if config.slices > 1:
-        if given(made) and not given("reset_attention_mask"):
-            # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
-            arguments[made] = False
-        # With the cache, which fp8 alone uses, layers of Transformer Engine that fuse the
-        # accumulation of gradients overwrite what other slices have added.
-        arguments["disable_parameter_transpose_cache"] = True
+        _imply_slices(answer, args)
     if config.variable_seq_lengths:
-        arguments["variable_seq_lengths"] = True
-        if not given("num_experts"):
-            # Megatron refuses them with allgather, its default, in models without experts too.
-            arguments |= {"moe_token_dispatcher_type": "alltoall"}
-    if given("use_distributed_optimizer") and given("ckpt_format") == "torch":
-        # Left out by a device, or by the user, for whom Megatron would end in an assertion.
-        groups = ("enable_gloo_process_groups", "use_gloo_process_groups")
-        if off := [dest for dest in groups if given(dest) is False]:
-            arguments |= dict.fromkeys(off, True)
-            found.changes.append(
-                "Gloo process groups are made: over them Megatron collects the state of "
-                "--use-distributed-optimizer for --ckpt-format torch"
-            )
-        if has_schedule and given("ckpt_convert_format") == "torch_dist":
-            arguments["dist_ckpt_optim_fully_reshardable"] = True
-    # Local checkpoints exclude it: Megatron would end at the first one.
-    elif (
-        given("use_distributed_optimizer")
-        and has_schedule
-        and given("non_persistent_ckpt_type") != "local"
-    ):
-        arguments["dist_ckpt_optim_fully_reshardable"] = True
-        is_kept = given("save") or given("load")
-        if is_kept and not given("dist_ckpt_optim_fully_reshardable"):
-            found.changes.append(
-                "--dist-ckpt-optim-fully-reshardable is set: in any other form, optimizer state "
-                "cannot be loaded under another schedule"
-            )
-    if has_schedule and given("microbatch_group_size_per_vp_stage"):
-        found.notices.append(
+        _imply_lengths(answer, args)
+    if getattr(args, "use_distributed_optimizer", None):
+        _imply_optimizer_format(answer, config, args)
+    if config.schedule is not None and getattr(args, "microbatch_group_size_per_vp_stage", None):
+        answer.notices.append(
             "--microbatch-group-size-per-virtual-pipeline-stage has no effect: the order of "
             "micro-batches is part of the schedule"
         )
-    found.notices += _unlogged(config, args)
+    answer.notices += _unlogged(config, args)
+
+
+def _imply_pairs(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
+    """Let Megatron build its layers for pairs, or without them."""
+    if config.pairs:
+        answer.arguments["overlap_moe_expert_parallel_comm"] = True
+    elif config.schedule is not None and getattr(args, "overlap_moe_expert_parallel_comm", None):
+        answer.arguments["overlap_moe_expert_parallel_comm"] = False
+        answer.notices.append(
+            "--overlap-moe-expert-parallel-comm has no effect without experts on several ranks "
+            "(--num-experts, --expert-model-parallel-size)"
+        )
+        if getattr(args, "ep_overlap_early_attn_memory_release", None):
+            answer.arguments["ep_overlap_early_attn_memory_release"] = False
+
+
+def _imply_slices(answer: Preflight, args: Namespace) -> None:
+    """Set what layers need whose gradients come slice by slice."""
+    # Bridge has no such setting, and makes no masks.
+    makes_mask = getattr(args, "create_attention_mask_in_dataloader", None)
+    if makes_mask and not getattr(args, "reset_attention_mask", None):
+        # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
+        answer.arguments["create_attention_mask_in_dataloader"] = False
+    # With the cache, which fp8 alone uses, layers of Transformer Engine that fuse the
+    # accumulation of gradients overwrite what other slices have added.
+    answer.arguments["disable_parameter_transpose_cache"] = True
+
+
+def _imply_lengths(answer: Preflight, args: Namespace) -> None:
+    """Let Megatron take micro-batches of different lengths."""
+    answer.arguments["variable_seq_lengths"] = True
+    if not getattr(args, "num_experts", None):
+        # Megatron refuses them with allgather, its default, in models without experts too.
+        answer.arguments |= {"moe_token_dispatcher_type": "alltoall"}
+
+
+def _imply_optimizer_format(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
+    """Save the state of a distributed optimizer in a form that other schedules can load."""
+    has_schedule = config.schedule is not None
+    if getattr(args, "ckpt_format", None) == "torch":
+        # Left out by a device, or by the user, for whom Megatron would end in an assertion.
+        needed = []
+        for dest in ("enable_gloo_process_groups", "use_gloo_process_groups"):
+            if getattr(args, dest, None) is False:
+                needed.append(dest)
+        if needed:
+            answer.arguments |= dict.fromkeys(needed, True)
+            answer.changes.append(
+                "Gloo process groups are made: over them Megatron collects the state of "
+                "--use-distributed-optimizer for --ckpt-format torch"
+            )
+        if has_schedule and getattr(args, "ckpt_convert_format", None) == "torch_dist":
+            answer.arguments["dist_ckpt_optim_fully_reshardable"] = True
+        return
+    # Local checkpoints exclude it: Megatron would end at the first one.
+    if not has_schedule or getattr(args, "non_persistent_ckpt_type", None) == "local":
+        return
+    answer.arguments["dist_ckpt_optim_fully_reshardable"] = True
+    has_checkpoints = getattr(args, "save", None) or getattr(args, "load", None)
+    if has_checkpoints and not getattr(args, "dist_ckpt_optim_fully_reshardable", None):
+        answer.changes.append(
+            "--dist-ckpt-optim-fully-reshardable is set: in any other form, optimizer state "
+            "cannot be loaded under another schedule"
+        )
 
 
 def _unlogged(config: PipelineConfig, args: Namespace) -> Iterator[str]:
     """Yield notices of what logs and profiles lack under a configuration."""
-    has_roles, setting = config.disaggregation is not None, vars(args).get
+    has_roles = config.disaggregation is not None
     if has_roles and profiles_with_torch(args):
         yield "--use-pytorch-profiler profiles backward ranks only"
-    if has_roles and setting("log_progress"):
+    if has_roles and getattr(args, "log_progress", None):
         yield "--log-progress counts the devices of backward ranks only"
-    if setting("timing_log_level") in (2, "2") and (has_roles or not config.is_stock):
+    times_messages = getattr(args, "timing_log_level", None) in (2, "2")
+    if times_messages and (has_roles or not config.is_stock):
         yield (
             "--timing-log-level 2: no time is logged for forward-recv, forward-send and other "
             "messages, which a schedule of this package does not wait for one by one; --trace "
@@ -520,39 +537,44 @@ def _unlogged(config: PipelineConfig, args: Namespace) -> Iterator[str]:
         )
 
 
-def drop(found: Preflight, args: Namespace, rules: Iterable[Rule]) -> dict[str, Any]:
+def drop(answer: Preflight, args: Namespace, rules: Iterable[Rule]) -> dict[str, Any]:
     """Switch settings off that a table or roles do without; return the arguments that do it."""
     off: dict[str, Any] = {}
     for rule in rules:
         if rule.refuses(args):
             off |= rule.without(args)
-            found.changes.append(f"{rule.flag} is dropped: {rule.reason}")
-    found.arguments |= off
+            change = f"{rule.flag} is dropped: {rule.reason}"
+            answer.changes.append(reworded(change, in_flags))
+    answer.arguments |= off
     return off
 
 
-def suit_layers(found: Preflight, pipeline: Pipeline, args: Namespace, *, here: bool) -> None:
+def suit_layers(answer: Preflight, pipeline: Pipeline, args: Namespace, *, in_job: bool) -> None:
     """Give the pipeline a form that the layers of Transformer Engine can run, or refuse it."""
     if not pipeline.full.splits_backward or "transformer_impl" not in args:
         return
-    subject, reason = f"--pipeline-schedule {pipeline.name}", why_te_cannot_split(args, here=here)
+    subject = f"--pipeline-schedule {pipeline.name}"
+    reason = why_te_cannot_split(args, in_job=in_job)
     if reason is None:
-        found.notices += (f"{subject}: {notice}" for notice in te_leaves_whole(args, here=here))
+        for notice in te_leaves_whole(args, in_job=in_job):
+            answer.notices.append(f"{subject}: {notice}")
         if getattr(args, "tp_comm_overlap", False) and args.transformer_impl != "local":
-            found.notices.append(
+            answer.notices.append(
                 f"{subject}: --tp-comm-overlap hides no reduce-scatter under weight gradients, "
                 "which run later, and their gathered operands are copied"
             )
         return
     # A dynamic table may be whole without our splitting, as those of 1f1b and interleaved are.
-    whole = replace(pipeline, splits=False)
-    if pipeline.dynamic is not None and not whole.full.splits_backward:
-        found.pipeline = whole
-        found.notices.append(f"--use-dpp leaves backwards whole: {reason}")
+    unsplit = replace(pipeline, splits=False)
+    if pipeline.dynamic is not None and not unsplit.full.splits_backward:
+        answer.pipeline = unsplit
+        answer.notices.append(f"--use-dpp leaves backwards whole: {reason}")
         return
-    other = "--bitpipe-order paper" if pipeline.name == "bitpipe" else "1f1b or interleaved"
+    alternative = "1f1b or interleaved"
+    if pipeline.name == "bitpipe":
+        alternative = "--bitpipe-order paper"
     raise ArgumentsError(
-        f"{subject} splits backwards, but {reason}; or use {other}, which does not split them"
+        f"{subject} splits backwards, but {reason}; or use {alternative}, which does not split them"
     )
 
 
@@ -570,8 +592,10 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
         ArgumentsError: One line for each mistake.
     """
     fields = vars(built)
-    renamed = {dest: fields[name] for dest, name in MEGATRON_FIELDS.items() if name in fields}
-    args = Namespace(**{**fields, **renamed})
+    args = Namespace(**fields)
+    for dest, name in MEGATRON_FIELDS.items():
+        if name in fields:
+            setattr(args, dest, fields[name])
     # The pattern is an argument of the model, not of its configuration.
     args.hybrid_layer_pattern = fields.get("is_hybrid_model")
     # A spec chooses the layers, not `transformer_impl`; slices check them at the first step.
@@ -588,15 +612,16 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
             f"overlap_moe_expert_parallel_comm={overlaps}; give both the same value"
         )
     else:
-        placed = RULES["placed"] if pipeline.is_folded else ()
-        groups.append((flag_of(args, config, "schedule"), dropped(pipeline.full) + placed))
-    wrong = [
-        refusal
-        for flag, rules in groups
-        for refusal in refusals(reworded(flag, field_of), args, rules)
-    ]
-    if wrong:
-        raise ArgumentsError("\n".join(map(str, wrong)))
+        rules_of_table = dropped(pipeline.full)
+        if pipeline.is_folded:
+            rules_of_table += RULES["placed"]
+        groups.append((flag_of(args, config, "schedule"), rules_of_table))
+    lines: list[str] = []
+    for subject, rules in groups:
+        for refusal in refusals(subject, args, rules):
+            lines.append(refusal.worded(in_objects))
+    if lines:
+        raise ArgumentsError("\n".join(lines))
 
 
 def why_not_split(config: Any) -> str | None:
@@ -609,19 +634,19 @@ def why_not_split(config: Any) -> str | None:
     return why_te_cannot_split(config)
 
 
-def uses_te(config: Any, *, here: bool = True) -> bool:
-    """Return whether layers of Transformer Engine are built, here or where it is installed.
+def uses_te(config: Any, *, in_job: bool = True) -> bool:
+    """Return whether layers of Transformer Engine are built: in a job, only where it is installed.
 
     The configuration is a `TransformerConfig`, or arguments with the same names.
     """
     chosen = config.transformer_impl == "transformer_engine"
-    return chosen and (not here or find_spec("transformer_engine") is not None)
+    return chosen and (not in_job or find_spec("transformer_engine") is not None)
 
 
-def why_te_cannot_split(config: Any, *, here: bool = True) -> str | None:
+def why_te_cannot_split(config: Any, *, in_job: bool = True) -> str | None:
     """Return why Transformer Engine's layers cannot be split as configured (`uses_te`), or None."""
     # On another machine nobody knows the version that will be installed.
-    if not here or not uses_te(config):
+    if not in_job or not uses_te(config):
         return None
     from megatron.core.utils import get_te_version, is_te_min_version
 
@@ -633,41 +658,53 @@ def why_te_cannot_split(config: Any, *, here: bool = True) -> str | None:
     )
 
 
-def te_leaves_whole(config: Any, *, here: bool = True) -> Iterator[str]:
+def te_leaves_whole(config: Any, *, in_job: bool = True) -> Iterator[str]:
     """Yield which weight gradients of Transformer Engine's layers stay in I, and why."""
-    if not uses_te(config, here=here):
+    if not uses_te(config, in_job=in_job):
         return
-    given = vars(config).get
-    # Layers that add their bias themselves; others leave it to Megatron.
-    biased = {
-        "the projections to queries, keys and values": not given("multi_latent_attention"),
-        "the first layer of grouped experts": config.add_bias_linear and given("moe_grouped_gemm"),
-        "the projections of latent experts": config.add_bias_linear and given("moe_latent_size"),
-    }
-    if (config.add_bias_linear or given("add_qkv_bias")) and any(biased.values()):
+    settings = vars(config)
+    biased_layers = _layers_that_add_bias(config)
+    if biased_layers:
         yield (
-            f"weight gradients of {' and of '.join(name for name in biased if biased[name])} are "
+            f"weight gradients of {' and of '.join(biased_layers)} are "
             "computed in I, because Transformer Engine computes them together with those of the "
             "biases; --disable-bias-linear without --add-qkv-bias moves them to W"
         )
-    if given("moe_single_grouped_weight") and not config.gradient_accumulation_fusion:
+    if settings.get("moe_single_grouped_weight") and not config.gradient_accumulation_fusion:
         yield (
             "weight gradients of grouped experts are computed in I, because Transformer Engine "
             "hands them on before W could fill them; leave --moe-single-grouped-weight or "
             "--no-gradient-accumulation-fusion out"
         )
-    if given("use_grouped_gemm_for_shared_expert"):
+    if settings.get("use_grouped_gemm_for_shared_expert"):
         yield (
             "weight gradients of shared experts are computed in I, because Megatron fuses their "
             "layers; leave --use-grouped-gemm-for-shared-expert out"
         )
-    if given("use_transformer_engine_op_fuser"):
+    if settings.get("use_transformer_engine_op_fuser"):
         yield (
             "weight gradients of MLPs are computed in I, because fused operations of Transformer "
             "Engine replace their layers; leave --use-transformer-engine-op-fuser out"
         )
-    if given("fp8_output_proj") and given("fp8") and given("fp8_recipe") == "mxfp8":
+    is_mxfp8 = settings.get("fp8") and settings.get("fp8_recipe") == "mxfp8"
+    if is_mxfp8 and settings.get("fp8_output_proj"):
         yield (
             "weight gradients of the output layer are computed in I, because Megatron builds it to "
             "do so; leave --fp8-output-proj out"
         )
+
+
+def _layers_that_add_bias(config: Any) -> list[str]:
+    """Return layers of Transformer Engine that add their bias; the others leave it to Megatron."""
+    settings = vars(config)
+    has_bias = config.add_bias_linear
+    if not has_bias and not settings.get("add_qkv_bias"):
+        return []
+    layers = []
+    if not settings.get("multi_latent_attention"):
+        layers.append("the projections to queries, keys and values")
+    if has_bias and settings.get("moe_grouped_gemm"):
+        layers.append("the first layer of grouped experts")
+    if has_bias and settings.get("moe_latent_size"):
+        layers.append("the projections of latent experts")
+    return layers

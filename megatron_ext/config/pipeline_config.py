@@ -425,12 +425,12 @@ def is_of_type(value: object, hint: Any) -> bool:
     if origin is Literal:
         return value in parts
     if origin is tuple:  # of any length
-        return isinstance(value, tuple) and all(is_of_type(one, parts[0]) for one in value)
+        return isinstance(value, tuple) and all(is_of_type(item, parts[0]) for item in value)
     if origin is Mapping:
+        key_hint, value_hint = parts
         return isinstance(value, Mapping) and all(
-            is_of_type(one, kind)
-            for item in value.items()
-            for one, kind in zip(item, parts, strict=True)
+            is_of_type(key, key_hint) and is_of_type(item, value_hint)
+            for key, item in value.items()
         )
     if hint in (int, float) and isinstance(value, bool):
         return False

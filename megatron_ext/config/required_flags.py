@@ -62,8 +62,8 @@ def missing_flags(args: Namespace, defaults: Mapping[str, Any] | None) -> Iterat
     """
     if defaults is None or any(getattr(args, name, None) for name in _ELSEWHERE):
         return
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    settings = Namespace(**{**defaults, **given})
+    user_args = {name: value for name, value in vars(args).items() if value is not None}
+    settings = Namespace(**{**defaults, **user_args})
     for rule in _NEEDED:
         if rule.refuses(settings):
             name = rule.flag[2:].replace("-", "_")
@@ -72,8 +72,10 @@ def missing_flags(args: Namespace, defaults: Mapping[str, Any] | None) -> Iterat
         if rule.refuses(settings):
             name = rule.flag.split()[0][2:].replace("-", "_")
             yield Refusal(name, f"{rule.flag}: {rule.reason}", rule.remedy)
-    hidden, heads = given.get("hidden_size"), given.get("num_attention_heads")
-    if hidden and heads and hidden % heads and not getattr(settings, "kv_channels", None):
+    hidden, heads = user_args.get("hidden_size"), user_args.get("num_attention_heads")
+    if not hidden or not heads or getattr(settings, "kv_channels", None):
+        return
+    if hidden % heads:
         yield Refusal(
             "hidden_size",
             f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}",

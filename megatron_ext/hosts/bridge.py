@@ -18,16 +18,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext import devices
 from megatron_ext.config import active, entrances
-from megatron_ext.config.flags import FLAGS, field_of, parse_words, requested_flags
-from megatron_ext.config.incompatible import MEGATRON_FIELDS
+from megatron_ext.config.flags import (
+    FLAGS,
+    MEGATRON_FIELDS,
+    in_fields,
+    in_flags,
+    parse_words,
+    requested_flags,
+)
 from megatron_ext.config.sizes import layout_text
-from megatron_ext.errors import ArgumentsError, DataError, ScheduleError, reworded
+from megatron_ext.errors import ArgumentsError, DataError, ScheduleError, in_python, reworded
 from megatron_ext.patches import effects, folded_pipelines, schedules
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 from megatron_ext.patches.registry import REGISTRY
+from megatron_ext.rules import dest_of
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
+    from megatron_ext.errors import Wording
 
 _TRAINING = "megatron.bridge.training"
 
@@ -129,19 +137,23 @@ class Settings:
             setattr(place.owner, place.field, value)
         self._saved_values.clear()
 
-    def name_of(self, flag: str) -> str:
-        """Return Bridge's name for one of Megatron's settings, or the flag itself."""
-        dest = flag[2:].replace("-", "_")
+    def in_flags(self, flag: str, value: str) -> str:
+        """Return a setting of Megatron's under Bridge's name, and one of ours as a flag."""
+        return self._in_bridge(flag, value) or in_flags(flag, value)
+
+    def in_fields(self, flag: str, value: str) -> str:
+        """Return a setting of Megatron's under Bridge's name, and one of ours as a field."""
+        return self._in_bridge(flag, value) or in_fields(flag, value)
+
+    def _in_bridge(self, flag: str, value: str) -> str | None:
+        """Return a setting of Megatron's under Bridge's name; None: Bridge has no such setting."""
+        dest = dest_of(flag)
         if dest in self._places:
-            return self._places[dest].name
+            return in_python(self._places[dest].name, value)
         negated_dest = dest.removeprefix("no_")
         if negated_dest in self._places:
-            return f"{self._places[negated_dest].name} False"
-        return flag
-
-    def name_in_python(self, flag: str) -> str:
-        """Return Bridge's name for one of Megatron's settings, or the field name of one of ours."""
-        return field_of(self.name_of(flag))
+            return in_python(self._places[negated_dest].name, "False")
+        return None
 
 
 @dataclass
@@ -184,8 +196,9 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         configured_sizes = _sizes(in_force)
     active.clear_configuration()
     settings = Settings(instance)
+    wording = settings.in_flags if requested is None else settings.in_fields
     try:
-        arguments = _prepare(settings, requested, flags)
+        arguments = _prepare(settings, requested, flags, wording)
         if configured_sizes is not None:
             _check_sizes(configured_sizes, _sizes(active.required()))
         result = call(*args, **kwargs)
@@ -199,8 +212,7 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
             entrances.await_host(requested)
         if not isinstance(error, ArgumentsError | ScheduleError):
             raise
-        name_of = settings.name_of if requested is None else settings.name_in_python
-        message = reworded(str(error), name_of)
+        message = reworded(str(error), wording)
         if isinstance(error, ScheduleError):
             raise ScheduleError(message) from None
         raise ArgumentsError(message) from None
@@ -234,7 +246,10 @@ def _check_sizes(configured: _Sizes, hosted: _Sizes | None) -> None:
 
 
 def _prepare(
-    settings: Settings, requested: PipelineConfig | None, flags: Namespace | None
+    settings: Settings,
+    requested: PipelineConfig | None,
+    flags: Namespace | None,
+    wording: Wording,
 ) -> Namespace:
     """Activate the configuration and write it into Bridge's; return the settings as arguments."""
     model = settings.container.model
@@ -253,7 +268,7 @@ def _prepare(
                 "pretrain_gpt.py"
             )
         vars(arguments).update(vars(flags))
-    values = entrances.prepare(arguments, requested)
+    values = entrances.prepare(arguments, requested, wording=wording)
     _refuse_decentralized(settings.container)
     active.required().host = _Hosted(settings, arguments)
     # Bridge or this module derives these from other settings.
@@ -383,7 +398,7 @@ def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
             hosted = _hosted()
             if hosted is None:
                 raise
-            raise DataError(reworded(str(error), hosted.settings.name_in_python)) from None
+            raise DataError(reworded(str(error), hosted.settings.in_fields)) from None
 
     return check_in_fields
 

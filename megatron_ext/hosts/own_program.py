@@ -9,12 +9,14 @@ from typing import overload
 
 from megatron_ext import devices, hosts, patches
 from megatron_ext.config.active import Pipeline, clear_configuration, required
+from megatron_ext.config.cut import UserCut
 from megatron_ext.config.entrances import await_host, log, put_in_force
-from megatron_ext.config.flags import FLAGS, field_of, requested_flags
+from megatron_ext.config.flags import FLAGS, in_fields, requested_flags
 from megatron_ext.config.hosting import inspect
+from megatron_ext.config.model_build import ModelBuild
 from megatron_ext.config.pipeline_config import PipelineConfig
 from megatron_ext.config.refusals import Preflight
-from megatron_ext.config.stages import ModelBuild, chunks_of_megatron, flags_for
+from megatron_ext.config.stages import stage_arguments
 from megatron_ext.errors import (
     ArgumentsError,
     ConfigurationError,
@@ -219,29 +221,33 @@ def _put_in_force(config: PipelineConfig, sizes: _Sizes, seed: int | None) -> Mo
     if config.schedule or config.dynamic or sizes.pipeline_ranks > 1:
         preflight = inspect(arguments, config)
     try:
-        preflight.raise_refusals()
+        preflight.raise_refusals(in_fields)
         pipeline = preflight.pipeline or preflight.transport_only
         schedule = config.schedule or base_table(config.chunks)
         if pipeline is None:
             pipeline = _stock_pipeline(config, sizes, arguments)
             schedule = pipeline.name
-        cut = preflight.arguments
-        # For Megatron's own schedule, the same rules split the model
+        cut_arguments = preflight.arguments
+        # For Megatron's own schedule, the same rules split the model.
         if preflight.pipeline is None:
-            cut, _ = flags_for(arguments, pipeline.placement, schedule)
+            cut = UserCut.of(vars(arguments))
+            built = stage_arguments(arguments, cut, pipeline.placement, schedule)
+            cut_arguments = built.values
     except (ArgumentsError, ScheduleError) as error:
         kind = ScheduleError if isinstance(error, ScheduleError) else ArgumentsError
-        raise kind(reworded(str(error), field_of)) from None
+        raise kind(reworded(str(error), in_fields)) from None
     put_in_force(preflight, config, seed)
     if required().environment.local_rank == 0:
         lines = preflight.changes + preflight.notices
-        log(*(reworded(line, field_of) for line in lines))
+        log(*(reworded(line, in_fields) for line in lines))
     placement = pipeline.placement
     num_chunks = placement.num_stages // placement.num_ranks
     return ModelBuild(
         pipeline_model_parallel_size=placement.num_ranks,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
-        pipeline_model_parallel_layout=cut.get("pipeline_model_parallel_layout", sizes.layout),
+        pipeline_model_parallel_layout=cut_arguments.get(
+            "pipeline_model_parallel_layout", sizes.layout
+        ),
         replicas=config.twins,
         num_microbatches=pipeline.num_microbatches,
         variable_seq_lengths=config.variable_seq_lengths,
@@ -271,7 +277,7 @@ def _stock_pipeline(config: PipelineConfig, sizes: _Sizes, arguments: Namespace)
     # A layout may have several stages per rank; a single rank holds all of them as one.
     num_chunks = 1
     if sizes.pipeline_ranks > 1:
-        num_chunks = chunks_of_megatron(arguments)
+        num_chunks = UserCut.of(vars(arguments)).chunks
     stock_config = replace(
         config,
         schedule=config.schedule or base_table(num_chunks),

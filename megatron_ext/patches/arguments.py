@@ -22,8 +22,13 @@ PATCHES = PatchTable(feature="arguments")
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     """Add our flags to a parser with all of upstream's, and set the device's defaults."""
     from megatron_ext import devices
-    from megatron_ext.config.flags import FLAGS, add_arguments, parse_words, requested_flags
-    from megatron_ext.config.incompatible import MEGATRON_FIELDS
+    from megatron_ext.config.flags import (
+        FLAGS,
+        MEGATRON_FIELDS,
+        add_arguments,
+        parse_words,
+        requested_flags,
+    )
 
     # Of each parser anew: upstream parses up to three times in one process (in-process restart and
     # checkpoint tools parse again), so nothing here may rely on a single call.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.config.stages import ModelBuild
+from megatron_ext.config.model_build import ModelBuild
 
 
 def build(virtual: int | None, stages_of: tuple[tuple[int, ...], ...]) -> ModelBuild:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,17 @@ import pytest
 
 import megatron_ext
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, Tracing
-from megatron_ext.config import stages
+from megatron_ext.config import completion
+from megatron_ext.config.cut import UserCut
 from megatron_ext.config.flags import add_arguments, pipeline_config
 from megatron_ext.config.hosting import inspect
-from megatron_ext.config.stages import completed
 from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
 from megatron_ext.schedules.table.costs import Costs
+
+
+def _completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
+    settings = vars(args)
+    return completion.completed(settings, UserCut.of(settings), config)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +159,11 @@ def test_flags_are_one_translation(flags: str, config: PipelineConfig) -> None:
 def test_what_transformer_engine_keeps_for_w_follows_from_flags(
     monkeypatch: pytest.MonkeyPatch, installed: bool, settings: dict[str, Any], ratio: float
 ) -> None:
-    monkeypatch.setattr(stages, "find_spec", lambda name: name if installed else None)
+    monkeypatch.setattr(completion, "find_spec", lambda name: name if installed else None)
     args = add_arguments(ArgumentParser()).parse_args(["--pipeline-schedule", "zb-v"])
     te = {"transformer_impl": "transformer_engine", "sequence_parallel": True}
     vars(args).update({**te, "tensor_model_parallel_size": 4, **settings})
-    assert completed(args, pipeline_config(args)).stash_ratio == ratio
+    assert _completed(args, pipeline_config(args)).stash_ratio == ratio
 
 
 @pytest.mark.parametrize(
@@ -182,11 +187,11 @@ def test_what_recomputation_leaves_for_w_follows_from_flags(
     """zb-v on 2 ranks, so 8 layers are 2 in each of 4 stages."""
     args = add_arguments(ArgumentParser()).parse_args(["--pipeline-schedule", "zb-v"])
     vars(args).update({"pipeline_model_parallel_size": 2, "num_layers": 8, **settings})
-    found = completed(args, pipeline_config(args))
-    assert (found.stash_ratio, found.weights_at_once) == (ratio, at_once)
-    assert completed(args, PipelineConfig(schedule="zb-v")) == found
+    config = _completed(args, pipeline_config(args))
+    assert (config.stash_ratio, config.weights_at_once) == (ratio, at_once)
+    assert _completed(args, PipelineConfig(schedule="zb-v")) == config
     args.pipeline_schedule = "csv:file"  # whose order is the user's
-    assert not completed(args, pipeline_config(args)).weights_at_once
+    assert not _completed(args, pipeline_config(args)).weights_at_once
 
 
 def test_flags_are_named_where_flags_were_given() -> None:

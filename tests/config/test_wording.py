@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentParser
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_ext import preflight
-from megatron_ext.config.flags import FLAG_OF, add_arguments, in_flags, pipeline_config
+from megatron_ext.config.flags import (
+    FIELD_OF,
+    FLAG_OF,
+    MEGATRON_FIELDS,
+    add_arguments,
+    in_fields,
+    in_flags,
+    pipeline_config,
+    with_flags,
+)
+from megatron_ext.config.incompatible import RULES
 from megatron_ext.config.pipeline_config import (
     Disaggregation,
     DynamicOrder,
     PipelineConfig,
     Tracing,
 )
-from megatron_ext.errors import ConfigurationError, in_python, reworded
+from megatron_ext.config.refusals import Preflight, Refusal
+from megatron_ext.errors import ArgumentsError, ConfigurationError, in_python
 from megatron_ext.hosts.bridge import Settings
+from megatron_ext.rules import dest_of
 from megatron_ext.schedules.search.length_balance import LengthCost
 
 ROLES = {"disaggregation": Disaggregation()}
@@ -112,10 +124,52 @@ class _Model:
     context_parallel_size: int = 2
 
 
-def test_bridge_gets_its_own_names() -> None:
+def test_a_refusal_has_a_form_for_each_reader() -> None:
     settings = Settings(SimpleNamespace(model=_Model()))
-    error = ConfigurationError("{slices:4} cannot run with --context-parallel-size 2; use --seed 1")
-    message = reworded(error.worded(in_flags), settings.name_in_python)
-    assert message == "slices 4 cannot run with model.context_parallel_size 2; use --seed 1"
-    from_words = reworded(error.worded(in_flags), settings.name_of)
-    assert from_words.startswith("--pipeline-slices 4 cannot run with model.")
+    answer = Preflight()
+    with answer.collecting("slices"):
+        raise ConfigurationError(
+            "{slices:4} cannot run with --context-parallel-size=2; use --no-rope or --seed=1"
+        )
+    [refusal] = answer.refusals
+    assert str(refusal) == (
+        "--pipeline-slices 4 cannot run with --context-parallel-size 2; use --no-rope or --seed 1"
+    )
+    assert (refusal.rule, refusal.remedy) == ("slices", "use --no-rope or --seed 1")
+    assert refusal.worded(in_fields) == (
+        "slices=4 cannot run with context_parallel_size=2; use rope=False or seed=1"
+    )
+    assert refusal.worded(settings.in_fields) == (
+        "slices=4 cannot run with model.context_parallel_size=2; use rope=False or seed=1"
+    )
+    assert refusal.worded(settings.in_flags) == (
+        "--pipeline-slices 4 cannot run with model.context_parallel_size=2; use --no-rope or "
+        "--seed 1"
+    )
+    with pytest.raises(ArgumentsError, match=r"^slices=4 cannot run with model"):
+        answer.raise_refusals(settings.in_fields)
+
+
+@pytest.mark.parametrize("group", RULES)
+def test_each_rule_has_a_form_for_each_reader(group: str) -> None:
+    """Settings of Megatron's are flags, fields of its objects, or fields of Bridge's."""
+    subject = with_flags("slices", "4")
+    for rule in RULES[group]:
+        cause = f"{subject} cannot run with {rule.flag}: {rule.reason}"
+        refusal = Refusal(rule.reads[0], cause, rule.remedy.replace("SUBJECT", subject))
+        flags = re.findall(r"--[a-z0-9-]+", refusal.cause + refusal.way_out)
+        on_command_line, in_program = str(refusal), refusal.worded(in_fields)
+        assert on_command_line.startswith("--pipeline-slices 4 cannot run with ")
+        assert all(flag in on_command_line for flag in flags)
+        assert not re.search(r"--[a-z0-9-]+=", on_command_line)
+        assert in_program.startswith("slices=4 cannot run with ")
+        assert "--" not in in_program
+        # Bridge has all of Megatron's in one part here, and says so.
+        dests = [dest_of(flag) for flag in flags if flag not in FIELD_OF]
+        fields = [dest.removeprefix("no_") for dest in dests]
+        model = make_dataclass("Model", [(name, Any, None) for name in dict.fromkeys(fields)])()
+        in_bridge = refusal.worded(Settings(SimpleNamespace(model=model)).in_fields)
+        assert in_bridge.count("model.") == len(dests)
+        for name, bridge_name in MEGATRON_FIELDS.items():
+            in_bridge = in_bridge.replace(f"model.{name}", bridge_name)
+        assert in_bridge.replace("model.", "") == in_program

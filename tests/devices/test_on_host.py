@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.jit import _builtins
 
-from megatron_ext.config.incompatible import MEGATRON_FIELDS
+from megatron_ext.config.flags import MEGATRON_FIELDS
 from megatron_ext.devices import translate
 from megatron_ext.devices.cpu import CpuDevice
 from tests.ranks import run_ranks

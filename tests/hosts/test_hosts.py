@@ -19,7 +19,7 @@ from megatron_ext import PipelineConfig, hosts
 from megatron_ext.config import active
 from megatron_ext.config.flags import parse_words, requested_flags
 from megatron_ext.config.incompatible import RULES, refusals
-from megatron_ext.errors import ArgumentsError, UserError, reworded
+from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.hosts import bridge_requirements, bridge_weights
 from megatron_ext.hosts.bridge import Settings
 from megatron_ext.tools.doctor import checks
@@ -258,7 +258,7 @@ def test_bridges_names_are_those_of_the_rules() -> None:
     assert (args.num_experts, args.decoder_first_pipeline_num_layers) == (8, 1)
     [refusal] = refusals("schedule zb-v", args, RULES["placed"])
     assert "cannot run with --decoder-first-pipeline" in str(refusal)
-    in_bridge = reworded(str(refusal), settings.name_in_python)
+    in_bridge = refusal.worded(settings.in_fields)
     assert "cannot run with model.num_layers_in_first_pipeline_stage, model." in in_bridge
     args.moe_token_dispatcher_type = "allgather"
     [refusal] = refusals("variable_seq_lengths", args, RULES["lengths"])

@@ -15,7 +15,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_ext.config.stages import ends_of_layout, layout_string
+from megatron_ext.config.cut import ends_of_layout
+from megatron_ext.config.stages import layout_string
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.folded import PlacedLayout, placed_layout
 from megatron_ext.schedules.table import placement as places

@@ -67,7 +67,7 @@ def _defaults_without_a_flag() -> list[str]:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_ext import devices
-    from megatron_ext.config.incompatible import MEGATRON_FIELDS
+    from megatron_ext.config.flags import MEGATRON_FIELDS
 
     known = {action.dest for action in add_megatron_arguments(ArgumentParser())._actions}
     defaults = devices.current().argument_defaults

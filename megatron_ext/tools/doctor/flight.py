@@ -12,16 +12,14 @@ import resource
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_ext.config import stages
-from megatron_ext.config.batches import batches_of
+from megatron_ext.config.batches import Batches, batches_of
+from megatron_ext.config.cut import UserCut
 from megatron_ext.config.hosting import preflight
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.config.pipeline_config import DynamicOrder
-from megatron_ext.config.sizes import JobSizes
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.layout_forecast import Layout, forecast
 from megatron_ext.planning.layout_search import search
@@ -38,7 +36,9 @@ from megatron_ext.schedules.table.validation import validate
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.config.refusals import Preflight
+    from megatron_ext.config.sizes import JobSizes
     from megatron_ext.planning.hardware import DeviceKind
+    from megatron_ext.schedules.table.placement import Placement
 
 _MIB = 1 << 20
 _MOSTLY_IDLE = 0.5
@@ -55,19 +55,19 @@ class Diagnosis:
     """FAIL: the requested training cannot work. WARN: it works, with a disadvantage."""
     check: str
     """The subject of the check, in two or three words."""
-    found: str
+    finding: str
     remedy: str = ""
     """Remedy; empty if nothing is wrong."""
 
     @classmethod
     def of(cls, level: Literal["WARN", "FAIL"], check: str, line: object) -> Diagnosis:
-        """Return the finding of a line `found; remedy`, as all our errors are."""
-        found, _, remedy = str(line).partition("; ")
-        return cls(level, check, found, remedy)
+        """Return the diagnosis of a line `finding; remedy`, as all our errors are."""
+        finding, _, remedy = str(line).partition("; ")
+        return cls(level, check, finding, remedy)
 
     def __str__(self) -> str:
         remedy = f"; {self.remedy}" if self.remedy else ""
-        return f"{self.level:<4} {self.check}: {self.found}{remedy}"
+        return f"{self.level:<4} {self.check}: {self.finding}{remedy}"
 
 
 _OURS = "--pipeline-schedule"
@@ -130,105 +130,131 @@ def check_training(
         count: Devices of the job; None: those of one replica.
         device: What they are; None: memory and time are not forecast.
     """
-    found = preflight(words, world_size=count)
-    for refusal in found.refusals:
+    answer = preflight(words, world_size=count)
+    for refusal in answer.refusals:
         yield Diagnosis("FAIL", "training", refusal.reason, refusal.remedy)
-    for line in (*found.changes, *found.notices):
+    for line in (*answer.changes, *answer.notices):
         yield Diagnosis("OK", "training", line)
-    for line in found.unknown_flags():
+    for line in answer.unknown_flags():
         yield Diagnosis.of("WARN", "unknown flag", line)
-    if not found.accepted or found.config is None:
+    if not answer.accepted or answer.config is None:
         return
+    args = answer.checked_args
+    name = "--forward-backward-disaggregating"
     # Our messages have names, so that the order in which ranks send cannot swap them.
-    args, hangs, name = found.given, KNOWN_HANGS[-1:], "--forward-backward-disaggregating"
-    if found.pipeline is not None:
-        name = found.pipeline.name
-    elif found.config.disaggregation is None:
-        hangs, name = KNOWN_HANGS, "Megatron's own schedule"
+    hangs = KNOWN_HANGS[-1:]
+    if answer.pipeline is not None:
+        name = answer.pipeline.name
+    elif answer.config.disaggregation is None:
+        name = "Megatron's own schedule"
+        hangs = KNOWN_HANGS
         try:  # the cut, which `preflight` leaves to Megatron where its own schedule runs
-            args.num_chunks = stages.chunks_of_megatron(args)
+            args.num_chunks = UserCut.of(vars(args)).chunks
             layout = parse_layout(args.pipeline_model_parallel_layout or "tL")
         except (ArgumentsError, ScheduleError) as error:
             yield Diagnosis.of("FAIL", "layout", error)
             return
         args.ends_without_layers = layout[-1] == "L"
-        args.shapes_travel = found.transport_only is not None
+        args.shapes_travel = answer.transport_only is not None
     for rule in hangs:
         if rule.refuses(args):
             yield Diagnosis("WARN", "known hang", f"{rule.flag}: {rule.reason}", rule.remedy)
     yield Diagnosis("OK", "training", f"{name} takes these flags")
-    yield from _arenas(found, is_here=count is None)
+    yield from _arenas(answer, is_here=count is None)
     if device is None:
         line = "memory and time are not forecast: say for which devices, as --devices 64xh100"
         yield Diagnosis("OK", "layout", line)
     else:
         # argparse leaves the separator in, and the script may be named or not.
         flags = [word for word in words if word != "--"]
-        flags = flags[1:] if flags and flags[0].endswith(".py") else flags
-        yield from _forecast(found, flags, device)
+        if flags and flags[0].endswith(".py"):
+            del flags[0]
+        yield from _forecast(answer, flags, device)
 
 
-def _arenas(found: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
+def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
     """Yield the shared memory of a native transport, beside what is free if it runs here."""
-    pipeline, given = found.pipeline or found.transport_only, vars(found.given).get
+    pipeline = answer.pipeline or answer.transport_only
+    settings = vars(answer.checked_args)
     # A message is the activation of one micro-batch.
-    values = math.prod(
-        given(size) or 0 for size in ("seq_length", "micro_batch_size", "hidden_size")
-    )
-    if pipeline is None or pipeline.transport == "torch" or not values:
+    num_values = 1
+    for size in ("seq_length", "micro_batch_size", "hidden_size"):
+        num_values *= settings.get(size) or 0
+    if pipeline is None or pipeline.transport == "torch" or not num_values:
         return
-    each = arena_bytes(pipeline, values * (2 if given("bf16") or given("fp16") else 4))
-    whole = each * pipeline.pp
-    shown = f"{each / _MIB:.0f} MiB for each rank at most, {whole / _MIB:.0f} MiB for a pipeline "
-    shown += "on one machine"
-    level: Literal["OK", "FAIL", "WARN"] = "OK"
-    if is_here:
-        import psutil
+    bytes_per_value = 2 if settings.get("bf16") or settings.get("fp16") else 4
+    rank_bytes = arena_bytes(pipeline, num_values * bytes_per_value)
+    pipeline_bytes = rank_bytes * pipeline.pp
+    finding = (
+        f"{rank_bytes / _MIB:.0f} MiB for each rank at most, {pipeline_bytes / _MIB:.0f} MiB for a "
+        "pipeline on one machine"
+    )
+    if not is_here:
+        yield Diagnosis("OK", "transport arenas", finding)
+        return
+    import psutil
 
-        available = psutil.virtual_memory().available
-        shown += f", {available / _MIB:.0f} MiB available here"
-        level = "FAIL" if whole > available else "WARN" if whole > available // 2 else "OK"
+    available = psutil.virtual_memory().available
+    finding += f", {available / _MIB:.0f} MiB available here"
     remedy = "lower the micro-batch size, or use --pipeline-transport torch, which has no arenas"
-    yield Diagnosis(level, "transport arenas", shown, remedy if level != "OK" else "")
+    if pipeline_bytes > available:
+        yield Diagnosis("FAIL", "transport arenas", finding, remedy)
+    elif pipeline_bytes > available // 2:
+        yield Diagnosis("WARN", "transport arenas", finding, remedy)
+    else:
+        yield Diagnosis("OK", "transport arenas", finding)
 
 
 def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
     """Return the upper bound on the memory of one rank's arenas, in bytes."""
-    table, peers = pipeline.full, defaultdict[int, set[int]](set)
+    table = pipeline.full
+    peers = defaultdict[int, set[int]](set)
     for source, target, _ in validate(table).slots:
         if source != target:
             peers[source].add(target)
             peers[target].add(source)
     page_bytes = resource.getpagesize()
-    slots = arena_slots(
-        table, pipeline.dynamic.margin if pipeline.dynamic else None, pipeline.config.stash_ratio
-    )
+    margin = None
+    if pipeline.dynamic is not None:
+        margin = pipeline.dynamic.margin
+    slots = arena_slots(table, margin, pipeline.config.stash_ratio)
     # Without the model's routes, which are not known here; each adds messages that skip a stage.
-    most = max(map(len, peers.values()), default=0)
-    return most * slots * math.ceil(message_bytes / page_bytes) * page_bytes
+    max_peers = max((len(ranks) for ranks in peers.values()), default=0)
+    return max_peers * slots * math.ceil(message_bytes / page_bytes) * page_bytes
 
 
-def _forecast(found: Preflight, flags: Sequence[str], device: DeviceKind) -> Iterator[Diagnosis]:
+def _unforeseen(answer: Preflight) -> str | None:
+    """Return the first reason why the planner has no forecast for these flags, or None."""
+    args, config = answer.checked_args, answer.config
+    for rule in _NOT_PLANNED:
+        if rule.refuses(args):
+            return f"with {rule.flag} {rule.reason}"
+    if not getattr(args, "padded_vocab_size", None) and not getattr(args, "vocab_size", None):
+        return "the vocabulary is the tokenizer's; add --padded-vocab-size with its size"
+    if config is None:
+        return None
+    if config.slices > 1:
+        return "with --pipeline-slices the planner would count whole micro-batches"
+    if config.dynamic is not None and config.dynamic.policy != DynamicOrder.policy:
+        return f"with --dpp-policy {config.dynamic.policy} ranks may keep all micro-batches"
+    generator = config.generator
+    if generator is None:
+        return None
+    for key, value in config.options.items():
+        if value != generator.options[key][0]:
+            return f"the planner knows no {generator.flag(key)} {value}"
+    return None
+
+
+def _forecast(answer: Preflight, flags: Sequence[str], device: DeviceKind) -> Iterator[Diagnosis]:
     """Compare memory and waiting with what the devices have, and name better flags."""
-    reasons = [f"with {r.flag} {r.reason}" for r in _NOT_PLANNED if r.refuses(found.given)]
-    given, config = vars(found.given).get, found.config
-    dynamic = None if config is None else config.dynamic
-    if not given("padded_vocab_size") and not given("vocab_size"):
-        reasons.append("the vocabulary is the tokenizer's; add --padded-vocab-size with its size")
-    if config is not None and config.slices > 1:
-        reasons.append("with --pipeline-slices the planner would count whole micro-batches")
-    if dynamic is not None and dynamic.policy != DynamicOrder.policy:
-        reasons.append(f"with --dpp-policy {dynamic.policy} ranks may keep all micro-batches")
-    if config is not None and (generator := config.generator) is not None:
-        for key, value in config.options.items():
-            if value != generator.options[key][0]:
-                reasons.append(f"the planner knows no {generator.flag(key)} {value}")
-    if reasons:
-        line, _, remedy = f"memory and time are not checked: {reasons[0]}".partition("; ")
-        yield Diagnosis("OK", "layout", line, remedy)
+    reason = _unforeseen(answer)
+    if reason is not None:
+        finding, _, remedy = f"memory and time are not checked: {reason}".partition("; ")
+        yield Diagnosis("OK", "layout", finding, remedy)
         return
     try:
-        job, plan = planned(found, flags, device)
+        job, plan = planned(answer, flags, device)
     except (ArgumentsError, ScheduleError) as error:
         yield Diagnosis.of("FAIL", "layout", error)
         return
@@ -236,38 +262,66 @@ def _forecast(found: Preflight, flags: Sequence[str], device: DeviceKind) -> Ite
         reason = "the planner has no forecast for this schedule or cut"
         yield Diagnosis("OK", "layout", f"memory and time are not checked: {reason}")
         return
-    most, limit = max(plan.memory_gib), device.memory_gib - device.reserve_gib
-    rank = plan.memory_gib.index(most)
-    name = plan.schedule if plan.sizes.pp > 1 else "no pipeline"
-    shown = f"rank {rank} needs {most:.1f} GiB of {device.memory_gib:g} ({device.name}, {name})"
-    if dynamic is not None and dynamic.margin:
-        shown += f", plus --dpp-extra-activations {dynamic.margin}"
-    words, better = nearest(job, plan)
+    differences, better = nearest(job, plan)
     remedy = ""
     if better is not None:
-        given_flags = {word.partition("=")[0] for word in flags}
-        gone = given_flags & {*_REPLACED.split()} - {*better.flags.split()}
-        words += f" in place of {', '.join(sorted(gone))}" if gone else ""
-        remedy = f"try {words} ({max(better.memory_gib):.1f} GiB, {better.step_s:.3g} s a step "
-        remedy += f"against {plan.step_s:.3g}): {better.flags}"
-    if most <= limit:
-        yield Diagnosis("OK", "memory", shown)
-    elif most > device.memory_gib:
-        yield Diagnosis("FAIL", "memory", shown, remedy or "use more devices")
-    else:
-        shown += f", of which {device.reserve_gib:g} are for workspaces and fragments"
-        yield Diagnosis("WARN", "memory", shown, remedy or "use more devices")
-    shown = f"devices wait {100 * plan.idle:.0f} % of the pipeline's time, {plan.step_s:.3g} s a "
-    shown += "step by forecast"
+        remedy = _better_flags(differences, better, plan, flags)
+    dynamic = None if answer.config is None else answer.config.dynamic
+    yield _memory(plan, device, dynamic, remedy)
+    yield _idle_devices(plan, better, device, remedy)
+
+
+def _better_flags(differences: str, better: Layout, plan: Layout, flags: Sequence[str]) -> str:
+    """Return the flags of a better layout, with what they replace and what they gain."""
+    user_flags = {word.partition("=")[0] for word in flags}
+    replaced = user_flags & {*_REPLACED.split()} - {*better.flags.split()}
+    if replaced:
+        differences += f" in place of {', '.join(sorted(replaced))}"
+    return (
+        f"try {differences} ({max(better.memory_gib):.1f} GiB, {better.step_s:.3g} s a step "
+        f"against {plan.step_s:.3g}): {better.flags}"
+    )
+
+
+def _memory(
+    plan: Layout, device: DeviceKind, dynamic: DynamicOrder | None, remedy: str
+) -> Diagnosis:
+    """Return whether the memory of the fullest rank suffices."""
+    needed_gib = max(plan.memory_gib)
+    rank = plan.memory_gib.index(needed_gib)
+    name = plan.schedule if plan.sizes.pp > 1 else "no pipeline"
+    finding = (
+        f"rank {rank} needs {needed_gib:.1f} GiB of {device.memory_gib:g} ({device.name}, {name})"
+    )
+    if dynamic is not None and dynamic.margin:
+        finding += f", plus --dpp-extra-activations {dynamic.margin}"
+    if needed_gib <= device.memory_gib - device.reserve_gib:
+        return Diagnosis("OK", "memory", finding)
+    remedy = remedy or "use more devices"
+    if needed_gib > device.memory_gib:
+        return Diagnosis("FAIL", "memory", finding, remedy)
+    finding += f", of which {device.reserve_gib:g} are for workspaces and fragments"
+    return Diagnosis("WARN", "memory", finding, remedy)
+
+
+def _idle_devices(
+    plan: Layout, better: Layout | None, device: DeviceKind, remedy: str
+) -> Diagnosis:
+    """Return how long devices wait, with better flags where they gain much."""
+    finding = (
+        f"devices wait {100 * plan.idle:.0f} % of the pipeline's time, {plan.step_s:.3g} s a "
+        "step by forecast"
+    )
     if plan.idle >= _MOSTLY_IDLE:
-        yield Diagnosis("WARN", "idle devices", shown, remedy or "give more micro-batches")
-    else:
-        gains = better is not None and most <= limit and plan.step_s > _WORTH * better.step_s
-        yield Diagnosis("OK", "idle devices", shown, remedy if gains else "")
+        return Diagnosis("WARN", "idle devices", finding, remedy or "give more micro-batches")
+    fits = max(plan.memory_gib) <= device.memory_gib - device.reserve_gib
+    if fits and better is not None and plan.step_s > _WORTH * better.step_s:
+        return Diagnosis("OK", "idle devices", finding, remedy)
+    return Diagnosis("OK", "idle devices", finding)
 
 
 def planned(
-    found: Preflight, flags: Sequence[str], device: DeviceKind
+    answer: Preflight, flags: Sequence[str], device: DeviceKind
 ) -> tuple[Question, Layout | None]:
     """Return the forecast of a training whose flags were accepted, whether or not it fits.
 
@@ -275,79 +329,106 @@ def planned(
         ArgumentsError: Sizes are missing, or do not divide.
         ScheduleError: The layers do not divide into the stages.
     """
-    model, args = sizes_of_flags(flags, "the model"), found.given
-    pp, tp = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
-    cp, given = args.context_parallel_size, vars(args).get
-    if "cuda_graph_impl" in found.arguments:
+    args = answer.checked_args
+    model = sizes_of_flags(flags, "the model")
+    if "cuda_graph_impl" in answer.arguments:
         flags = [*flags, "--cuda-graph-impl", "none"]  # the schedule drops them
-    name = found.pipeline.name if found.pipeline else base_table(stages.chunks_of_megatron(args))
-    if name.startswith(CSV_PREFIX) or found.config is None or found.config.disaggregation:
-        name = ""  # the planner knows neither tables of the user's own nor roles
-    twins = found.config.twins if found.config else 1
+    cut = UserCut.of(vars(args))
+    pp = cut.sizes.pipeline_model_parallel_size
+    twins = answer.config.twins if answer.config else 1
     batches = batches_of(args, pp, twins)
-    count, experts = JobSizes.of(vars(args)).ranks, given("expert_model_parallel_size") or 1
-    if (ranks := count // pp) % experts:
+    sizes = _parallel_sizes(cut.sizes, args, batches)
+    if model.sequence is None or model.sequence < 1:
         raise ArgumentsError(
-            f"--expert-model-parallel-size {experts} does not divide the {ranks} ranks of a stage; "
-            f"use --expert-model-parallel-size {math.gcd(experts, ranks)}"
+            f"--seq-length is {model.sequence or 'missing'}; give the tokens, say --seq-length 4096"
         )
-    sequence = model.sequence
-    if sequence is None or sequence < 1:
+    job = Question(
+        model=model,
+        device=device,
+        num_devices=cut.sizes.ranks,
+        global_batch=list(batches.counts)[-1],
+        sequence=model.sequence,
+        pair_rules=RULES["pairs"],
+        techniques=techniques_of_flags(flags),
+        fused_loss=bool(getattr(args, "cross_entropy_loss_fusion", None)),
+        overlaps=bool(getattr(args, "overlap_grad_reduce", None)),
+        shards_optimizer=bool(getattr(args, "use_distributed_optimizer", None)),
+    )
+    name = answer.pipeline.name if answer.pipeline else base_table(cut.chunks)
+    # The planner knows neither tables of the user's own nor roles.
+    has_roles = answer.config is None or answer.config.disaggregation is not None
+    if name.startswith(CSV_PREFIX) or has_roles:
+        return job, None
+    # A layout that does not fit still has a forecast, which the report compares with the limit.
+    boundless = with_graphs(replace(job, device=replace(device, memory_gib=1e9)), sizes)
+    if pp == 1:
+        plan = forecast(boundless, sizes, "none", 1)
+    else:
+        if answer.pipeline is not None:
+            placement = answer.pipeline.placement
+        else:
+            placement = loop(pp, cut.chunks)
+        layers_by_stage = _layers_by_stage(answer, placement, name, model.num_layers)
+        chunks = placement.num_stages * twins // pp
+        plan = forecast(boundless, sizes, name, chunks, layers_by_stage)
+    if plan is None:
+        return job, None
+    return job, replace(plan, job=replace(boundless, device=device))
+
+
+def _parallel_sizes(sizes: JobSizes, args: Namespace, batches: Batches) -> ParallelSizes:
+    """Return the sizes of a job as the planner counts them.
+
+    Raises:
+        ArgumentsError: The ranks of a stage do not divide among the experts.
+    """
+    tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
+    cp, experts = sizes.context_parallel_size, sizes.expert_model_parallel_size
+    ranks_of_stage = sizes.ranks // pp
+    if ranks_of_stage % experts:
         raise ArgumentsError(
-            f"--seq-length is {sequence or 'missing'}; give the tokens, say --seq-length 4096"
+            f"--expert-model-parallel-size {experts} does not divide the {ranks_of_stage} ranks of "
+            f"a stage; use --expert-model-parallel-size {math.gcd(experts, ranks_of_stage)}"
         )
-    mode = frozenset[str]()
-    if given("recompute_granularity") == "full":
-        mode = frozenset({"full"})
-    elif given("recompute_granularity") == "selective":
-        mode = frozenset(given("recompute_modules") or ("core_attn",))
-    sizes = ParallelSizes(
+    recomputed = frozenset[str]()
+    granularity = getattr(args, "recompute_granularity", None)
+    if granularity == "full":
+        recomputed = frozenset({"full"})
+    elif granularity == "selective":
+        recomputed = frozenset(getattr(args, "recompute_modules", None) or ("core_attn",))
+    return ParallelSizes(
         tp=tp,
         pp=pp,
         cp=cp,
         ep=experts,
         micro_batch=batches.micro_batch,
-        mode=mode,
+        mode=recomputed,
         num_microbatches=batches.twins * batches.num_microbatches,
-        replicas=count // (tp * pp * cp),
+        replicas=sizes.ranks // (tp * pp * cp),
     )
-    job = Question(
-        model=model,
-        device=device,
-        num_devices=count,
-        global_batch=list(batches.counts)[-1],
-        sequence=sequence,
-        pair_rules=RULES["pairs"],
-        techniques=techniques_of_flags(flags),
-        fused_loss=bool(given("cross_entropy_loss_fusion")),
-        overlaps=bool(given("overlap_grad_reduce")),
-        shards_optimizer=bool(given("use_distributed_optimizer")),
-    )
-    if not name:
-        return job, None
-    # A layout that does not fit still has a forecast, which the report compares with the limit.
-    free = with_graphs(replace(job, device=replace(device, memory_gib=1e9)), sizes)
-    if pp == 1:
-        plan = forecast(free, sizes, "none", 1)
-    else:
-        hosted = Namespace(**{"num_layers": None, **vars(args), **found.arguments})
-        if found.pipeline is None:
-            placement = loop(pp, stages.chunks_of_megatron(args))
-        else:
-            placement = found.pipeline.placement
-        counts = stages.layers_of_flags(hosted, placement)
-        if counts is None:
-            raise ScheduleError(
-                f"{model.num_layers} layers do not divide into {placement.num_stages} stages of "
-                f"{name}, which Megatron refuses; add {_OURS} {name}, which cuts them unevenly"
-            )
-        if sum(counts) != model.num_layers:
-            raise ScheduleError(
-                f"the cut has {sum(counts)} layers, the model {model.num_layers}; give t as often "
-                "in --pipeline-model-parallel-layout as --num-layers says"
-            )
-        plan = forecast(free, sizes, name, placement.num_stages * twins // pp, counts)
-    return job, None if plan is None else replace(plan, job=replace(free, device=device))
+
+
+def _layers_by_stage(
+    answer: Preflight, placement: Placement, name: str, num_layers: int
+) -> list[int]:
+    """Return the layers of each stage as Megatron builds them.
+
+    Raises:
+        ScheduleError: They do not divide into the stages, or are not those of the model.
+    """
+    hosted = {"num_layers": None, **vars(answer.checked_args), **answer.arguments}
+    layers_by_stage = UserCut.of(hosted).layers_by_stage(placement)
+    if layers_by_stage is None:
+        raise ScheduleError(
+            f"{num_layers} layers do not divide into {placement.num_stages} stages of {name}, "
+            f"which Megatron refuses; add {_OURS} {name}, which cuts them unevenly"
+        )
+    if sum(layers_by_stage) != num_layers:
+        raise ScheduleError(
+            f"the cut has {sum(layers_by_stage)} layers, the model {num_layers}; give t as often "
+            "in --pipeline-model-parallel-layout as --num-layers says"
+        )
+    return layers_by_stage
 
 
 _CHANGES = {
@@ -362,38 +443,64 @@ _CHANGES = {
 }
 
 
-def nearest(job: Question, own: Layout) -> tuple[str, Layout | None]:
+@dataclass(frozen=True)
+class _Change:
+    """A layout that is better than the user's."""
+
+    differences: str
+    """What is different, in words."""
+    layout: Layout
+
+
+def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
     """Return the fastest layout that fits, is faster than a fitting one, and differs in one thing.
 
     If there is none, or it gains little where devices mostly wait, several things may differ. The
     difference comes first, in words; the layout is None if nothing is better.
     """
-    sizes, limit = own.sizes, job.device.memory_gib - job.device.reserve_gib
+    sizes = user_layout.sizes
     fixed: dict[str, Any] = {
         name: getattr(sizes, name) for name in ("tp", "pp", "cp", "ep", "micro_batch")
     }
     fixed["recompute"] = sizes.mode
     if sizes.pp > 1:
-        fixed |= {"schedule": own.schedule, "vp": own.chunks}
+        fixed |= {"schedule": user_layout.schedule, "vp": user_layout.chunks}
+    changes: list[_Change] = []
+    for name, differences in _CHANGES.items():
+        free_names = {name}
+        # Another pipeline has other schedules, and a schedule has chunks of its own.
+        if name in ("schedule", "pp"):
+            free_names |= {"schedule", "vp"}
+        kept = {key: value for key, value in fixed.items() if key not in free_names}
+        changes += _better(job, kept, user_layout, differences)
     sharded = replace(job, shards_optimizer=True)
-    found = list[tuple[str, Layout]]()
-
-    def try_out(words: str, other: Question, kept: dict[str, Any]) -> None:
-        with suppress(ArgumentsError):  # nothing divides
-            # The best alone: each change is a search of its own, and the user waits for eight.
-            best = search(replace(other, fixed=kept), keep=1)
-            if not best.is_complete:
-                raise KeyboardInterrupt  # it stops a search, and is for all
-            plans = best.plans
-            if plans and (max(own.memory_gib) > limit or plans[0].step_s < own.step_s):
-                found.append((words, plans[0]))
-
-    for name, words in _CHANGES.items():
-        free = ("schedule", "vp") if name in ("schedule", "pp") else ()
-        try_out(words, job, {key: fixed[key] for key in fixed if key not in (name, *free)})
     if not job.shards_optimizer:
-        try_out("a sharded optimizer", sharded, fixed)
-    gain = own.step_s / min((plan.step_s for _, plan in found), default=math.inf)
-    if not found or (own.idle >= _MOSTLY_IDLE and gain < _WORTH):
-        try_out("another layout", sharded, {})
-    return min(found, key=lambda each: each[1].step_s, default=("", None))
+        changes += _better(sharded, fixed, user_layout, "a sharded optimizer")
+    fastest_s = min((change.layout.step_s for change in changes), default=math.inf)
+    gain = user_layout.step_s / fastest_s
+    if not changes or (user_layout.idle >= _MOSTLY_IDLE and gain < _WORTH):
+        changes += _better(sharded, {}, user_layout, "another layout")
+    if not changes:
+        return "", None
+    best = min(changes, key=lambda change: change.layout.step_s)
+    return best.differences, best.layout
+
+
+def _better(
+    job: Question, kept: dict[str, Any], user_layout: Layout, differences: str
+) -> list[_Change]:
+    """Return the fastest layout with these settings if it is better than the user's, or nothing."""
+    try:
+        # The best alone: each change is a search of its own, and the user waits for eight.
+        answer = search(replace(job, fixed=kept), keep=1)
+    except ArgumentsError:  # nothing divides
+        return []
+    if not answer.is_complete:
+        raise KeyboardInterrupt  # it stops a search, and is for all
+    if not answer.plans:
+        return []
+    fits = max(user_layout.memory_gib) <= job.device.memory_gib - job.device.reserve_gib
+    fastest = answer.plans[0]
+    if fits and fastest.step_s >= user_layout.step_s:
+        return []
+    return [_Change(differences, fastest)]

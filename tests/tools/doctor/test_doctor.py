@@ -102,7 +102,7 @@ def test_packages_that_do_not_go_together(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(found["rich"]) == (
         "WARN rich: 12.0, megatron-ext requires >=13; pip install 'rich>=13'"
     )
-    assert "5.0.1, megatron-ext requires <5,>=4.51" in found["transformers"].found
+    assert "5.0.1, megatron-ext requires <5,>=4.51" in found["transformers"].finding
 
 
 def test_a_package_that_is_needed_and_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_a_release_for_a_later_python(
     [line] = [line for line in checks.check_versions() if line.check == "megatron-core"]
     assert line.level == level
     if level == "FAIL":
-        assert line.found == "0.19.2, which needs Python 3.12 or later"
+        assert line.finding == "0.19.2, which needs Python 3.12 or later"
         assert line.remedy == "use Python 3.12, or pip install 'megatron-core>=0.16,<0.17'"
 
 
@@ -149,8 +149,8 @@ def test_a_tree_of_another_release(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [found] = checks.check_tree()
     assert found.level == "FAIL"
     installed = ".".join(map(str, releases.installed_release() or ()))
-    assert f"expected version {installed}, as of the installed megatron-core" in found.found
-    assert "found version 0.15.3" in found.found
+    assert f"expected version {installed}, as of the installed megatron-core" in found.finding
+    assert "found version 0.15.3" in found.finding
     assert "megatron-ext upstream fetch" in found.remedy
     assert "\n" not in str(found)
 
@@ -211,7 +211,7 @@ def test_hosts_are_asked_as_a_launch_would(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("MEGATRON_EXT_RUNS", str(tmp_path / "runs"))
     found = hosts_found("a", "b", "old")
     assert [found[f"host {name}"].level for name in ("a", "b", "old")] == ["OK", "OK", "FAIL"]
-    assert "torch 1.0.0, but a has" in found["host old"].found
+    assert "torch 1.0.0, but a has" in found["host old"].finding
     refused = hosts_found("a", "password")
     assert refused["host password"].level == "FAIL"
     assert "ssh-copy-id password" in refused["host password"].remedy
@@ -227,7 +227,7 @@ def test_each_warning_of_a_host_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(checks.Agents, "ask", lambda *_: [hello])
     plan = JobPlan("check", (Host("a"),), ("true",), "/", sys.executable)
     found = [f for f in check_hosts(plan, 30) if f.level == "WARN"]
-    assert {f.found.split(",")[0]: f.remedy for f in found} == {
+    assert {f.finding.split(",")[0]: f.remedy for f in found} == {
         "64 MiB are free in /dev/shm": "give it more",
         "its clock is +60 s off this machine's": "let NTP or chrony set it",
     }
@@ -271,11 +271,11 @@ def test_open_files(
 def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [resource.RLIM_INFINITY, resource.RLIM_INFINITY]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
-    assert only(checks.check_memlock()).found == "unlimited"
+    assert only(checks.check_memlock()).finding == "unlimited"
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     limits[0] = 64 << 10
     small = only(checks.check_memlock())
-    assert (small.level, small.found) == ("WARN", "64 KiB")
+    assert (small.level, small.finding) == ("WARN", "64 KiB")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "bitpipe"])

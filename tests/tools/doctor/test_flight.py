@@ -145,7 +145,7 @@ def test_findings(name: str) -> None:
         pytest.skip("this release has no --hybrid-layer-pattern")
     finding = flight(flags)[check]
     assert finding.level == level
-    assert re.search(text, finding.found), finding.found
+    assert re.search(text, finding.finding), finding.finding
     if name.endswith("left over") and name.startswith("layers"):
         remedy = finding.remedy.removeprefix("add ").partition(",")[0]
         after = flight(f"{flags} {remedy}")
@@ -168,14 +168,14 @@ def test_ctrl_c_within_a_search_ends_them_all(monkeypatch: pytest.MonkeyPatch) -
 
 def test_experts_and_reductions_on_many_devices() -> None:
     flags = ONE.format(256) + "--num-experts 8 --expert-model-parallel-size 8 --overlap-grad-reduce"
-    assert "5749" in flight(flags, "64xh100")["known hang"].found
+    assert "5749" in flight(flags, "64xh100")["known hang"].finding
     assert "known hang" not in flight(flags, "32xh100")
 
 
 def test_the_precision_of_the_flags_counts() -> None:
     steps = []
     for precision in ("", "--fp8-format hybrid", "--fp4-format e2m1"):
-        found = flight(ONE.format(64) + precision, "8xb200")["idle devices"].found
+        found = flight(ONE.format(64) + precision, "8xb200")["idle devices"].finding
         steps.append(float(re.search(r"([\d.]+) s a step", found)[1]))  # type: ignore[index]
     assert steps == sorted(set(steps), reverse=True)
     lacking = flight(ONE.format(64) + "--fp4-format e2m1")["layout"]
@@ -210,7 +210,7 @@ def test_messages_of_other_devices_are_not_compared_with_the_memory_here(
 ) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)  # the standard library is enough
     flags = DEVICE + "--pipeline-schedule zb-h1 --pipeline-transport shm"
-    assert flight(flags)["transport arenas"].found.endswith("MiB for a pipeline on one machine")
+    assert flight(flags)["transport arenas"].finding.endswith("MiB for a pipeline on one machine")
 
 
 @pytest.mark.parametrize("ours", ["--pipeline-schedule zb-h1", "--pipeline-transport shm"])
@@ -246,7 +246,7 @@ def test_the_flags_that_it_names_are_better_and_taken(name: str) -> None:
     assert after["memory"].level == "OK"
     assert "FAIL" not in {finding.level for finding in after.values()}
     if name == "too few micro-batches":
-        step, old = (float(re.search(r"([\d.]+) s a step", each["idle devices"].found)[1])  # type: ignore[index]
+        step, old = (float(re.search(r"([\d.]+) s a step", each["idle devices"].finding)[1])  # type: ignore[index]
                      for each in (after, before))  # fmt: skip
         assert step < 0.8 * old
     require_training()

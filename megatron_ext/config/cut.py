@@ -1,0 +1,281 @@
+"""The user's cut of a model into stages, as Megatron reads it.
+
+Five groups of Megatron's flags, which exclude each other, split a model into stages: the number of
+virtual stages, their number of layers, a layout, the segments of a hybrid pattern, and uneven first
+and last ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_ext.config.sizes import JobSizes
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.schedules.table.cuts import parse_layout, spread
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.placement import Placement
+
+LAYOUT = "--pipeline-model-parallel-layout"
+PATTERN = "--hybrid-layer-pattern"
+_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+_LAYERS = "--num-layers-per-virtual-pipeline-stage"
+
+_HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
+# Arguments with a file or text that describes each layer.
+_HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
+
+EVEN_CUT = (
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
+)  # fmt: skip
+"""Arguments about the cut that a layout replaces."""
+
+
+class CutFlag(NamedTuple):
+    """A flag about the stages of each rank, with its value."""
+
+    flag: str
+    value: Any
+
+
+class EndWeights(NamedTuple):
+    """What the first and the last stage compute besides their layers, in layers."""
+
+    first: float
+    last: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserCut:
+    """How the user's flags cut a model into stages."""
+
+    sizes: JobSizes
+    pattern: str | None
+    """The layers of a hybrid model, one letter each, with `|` between stages; else None. From 0.17
+    on they replace `--num-layers`; in 0.16 `--hybrid-override-pattern` stands beside it."""
+    is_hybrid: bool
+    counts_embedding: bool
+    """Whether the embedding counts as a layer of the first stage."""
+    counts_loss: bool
+    """Whether the loss counts as a layer of the last stage."""
+    layer_description: str | None
+    """The argument that describes each layer by itself, if any."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> UserCut:
+        """Return the cut that settings by the names of Megatron's arguments make.
+
+        Raises:
+            ArgumentsError: A size is of another type, or too small.
+        """
+        all_layers = None
+        if "hybrid_layer_pattern" in settings:
+            all_layers = settings["hybrid_layer_pattern"] or settings.get("hybrid_override_pattern")
+        pattern = None
+        if all_layers:
+            pattern, _, _mtp_layers = all_layers.partition("/")
+        described = [dest for dest in _HETEROGENEOUS if settings.get(dest) is not None]
+        return cls(
+            sizes=JobSizes.of(settings),
+            pattern=pattern,
+            is_hybrid=any(settings.get(dest) for dest in _HYBRID),
+            counts_embedding=bool(settings.get("account_for_embedding_in_pipeline_split")),
+            counts_loss=bool(settings.get("account_for_loss_in_pipeline_split")),
+            layer_description=described[0] if described else None,
+        )
+
+    @property
+    def chosen(self) -> CutFlag | None:
+        """The user's one flag about the stages of each rank.
+
+        Raises:
+            ArgumentsError: There are several.
+        """
+        sizes = self.sizes
+        segments = self.pattern if self.pattern and "|" in self.pattern else None
+        values = {
+            LAYOUT: sizes.pipeline_model_parallel_layout,
+            _CHUNKS: sizes.num_virtual_stages_per_pipeline_rank,
+            _LAYERS: sizes.num_layers_per_virtual_pipeline_stage,
+            PATTERN: segments,
+        }
+        chosen = [CutFlag(flag, value) for flag, value in values.items() if value is not None]
+        if len(chosen) > 1:
+            raise ArgumentsError(
+                f"{chosen[0].flag} and {chosen[1].flag} exclude each other; leave one of them out"
+            )
+        return chosen[0] if chosen else None
+
+    @property
+    def layout(self) -> str | None:
+        """The user's layout."""
+        return self.sizes.pipeline_model_parallel_layout
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model, without those of multi-token prediction.
+
+        Raises:
+            ArgumentsError: Nobody said.
+        """
+        if self.pattern is None:
+            count = self.sizes.num_layers
+        else:
+            count = len(self.pattern.replace("|", ""))
+        if count is None:
+            # Megatron's validation, which comes later, takes it where --num-layers is missing.
+            count = self.sizes.encoder_num_layers
+        if not count:
+            missing = "--num-layers is missing"
+            if self.pattern is not None:
+                missing = f"{PATTERN} has no layers"
+            raise ArgumentsError(f"{missing}: give it a value of at least 1")
+        return count
+
+    @property
+    def num_split(self) -> int:
+        """Layers that Megatron splits evenly, with embedding and loss if they count."""
+        return self.num_layers + self.counts_embedding + self.counts_loss
+
+    @property
+    def chunks(self) -> int:
+        """Stages of each rank under Megatron's own schedule, as Megatron counts them.
+
+        Raises:
+            ArgumentsError: The flags contradict each other, or do not divide.
+        """
+        chosen = self.chosen
+        if chosen is None:
+            return 1
+        flag, value = chosen
+        if flag == _CHUNKS:
+            return int(value)
+        pp = self.sizes.pipeline_model_parallel_size
+        divisor = pp
+        if flag == LAYOUT:
+            unit, count = "stages", len(parse_layout(value))
+        elif flag == PATTERN:
+            unit, count = "segments", value.count("|") + 1
+        else:
+            unit, count = "layers", self.num_split
+            divisor = pp * value
+        if count % divisor:
+            raise ArgumentsError(
+                f"{flag} {value} does not spread {count} {unit} evenly over "
+                f"--pipeline-model-parallel-size {pp}; leave {flag} out"
+            )
+        return count // divisor
+
+    @property
+    def chunks_if_even(self) -> int | None:
+        """Stages of each rank under the user's flag; None: it does not divide.
+
+        Raises:
+            ArgumentsError: The flags contradict each other.
+        """
+        _ = self.chosen  # a contradiction is no cut that does not divide
+        with suppress(ArgumentsError):
+            return self.chunks
+        return None
+
+    @property
+    def end_layers(self) -> tuple[int | None, int | None]:
+        """Layers of the first and of the last rank; None: as many as the ranks between."""
+        sizes = self.sizes
+        return sizes.decoder_first_pipeline_num_layers, sizes.decoder_last_pipeline_num_layers
+
+    def layers_by_stage(self, placement: Placement) -> list[int] | None:
+        """Return the layers of each stage if these flags make Megatron build these stages.
+
+        Raises:
+            ArgumentsError: The flags contradict each other, or nobody said how many layers.
+        """
+        chosen = self.chosen
+        num_layers = self.num_layers
+        chunks = placement.num_stages // placement.num_ranks
+        if (chosen is not None or chunks == 1) and self.chunks_if_even != chunks:
+            return None
+        if chosen is not None and chosen.flag == LAYOUT:
+            return [stage.count("t") for stage in parse_layout(chosen.value)]
+        if chosen is not None and chosen.flag == PATTERN:
+            return [len(segment) for segment in chosen.value.split("|")]
+        if self.layer_description is not None:
+            return spread(num_layers, placement.num_stages)
+        if self.end_layers != (None, None):
+            return self._layers_between_ends(placement)
+        per_stage, num_left_over = divmod(self.num_split, placement.num_stages)
+        # Megatron cuts a pattern for one stage on each rank only.
+        if num_left_over or (self.pattern and chunks > 1):
+            return None
+        layers_by_stage = [per_stage] * placement.num_stages
+        layers_by_stage[0] -= self.counts_embedding
+        layers_by_stage[-1] -= self.counts_loss
+        return layers_by_stage
+
+    def _layers_between_ends(self, placement: Placement) -> list[int] | None:
+        """Return the layers of each stage where the first or the last rank has a number of its own.
+
+        The layers of each rank spread evenly over its chunks.
+        """
+        chunks = placement.num_stages // placement.num_ranks
+        end_counts = [count for count in self.end_layers if count is not None]
+        if any(count < 1 or count % chunks for count in end_counts):
+            return None
+        num_between = placement.num_ranks - len(end_counts)
+        layers_between = self.num_layers - sum(end_counts)
+        if num_between:
+            per_stage, num_left_over = divmod(layers_between, num_between * chunks)
+        else:
+            per_stage, num_left_over = 0, layers_between
+        if layers_between < num_between or num_left_over:
+            return None
+        per_stage_of_rank = [per_stage] * placement.num_ranks
+        first, last = self.end_layers
+        if last is not None:
+            per_stage_of_rank[-1] = last // chunks
+        if first is not None:
+            per_stage_of_rank[0] = first // chunks
+        return [per_stage_of_rank[rank] for rank in placement.rank_of]
+
+    def end_weights(self, num_ranks: int) -> EndWeights:
+        """Return what the first and the last stage compute besides their layers."""
+        if self.layout is not None:
+            return ends_of_layout(self.layout)
+        end_counts = [count for count in self.end_layers if count]
+        if not end_counts:
+            last = float(self.counts_loss) + self.sizes.mtp_num_layers
+            return EndWeights(float(self.counts_embedding), last)
+        # A rank with fewer layers than those between computes something else for the difference.
+        num_between = num_ranks - len(end_counts)
+        usual: float = max(end_counts)
+        if num_between:
+            usual = (self.num_layers - sum(end_counts)) / num_between
+        weights = [0.0 if count is None else max(0.0, usual - count) for count in self.end_layers]
+        return EndWeights(*weights)
+
+
+def ends_of_layout(layout: str) -> EndWeights:
+    """Return what the first and the last stage compute besides their layers.
+
+    Where a layout gives an end fewer layers than the stages between, the rest of that end weighs
+    the difference.
+    """
+    stages = parse_layout(layout)
+    counts = [stage.count("t") for stage in stages]
+    # Multi-token prediction may stand in a stage of its own before the loss: both are the end.
+    tail: list[int] = []
+    between: list[int] = []
+    for index, (stage, count) in enumerate(zip(stages, counts, strict=True)):
+        if "m" in stage or "L" in stage:
+            tail.append(count)
+        elif index > 0:
+            between.append(count)
+    usual = sum(between) / len(between) if between else max(counts)
+    return EndWeights(
+        first=max(0.0, usual - counts[0]), last=max(0.0, len(tail) * usual - sum(tail))
+    )

@@ -1,0 +1,75 @@
+"""What a program builds its model with: the answer of `configure`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBuild:
+    """Settings with which Megatron hosts a pipeline."""
+
+    pipeline_model_parallel_size: int
+    """Pipeline ranks that Megatron sees: half of the real ones if two pipelines are mirrored."""
+    virtual_pipeline_model_parallel_size: int | None
+    """Model chunks on each rank; None: one."""
+    pipeline_model_parallel_layout: str | None
+    """The layers of each stage, in Megatron's notation; None: Megatron splits them evenly."""
+    replicas: int
+    """Data-parallel replicas that Megatron sees on the pipeline ranks: 1, or 2 if mirrored."""
+    num_microbatches: int
+    """Micro-batches of one such replica in one step."""
+    variable_seq_lengths: bool
+    """Whether micro-batches may have sequences of different lengths."""
+    stages_of: tuple[tuple[int, ...], ...]
+    """By pipeline rank in Megatron's eyes: the stages that its chunks are."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the model is cut into."""
+        return sum(map(len, self.stages_of))
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks on each rank."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def groups(self) -> dict[str, int | None]:
+        """Keywords for `megatron.core.parallel_state.initialize_model_parallel`."""
+        return {
+            "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
+            "virtual_pipeline_model_parallel_size": self.virtual_pipeline_model_parallel_size,
+        }
+
+    @property
+    def transformer(self) -> dict[str, Any]:
+        """Keywords for `megatron.core.transformer.TransformerConfig`."""
+        # Our messages bypass it, but Megatron accepts several chunks on two ranks only with it.
+        overlaps = self.num_chunks > 1 and self.pipeline_model_parallel_size == 2
+        keywords: dict[str, Any] = {
+            **self.groups,
+            "pipeline_model_parallel_layout": self.pipeline_model_parallel_layout,
+            "overlap_p2p_comm": overlaps,
+            "batch_p2p_comm": not overlaps,
+        }
+        if self.variable_seq_lengths:
+            keywords["variable_seq_lengths"] = True
+        return keywords
+
+    def chunks(self, rank: int) -> list[dict[str, Any]]:
+        """Return the keywords to build each of a rank's model chunks with, say a `GPTModel`.
+
+        Args:
+            rank: The pipeline rank, `parallel_state.get_pipeline_model_parallel_rank()`.
+        """
+        chunks: list[dict[str, Any]] = []
+        for index, stage in enumerate(self.stages_of[rank]):
+            keywords = {
+                "vp_stage": index if self.num_chunks > 1 else None,
+                "pre_process": stage == 0,
+                "post_process": stage == self.num_stages - 1,
+            }
+            chunks.append(keywords)
+        return chunks
