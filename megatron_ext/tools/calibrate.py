@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -48,6 +48,37 @@ def run(args: argparse.Namespace) -> int:
     if path.suffix != ".json":
         raise ArgumentsError(f"--calibrate {path}: unknown file type; use .json")
     model = read_model(args.model, args.size, args.model_flags)
+    sharding = _sharding(args, model)
+    model = replace(
+        model,
+        mtp_layers=0,
+        num_experts=min(model.num_experts, _MOST_EXPERTS),
+        top_k=min(model.top_k, _MOST_EXPERTS),
+    )
+    name, memory_gib = device_here()
+    described = _described(name, args.devices)
+    seconds = measure(model, sharding)
+    formula = {part: computation(model, part, sharding, described, frozenset()) for part in seconds}
+    ratios_by_part = dict(factors(seconds, formula))
+    print(_report(seconds, ratios_by_part))
+    content: dict[str, Any] = {"base": described.name}
+    if memory_gib is not None:
+        content["memory_gib"] = round(memory_gib, 1)
+    content["measured"] = {part: list(ratios) for part, ratios in ratios_by_part.items()}
+    content["seconds"] = {part: list(passes) for part, passes in seconds.items()}
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    shape = f"{sharding.micro_batch} x {sharding.sequence} tokens"
+    content["sources"] = {"measured": f"{today} on {name}, {model.name}, {shape}: plan --calibrate"}
+    try:
+        write_text(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise ArgumentsError(cannot_write(path, error, "give another --calibrate")) from error
+    print(f"\nplan with it: --devices 64x{path}")
+    return 0
+
+
+def _sharding(args: argparse.Namespace, model: ModelSizes) -> Sharding:
+    """Return the sequences that are measured, all on one device."""
     sequence = args.seq_length or model.sequence
     if sequence is None or not 0 < sequence < 10**9:
         raise ArgumentsError(f"--seq-length is {sequence or 'missing'}; give the tokens, say 4096")
@@ -56,39 +87,30 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentsError(
             f"--fix {args.fix}: --calibrate takes the sequences alone; use --fix micro_batch=2"
         )
-    experts, top_k = min(model.num_experts, _MOST_EXPERTS), min(model.top_k, _MOST_EXPERTS)
-    model = replace(model, mtp_layers=0, num_experts=experts, top_k=top_k)
-    sharding = Sharding(micro_batch=int(number), sequence=sequence)
-    name, memory_gib = device_here()
-    base = kind_of(name) if args.devices is None else parse_devices(args.devices)[1]
-    if base is None or base.name not in DEVICES:
+    return Sharding(micro_batch=int(number), sequence=sequence)
+
+
+def _described(name: str, devices: str | None) -> DeviceKind:
+    """Return the description that the measurement corrects: of this device, or of the nearest."""
+    if devices is None:
+        kind = kind_of(name)
+    else:
+        _, kind = parse_devices(devices)
+    if kind is None or kind.name not in DEVICES:
         raise ArgumentsError(
             f"{name} is not described; say what is nearest to it: --devices 1xKIND of "
             f"{', '.join(DEVICES)}"
         )
-    seconds = measure(model, sharding)
-    formula = {part: computation(model, part, sharding, base, frozenset()) for part in seconds}
-    measured = factors(seconds, formula)
+    return kind
+
+
+def _report(seconds: Mapping[str, Passes], ratios_by_part: Mapping[str, Sequence[float]]) -> str:
+    """Return what was measured as a table."""
     rows = [["part", "forward ms", "input ms", "weight ms", "of the description's"]]
-    for part, ratios in measured:
+    for part, ratios in ratios_by_part.items():
         times_ms = [f"{1e3 * time_s:.3f}" for time_s in seconds[part]]
         rows.append([part, *times_ms, " ".join(f"{ratio:.2f}" for ratio in ratios)])
-    print(aligned(rows))
-    today = time.strftime("%Y-%m-%d", time.gmtime())
-    shape = f"{sharding.micro_batch} x {sequence} tokens"
-    measured_on = f"{today} on {name}, {model.name}, {shape}: plan --calibrate"
-    content: dict[str, Any] = {"base": base.name}
-    if memory_gib is not None:
-        content["memory_gib"] = round(memory_gib, 1)
-    content["measured"] = {part: list(ratios) for part, ratios in measured}
-    content["seconds"] = {part: list(passes) for part, passes in seconds.items()}
-    content["sources"] = {"measured": measured_on}
-    try:
-        write_text(path, json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise ArgumentsError(cannot_write(path, error, "give another --calibrate")) from error
-    print(f"\nplan with it: --devices 64x{path}")
-    return 0
+    return aligned(rows)
 
 
 def device_here() -> tuple[str, float | None]:
@@ -98,8 +120,8 @@ def device_here() -> tuple[str, float | None]:
     device = devices.current()
     if devices.on_cpu():
         return device.name, None
-    here = device.runtime.get_device_properties(0)
-    return here.name, here.total_memory / 2**30
+    properties = device.runtime.get_device_properties(0)
+    return properties.name, properties.total_memory / 2**30
 
 
 def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
@@ -131,8 +153,7 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
 
 def _beyond(together: Passes, layer: Passes) -> Passes:
     """Return what a layer with an end of the model takes beyond the layer alone."""
-    times = zip(together, layer, strict=True)
-    return Passes(*(max(0.0, both_s - layer_s) for both_s, layer_s in times))
+    return Passes(*(max(0.0, both_s - layer_s) for both_s, layer_s in _by_pass(together, layer)))
 
 
 class _Bench:
@@ -172,8 +193,11 @@ class _Bench:
         from megatron.core.transformer import MLATransformerConfig, TransformerConfig
         from torch.nn import functional
 
-        model, on_host = self.model, self.device.name == "cpu"
+        on_host = self.device.name == "cpu"
+        model = self.model
         has_te = gpt_layer_specs.HAVE_TE and not on_host
+        num_experts = model.num_experts if kind == "moe" else None
+        dtype = torch.float32 if on_host else torch.bfloat16
         settings: dict[str, Any] = {
             "num_layers": 1,
             "hidden_size": model.hidden,
@@ -189,53 +213,65 @@ class _Bench:
             "attention_dropout": 0.0,
             "use_cpu_initialization": on_host,
             "bf16": not on_host,
-            "params_dtype": torch.float32 if on_host else torch.bfloat16,
+            "params_dtype": dtype,
             "gradient_accumulation_fusion": False,
             # Fused as in trainings without further flags.
             "bias_dropout_fusion": not on_host,
             "bias_activation_fusion": not on_host and (model.gated or model.biases),
             "apply_rope_fusion": has_te and not model.is_latent,
+            **self._attention_settings(),
         }
-        experts = None
-        if kind == "moe":
-            experts = model.num_experts
-            settings |= {
-                "num_moe_experts": experts,
-                "moe_router_topk": model.top_k,
-                "moe_ffn_hidden_size": model.expert_ffn,
-                "moe_shared_expert_intermediate_size": model.shared_ffn or None,
-                "moe_token_dispatcher_type": "alltoall",
-                "moe_router_load_balancing_type": "none",
-                "moe_grouped_gemm": not on_host,
-            }
-        if model.is_latent:
-            settings |= {
-                "q_lora_rank": model.query_rank or None,
-                "kv_lora_rank": model.key_value_rank,
-                "qk_head_dim": model.head_size - model.rotary_size,
-                "qk_pos_emb_head_dim": model.rotary_size,
-                "v_head_dim": model.value_size,
-                "rope_type": "rope",
-            }
-        else:
-            settings |= {"num_query_groups": model.query_groups, "kv_channels": model.head_size}
-        config = (MLATransformerConfig if model.is_latent else TransformerConfig)(**settings)
-        options = {"num_experts": experts, "qk_layernorm": model.qk_norm}
-        options |= {"multi_latent_attention": model.is_latent}
+        if num_experts is not None:
+            settings |= self._expert_settings(num_experts, grouped=not on_host)
+        config_class = MLATransformerConfig if model.is_latent else TransformerConfig
+        options = {
+            "num_experts": num_experts,
+            "qk_layernorm": model.qk_norm,
+            "multi_latent_attention": model.is_latent,
+        }
         if has_te:
             spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-                moe_grouped_gemm=bool(experts), **options
+                moe_grouped_gemm=bool(num_experts), **options
             )
         else:
             spec = gpt_layer_specs.get_gpt_layer_local_spec(
                 normalization=settings["normalization"], **options
             )
         built = GPTModel(
-            config, spec, model.vocabulary, self.sharding.sequence,
-            pre_process=pre, post_process=post,
+            config_class(**settings),
+            spec,
+            model.vocabulary,
+            self.sharding.sequence,
+            pre_process=pre,
+            post_process=post,
             position_embedding_type="learned_absolute" if model.learned_positions else "rope",
-        )  # fmt: skip
-        return built.to(device=self.device.torch_device(), dtype=settings["params_dtype"])
+        )
+        return built.to(device=self.device.torch_device(), dtype=dtype)
+
+    def _attention_settings(self) -> dict[str, Any]:
+        model = self.model
+        if not model.is_latent:
+            return {"num_query_groups": model.query_groups, "kv_channels": model.head_size}
+        return {
+            "q_lora_rank": model.query_rank or None,
+            "kv_lora_rank": model.key_value_rank,
+            "qk_head_dim": model.head_size - model.rotary_size,
+            "qk_pos_emb_head_dim": model.rotary_size,
+            "v_head_dim": model.value_size,
+            "rope_type": "rope",
+        }
+
+    def _expert_settings(self, num_experts: int, *, grouped: bool) -> dict[str, Any]:
+        model = self.model
+        return {
+            "num_moe_experts": num_experts,
+            "moe_router_topk": model.top_k,
+            "moe_ffn_hidden_size": model.expert_ffn,
+            "moe_shared_expert_intermediate_size": model.shared_ffn or None,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
+            "moe_grouped_gemm": grouped,
+        }
 
     def passes(self, kind: str, *, pre: bool = False, post: bool = False) -> Passes:
         """Return the seconds of the passes of a layer with ends of the model, least disturbed."""
@@ -321,39 +357,54 @@ def of_trace(
         raise DataError(f"{directory} has no schedule.json; trace a run with a pipeline")
     sharding = _sharding_of(run, model)
     kinds_of_stages = _kinds_of_stages(run, schedule, model)
+    times = measured_costs(run, schedule).stages
     num_stages = schedule.num_stages
     ends = {"embedding": 0, "loss": num_stages - 1}
     costs: dict[str, Part] = {}
-    for name in (*dict.fromkeys(model.kinds), *ends):
-        costs[name] = computation(model, name, sharding, device, frozenset())
     formula: dict[str, Passes] = {}
-    for name, part in costs.items():
+    for name in (*dict.fromkeys(model.kinds), *ends):
+        part = computation(model, name, sharding, device, frozenset())
+        costs[name] = part
         formula[name] = Passes(part.forward, part.input, part.weight)
-    times = measured_costs(run, schedule).stages
 
-    # Layers are as many times as slow as the formula has it as the stages between the ends are.
     has_middle = num_stages > 2
     middle = range(1, num_stages - 1) if has_middle else range(num_stages)
-    parts: list[str] = [kind for stage in middle for kind in kinds_of_stages[stage]]
+    parts: list[str] = []
+    for stage in middle:
+        parts += kinds_of_stages[stage]
     if not has_middle:
         parts += ends
     by_formula = _sum([formula[name] for name in parts])
     by_trace = _sum([times[stage] for stage in middle])
     if not schedule.splits_backward:
         by_trace = _split_like(by_trace, by_formula)
-    ratios = [time / cost for time, cost in zip(by_trace, by_formula, strict=True)]
-    measured: dict[str, Passes] = {}
-    for name, passes in formula.items():
-        measured[name] = Passes(*(cost * r for cost, r in zip(passes, ratios, strict=True)))
+    measured = _scaled(formula, by_trace, by_formula)
+    if not has_middle:
+        return factors(measured, costs)
 
     # The ends get what their stages take beyond their layers.
-    for name, stage in ends.items() if has_middle else ():
+    for name, stage in ends.items():
         layers = _sum([measured[kind] for kind in kinds_of_stages[stage]])
-        end = Passes(*(time - layer for time, layer in zip(times[stage], layers, strict=True)))
+        end = Passes(*(stage_s - layer_s for stage_s, layer_s in _by_pass(times[stage], layers)))
         if not schedule.splits_backward:
             end = _split_like(end, formula[name])
-        measured[name] = Passes(*(max(0.0, time) for time in end))
+        measured[name] = Passes(*(max(0.0, time_s) for time_s in end))
     return factors(measured, costs)
+
+
+def _scaled(
+    formula: Mapping[str, Passes], by_trace: Passes, by_formula: Passes
+) -> dict[str, Passes]:
+    """Return the passes of each part, as many times as slow as all parts together are."""
+    ratios = [time_s / cost_s for time_s, cost_s in _by_pass(by_trace, by_formula)]
+    scaled: dict[str, Passes] = {}
+    for name, passes in formula.items():
+        scaled[name] = Passes(*(cost_s * ratio for cost_s, ratio in _by_pass(passes, ratios)))
+    return scaled
+
+
+def _by_pass(passes: Sequence[float], reference: Sequence[float]) -> Iterator[tuple[float, float]]:
+    return zip(passes, reference, strict=True)
 
 
 def _sharding_of(run: Run, model: ModelSizes) -> Sharding:

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.flags import requested_flags
-from megatron_ext.errors import LaunchError
+from megatron_ext.config.sizes import JobSizes
+from megatron_ext.errors import ArgumentsError, LaunchError
 from megatron_ext.tools.launch.hostfile import Host
 
 if TYPE_CHECKING:
@@ -43,11 +44,23 @@ def flag_value(flags: Sequence[str], name: str) -> str | None:
     return value
 
 
-def _size(flags: Sequence[str], name: str, default: int = 1) -> int:
-    text = flag_value(flags, name) or str(default)
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise LaunchError(f"{name} is {text!r}; it must be a positive integer")
-    return int(text)
+# Sizes that the launcher needs, by the names of Megatron's arguments.
+_SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size",
+)  # fmt: skip
+
+
+def _sizes_of(flags: Sequence[str]) -> JobSizes:
+    settings: dict[str, object] = {}
+    for dest in _SIZES:
+        text = flag_value(flags, f"--{dest.replace('_', '-')}")
+        if text:
+            settings[dest] = int(text) if text.isascii() and text.isdigit() else text
+    try:
+        return JobSizes.of(settings)
+    except ArgumentsError as error:
+        raise LaunchError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -67,20 +80,23 @@ class Parallel:
     @classmethod
     def of(cls, flags: Sequence[str]) -> Parallel:
         """Read it from training flags."""
-        tensor, pipeline, context = (
-            _size(flags, f"--{kind}-parallel-size")
-            for kind in ("tensor-model", "pipeline-model", "context")
-        )
-        forward = tensor * context if "--forward-backward-disaggregating" in flags else 0
-        if forward and "--ignore-forward-tensor-parallel" in flags:
-            forward = context  # one rank in place of each tensor-parallel group
-        shards = _size(flags, "--expert-tensor-parallel-size", tensor)
-        stages, schedule = pipeline, flag_value(flags, "--pipeline-schedule")
+        sizes = _sizes_of(flags)
+        tensor, pipeline = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
+        context = sizes.context_parallel_size
+        forward = 0
+        if "--forward-backward-disaggregating" in flags:
+            forward = tensor * context
+            if "--ignore-forward-tensor-parallel" in flags:
+                forward = context  # one rank in place of each tensor-parallel group
+        stages = pipeline
+        schedule = flag_value(flags, "--pipeline-schedule")
         if "--enable-bitpipe-schedule" in flags or schedule in ("bitpipe", "dualpipe"):
             stages = -(-pipeline // 2)  # two mirrored pipelines
-        experts = shards * _size(flags, "--expert-model-parallel-size") * stages
+        shards = sizes.expert_tensor_parallel_size or tensor
+        experts = shards * sizes.expert_model_parallel_size * stages
         dense = tensor * context * pipeline
         replica = dense + forward * pipeline
+        # As many replicas as hold all experts.
         smallest = replica * math.lcm(dense, experts) // dense
         return cls(tensor, pipeline, context, forward, replica, smallest)
 
@@ -186,8 +202,13 @@ class JobPlan:
                 "--num-microbatches and --global-batch-size are both given; one follows from "
                 "the other, so leave one out"
             )
-        micro_batch_size = _size(self.flags, "--micro-batch-size")
-        return ["--global-batch-size", str(self.num_microbatches * micro_batch_size * num_replicas)]
+        micro_batch_size = _sizes_of(self.flags).micro_batch_size
+        if micro_batch_size is None:
+            micro_batch_size = 1
+        if micro_batch_size == 0:
+            raise LaunchError("--micro-batch-size is 0; give it a value of at least 1")
+        global_batch_size = self.num_microbatches * micro_batch_size * num_replicas
+        return ["--global-batch-size", str(global_batch_size)]
 
     def _address_flag(self) -> list[str]:
         """Return `--node-ips` if the transport connects hosts and the user gave no addresses."""
