@@ -131,10 +131,10 @@ class _RoleCosts(Costs):
     tp: int = 1
 
     def durations(self, schedule: Schedule) -> dict[Any, list[float]]:
-        found = super().durations(schedule)
+        durations = super().durations(schedule)
         if schedule.disaggregated:
-            found["F"] = [self.tp * time for time in found["F"]]
-        return found
+            durations["F"] = [self.tp * time for time in durations["F"]]
+        return durations
 
 
 @dataclass
@@ -175,12 +175,12 @@ class _Stage(Chunk):
         def computed(hidden: torch.Tensor, _mask: None, context: None) -> tuple[Any, None]:
             return layer(hidden), context
 
-        made: torch.Tensor
+        output: torch.Tensor
         if self.checkpoints:
-            made = random.checkpoint(computed, False, x, None, None)[0]
+            output = random.checkpoint(computed, False, x, None, None)[0]
         else:
-            made = layer(x)
-        return made
+            output = layer(x)
+        return output
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def measure_training(flags: list[str]) -> Trained:
     devices.current()  # before Megatron is imported
     from megatron.training import get_args, training
 
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     train = training.train
 
     @functools.wraps(train)
@@ -214,8 +214,8 @@ def measure_training(flags: list[str]) -> Trained:
         before = host.rss_bytes()
         begin_s = time.perf_counter()
         result = train(*args, **kwargs)
-        found["step_ms"] = 1e3 * (time.perf_counter() - begin_s) / get_args().train_iters
-        found["peak_mib"] = (host.peak_rss_bytes() - before) / 2**20
+        figures["step_ms"] = 1e3 * (time.perf_counter() - begin_s) / get_args().train_iters
+        figures["peak_mib"] = (host.peak_rss_bytes() - before) / 2**20
         return result
 
     spent_s: list[float] = []
@@ -248,7 +248,7 @@ def measure_training(flags: list[str]) -> Trained:
     role = "both" if job is None else job.role
     weights_ms = 1e3 * sum(spent_s) / max(1, len(spent_s))
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    return Trained(role, stage, found["peak_mib"], weights_ms, found["step_ms"])
+    return Trained(role, stage, figures["peak_mib"], weights_ms, figures["step_ms"])
 
 
 class Row(NamedTuple):
@@ -295,7 +295,7 @@ def measure_row(system: Own | Disaggregated, pp: int, steps: int) -> Row:
     makespan = simulate(table, _RoleCosts(tp=tp)).makespan
     by_rank = ranks.run(ranks.measure, system, sizes, replicas=roles, repeats=tp)
     seconds = map(seconds_of, zip(*by_rank, strict=True))
-    units = statistics.median(each / _FORWARD_S for each in seconds)
+    units = statistics.median(step_s / _FORWARD_S for step_s in seconds)
     print(f"{system.name}, pp {pp}, tp {tp}: {units:.2f}", file=sys.stderr)
     devices = 1.0 if roles == 1 else (tp + 1) / tp
     return Row(system.name, tp, pp, makespan * table.num_stages / table.pp, units, devices)
@@ -319,29 +319,29 @@ def steps_as_markdown(rows: list[Row]) -> str:
             f"{row.measured / than.measured:.2f}",
             f"{row.devices:g}",
         ))  # fmt: skip
-    worst, where = max(off, key=lambda each: abs(each[0]))
+    worst, where = max(off, key=lambda entry: abs(entry[0]))
     return (
         f"{markdown(_STEP_HEAD, lines)}\n\n"
-        f"{sum(abs(each) > _BAR for each, _ in off)} of {len(rows)} rows are more than "
+        f"{sum(abs(entry) > _BAR for entry, _ in off)} of {len(rows)} rows are more than "
         f"{100 * _BAR:g} % off; the most is {100 * worst:+.1f} % ({where})."
     )
 
 
-def training_as_markdown(found: dict[str, list[Trained]]) -> str:
+def training_as_markdown(trained_by_way: dict[str, list[Trained]]) -> str:
     """Return the second table."""
 
-    def most(form: str, what: str, of: list[Trained], *roles: str) -> str:
-        values = [getattr(one, what) for one in of if one.role in roles]
+    def most(form: str, attribute: str, processes: list[Trained], *roles: str) -> str:
+        values = [getattr(process, attribute) for process in processes if process.role in roles]
         return format(max(values), form) if values else ""
 
     rows = []
-    for name, processes in found.items():
-        first = [one for one in processes if one.stage == 0]
+    for name, processes in trained_by_way.items():
+        first_stage = [process for process in processes if process.stage == 0]
         rows.append((
             name,
             most(".0f", "step_ms", processes, "both", "forward", "backward"),
-            most(".0f", "peak_mib", first, "both", "backward"),
-            most(".0f", "peak_mib", first, "forward"),
+            most(".0f", "peak_mib", first_stage, "both", "backward"),
+            most(".0f", "peak_mib", first_stage, "forward"),
             most(".1f", "weights_ms", processes, "backward"),
             most(".1f", "weights_ms", processes, "forward"),
         ))  # fmt: skip

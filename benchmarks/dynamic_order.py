@@ -47,7 +47,7 @@ class Comparison:
     title: str
     reference: str
     """The system whose time is divided by those of the others."""
-    others: Sequence[str]
+    rivals: Sequence[str]
     names: Sequence[str]
     """Of the scenarios."""
     stand_in: str = ""
@@ -91,7 +91,7 @@ PARTS = (
 
 
 @dataclass
-class Found:
+class PartResult:
     """A part that has run, or was simulated."""
 
     part: Part
@@ -101,67 +101,82 @@ class Found:
     """(reference, scenario) -> how much faster any order of its actions can be, simulated."""
 
 
-def run(part: Part, sizes: Sizes, repetitions: int | None) -> Found:
+def run(part: Part, sizes: Sizes, repetitions: int | None) -> PartResult:
     """Run all systems of a part, each once in all its scenarios; without repetitions, simulate."""
-    wanted: dict[str, dict[str, None]] = {}
+    scenarios_by_system: dict[str, dict[str, None]] = {}
     limits = {}
     for comparison in part.comparisons:
-        systems = [comparison.reference, *comparison.others]
+        systems = [comparison.reference, *comparison.rivals]
         if repetitions is None:
             systems = [name for name in (*systems, comparison.stand_in) if name not in PEERS]
         for name in filter(None, systems):
-            wanted.setdefault(name, {}).update(dict.fromkeys(comparison.names))
+            scenarios_by_system.setdefault(name, {}).update(dict.fromkeys(comparison.names))
         order = ordered(comparison.stand_in or comparison.reference)
         for name in comparison.names:
             limit = statistics.median(scenarios.limits(order, sizes, name))
             limits[comparison.reference, name] = limit
+    selection = []
+    for name, names in scenarios_by_system.items():
+        selection.append((PEERS.get(name) or ordered(name), list(names)))
     compared = compare(
-        [(PEERS.get(name) or ordered(name), list(names)) for name, names in wanted.items()],
+        selection,
         sizes, repetitions or 1, simulates=repetitions is None,
     )  # fmt: skip
-    return Found(part, repetitions is None, compared, limits)
+    return PartResult(part, repetitions is None, compared, limits)
 
 
-def text_of(found: Found) -> str:
+def text_of(result: PartResult) -> str:
     """Return all tables of a part, and under which conditions it ran."""
-    part, sizes, figures = found.part, found.compared.sizes, found.compared.figures
-    measured = {system for system, _ in figures}
-    ideal_s, how = sizes.work_s, f"simulated, {sizes.steps} draws"
-    if found.simulated:
-        ideal_s /= sizes.forward_s  # these times are in forwards
+    part, sizes, figures = result.part, result.compared.sizes, result.compared.figures
+    if result.simulated:
+        conditions = f"simulated, {sizes.steps} draws"
     else:
-        late = max((each.op_inflation for each in figures.values()), default=0)
-        how = f"{found.compared.conditions}, ops at most {100 * late:.1f} % longer than they sleep"
-    texts = [f"{part.pp} ranks, {part.num_microbatches} micro-batches ({how})."]
-    for comparison in part.comparisons:
-        reference = comparison.reference
-        if reference not in measured:
-            reference = comparison.stand_in
-        shown = [name for name in comparison.others if name != reference and name in measured]
-        rows = []
-        for name in comparison.names:
-            took_s = figures[reference, name].seconds
-            ideal = [seconds / ideal_s for seconds in took_s]
-            columns = (spread(ratios(took_s, figures[system, name].seconds)) for system in shown)
-            limit = found.limits[comparison.reference, name]
-            rows.append([name, spread(ideal), *columns, f"{limit:.3f}"])
-        peaks = (
-            max(each.peak_of_order for (name, _), each in figures.items() if name == system)
-            for system in (reference, *shown)
+        late = max((figure.op_inflation for figure in figures.values()), default=0)
+        conditions = (
+            f"{result.compared.conditions}, ops at most {100 * late:.1f} % longer than they sleep"
         )
-        rows.append(["activations", *(f"{peak:g}" for peak in peaks), ""])
-        head = ["scenario", f"{reference}: T/ideal", *shown, "any order at most"]
-        texts += [f"Against {comparison.title}:", markdown(head, rows)]
+    texts = [f"{part.pp} ranks, {part.num_microbatches} micro-batches ({conditions})."]
+    for comparison in part.comparisons:
+        texts += [f"Against {comparison.title}:", _against(comparison, result)]
     if part.most_overhead is not None:
         names = part.comparisons[0].names
-        rows = [
-            [system, *(spread([100 * each for each in figures[system, name].overheads], 2)
-                       for name in names)]
-            for system in dict.fromkeys(system for system, _ in figures)
-        ]  # fmt: skip
+        rows = []
+        for system in dict.fromkeys(system for system, _ in figures):
+            row = [system]
+            for name in names:
+                percents = [100 * share for share in figures[system, name].overheads]
+                row.append(spread(percents, 2))
+            rows.append(row)
         texts.append(f"What the runtime added, in % (aim: {100 * part.most_overhead:g}):")
         texts.append(markdown(["order", *names], rows))
     return "\n\n".join(texts)
+
+
+def _against(comparison: Comparison, result: PartResult) -> str:
+    """Return how much faster than a reference each system is, by scenario."""
+    sizes, figures = result.compared.sizes, result.compared.figures
+    measured = {system for system, _ in figures}
+    ideal_s = sizes.work_s
+    if result.simulated:
+        ideal_s /= sizes.forward_s  # these times are in forwards
+    reference = comparison.reference
+    if reference not in measured:
+        reference = comparison.stand_in
+    rivals = [name for name in comparison.rivals if name != reference and name in measured]
+    rows = []
+    for name in comparison.names:
+        reference_s = figures[reference, name].seconds
+        row = [name, spread([seconds / ideal_s for seconds in reference_s])]
+        for system in rivals:
+            row.append(spread(ratios(reference_s, figures[system, name].seconds)))
+        row.append(f"{result.limits[comparison.reference, name]:.3f}")
+        rows.append(row)
+    peaks: dict[str, float] = {}
+    for (system, _), figure in figures.items():
+        peaks[system] = max(peaks.get(system, 0.0), figure.peak_of_order)
+    rows.append(["activations", *(f"{peaks[system]:g}" for system in (reference, *rivals)), ""])
+    head = ["scenario", f"{reference}: T/ideal", *rivals, "any order at most"]
+    return markdown(head, rows)
 
 
 def main() -> int:
@@ -172,17 +187,20 @@ def main() -> int:
     args = parser.parse_args()
     ranks.clean_up_when_terminated()
     name = "simulated" if args.simulate else "measured"
-    found = []
+    results = []
     parts = [p for p in PARTS if not (args.simulate and p.most_overhead is not None)]
     for part in parts[-1:] if args.quick else parts:
         draws, forward_ms = (1, 8.0) if args.quick else (args.draws, part.forward_ms)
         sizes = Sizes(part.pp, part.num_microbatches, forward_ms / 1e3, 2, draws)
         repetitions = 5 if part.most_overhead is None else 1
-        found.append(run(part, sizes, None if args.simulate else repetitions))
-    texts = [f"{name.capitalize()}; median of the draws (lowest .. highest).", *map(text_of, found)]
+        results.append(run(part, sizes, None if args.simulate else repetitions))
+    texts = [
+        f"{name.capitalize()}; median of the draws (lowest .. highest).",
+        *map(text_of, results),
+    ]
     print(f"<!-- {name}: begin -->\n" + "\n\n".join(texts) + f"\n<!-- {name}: end -->")
-    write_json(args.json, {"parts": [each.compared.as_json() for each in found]})
-    return report_failures(each.compared for each in found)
+    write_json(args.json, {"parts": [result.compared.as_json() for result in results]})
+    return report_failures(result.compared for result in results)
 
 
 if __name__ == "__main__":

@@ -89,50 +89,52 @@ def overlap(steps: Sequence[Sequence[Step]], system: System, sizes: Sizes, part:
         part: That share.
     """
     times = ExpertTimes(sizes.forward_s, system.share(sizes.pp), all_to_all=part)
-    found: list[tuple[float, float | None, float]] = []
-    kept = 0.0
+    by_step: list[tuple[float, float | None, float]] = []
+    most_activations = 0.0
     for of_step in zip(*steps, strict=True):
-        saved = could = total = 0.0
+        hidden_s = hideable_s = exchange_total_s = 0.0
         for step in of_step:
-            kept = max(kept, times.share * peak(step.ops))
-            total += sum(map(times.exchange_s, step.ops))
-            for one, two in pairwise(step.ops):
-                if one.kind == "F" and one.begin_s == two.begin_s:
-                    exchange_s = times.exchange_s(one) + times.exchange_s(two)
-                    work_s = sum(times.seconds(op.kind, op.stage, 0) for op in (one, two))
-                    saved += exchange_s + work_s - one.duration_s
-                    could += min(exchange_s, work_s)
-        hidden = saved / could if could else None
-        found.append((seconds_of(of_step), hidden, saved / total if total else 0.0))
+            most_activations = max(most_activations, times.share * peak(step.ops))
+            exchange_total_s += sum(map(times.exchange_s, step.ops))
+            for first, second in pairwise(step.ops):
+                if first.kind == "F" and first.begin_s == second.begin_s:
+                    exchange_s = times.exchange_s(first) + times.exchange_s(second)
+                    work_s = sum(times.seconds(op.kind, op.stage, 0) for op in (first, second))
+                    hidden_s += exchange_s + work_s - first.duration_s
+                    hideable_s += min(exchange_s, work_s)
+        hidden = hidden_s / hideable_s if hideable_s else None
+        by_step.append(
+            (seconds_of(of_step), hidden, hidden_s / exchange_total_s if exchange_total_s else 0.0)
+        )
     bound_s = plain_s = None
     if isinstance(system, Own):
         costs = Costs(1 + part, 1 + part, 1, all_to_all=part / (1 + part))
         bound_s, plain_s = (
             sizes.forward_s
-            * simulate(each.pipeline(sizes.pp, sizes.num_microbatches).full, costs).makespan
-            for each in (system, replace(system, config=replace(system.config, pairs=False)))
+            * simulate(variant.pipeline(sizes.pp, sizes.num_microbatches).full, costs).makespan
+            for variant in (system, replace(system, config=replace(system.config, pairs=False)))
         )
-    step_s, hidden, of_all = min(found, key=itemgetter(0))
-    return Overlap(step_s, bound_s, plain_s, hidden, of_all, kept)
+    step_s, hidden, of_all = min(by_step, key=itemgetter(0))
+    return Overlap(step_s, bound_s, plain_s, hidden, of_all, most_activations)
 
 
 _HEADER = ("order", "work/T", "T/bound", "hidden %", "of all %", "gain", "upstream", "activations")
 
 
-def table(found: dict[str, Overlap], work_s: float) -> str:
+def table(overlaps: dict[str, Overlap], work_s: float) -> str:
     """Return the figures of one share of all-to-all as a Markdown table."""
     rows = []
-    for name, each in found.items():
-        step_s = each.step_s
+    for name, figures in overlaps.items():
+        step_s = figures.step_s
         rows.append((
             name,
             f"{work_s / step_s:.3f}",
-            "" if each.bound_s is None else f"{step_s / each.bound_s:.3f}",
-            figure(each.hidden, ".1f", 100),
-            f"{100 * each.of_all:.1f}",
-            figure(each.plain_s, ".3f", 1 / step_s),
-            f"{step_s / found[_UPSTREAM].step_s:.3f}" if _UPSTREAM in found else "",
-            f"{each.activations:g}",
+            "" if figures.bound_s is None else f"{step_s / figures.bound_s:.3f}",
+            figure(figures.hidden, ".1f", 100),
+            f"{100 * figures.of_all:.1f}",
+            figure(figures.plain_s, ".3f", 1 / step_s),
+            f"{step_s / overlaps[_UPSTREAM].step_s:.3f}" if _UPSTREAM in overlaps else "",
+            f"{figures.activations:g}",
         ))  # fmt: skip
     return markdown(_HEADER, rows)
 
@@ -149,7 +151,7 @@ def main() -> int:
     pp, num_microbatches, num_steps, shares = 4, 16, 2, [0.3, 0.6, 1.0]
     if args.quick:
         pp, num_microbatches, num_steps, shares, args.forward_ms = 2, 4, 1, [0.6], 8.0
-        compared = [each for each in systems() if each.name in (_UPSTREAM, "zb-v, pairs")]
+        compared = [system for system in systems() if system.name in (_UPSTREAM, "zb-v, pairs")]
     if (releases.installed_release() or (0, 19)) < (0, 19):
         raise SystemExit(
             f"expert_overlap.py: megatron-core {releases.core_version()} makes plans of its own "
@@ -159,8 +161,8 @@ def main() -> int:
     before = machine()
     sizes = Sizes(pp, num_microbatches, args.forward_ms / 1e3, 1, num_steps, 120.0)
     where = ranks.emulated_device(sizes, args.connections)
-    device = where.pop("what")
-    found: dict[float, dict[str, Overlap]] = {part: {} for part in shares}
+    device = where.pop("conditions")
+    overlaps_by_share: dict[float, dict[str, Overlap]] = {part: {} for part in shares}
     failed = []
     for system in compared:
         print(system.name, file=sys.stderr)
@@ -177,8 +179,8 @@ def main() -> int:
             continue
         for number, part in enumerate(shares):
             with_part = [row[number :: len(shares)] for row in steps]
-            found[part][system.name] = overlap(with_part, system, sizes, part)
-    for part, by_system in found.items():
+            overlaps_by_share[part][system.name] = overlap(with_part, system, sizes, part)
+    for part, by_system in overlaps_by_share.items():
         print(f"All-to-all {part:g} of a layer's computation:\n")
         print(f"{table(by_system, sizes.work_s)}\n")
     print(

@@ -122,14 +122,21 @@ def torchrun(directory: Path, rounds: int) -> list[Row]:
             if process.returncode != 0:
                 raise SystemExit(f"{argv} ended with {process.returncode}")
             times[name].append((time.perf_counter() - begin_s, _spent_s() - before_s))
-    # The first round warms up.
-    plain, ours = (
-        [statistics.median(values) for values in zip(*times[name][1:], strict=True)]
-        for name in ("torchrun", "launch")
-    )
+    medians: dict[str, tuple[float, float]] = {}
+    for name, rounds_of_way in times.items():
+        # The first round warms up.
+        took_s, spent_s = zip(*rounds_of_way[1:], strict=True)
+        medians[name] = statistics.median(took_s), statistics.median(spent_s)
+    torchrun_s, torchrun_cpu_s = medians["torchrun"]
+    launch_s, launch_cpu_s = medians["launch"]
+    added = f"{launch_s - torchrun_s:.2f} s ({launch_cpu_s - torchrun_cpu_s:.2f} s)"
     return [
-        ("torchrun, a script that does nothing", f"{plain[0]:.2f} s ({plain[1]:.2f} s)", ""),
-        ("what launching adds", f"{ours[0] - plain[0]:.2f} s ({ours[1] - plain[1]:.2f} s)", "1 s"),
+        (
+            "torchrun, a script that does nothing",
+            f"{torchrun_s:.2f} s ({torchrun_cpu_s:.2f} s)",
+            "",
+        ),
+        ("what launching adds", added, "1 s"),
     ]
 
 
@@ -166,8 +173,8 @@ def lines(directory: Path, num_lines: int) -> list[Row]:
             if shown % (num_lines // 100) == 0:
                 with suppress(psutil.Error):  # the agent has just ended
                     process = psutil.Process(launcher.pid)
-                    seen = [one.memory_info().rss / 2**20 for one in process.children()]
-                    agent_mib = max([agent_mib, *seen])
+                    sizes_mib = [child.memory_info().rss / 2**20 for child in process.children()]
+                    agent_mib = max([agent_mib, *sizes_mib])
                     launcher_mib = max(launcher_mib, process.memory_info().rss / 2**20)
         seconds = time.perf_counter() - begin_s
     if shown != num_lines:
@@ -187,40 +194,43 @@ def one_restart(directory: Path) -> dict[str, float]:
     )  # fmt: skip
     with start(directory, argv, subprocess.STDOUT) as job:
         assert job.stdout is not None
-        shown, seen = job.stdout, list[str]()
+        output, former_lines = job.stdout, list[str]()
 
         def line_with(pattern: str) -> tuple[float, re.Match[str]]:
-            for line in shown:
+            for line in output:
                 if match := re.search(pattern, line):
                     return time.monotonic(), match
-                seen.append(line)
-            raise SystemExit(f"the job ended before {pattern!r}:\n" + "".join(seen[-30:]))
+                former_lines.append(line)
+            raise SystemExit(f"the job ended before {pattern!r}:\n" + "".join(former_lines[-30:]))
 
         try:
             last_s, _ = line_with(rf"iteration +{_KILLED_AFTER}/")
             rank_of(job.pid, 1).kill()
-            found: dict[str, float] = {}
+            seconds_by_part: dict[str, float] = {}
             for part, ends in _PARTS.items():
                 now_s, match = line_with(ends)
-                found[part], last_s = now_s - last_s, now_s
+                seconds_by_part[part], last_s = now_s - last_s, now_s
                 if match.groups():
-                    found[_PAUSE] = float(match[1])
-                    last_s += found[_PAUSE]  # of no part but its own
-            return found
+                    seconds_by_part[_PAUSE] = float(match[1])
+                    last_s += seconds_by_part[_PAUSE]  # of no part but its own
+            return seconds_by_part
         finally:
             job.terminate()
 
 
 def restart(directory: Path, rounds: int) -> list[Row]:
     """Return the median time of each part of a restart."""
-    found = []
+    restarts = []
     for number in range(rounds):
         folder = directory / f"restart-{number}"
         folder.mkdir()
-        found.append(one_restart(folder))
-    rows = {part: statistics.median(one[part] for one in found) for part in found[0]}
+        restarts.append(one_restart(folder))
+    rows = {
+        part: statistics.median(seconds_by_part[part] for seconds_by_part in restarts)
+        for part in restarts[0]
+    }
     rows["from a killed rank to the next step"] = statistics.median(
-        sum(one.values()) for one in found
+        sum(seconds_by_part.values()) for seconds_by_part in restarts
     )
     return [(part, f"{seconds:.1f} s", "") for part, seconds in rows.items()]
 

@@ -154,8 +154,8 @@ class Batch:
 
         The unit is the mean micro-batch in file order.
         """
-        taken = self._packed if way.packs else self._in_file
-        rows = [tuple(cost / self._unit for cost in row) for row in taken]
+        costs_by_replica = self._packed if way.packs else self._in_file
+        rows = [tuple(cost / self._unit for cost in row) for row in costs_by_replica]
         if not way.orders:
             return rows
         config = way.system.config
@@ -186,8 +186,8 @@ def text_of(name: str, batches: Sequence[Batch], steps: Mapping[str, Sequence[fl
     workload, reference = WORKLOADS[name], steps[UPSTREAM]
     rows = [("", "step", "speed")]
     rows += [
-        (way, f"{statistics.median(own):.1f}", spread(ratios(reference, own), 2))
-        for way, own in steps.items()
+        (way, f"{statistics.median(steps_of_way):.1f}", spread(ratios(reference, steps_of_way), 2))
+        for way, steps_of_way in steps.items()
     ]
     samples = statistics.median(len(batch.lengths) for batch in batches)
     tokens = statistics.median(sum(batch.lengths) for batch in batches)

@@ -66,7 +66,7 @@ _IMPORTS = {
 def imports(quick: bool) -> str:
     """Compare imports, whose kinds alternate, so that other load meets all alike."""
     environment = {**os.environ, "PYTHONPATH": sys.path[0]}
-    found_s: dict[str, list[float]] = {name: [] for name in _IMPORTS}
+    times_s: dict[str, list[float]] = {name: [] for name in _IMPORTS}
     for turn in range(2 if quick else 12):
         for name, statement in _IMPORTS.items():
             code = (
@@ -75,12 +75,12 @@ def imports(quick: bool) -> str:
             argv = [sys.executable, "-W", "ignore", "-c", code]
             printed = subprocess.check_output(argv, env=environment, text=True, timeout=300)
             if turn:  # the first one fills the caches of files and bytecode
-                found_s[name].append(float(printed.split()[-1]))
-    ours = found_s["megatron_ext and megatron.core"]
+                times_s[name].append(float(printed.split()[-1]))
+    ours_s = times_s["megatron_ext and megatron.core"]
     rows = [
-        (name, f"{statistics.median(s):.3f}",
-         *(f"{1e3 * (best(ours) - best(s)):.0f}" for best in (statistics.median, min)))
-        for name, s in found_s.items()
+        (name, f"{statistics.median(times):.3f}",
+         *(f"{1e3 * (best(ours_s) - best(times)):.0f}" for best in (statistics.median, min)))
+        for name, times in times_s.items()
     ]  # fmt: skip
     head = ("import", "s", "ours adds, ms (medians)", "ms (minima); bar: 100")
     return markdown(head, rows)
@@ -168,7 +168,7 @@ def patches(quick: bool) -> str:
 
 def over_gloo(labels: Iterable[str]) -> list[Own]:
     """Return our schedules over gloo."""
-    return [own(f"megatron_ext, gloo: {each}", each, transport="torch") for each in labels]
+    return [own(f"megatron_ext, gloo: {label}", label, transport="torch") for label in labels]
 
 
 def executor(quick: bool) -> str:
@@ -176,8 +176,8 @@ def executor(quick: bool) -> str:
     count, steps = (8, 2) if quick else (64, 20)
     rows = []
     for system in (PEERS["megatron-core 1F1B"], *over_gloo(("1f1b", "gpipe", "zb-h1"))):
-        found = (ranks.overhead_s(system, Sizes(n, count, 0.0, 2, steps)) for n in (1, 2))
-        rows.append((system.name, *(f"{1e6 * seconds:.0f}" for seconds in found)))
+        overheads_s = (ranks.overhead_s(system, Sizes(n, count, 0.0, 2, steps)) for n in (1, 2))
+        rows.append((system.name, *(f"{1e6 * seconds:.0f}" for seconds in overheads_s)))
     return markdown(("us for each action", "one rank (bar: 50)", "two ranks"), rows)
 
 
@@ -217,7 +217,7 @@ def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, fl
     subscribe(required())  # the groups exist, and no runtime yet
     [observer] = required().observers
     assert isinstance(observer, Session)
-    found_s = []
+    times_s = []
     # The first of each two is traced; one more in the beginning, so that pairs end with it.
     for _ in range(2 * sizes.warmup + 1 + 2 * sizes.steps):
         probe.meet()
@@ -225,10 +225,10 @@ def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, fl
         observer.begin_iteration(sizes.num_microbatches)
         step()
         observer.end_iteration()
-        found_s.append(time.perf_counter() - begin_s)
+        times_s.append(time.perf_counter() - begin_s)
     probe.meet()
     observer.close()
-    measured = found_s[2 * sizes.warmup + 1 :]
+    measured = times_s[2 * sizes.warmup + 1 :]
     return list(zip(measured[::2], measured[1::2], strict=True))
 
 
@@ -260,15 +260,15 @@ def tracing(quick: bool) -> str:
     pp, count, forward_ms, pairs = (2, 4, 5, 1) if quick else (4, 8, 40, 5)
     sizes = Sizes(pp, count, forward_ms / 1e3, 1, pairs)
     systems = over_gloo(("1f1b",) if quick else VARIANTS)
-    found: dict[str, tuple[float, float]] = {}
+    costs_by_system: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory(prefix="megatron_ext_tracing_") as scratch:
         for system in systems:
             folder = Path(scratch) / system.name
             by_rank = ranks.run(traced_s, system, sizes, folder, repeats=2)
             # A step is as long as on its slowest rank.
-            steps = [[max(kind) for kind in zip(*each, strict=True)]
-                     for each in zip(*by_rank, strict=True)]  # fmt: skip
-            found[system.name] = (
+            steps = [[max(kind) for kind in zip(*rank_times, strict=True)]
+                     for rank_times in zip(*by_rank, strict=True)]  # fmt: skip
+            costs_by_system[system.name] = (
                 statistics.median(plain for plain, _ in steps),
                 statistics.median(traced / plain - 1 for plain, traced in steps),
             )
@@ -278,7 +278,7 @@ def tracing(quick: bool) -> str:
     rows = []
     for system in systems:
         table = system.pipeline(pp, count).schedule(count // system.weight_copies)
-        (step_s, added), guess_s = found[system.name], predicted[table.label]
+        (step_s, added), guess_s = costs_by_system[system.name], predicted[table.label]
         rows.append((system.name, f"{1e3 * step_s:.1f}", f"{100 * added:.1f}",
                      f"{1e3 * guess_s:.1f}", f"{100 * (guess_s / step_s - 1):.1f}"))  # fmt: skip
     head = (f"pp {pp}, {count} micro-batches, forward {forward_ms} ms, {pairs} pairs of steps",
@@ -330,8 +330,8 @@ def traces(quick: bool) -> str:
             page, empty = directory / "report.html", Path(scratch) / "empty.html"
             empty.write_text("<!doctype html><html><body></body></html>")
             name = f"the browser with the report ({page.stat().st_size / 2**20:.1f} MiB)"
-            for what, file in ((name, page), ("the browser with an empty page", empty)):
-                rows.append((what, f"{opening_s(file):.1f}", "", ""))
+            for subject, file in ((name, page), ("the browser with an empty page", empty)):
+                rows.append((subject, f"{opening_s(file):.1f}", "", ""))
     run = (
         f"{pp * replicas} ranks, {iterations} iterations of {count} micro-batches: "
         f"{size / 2**20:.0f} MiB"

@@ -146,7 +146,7 @@ Measured = tuple[dict[str, Any], Layout, float, float | None]
 def measured(*, asks_for_recipes: bool = True) -> list[Measured]:
     """Return each row with its plan and the errors of time and memory, as shares."""
     data = json.loads(ROWS.read_text(encoding="utf-8"))
-    found = []
+    measured_rows = []
     for row in data["rows"]:
         techniques = row.get("flags")
         if techniques is not None and not asks_for_recipes:
@@ -157,8 +157,8 @@ def measured(*, asks_for_recipes: bool = True) -> list[Measured]:
         else:
             error = row["tokens_per_s"] / plan.tokens_per_s - 1
         memory = max(plan.memory_gib) / row["memory_gib"] - 1 if "memory_gib" in row else None
-        found.append((row, plan, error, memory))
-    return found
+        measured_rows.append((row, plan, error, memory))
+    return measured_rows
 
 
 def summary(errors: Sequence[float]) -> tuple[str, str]:
@@ -179,8 +179,11 @@ def grouped(
         name for kind in zip(*(row[0] for row in rows), strict=True) for name in kind
     )
     for name in [*names, "all"]:
-        own = [errors for names_of_row, errors in rows if name in (*names_of_row, "all")]
-        yield name, [[e for e in kind if e is not None] for kind in zip(*own, strict=True)]
+        errors_by_row = [errors for names_of_row, errors in rows if name in (*names_of_row, "all")]
+        yield (
+            name,
+            [[e for e in kind if e is not None] for kind in zip(*errors_by_row, strict=True)],
+        )
 
 
 def by_hand() -> list[tuple[str, int, str, float, float]]:
@@ -189,22 +192,25 @@ def by_hand() -> list[tuple[str, int, str, float, float]]:
     Shares are of the planner's costs on an H100, and times the ranks: 1 is even.
     """
     data = json.loads(ROWS.read_text(encoding="utf-8"))
-    device, found = parse_devices("1xh100")[1], []
+    device, compared = parse_devices("1xh100")[1], []
     for model, pp, layout in data["layouts"]:
         sizes = sizes_of_flags(data["models"][model].split(), model)
         experts = 8 if sizes.num_experts else 1
-        by = Sharding(sequence=4096, expert=experts, techniques=techniques_of_flags(()))
-        parts, *ends = parts_of(sizes, by, device)
+        sharding = Sharding(sequence=4096, expert=experts, techniques=techniques_of_flags(()))
+        parts, *ends = parts_of(sizes, sharding, device)
         layers, (first, last) = ([part.work for part in some] for some in (parts, ends))
-        theirs = [stage.count("t") for stage in parse_layout(layout)]
+        hand_counts = [stage.count("t") for stage in parse_layout(layout)]
         placement = place.linear(pp)
-        if len(theirs) > pp:
-            placement = place.loop(pp, len(theirs) // pp)
-        ours = cut(layers, first, last, placement, least_last=min(1, theirs[-1]))
+        if len(hand_counts) > pp:
+            placement = place.loop(pp, len(hand_counts) // pp)
+        planned_counts = cut(layers, first, last, placement, least_last=min(1, hand_counts[-1]))
         mean = (sum(layers) + first + last) / pp
-        shares = [max(loads(c, layers, first, last, placement)) / mean for c in (theirs, ours)]
-        found.append((model, pp, layout, shares[0], shares[1]))
-    return found
+        shares = [
+            max(loads(counts, layers, first, last, placement)) / mean
+            for counts in (hand_counts, planned_counts)
+        ]
+        compared.append((model, pp, layout, shares[0], shares[1]))
+    return compared
 
 
 def slowed() -> tuple[Question, float]:
@@ -230,10 +236,10 @@ def layouts(job: Question) -> Iterator[Layout]:
         for micro_batch in (1, 2):
             for chunks in (1, 2, 3, 4):
                 fixed = {**job.fixed, "pp": pp, "micro_batch": micro_batch, "vp": chunks}
-                found = search(replace(job, fixed=fixed), keep=1000).plans
-                yield from found
+                plans = search(replace(job, fixed=fixed), keep=1000).plans
+                yield from plans
                 if chunks == 1:  # nothing is planned with gpipe, unless it is named
-                    plan = forecast(job, found[0].sizes, "gpipe", 1)
+                    plan = forecast(job, plans[0].sizes, "gpipe", 1)
                     assert plan is not None
                     yield plan
 
@@ -262,7 +268,7 @@ def sleeping_s(plan: Layout, factor: float) -> float:
     stages: list[dict[Kind, float]] = []
     for part in stage_parts(plan):
         forward_s, input_s, weight_s = (
-            factor * each for each in (part.forward, part.input, part.weight)
+            factor * seconds for seconds in (part.forward, part.input, part.weight)
         )
         stages.append({"F": forward_s, "B": input_s + weight_s, "I": input_s, "W": weight_s})
     sizes, name = plan.sizes, plan.schedule
@@ -366,10 +372,10 @@ def trainings(scratch: Path) -> Iterator[tuple[str, str, float, float]]:
         for plan in search(replace(job, fixed={**job.fixed, **choice}), keep=1000).plans:
             _, pipeline_s = train(plan.flags.replace("'", ""))
             yield "plan --devices --trace-dir", name_of(plan), plan.pipeline_s, pipeline_s
-    for found in predict(read_run(scratch)).predictions:
-        if "--use-dpp" in found.flags and found.bounds_memory:
-            step_s, _ = train(found.flags)
-            yield "plan --trace-dir", found.schedule, found.step_s, step_s
+    for prediction in predict(read_run(scratch)).predictions:
+        if "--use-dpp" in prediction.flags and prediction.bounds_memory:
+            step_s, _ = train(prediction.flags)
+            yield "plan --trace-dir", prediction.schedule, prediction.step_s, step_s
 
 
 def train(flags: str) -> tuple[float, float]:
@@ -404,11 +410,11 @@ def time_training(argv: list[str]) -> list[tuple[float, float]]:
             torch.distributed.barrier()
             begin, end = device.timing_event(), device.timing_event()
             begin.record()
-            made = call(*args, **kwargs)
+            result = call(*args, **kwargs)
             end.record()
             device.synchronize()
             into.append(1e-3 * begin.elapsed_time(end))
-            return made
+            return result
 
         return run
 
@@ -431,14 +437,14 @@ def run_models() -> list[dict[str, Any]]:
             rows.append((case, (guess.static / held.static - 1, guess.kept / held.kept - 1)))
             print(f"{' / '.join(case)}: {rows[-1][1]}", file=sys.stderr)
     lines = [
-        (name, str(len(weights)), *summary(weights), *summary(kept))
-        for name, (weights, kept) in grouped(rows)
+        (name, str(len(weights)), *summary(weights), *summary(activations))
+        for name, (weights, activations) in grouped(rows)
     ]
     print(markdown(("", "ranks", "weights, mean %", "worst %", "activations, mean %", "worst %"),
                    lines))  # fmt: skip
     return [
-        {**case._asdict(), "weights_off": weights, "activations_off": kept}
-        for case, (weights, kept) in rows
+        {**case._asdict(), "weights_off": weights, "activations_off": activations}
+        for case, (weights, activations) in rows
     ]
 
 
@@ -450,7 +456,7 @@ def places(most_devices: int) -> list[tuple[int | None, float]]:
     these sizes takes than the best of all, as a share; infinite: it does not fit by forecast.
     """
     data = json.loads(ROWS.read_text(encoding="utf-8"))
-    found: list[tuple[int | None, float]] = []
+    comparisons: list[tuple[int | None, float]] = []
     names = ("tp", "pp", "cp", "ep", "micro_batch")
     configurations: dict[str, dict[str, Any]] = {}
     for row in data["rows"]:
@@ -462,14 +468,18 @@ def places(most_devices: int) -> list[tuple[int | None, float]]:
         job = replace(job, fixed={}, device=parse_devices(row["devices"])[1])
         plans = search(job, keep=30).plans
         sizes = list(dict.fromkeys(tuple(getattr(p.sizes, name) for name in names) for p in plans))
-        theirs = tuple(row[name] for name in names)
-        rank = sizes.index(theirs) + 1 if theirs in sizes else None
-        own = search(replace(job, fixed=dict(zip(names, theirs, strict=True))), keep=1).plans
-        behind = own[0].step_s / plans[0].step_s - 1 if own else math.inf
-        found.append((rank, behind))
-        ours = " ".join(map(str, (*sizes[0], plans[0].schedule, sorted(plans[0].sizes.mode))))
-        print(f"{key}: {rank}, {100 * behind:.1f} % behind {ours}", file=sys.stderr)
-    return found
+        published_sizes = tuple(row[name] for name in names)
+        rank = sizes.index(published_sizes) + 1 if published_sizes in sizes else None
+        published_plans = search(
+            replace(job, fixed=dict(zip(names, published_sizes, strict=True))), keep=1
+        ).plans
+        behind = published_plans[0].step_s / plans[0].step_s - 1 if published_plans else math.inf
+        comparisons.append((rank, behind))
+        best_layout = " ".join(
+            map(str, (*sizes[0], plans[0].schedule, sorted(plans[0].sizes.mode)))
+        )
+        print(f"{key}: {rank}, {100 * behind:.1f} % behind {best_layout}", file=sys.stderr)
+    return comparisons
 
 
 def print_errors(rows: Sequence[Measured], plain: Sequence[Measured]) -> None:
@@ -491,9 +501,9 @@ def print_errors(rows: Sequence[Measured], plain: Sequence[Measured]) -> None:
         if row["source"] == "Megatron-Bridge"
     ]
     lines = [
-        (model, str(len(fitted)), *summary(fitted), str(len(others)), *summary(others),
+        (model, str(len(fitted)), *summary(fitted), str(len(unfitted)), *summary(unfitted),
          *summary(bare))
-        for model, (fitted, others, bare) in grouped(others_off)
+        for model, (fitted, unfitted, bare) in grouped(others_off)
     ]  # fmt: skip
     head = ("Megatron-Bridge", "fitted to, rows", "mean %", "worst %", "others, rows", "mean %",
             "worst %", "all without flags, mean %", "worst %")  # fmt: skip
@@ -512,10 +522,10 @@ def main(words: Sequence[str] = ()) -> None:
     parser.add_argument("--measured", action="store_true", help="run layouts on sleeping stages")
     parser.add_argument("--trained", action="store_true", help="train on the emulated device")
     args = parser.parse_args(words)
-    for wanted, part in (
+    for is_requested, part in (
         (args.measured, run_layouts), (args.trained, run_trainings), (args.memory, run_models)
     ):  # fmt: skip
-        if wanted:
+        if is_requested:
             ranks.clean_up_when_terminated()
             write_json(args.json, part())
             return
@@ -528,18 +538,20 @@ def main(words: Sequence[str] = ()) -> None:
     ])  # fmt: skip
     if args.layouts:
         layouts = []
-        for model, count, layout, theirs, ours in by_hand():
+        for model, count, layout, hand_share, planned_share in by_hand():
             text = layout.replace("|", "\\|")
-            layouts.append((model, str(count), f"`{text}`", f"{theirs:.3f}", f"{ours:.3f}"))
+            layouts.append(
+                (model, str(count), f"`{text}`", f"{hand_share:.3f}", f"{planned_share:.3f}")
+            )
         columns = ("model", "ranks", "by hand", "busiest rank, mean 1", "ours")
         print("\n" + markdown(columns, layouts))
     if args.ranks:
-        found = places(args.ranks)
-        first = sum(rank is not None and rank <= 5 for rank, _ in found)
-        tied = sum(behind <= _ACCURACY for _, behind in found)
-        large = sum(behind == math.inf for _, behind in found)
+        comparisons = places(args.ranks)
+        first = sum(rank is not None and rank <= 5 for rank, _ in comparisons)
+        tied = sum(behind <= _ACCURACY for _, behind in comparisons)
+        large = sum(behind == math.inf for _, behind in comparisons)
         print(
-            f"\n{first} of {len(found)} published layouts rank in the first five; {tied} are "
+            f"\n{first} of {len(comparisons)} published layouts rank in the first five; {tied} are "
             f"within {100 * _ACCURACY:g} % of the first by forecast, {large} do not fit by forecast"
         )
 

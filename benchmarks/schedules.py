@@ -55,26 +55,23 @@ def main() -> int:
     add("--scenario", nargs="+", choices=list(SCENARIOS), metavar="NAME",
         help=f"disturb ops: {', '.join(SCENARIOS)}")  # fmt: skip
     args = parser.parse_args()
-    scenarios = args.scenario or ["quiet"]
-    if args.device and args.scenario is None:
-        scenarios = ["quiet", "jitter-0.3"]
-    if args.device and any(SCENARIOS[name].delays_messages for name in scenarios):
-        parser.error("messages of the device are not late; give a scenario that disturbs ops")
-    if args.quick:
-        args.pp, args.microbatches, args.forward_ms, args.steps = [2], 4, 2.0, 1
-        args.only, scenarios = args.only or _QUICK, ["quiet"]
-    available = device_systems() if args.device else all_systems()
+    scenarios = _scenarios(parser, args)
+    available = all_systems()
+    pps = [4, 8]
+    if args.device:
+        available = device_systems()
+        pps = [4]
     systems = chosen(parser, available, args.only)
     ranks.clean_up_when_terminated()
     measured: list[Compared] = []
-    for pp in args.pp or ([4] if args.device else [4, 8]):
+    for pp in args.pp or pps:
         # Gloo's share shows at the first size already.
         leaves_gloo_out = bool(measured) and not args.only
-        selection = [
-            (system, _scenarios_of(system, scenarios, on_device=args.device))
-            for system in systems
-            if not (leaves_gloo_out and _is_over_gloo(system))
-        ]
+        selection = []
+        for system in systems:
+            if not (leaves_gloo_out and _is_over_gloo(system)):
+                names = _scenarios_of(system, scenarios, on_device=args.device)
+                selection.append((system, names))
         sizes = _sizes(args, pp)
         environment = ranks.emulated_device(sizes) if args.device else {}
         measured.append(compare(selection, sizes, args.repetitions, **environment))
@@ -85,6 +82,19 @@ def main() -> int:
     print("<!-- measured: begin -->\n" + "\n\n".join(texts) + "\n<!-- measured: end -->")
     write_json(args.json, {"measured": [compared.as_json() for compared in measured]})
     return report_failures(measured)
+
+
+def _scenarios(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
+    """Return the scenarios to run; with `--quick` also make everything else small."""
+    scenarios = args.scenario or ["quiet"]
+    if args.device and args.scenario is None:
+        scenarios = ["quiet", "jitter-0.3"]
+    if args.device and any(SCENARIOS[name].delays_messages for name in scenarios):
+        parser.error("messages of the device are not late; give a scenario that disturbs ops")
+    if args.quick:
+        args.pp, args.microbatches, args.forward_ms, args.steps = [2], 4, 2.0, 1
+        args.only, scenarios = args.only or _QUICK, ["quiet"]
+    return scenarios
 
 
 def _sizes(args: argparse.Namespace, pp: int) -> Sizes:

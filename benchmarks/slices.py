@@ -53,13 +53,13 @@ def systems() -> list[System]:
 
 def executors_own(pp: int, num_microbatches: int) -> str:
     """Return the processor's time between actions, of whole micro-batches and of most slices."""
-    found = []
+    figures = []
     for cut in (_SLICES[0], _SLICES[-1]):
         # Ops may be short: their own time does not count.
         sizes = Sizes(pp, num_microbatches, 2e-3 * cut, 1, 2)
         most_s = ranks.overhead_s(own("", "zb-h1", slices=cut), sizes)
-        found.append(f"{1e6 * most_s:.0f} us with slices={cut}")
-    return f"zb-h1, processor time between two actions: {', '.join(found)}\n"
+        figures.append(f"{1e6 * most_s:.0f} us with slices={cut}")
+    return f"zb-h1, processor time between two actions: {', '.join(figures)}\n"
 
 
 def memory_of_a_model(length: int, slices: int) -> str:
@@ -67,23 +67,26 @@ def memory_of_a_model(length: int, slices: int) -> str:
     from tests.planning.model_memory import HIDDEN, sliced  # with Megatron, torch
 
     pp, num_microbatches = 4, 4
-    one = sliced("1f1b", pp, 1, 1, length)
+    one_microbatch = sliced("1f1b", pp, 1, 1, length)
     keys = 2 * 2 * length * HIDDEN  # in bf16
     rows = [["schedule", "peak act.", "measured", "off %", "keys, values", "measured"]]
-    for name, cut, more in (
+    for name, cut, flags in (
         ("1f1b", 1, ""),
         ("1f1b", slices, ""),
         ("zb-h1", slices, ""),
         ("zb-h1", slices, "--use-dpp --dpp-extra-activations 0"),
     ):
-        found = sliced(name, pp, num_microbatches, cut, length, more)
-        saved = [mine.held.kept / whole.held.kept for mine, whole in zip(found, one, strict=True)]
-        planned = max(mine.planned for mine in found)
-        most = max(mine.planned_keys for mine in found)
-        figures = (planned, max(saved), 100 * (max(saved) / planned - 1), most)
-        kept = max(mine.keys_bytes for mine in found) / keys
-        label = f"{name} slices={cut}" + (", dynamic" if more else "")
-        rows.append([label, *(f"{figure:.2f}" for figure in (*figures, kept))])
+        ranks_of_run = sliced(name, pp, num_microbatches, cut, length, flags)
+        microbatches = [
+            rank.held.kept / single.held.kept
+            for rank, single in zip(ranks_of_run, one_microbatch, strict=True)
+        ]
+        planned = max(rank.planned for rank in ranks_of_run)
+        max_keys = max(rank.planned_keys for rank in ranks_of_run)
+        figures = (planned, max(microbatches), 100 * (max(microbatches) / planned - 1), max_keys)
+        measured_keys = max(rank.keys_bytes for rank in ranks_of_run) / keys
+        label = f"{name} slices={cut}" + (", dynamic" if flags else "")
+        rows.append([label, *(f"{figure:.2f}" for figure in (*figures, measured_keys))])
     return f"pp {pp}, {num_microbatches} micro-batches of {length} tokens\n\n{aligned(rows)}"
 
 
@@ -101,15 +104,16 @@ def main() -> int:
     ranks.clean_up_when_terminated()
     measured: list[Compared] = []
     for pp, num_microbatches in at_sizes if "schedules" in args.parts else ():
-        found = []
+        compared = []
         for system in systems():
             cut = system.config.slices if isinstance(system, Own) else 1
             forward_s = max(forward_ms, cut * args.slice_ms) / 1e3
             sizes = Sizes(pp, num_microbatches, forward_s, 1, 1 if args.quick else 2)
-            found.append(compare([(system, ["quiet"])], sizes))
-        measured += found
+            compared.append(compare([(system, ["quiet"])], sizes))
+        measured += compared
         print(
-            f"pp {pp}, {num_microbatches} micro-batches\n\n{table(found, _COLUMNS)}\n", flush=True
+            f"pp {pp}, {num_microbatches} micro-batches\n\n{table(compared, _COLUMNS)}\n",
+            flush=True,
         )
         print(executors_own(pp, num_microbatches), flush=True)
     if "memory" in args.parts:

@@ -121,12 +121,12 @@ class _Socket(_Torch):
         self._link.sendall(memoryview(tensor.numpy().data))
 
     def recv(self) -> None:
-        left = memoryview(self._buffer.numpy().data)
-        while left:
-            num_bytes = self._link.recv_into(left)
+        unread = memoryview(self._buffer.numpy().data)
+        while unread:
+            num_bytes = self._link.recv_into(unread)
             if not num_bytes:
                 raise ConnectionError("the other rank ended the connection")
-            left = left[num_bytes:]
+            unread = unread[num_bytes:]
 
     def close(self) -> None:
         self._link.close()
@@ -279,18 +279,20 @@ def left_out() -> str:
     return ""
 
 
-def text_of(found: dict[int, dict[str, Figures]]) -> str:
+def text_of(figures_by_size: dict[int, dict[str, Figures]]) -> str:
     """Return the figures by size and wire as the tables of docs/transport.md."""
-    units = [f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in found]
-    wires = dict.fromkeys(wire for of_size in found.values() for wire in of_size)
+    units = [f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in figures_by_size]
+    wires = dict.fromkeys(
+        wire for figures_by_wire in figures_by_size.values() for wire in figures_by_wire
+    )
     latencies, bandwidths = [], []
     for wire in wires:
-        latencies.append([wire, *["-"] * len(found)])
-        bandwidths.append([wire, *["-"] * len(found)])
-        for column, of_size in enumerate(found.values(), 1):
-            if wire in of_size:
-                latency_s, bytes_per_s = of_size[wire]
-                times = of_size["gloo"][0] / latency_s
+        latencies.append([wire, *["-"] * len(figures_by_size)])
+        bandwidths.append([wire, *["-"] * len(figures_by_size)])
+        for column, figures_by_wire in enumerate(figures_by_size.values(), 1):
+            if wire in figures_by_wire:
+                latency_s, bytes_per_s = figures_by_wire[wire]
+                times = figures_by_wire["gloo"][0] / latency_s
                 latencies[-1][column] = f"{1e6 * latency_s:.1f} ({times:.1f})"
                 bandwidths[-1][column] = f"{bytes_per_s / 1e9:.2f}"
     return (
@@ -305,14 +307,14 @@ def main() -> None:
     """Measure and print the tables."""
     args = options(__doc__, "one round of two sizes").parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    found: dict[int, dict[str, Figures]] = {}
+    figures_by_size: dict[int, dict[str, Figures]] = {}
     for num_bytes in SIZES[1:3] if args.quick else SIZES:
-        found[num_bytes] = {}
+        figures_by_size[num_bytes] = {}
         for backend in ("", *["cuda"] * torch.cuda.is_available()):
             arguments = num_bytes, 1 if args.quick else 15, backend
-            found[num_bytes] |= run_ranks(2, measure, *arguments, timeout_s=300)[0]
+            figures_by_size[num_bytes] |= run_ranks(2, measure, *arguments, timeout_s=300)[0]
         print(f"{num_bytes} bytes", file=sys.stderr)
-    print(text_of(found))
+    print(text_of(figures_by_size))
     if missing := left_out():
         print(missing)
 

@@ -47,8 +47,8 @@ def options(
 
 def _writable(text: str) -> Path:
     path = Path(text)
-    there = path if path.exists() else path.parent
-    if path.is_dir() or not there.exists() or not os.access(there, os.W_OK):
+    existing = path if path.exists() else path.parent
+    if path.is_dir() or not existing.exists() or not os.access(existing, os.W_OK):
         raise argparse.ArgumentTypeError(f"{path} cannot be written; give another file")
     return path
 
@@ -71,11 +71,13 @@ def chosen(
     parser: argparse.ArgumentParser, systems: Sequence[System], only: Sequence[str]
 ) -> list[System]:
     """Return the systems with one of the texts in their name; all without, an error if none."""
-    found = [s for s in systems if not only or any(text in s.name for text in only)]
-    if not found:
+    selected = [
+        system for system in systems if not only or any(text in system.name for text in only)
+    ]
+    if not selected:
         names = "; ".join(system.name for system in systems)
         parser.error(f"no system has {' or '.join(only)} in its name; there are: {names}")
-    return found
+    return selected
 
 
 def size(text: str) -> tuple[int, int]:

@@ -40,16 +40,23 @@ class Compared:
         Medians over the draws, as measured and with the simulated times of both orders that ran;
         None for other systems, without a table, or if nothing ran.
         """
-        (name, scenario), mine = key, self.figures[key]
-        dynamic, own = self.systems[name], [s for s in self.systems.values() if isinstance(s, Own)]
+        (name, scenario), figures = key, self.figures[key]
+        dynamic, own_systems = (
+            self.systems[name],
+            [system for system in self.systems.values() if isinstance(system, Own)],
+        )
         if not (isinstance(dynamic, Own) and dynamic.config.dynamic):
             return None
         schedule = dynamic.config.schedule
-        tables = (s.name for s in own if s.splits and s.config.schedule == schedule)
+        tables = (
+            system.name
+            for system in own_systems
+            if system.splits and system.config.schedule == schedule
+        )
         table = self.figures.get((next(tables, ""), scenario))
         return None if table is None or not table.order_s else (
-            statistics.median(ratios(table.seconds, mine.seconds)),
-            statistics.median(ratios(table.order_s, mine.order_s)),
+            statistics.median(ratios(table.seconds, figures.seconds)),
+            statistics.median(ratios(table.order_s, figures.order_s)),
         )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
@@ -59,50 +66,52 @@ class Compared:
             "pp": self.sizes.pp,
             "failures": self.failures,
             "systems": [
-                {"system": name, "scenario": scenario, **asdict(found),
+                {"system": name, "scenario": scenario, **asdict(figures),
                  "speeds": self.speeds((name, scenario))}
-                for (name, scenario), found in self.figures.items()
+                for (name, scenario), figures in self.figures.items()
             ],
         }  # fmt: skip
 
 
 def compare(
-    wanted: Iterable[tuple[System, Sequence[str]]],
+    selection: Iterable[tuple[System, Sequence[str]]],
     sizes: Sizes,
     repetitions: int = 1,
     *,
-    what: str = "peers over gloo",
+    conditions: str = "peers over gloo",
     simulates: bool = False,
     **where: Any,
 ) -> Compared:
     """Run systems in turn; a system that fails is noted, and the others run.
 
     Args:
-        wanted: Systems, each with the scenarios that it runs in.
+        selection: Systems, each with the scenarios that it runs in.
         sizes: How much is run; `steps` are draws of each scenario.
         repetitions: Of all draws.
-        what: More of the conditions.
+        conditions: What to say of the machine besides.
         simulates: Compute what to expect, and measure nothing; of systems of ours alone.
         where: The device of the ranks and their environment, as `ranks.run` takes them.
     """
-    found, before = Compared(sizes), machine()
-    for system, names in wanted:
-        found.systems[system.name] = system
+    compared, before = Compared(sizes), machine()
+    for system, names in selection:
+        compared.systems[system.name] = system
         try:
             if simulates:
-                each = scenarios.expect(system, sizes, names)
+                figures_by_name = scenarios.expect(system, sizes, names)
             else:
-                each = scenarios.measure(system, sizes, names, repetitions, **where)
+                figures_by_name = scenarios.measure(system, sizes, names, repetitions, **where)
         except (ScheduleError, RanksFailed) as error:
-            found.failures[system.name] = str(error)
+            compared.failures[system.name] = str(error)
             continue
-        found.figures.update({(system.name, name): figures for name, figures in each.items()})
-    found.conditions = (
+        compared.figures.update(
+            {(system.name, name): figures for name, figures in figures_by_name.items()}
+        )
+    compared.conditions = (
         f"pp {sizes.pp}, {sizes.num_microbatches} micro-batches, forward = input gradient = weight "
-        f"gradient = {1e3 * sizes.forward_s:g} ms, {what}, median of {sizes.steps} steps, each the "
-        f"shortest of {repetitions}; {before} before"
+        f"gradient = {1e3 * sizes.forward_s:g} ms, {conditions}, median of {sizes.steps} steps, "
+        f"each the shortest of {repetitions}; {before} before"
     )
-    return found
+    return compared
 
 
 ON_HOST = ("system", "T ms", "T/ideal", "order", "replay %", "ops %", "peak act.", "of order",
@@ -111,30 +120,30 @@ ON_DEVICE = ("system", "T ms", "T/ideal", "order", "T/order", "replay %", "ops %
              "speed", "of orders")  # fmt: skip
 
 
-def cells(measured: Compared, key: Key, found: Figures) -> dict[str, str]:
+def cells(measured: Compared, key: Key, figures: Figures) -> dict[str, str]:
     """Return the text of every column; `Figures` and `speeds` say what they are."""
     name, scenario = key
     work_s = measured.sizes.work_s  # the undisturbed work of one rank: a step without any bubble
     speed, of_orders = measured.speeds(key) or (None, None)
     return {
         "system": name if scenario == "quiet" else f"{name}, {scenario}",
-        "T ms": f"{1e3 * found.median_s:.0f}",
-        "T/ideal": f"{found.median_s / work_s:.3f}",
+        "T ms": f"{1e3 * figures.median_s:.0f}",
+        "T/ideal": f"{figures.median_s / work_s:.3f}",
         # Of the order that ran, with exact ops and free messages.
-        "order": f"{found.optimum_s / work_s:.3f}",
-        "T/order": f"{statistics.median(ratios(found.seconds, found.order_s)):.3f}",
-        "replay %": f"{100 * statistics.median(found.overheads):.1f}",
-        "ops %": f"{'!' * (found.op_inflation > _NOISY)}{100 * found.op_inflation:.1f}",
-        "peak act.": f"{found.peak_live:g}",
-        "of order": f"{found.peak_of_order:g}",
+        "order": f"{figures.optimum_s / work_s:.3f}",
+        "T/order": f"{statistics.median(ratios(figures.seconds, figures.order_s)):.3f}",
+        "replay %": f"{100 * statistics.median(figures.overheads):.1f}",
+        "ops %": f"{'!' * (figures.op_inflation > _NOISY)}{100 * figures.op_inflation:.1f}",
+        "peak act.": f"{figures.peak_live:g}",
+        "of order": f"{figures.peak_of_order:g}",
         "weights": f"{measured.systems[name].weight_copies}x",
-        "ops": f"{found.num_ops}",
-        "hops": f"{found.hops:g}",
-        "gap us": f"{1e6 * found.gap_s:.0f}",
-        "hop us": f"{1e6 * found.hop_s:.0f}",
+        "ops": f"{figures.num_ops}",
+        "hops": f"{figures.hops:g}",
+        "gap us": f"{1e6 * figures.gap_s:.0f}",
+        "hop us": f"{1e6 * figures.hop_s:.0f}",
         # CPU time of a rank over T: beyond cores/pp ranks wait for cores.
-        "cpu %": f"{100 * found.cpu_s / found.median_s:.1f}",
-        "waits": f"{found.waits_per_action:.2f}",
+        "cpu %": f"{100 * figures.cpu_s / figures.median_s:.1f}",
+        "waits": f"{figures.waits_per_action:.2f}",
         "speed": figure(speed, ".3f"),
         "of orders": figure(of_orders, ".3f"),
     }
@@ -142,13 +151,17 @@ def cells(measured: Compared, key: Key, found: Figures) -> dict[str, str]:
 
 def table(comparisons: Sequence[Compared], columns: Sequence[str] = ON_HOST) -> str:
     """Return the figures of comparisons as one table of text."""
-    every = [cells(each, key, found) for each in comparisons for key, found in each.figures.items()]
-    return aligned([columns, *([row[name] for name in columns] for row in every)])
+    all_cells = [
+        cells(compared, key, figures)
+        for compared in comparisons
+        for key, figures in compared.figures.items()
+    ]
+    return aligned([columns, *([row[name] for name in columns] for row in all_cells)])
 
 
 def report_failures(comparisons: Iterable[Compared]) -> int:
     """Print which systems failed and why; return the code to exit with."""
-    failures = [failure for each in comparisons for failure in each.failures.items()]
+    failures = [failure for compared in comparisons for failure in compared.failures.items()]
     for name, reason in failures:
         print(f"\n{name}: {reason}", file=sys.stderr)
     return 1 if failures else 0

@@ -65,23 +65,23 @@ class ExpertProbe(DeviceProbe):
         parameters = inspect.signature(step)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            given = parameters.bind(*args, **kwargs).arguments
-            model = given["f_model"]
+            arguments = parameters.bind(*args, **kwargs).arguments
+            model = arguments["f_model"]
             names: list[tuple[int, Kind, int]] = []
             if model is not None:
-                key = model.number, given["current_microbatch"]
+                key = model.number, arguments["current_microbatch"]
                 names.append((key[0], "F", key[1]))
-            if given["b_model"] is not None:
-                stage, microbatch = first(given["b_output_tensor"]).benchmark_key
+            if arguments["b_model"] is not None:
+                stage, microbatch = first(arguments["b_output_tensor"]).benchmark_key
                 kind: Kind = "I" if (stage, microbatch) in split_backwards else "B"
                 names.append((stage, kind, microbatch))
             with TimedOp(self, *names):
                 if model is not None:
                     self.current = key
-                outputs, num_tokens, found = step(*args, **kwargs)
+                outputs, num_tokens, num_zeros = step(*args, **kwargs)
                 if model is not None:
                     first(outputs).benchmark_key = key
-            return outputs, num_tokens, found
+            return outputs, num_tokens, num_zeros
 
         combined_1f1b.combined_forward_backward_step = recorded
 
@@ -114,11 +114,11 @@ class _Layer(torch.nn.Module):
         """Run one part."""
         self.probe.part(part, "F", self.place)
         # No view, which Megatron would replace.
-        made: torch.Tensor = Passing.apply(x, self._spending("I", part)).clone()
+        output: torch.Tensor = Passing.apply(x, self._spending("I", part)).clone()
         if part in ("attention", "experts"):
             from_weights = weight_product(x, self.weights[part == "experts"])
-            made = made + Passing.apply(from_weights, self._spending("W", part))
-        return made
+            output = output + Passing.apply(from_weights, self._spending("W", part))
+        return output
 
     def _spending(self, kind: Kind, part: Part) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return what takes the time of a gradient; that of weights may be left to W."""

@@ -173,11 +173,11 @@ def seconds_of(ranks: Sequence[Step]) -> float:
 
 def peak(row: Sequence[Op]) -> int:
     """Return the most activations that an order of ops keeps: from F to B or W."""
-    live = most = 0
+    live = highest = 0
     for op in row:
         live += {"F": 1, "I": 0}.get(op.kind, -1)
-        most = max(most, live)
-    return most
+        highest = max(highest, live)
+    return highest
 
 
 def replay(
@@ -197,7 +197,7 @@ def replay(
     Raises:
         ValueError: The order is impossible, so the record is wrong.
     """
-    made: _Made = {}
+    ready_s: _Made = {}
     position, now = [0] * len(rows), [0.0] * len(rows)
     # Rank after rank as far as inputs exist, until nobody gets further.
     progress = True
@@ -207,12 +207,12 @@ def replay(
             twin = rank % placement.twins
             while position[rank] < len(row):
                 op = row[position[rank]]
-                ready = _ready(op, twin, placement, made, latency_s)
+                ready = _ready(op, twin, placement, ready_s, latency_s)
                 if ready is None:
                     break
                 now[rank] = max(now[rank], ready) + duration_s(op)
                 if op.kind != "W":
-                    made[_made_by(op, twin)] = now[rank]
+                    ready_s[_made_by(op, twin)] = now[rank]
                 position[rank] += 1
                 progress = True
     for rank, row in enumerate(rows):
@@ -225,12 +225,14 @@ def _made_by(op: Op, twin: int) -> tuple[str, int, int, int]:
     return "F" if op.kind == "F" else "B", op.stage, op.microbatch, twin
 
 
-def _ready(op: Op, twin: int, placement: Placement, made: _Made, latency_s: float) -> float | None:
+def _ready(
+    op: Op, twin: int, placement: Placement, ready_s: _Made, latency_s: float
+) -> float | None:
     """Return since when the input of an op exists, or None."""
     source = placement.source(op.stage, op.kind)
     if source is None:
         return 0.0
     hop = placement.hops[min(source, op.stage)]
-    what = "F" if op.kind == "F" else "B"
-    end_s = made.get((what, source, op.microbatch, twin ^ (hop == "twin")))
+    kind = "F" if op.kind == "F" else "B"
+    end_s = ready_s.get((kind, source, op.microbatch, twin ^ (hop == "twin")))
     return end_s if end_s is None or hop == "local" else end_s + latency_s

@@ -60,7 +60,7 @@ def run(
 
 
 def emulated_device(sizes: Sizes, connections: int = 8) -> dict[str, Any]:
-    """Return what makes `run` use the emulated device behind its host; `what` has its costs.
+    """Return what makes `run` use the emulated device behind its host; `conditions` says its costs.
 
     Raises:
         SystemExit: It cannot be built; with the line that says so.
@@ -77,7 +77,7 @@ def emulated_device(sizes: Sizes, connections: int = 8) -> dict[str, Any]:
         f"{costs['copied_per_us'] / 1e3:g} GB/s, a message of a communicator "
         f"{costs['message_us']:g} us"
     )
-    return {"device": "musa", "env": env, "what": words}
+    return {"device": "musa", "env": env, "conditions": words}
 
 
 def clean_up_when_terminated() -> None:
@@ -135,8 +135,8 @@ def prepare(
         # alone, the kernel wakes a receiver on the CPU of its sender, which goes on with its next
         # op there, while another CPU may sleep.
         cpus = sorted(os.sched_getaffinity(0))
-        own = cpus[rank :: int(os.environ["WORLD_SIZE"])]
-        os.sched_setaffinity(0, own or [cpus[rank % len(cpus)]])
+        rank_cpus = cpus[rank :: int(os.environ["WORLD_SIZE"])]
+        os.sched_setaffinity(0, rank_cpus or [cpus[rank % len(cpus)]])
     torch.set_num_threads(1)
     system.join(sizes.pp, device.distributed_backend, sizes.timeout_s)
     probe = system.probe(times or system.times(sizes), device.torch_device(rank))

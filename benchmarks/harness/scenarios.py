@@ -47,7 +47,7 @@ def measure(
         RanksFailed: A rank failed.
     """
     system.check(sizes.pp, sizes.num_microbatches)
-    found: dict[str, Figures] = {}
+    figures_by_name: dict[str, Figures] = {}
     for waits in (False, True):
         together = [name for name in names if SCENARIOS[name].delays_messages == waits]
         if not together:
@@ -60,28 +60,28 @@ def measure(
             else noisy(system, sizes, name)
             for name in together
         }
-        times = [each for mine in draws.values() for each in mine * repetitions]
+        times = [draw for draws_of_name in draws.values() for draw in draws_of_name * repetitions]
         repeats = 2 * repetitions * len(together)  # late messages make steps longer
         by_rank = ranks.run(ranks.measure, system, sizes, times, waits, repeats=repeats, **where)
         count = repetitions * sizes.steps
         for index, name in enumerate(together):
             steps = [records[index * count : (index + 1) * count] for records in by_rank]
-            found[name] = evaluate(steps, system.placement(sizes.pp), draws[name])
-    return found
+            figures_by_name[name] = evaluate(steps, system.placement(sizes.pp), draws[name])
+    return figures_by_name
 
 
 def expect(system: System, sizes: Sizes, names: Sequence[str]) -> dict[str, Figures]:
     """Simulate a system in some scenarios, as on a machine without overhead; times in forwards."""
     assert isinstance(system, Own), "nobody else's runtime is simulated"
-    found = {}
+    figures_by_name = {}
     for name in names:
         lines = [
             simulated(system, sizes.pp, sizes.num_microbatches, _Drawn(times=times))
             for times in noisy(system, replace(sizes, forward_s=1.0), name)
         ]
         peak = max(line.peak_activations for line in lines)
-        found[name] = Figures([line.makespan for line in lines], peak)
-    return found
+        figures_by_name[name] = Figures([line.makespan for line in lines], peak)
+    return figures_by_name
 
 
 def limits(system: Own, sizes: Sizes, name: str) -> list[float]:
@@ -91,7 +91,7 @@ def limits(system: Own, sizes: Sizes, name: str) -> list[float]:
     """
     size = sizes.pp, sizes.num_microbatches
     split = split_backwards(system.pipeline(*size).full)
-    draws = [_Drawn(times=each) for each in noisy(system, replace(sizes, forward_s=1.0), name)]
+    draws = [_Drawn(times=times) for times in noisy(system, replace(sizes, forward_s=1.0), name)]
     return [simulated(system, *size, costs).makespan / shortest(split, costs) for costs in draws]
 
 
@@ -177,8 +177,8 @@ def shortest(schedule: Schedule, costs: Costs) -> float:
         hop = stage if kind == "F" else stage - 1
         if not 0 <= hop < last or schedule.placement.hops[hop] == "local":
             return 0.0
-        made = links["F" if kind == "F" else "B"]
-        return costs.latency * made[stage * schedule.num_microbatches + m]
+        latencies = links["F" if kind == "F" else "B"]
+        return costs.latency * latencies[stage * schedule.num_microbatches + m]
 
     for m in range(schedule.num_microbatches):
         # Down the stages, then back, with W beside.
@@ -213,12 +213,12 @@ def _machine(jobs: list[_Job]) -> float:
         while position < len(jobs) and jobs[position].release <= now:
             heapq.heappush(waiting, (-jobs[position].tail, jobs[position].duration))
             position += 1
-        minus_tail, left = heapq.heappop(waiting)
+        minus_tail, remaining = heapq.heappop(waiting)
         next_release = jobs[position].release if position < len(jobs) else float("inf")
-        if now + left > next_release:
-            heapq.heappush(waiting, (minus_tail, now + left - next_release))
+        if now + remaining > next_release:
+            heapq.heappush(waiting, (minus_tail, now + remaining - next_release))
             now = next_release
         else:
-            now += left
+            now += remaining
             end = max(end, now - minus_tail)
     return end

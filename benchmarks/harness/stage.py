@@ -154,9 +154,9 @@ class Probe:
 
     def take(self) -> tuple[list[Op], float]:
         """Return ops and peak since the last call."""
-        taken = [Op(*record) for record in self.records], self.peak_live
+        recorded = [Op(*record) for record in self.records], self.peak_live
         self.records, self.peak_live = [], 0
-        return taken
+        return recorded
 
 
 class _RecordedOp:
@@ -206,7 +206,7 @@ def weight_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     One feature of it: the product costs microseconds. Detached: the input gradient is the stage's.
     """
-    made: torch.Tensor = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
+    product: torch.Tensor = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
         input=x.detach()[..., :1],
         weight=weight,
         bias=None,
@@ -215,7 +215,7 @@ def weight_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         sequence_parallel=False,
         tp_group=torch.distributed.group.WORLD,  # unused; without, Megatron's would be needed
     )
-    return made
+    return product
 
 
 class EmulatedStage(torch.nn.Module):
@@ -288,8 +288,8 @@ class Chunk(torch.nn.Module):
 
     def forward(self, data: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Run on the given input, or without one on the next of the data."""
-        made: torch.Tensor = self.stage(self._given(data))
-        return made
+        output: torch.Tensor = self.stage(self._given(data))
+        return output
 
     def _given(self, data: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
         if self._input is not None:

@@ -97,8 +97,8 @@ class Peer(System):
 
     def prepare(self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float) -> Run:
         module = importlib.import_module(f"{__package__}.{self.module}")
-        made: Run = module.prepare(self.schedule, self.placement(pp), num_microbatches, probe)
-        return made
+        run: Run = module.prepare(self.schedule, self.placement(pp), num_microbatches, probe)
+        return run
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Own(System):
     def pipeline(self, pp: int, num_microbatches: int) -> Pipeline:
         """Return the pipeline as training would have it."""
         per_replica = num_microbatches // self.weight_copies  # each of two twins runs half
-        made = _SplitPipeline if self.splits else Pipeline
-        return made(self.config, pp, per_replica)
+        pipeline_class = _SplitPipeline if self.splits else Pipeline
+        return pipeline_class(self.config, pp, per_replica)
 
     def times(self, sizes: Sizes) -> OpTimes:
         shares = shares_of_equal_cost(self.config.slices, self.attention)
@@ -216,7 +216,7 @@ PEERS = {
 
 def all_systems() -> list[System]:
     """Return every system, in the order of the table."""
-    found: list[System] = list(PEERS.values())
+    systems: list[System] = list(PEERS.values())
     # With the latency of a message in forwards of 40 ms: from the end of an op to the start of the
     # one that waits for it in another process.
     wires: tuple[tuple[str, TransportName, float], ...] = (
@@ -225,10 +225,10 @@ def all_systems() -> list[System]:
     )
     for shown, transport, latency in wires:
         prefix = f"megatron_ext, {shown}: "
-        found += [own(prefix + label, label, transport=transport) for label in VARIANTS]
+        systems += [own(prefix + label, label, transport=transport) for label in VARIANTS]
         name, costs = f"{prefix}bitpipe order=zb for latency {latency:g}", Costs(latency=latency)
-        found.append(own(name, "bitpipe order=zb", transport=transport, costs=costs))
-    return found
+        systems.append(own(name, "bitpipe order=zb", transport=transport, costs=costs))
+    return systems
 
 
 def device_systems() -> list[System]:
@@ -242,5 +242,5 @@ def device_systems() -> list[System]:
         *(peer for peer in PEERS.values() if peer.module == "megatron_core"),
         *(own(f"communicator: {label}", label, transport="torch") for label in VARIANTS),
         *(own(f"ipc: {label}", label, device_path="ipc") for label in VARIANTS),
-        *(ordered(f"ipc: interleaved chunks=2, {each}", device_path="ipc") for each in orders),
+        *(ordered(f"ipc: interleaved chunks=2, {order}", device_path="ipc") for order in orders),
     ]

@@ -57,14 +57,14 @@ def prepare(
 ) -> Callable[[], object]:
     """Return a function that runs one step of a schedule class."""
     schedule_class = getattr(schedules, schedule)
-    own = placement.stages_of[torch.distributed.get_rank()]
-    stages = [_Stage(probe, index, placement.num_stages) for index in own]
+    stage_indices = placement.stages_of[torch.distributed.get_rank()]
+    stages = [_Stage(probe, index, placement.num_stages) for index in stage_indices]
     single = issubclass(schedule_class, schedules.PipelineScheduleSingle)
     runner = schedule_class(
         stages[0] if single else stages, num_microbatches, loss_fn=_loss, scale_grads=False
     )
-    sequence, *rest = MESSAGE_SHAPE
-    data = torch.zeros(num_microbatches * sequence, *rest)
-    inputs = (data,) if own[0] == 0 else ()
-    last = {"target": data} if own[-1] == placement.num_stages - 1 else {}
+    sequence, *trailing_shape = MESSAGE_SHAPE
+    data = torch.zeros(num_microbatches * sequence, *trailing_shape)
+    inputs = (data,) if stage_indices[0] == 0 else ()
+    last = {"target": data} if stage_indices[-1] == placement.num_stages - 1 else {}
     return lambda: runner.step(*inputs, **last)
