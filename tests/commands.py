@@ -39,5 +39,5 @@ def run_package(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]
 def subcommands() -> set[str]:
     """Return the subcommands of `megatron-ext`."""
     actions = cli.build_parser()._actions
-    [found] = [action for action in actions if isinstance(action, argparse._SubParsersAction)]
-    return set(found.choices)
+    [subparsers] = [action for action in actions if isinstance(action, argparse._SubParsersAction)]
+    return set(subparsers.choices)

@@ -50,11 +50,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--short"):
-        left = tiers.left_out(items, config.getoption("--short-s"))
+        left_out_items = tiers.left_out(items, config.getoption("--short-s"))
         _ALL[0] = len(items)
-        _LEFT.update(Path(item.nodeid.partition("::")[0]).parts[1] for item in left)
-        items[:] = [item for item in items if item not in set(left)]
-        config.hook.pytest_deselected(items=left)
+        _LEFT.update(Path(item.nodeid.partition("::")[0]).parts[1] for item in left_out_items)
+        items[:] = [item for item in items if item not in set(left_out_items)]
+        config.hook.pytest_deselected(items=left_out_items)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -67,11 +67,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    found = getattr(node, "workeroutput", {})
-    if found.get("all_cases"):
+    output = getattr(node, "workeroutput", {})
+    if output.get("all_cases"):
         _LEFT.clear()
-        _LEFT.update(found["left_out"])
-        _ALL[0] = found["all_cases"]
+        _LEFT.update(output["left_out"])
+        _ALL[0] = output["all_cases"]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

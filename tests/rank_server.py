@@ -131,9 +131,9 @@ def _remember_help() -> None:
     from megatron.training import arguments
     from megatron.training.argument_utils import ArgumentGroupFactory
 
-    read = ArgumentGroupFactory._get_field_docstrings
+    read_docstrings = ArgumentGroupFactory._get_field_docstrings
     factory = ArgumentGroupFactory.__new__(ArgumentGroupFactory)
-    remembered = functools.cache(lambda config: read(factory, config))
+    remembered = functools.cache(lambda config: read_docstrings(factory, config))
     ArgumentGroupFactory._get_field_docstrings = lambda _, config: remembered(config)
     inspect.unwrap(arguments.add_megatron_arguments)(ArgumentParser())
 
@@ -258,8 +258,8 @@ class _Run:
     def wait(self, stdin: int) -> Answer:
         """Wait for all ranks; the first failure shortens the deadline of the others."""
         while self.pids:
-            left = max(0.0, self.deadline - time.monotonic())
-            readable, _, _ = select.select([stdin, *self.pids], [], [], left)
+            left_s = max(0.0, self.deadline - time.monotonic())
+            readable, _, _ = select.select([stdin, *self.pids], [], [], left_s)
             if stdin in readable or not readable:
                 self.timed_out = not readable and self.first_failed is None
                 self._kill()

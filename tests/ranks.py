@@ -195,11 +195,13 @@ def _turn(num_ranks: int, file: Path = Path(__file__)) -> Iterator[None]:
     num_cores = os.cpu_count() or 1
     with file.open("rb+") as cores, file.open() as queue:
         fcntl.flock(queue, fcntl.LOCK_EX)  # so many ranks are not overtaken by few for ever
-        wanted = min(num_ranks, num_cores)
+        wanted_cores = min(num_ranks, num_cores)
         free = [core for core in range(num_cores) if _locked(cores, core, fcntl.LOCK_NB)]
-        for core in free[wanted:]:
+        for core in free[wanted_cores:]:
             fcntl.lockf(cores, fcntl.LOCK_UN, 1, core)
-        for core in [core for core in range(num_cores) if core not in free][: wanted - len(free)]:
+        for core in [core for core in range(num_cores) if core not in free][
+            : wanted_cores - len(free)
+        ]:
             _locked(cores, core)
         fcntl.flock(queue, fcntl.LOCK_UN)
         yield

@@ -30,9 +30,11 @@ def durations() -> dict[str, float]:
 def write(measured: Mapping[str, float]) -> None:
     """Renew the measured seconds of the tests that ran; others keep theirs."""
     tests = {_test(case) for case in measured}
-    known = {case: time_s for case, time_s in durations().items() if _test(case) not in tests}
-    known |= {case: round(s, 1) for case, s in measured.items() if s >= KNOWN_FROM_S}
-    DURATIONS.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
+    known_times_s = {
+        case: time_s for case, time_s in durations().items() if _test(case) not in tests
+    }
+    known_times_s |= {case: round(s, 1) for case, s in measured.items() if s >= KNOWN_FROM_S}
+    DURATIONS.write_text(json.dumps(dict(sorted(known_times_s.items())), indent=0) + "\n")
 
 
 def left_out(items: Iterable[pytest.Item], short_s: float = SHORT_S) -> list[pytest.Item]:
@@ -40,24 +42,29 @@ def left_out(items: Iterable[pytest.Item], short_s: float = SHORT_S) -> list[pyt
     from tests.mutations.run_mutant import ALL_MUTANTS
 
     guards = {test for mutant in ALL_MUTANTS for test in mutant.tests}
-    known, spent, left = durations(), Counter[str](), []
+    known_times_s = durations()
+    spent_s = Counter[str]()
+    deselected = []
     for item in items:
         case, test = item.nodeid, _test(item.nodeid)
         mark = item.get_closest_marker("short_s")
-        time_s = known.get(case, 0.0)
-        stays = spent[test] + time_s <= (mark.args[0] if mark else short_s)
+        time_s = known_times_s.get(case, 0.0)
+        stays = spent_s[test] + time_s <= (mark.args[0] if mark else short_s)
         if case not in guards and (item.get_closest_marker("slow") or not stays):
-            left.append(item)
+            deselected.append(item)
         else:
-            spent[test] += time_s
-    return left
+            spent_s[test] += time_s
+    return deselected
 
 
-def summary(left: Mapping[str, int], all_cases: int) -> str:
+def summary(left_out_by_room: Mapping[str, int], all_cases: int) -> str:
     """Return the line that tells what was left out, by folder of the tests."""
-    places = ", ".join(f"{place} {count}" for place, count in Counter(left).most_common(6))
+    places = ", ".join(
+        f"{place} {count}" for place, count in Counter(left_out_by_room).most_common(6)
+    )
+    num_left_out = sum(left_out_by_room.values())
     return (
-        f"the short tier left out {sum(left.values()):,} of {all_cases:,} cases ({places}); "
+        f"the short tier left out {num_left_out:,} of {all_cases:,} cases ({places}); "
         "all run with: bash tests/run.sh --all"
     )
 

@@ -19,12 +19,12 @@ LENGTH = 16
 VOCABULARY = 64
 
 
-def _configure(schedule: str | None, **more: Any) -> None:
+def _configure(schedule: str | None, **settings: Any) -> None:
     """Do what docs/rl.md says; without a schedule, nothing."""
     if schedule is None:
         return
     megatron_ext.configure(
-        megatron_ext.PipelineConfig(schedule=schedule, transport="shm", **more),
+        megatron_ext.PipelineConfig(schedule=schedule, transport="shm", **settings),
         pipeline_ranks=RANKS,
         num_microbatches=MICROBATCHES,
         num_layers=2 * RANKS,
@@ -40,7 +40,7 @@ def _init(weight: torch.Tensor) -> None:
     torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(weight.numel()))
 
 
-def _chunks(**more: Any) -> list[Any]:
+def _chunks(**settings: Any) -> list[Any]:
     """Build this rank's part of the model, as the frameworks do: groups first, then the model.
 
     Args:
@@ -73,7 +73,7 @@ def _chunks(**more: Any) -> list[Any]:
         pipeline_model_parallel_size=RANKS,
         transformer_impl="local",
         finalize_model_grads_func=distributed.finalize_model_grads,
-        **more,
+        **settings,
     )
     model = Unpacked(
         config,

@@ -112,11 +112,21 @@ class Rank(NamedTuple):
 def cases() -> Iterator[Case]:
     """Yield every model under every schedule, the parallelisms in turn."""
     for number, model in enumerate(_MODELS):
-        usual = ["PP 4", "TP 2, SP, PP 2", "EP 2, PP 2" if model == "experts" else "DP 2, PP 2"]
+        parallelisms = [
+            "PP 4",
+            "TP 2, SP, PP 2",
+            "EP 2, PP 2" if model == "experts" else "DP 2, PP 2",
+        ]
         if model == "latent attention":
-            usual.remove("TP 2, SP, PP 2")  # without Transformer Engine it divides the latents
+            parallelisms.remove(
+                "TP 2, SP, PP 2"
+            )  # without Transformer Engine it divides the latents
         for turn, schedule in enumerate(_SCHEDULES):
-            chosen = "PP 4" if get(schedule).twins == 2 else usual[(number + turn) % len(usual)]
+            chosen = (
+                "PP 4"
+                if get(schedule).twins == 2
+                else parallelisms[(number + turn) % len(parallelisms)]
+            )
             yield Case(model, chosen, schedule)
 
 
@@ -154,14 +164,14 @@ def compared(case: Case) -> list[tuple[Held, Held]]:
     )
     plan = search(job).plans[0]
     by_formula = [
-        Held(static * 2**30, kept * 2**30)
-        for static, kept in zip(plan.static_gib, plan.kept_gib, strict=True)
+        Held(static_gib * 2**30, kept_gib * 2**30)
+        for static_gib, kept_gib in zip(plan.static_gib, plan.kept_gib, strict=True)
     ]
     return [(held, by_rank[rank].held) for rank, held in enumerate(by_formula)]
 
 
 def sliced(
-    schedule: str, pp: int, num_microbatches: int, slices: int, length: int, more: str = ""
+    schedule: str, pp: int, num_microbatches: int, slices: int, length: int, flags_besides: str = ""
 ) -> list[Rank]:
     """Train one step of a GPT with a layer on each of `pp` ranks.
 
@@ -176,7 +186,7 @@ def sliced(
     flags = (
         f"{_SLICED}--num-layers {pp} --pipeline-model-parallel-size {pp} --hidden-size {HIDDEN} "
         f"--seq-length {length} --max-position-embeddings {length} --pipeline-slices {slices} "
-        f"--global-batch-size {num_microbatches} --pipeline-schedule {schedule} {more}"
+        f"--global-batch-size {num_microbatches} --pipeline-schedule {schedule} {flags_besides}"
     )
     return run_ranks(pp, measure, flags.split(), timeout_s=600)
 
@@ -192,20 +202,23 @@ def measure(argv: list[str]) -> Rank:
 
     @functools.wraps(set_up)
     def counting(*args: Any, **kwargs: Any) -> Any:
-        made = set_up(*args, **kwargs)
-        found["made"], found["counter"] = made, _Counting(torch.nn.ModuleList(made[0]))
+        set_up_model = set_up(*args, **kwargs)
+        found["made"], found["counter"] = (
+            set_up_model,
+            _Counting(torch.nn.ModuleList(set_up_model[0])),
+        )
         required().observers.append(found["counter"])
-        return made
+        return set_up_model
 
     training.setup_model_and_optimizer = counting  # this process is a rank, and ends
     train_here("gpt", argv)
     counter, (chunks, optimizer, _) = found["counter"], found["made"]
     tensors = [weight for chunk in chunks for weight in chunk.parameters()]
     for chunk in chunks:
-        tensors += [each.grad_data for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-        states = each.optimizer.state
-        for group in each.optimizer.param_groups:
+        tensors += [part.grad_data for part in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        states = part.optimizer.state
+        for group in part.optimizer.param_groups:
             for weight in group["params"]:
                 tensors += [weight, *filter(torch.is_tensor, states[weight].values())]
     number = parallel_state.get_pipeline_model_parallel_rank()
@@ -231,7 +244,9 @@ class _Counting(Observer):
         self.compute = compute
 
     def end_action(self, position: int, action: Action) -> None:
-        outputs = [tensor for _, made in self.compute._live.values() for tensor in made]
+        outputs = [
+            tensor for _, live_outputs in self.compute._live.values() for tensor in live_outputs
+        ]
         waiting = in_force().splits._waiting.values()
         operands = [
             tensor

@@ -64,62 +64,64 @@ class RandomStage(torch.nn.Module):
             data = torch.randn(length, WIDTH, generator=generator)
             pool.append(data.to(self.weights[0].device))
         handed_on = len(pool)
-        recomputes = self.recomputes and any(each.requires_grad for each in pool)
+        recomputes = self.recomputes and any(tensor.requires_grad for tensor in pool)
         if self.config is None:
             # Without a pipeline a gradient reaches its publisher through what it was taken for,
             # and a recomputed layer hides what it takes.
             pool += self._taken()
         if recomputes:  # which is another order of sums, so it has to be the same everywhere
-            made = checkpoint(self._layers, microbatch, *pool, use_reentrant=self.number % 2 == 0)
+            outputs = checkpoint(
+                self._layers, microbatch, *pool, use_reentrant=self.number % 2 == 0
+            )
         else:
-            made = self._layers(microbatch, *pool)
-        pool = [*pool[:handed_on], *made]
+            outputs = self._layers(microbatch, *pool)
+        pool = [*pool[:handed_on], *outputs]
         if self.number == self.num_stages - 1:
-            return sum(each.square().mean() for each in pool)
+            return sum(tensor.square().mean() for tensor in pool)
         handed = draw.sample(pool, draw.randint(0 if draw.random() < 0.2 else 1, min(4, len(pool))))
         if self.recomputes:  # what is published in a recomputed layer has to lead to the loss
-            handed.append(sum(each.mean(0, keepdim=True) for each in pool))
-        return _tree(draw, list({id(each): each for each in handed}.values()), made)
+            handed.append(sum(tensor.mean(0, keepdim=True) for tensor in pool))
+        return _tree(draw, list({id(tensor): tensor for tensor in handed}.values()), outputs)
 
     def _layers(self, microbatch: int, *pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what the weights make of what is here and of what is taken; publish some of it."""
         draw = self._draw(microbatch, "layers")
-        known = [*pool, *(self._taken() if self.config is not None else ())]
-        made = []
+        inputs = [*pool, *(self._taken() if self.config is not None else ())]
+        outputs = []
         for weight in self.weights:
-            one, other = draw.choice(known), draw.choice(known)
-            made.append(torch.tanh(one @ weight) + other.mean(0, keepdim=True) / 2)
-            known.append(made[-1])
+            left, right = draw.choice(inputs), draw.choice(inputs)
+            outputs.append(torch.tanh(left @ weight) + right.mean(0, keepdim=True) / 2)
+            inputs.append(outputs[-1])
         for name in self.publishes:
-            self._publish(draw, name, made)
-        return tuple(made)
+            self._publish(draw, name, outputs)
+        return tuple(outputs)
 
     def _taken(self) -> list[torch.Tensor]:
-        taken = [routes.take(name) for name in self.takes]
-        return [each.float() for each in taken if each is not None]
+        routed = [routes.take(name) for name in self.takes]
+        return [tensor.float() for tensor in routed if tensor is not None]
 
-    def _publish(self, draw: random.Random, name: str, made: list[torch.Tensor]) -> None:
-        index, choice = draw.randrange(len(made)), draw.random()
+    def _publish(self, draw: random.Random, name: str, outputs: list[torch.Tensor]) -> None:
+        index, choice = draw.randrange(len(outputs)), draw.random()
         if self.varies and choice < 0.3:
             routes.publish(name, None)
         elif choice < 0.5:
-            routes.publish(name, made[index] > 0)
+            routes.publish(name, outputs[index] > 0)
         elif choice < 0.7 and not self.recomputes:
-            routes.publish(name, made[index].double())  # which only takers use
+            routes.publish(name, outputs[index].double())  # which only takers use
         else:
-            published = routes.publish(name, made[index])
+            published = routes.publish(name, outputs[index])
             assert published is not None
-            made[index] = published
+            outputs[index] = published
 
-    def _draw(self, microbatch: int, what: str) -> random.Random:
-        each = microbatch if self.varies else ""
-        return random.Random(f"{self.seed}.{self.number}.{what}.{each}")
+    def _draw(self, microbatch: int, purpose: str) -> random.Random:
+        microbatch_key = microbatch if self.varies else ""
+        return random.Random(f"{self.seed}.{self.number}.{purpose}.{microbatch_key}")
 
 
-def _tree(draw: random.Random, handed: list[Any], made: tuple[torch.Tensor, ...]) -> Any:
+def _tree(draw: random.Random, handed: list[Any], outputs: tuple[torch.Tensor, ...]) -> Any:
     """Return a tree of tensors, each once, with some that have no gradient."""
-    leaves: list[Any] = [each.double() if draw.random() < 0.2 else each for each in handed]
-    leaves += draw.sample([None, made[0] > 0, torch.arange(3), made[0].detach()], 1)
+    leaves: list[Any] = [tensor.double() if draw.random() < 0.2 else tensor for tensor in handed]
+    leaves += draw.sample([None, outputs[0] > 0, torch.arange(3), outputs[0].detach()], 1)
     shape = draw.randrange(4)
     if shape == 0:
         return leaves
@@ -136,8 +138,8 @@ def floats(tree: Any) -> Iterator[torch.Tensor]:
         if tree.is_floating_point():
             yield tree.float()
     elif tree is not None:
-        for each in tree.values() if isinstance(tree, dict) else tree:
-            yield from floats(each)
+        for branch in tree.values() if isinstance(tree, dict) else tree:
+            yield from floats(branch)
 
 
 def names_of(seed: int, number: int, num_stages: int) -> tuple[list[str], list[str]]:
@@ -162,10 +164,10 @@ def alone(seed: int, num_stages: int, num_microbatches: int) -> tuple[Any, Any]:
     stages = [RandomStage(None, seed, s, num_stages) for s in range(num_stages)]
     losses = []
     for microbatch in range(num_microbatches):
-        made: Any = None
+        output: Any = None
         for stage in stages:
-            stage.set_input_tensor([made])
-            made = stage(microbatch)
-        losses.append(made.item())
-        (made / num_microbatches).backward()
+            stage.set_input_tensor([output])
+            output = stage(microbatch)
+        losses.append(output.item())
+        (output / num_microbatches).backward()
     return losses, [[weight.grad for weight in stage.weights] for stage in stages]

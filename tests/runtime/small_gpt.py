@@ -138,9 +138,9 @@ def deferred(model: DistributedDataParallel) -> set[str]:
     return waiting
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Compare bit by bit."""
-    assert found.keys() == expected.keys()
-    different = [name for name in found if not torch.equal(found[name], expected[name])]
+    assert actual.keys() == expected.keys()
+    different = [name for name in actual if not torch.equal(actual[name], expected[name])]
     assert not different, different
-    assert all(torch.isfinite(g).all() for g in found.values())
+    assert all(torch.isfinite(g).all() for g in actual.values())

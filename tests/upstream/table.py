@@ -82,10 +82,10 @@ def area(file: str) -> str:
     return file.partition("/")[0] if "/" in file else "top level"
 
 
-def problems(expected: Counter[str], found: Counter[str]) -> list[str]:
+def problems(expected: Counter[str], actual: Counter[str]) -> list[str]:
     """Say how the counts of a run differ from what they should be."""
     return [
-        f"{expected[outcome]} {outcome} expected, {found[outcome]} found"
-        for outcome in sorted(expected | found)
-        if expected[outcome] != found[outcome]
+        f"{expected[outcome]} {outcome} expected, {actual[outcome]} found"
+        for outcome in sorted(expected | actual)
+        if expected[outcome] != actual[outcome]
     ]

@@ -32,7 +32,7 @@ PACKAGE = Path(patches.__file__).parents[1]
 RELIED_ON = Path(__file__).with_name("relied_on.json")
 
 
-class Found(NamedTuple):
+class Definition(NamedTuple):
     """Meaning of a name in a tree."""
 
     file: Path
@@ -77,59 +77,61 @@ class Tree:
                 return file
         return None
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> Definition | None:
         """Return the definition behind `module:path`, through re-exports and base classes."""
         module, _, path = name.partition(":")
         file = self.file_of(module)
         return None if file is None else self._find(file, module, path.split("."), seen=set())
 
-    def _find(self, file: Path, module: str, path: list[str], seen: set[str]) -> Found | None:
+    def _find(self, file: Path, module: str, path: list[str], seen: set[str]) -> Definition | None:
         key = f"{module}:{'.'.join(path)}"
         if key in seen:
             return None
         seen.add(key)
-        found: Found | None = None
+        definition: Definition | None = None
         for node in _statements(self._parsed(file).body):
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     if path[0] == (alias.asname or alias.name):
                         source = _absolute(node, module, is_package=file.name == "__init__.py")
-                        there = self.file_of(source)
-                        if there is not None:
+                        source_file = self.file_of(source)
+                        if source_file is not None:
                             names = [alias.name, *path[1:]]
-                            found = self._find(there, source, names, seen) or found
+                            definition = self._find(source_file, source, names, seen) or definition
             elif path[0] in _defined(node):
                 if len(path) == 1 or not isinstance(node, ast.ClassDef):
-                    found = self._source(file, node)
+                    definition = self._source(file, node)
                 else:
-                    found = self._member(file, module, node, path[1:], seen)
-        return found
+                    definition = self._member(file, module, node, path[1:], seen)
+        return definition
 
     def _member(
         self, file: Path, module: str, owner: ast.ClassDef, path: list[str], seen: set[str]
-    ) -> Found | None:
+    ) -> Definition | None:
         for node in _statements(owner.body):
             if path[0] in _defined(node):
                 return self._source(file, node)
         bases = (ast.unparse(base).split(".")[-1] for base in owner.bases)
         inherited = (self._find(file, module, [base, *path], seen) for base in bases)
-        return next((one for one in inherited if one is not None), None)
+        return next((definition for definition in inherited if definition is not None), None)
 
-    def _source(self, file: Path, node: ast.stmt) -> Found:
+    def _source(self, file: Path, node: ast.stmt) -> Definition:
         decorators = getattr(node, "decorator_list", [])
         first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
         lines = self._text(file).splitlines(keepends=True)
-        return Found(file, node, "".join(lines[first - 1 : node.end_lineno]))
+        return Definition(file, node, "".join(lines[first - 1 : node.end_lineno]))
 
-    def fingerprint(self, found: Found) -> dict[str, Any]:
+    def fingerprint(self, definition: Definition) -> dict[str, Any]:
         """Return the fingerprint of a definition; of a class, that of how it is made."""
-        if not isinstance(found.node, ast.ClassDef):
-            return drift.fingerprint_of_source(found.source)
-        module = self._module_of(found.file)
-        made = self._find(found.file, module, [found.node.name, "__init__"], seen=set())
-        if made is not None:
-            return drift.fingerprint_of_source(made.source)
-        fields = ", ".join(sorted(self._fields(f"{module}:{found.node.name}")))
+        if not isinstance(definition.node, ast.ClassDef):
+            return drift.fingerprint_of_source(definition.source)
+        module = self._module_of(definition.file)
+        constructor = self._find(
+            definition.file, module, [definition.node.name, "__init__"], seen=set()
+        )
+        if constructor is not None:
+            return drift.fingerprint_of_source(constructor.source)
+        fields = ", ".join(sorted(self._fields(f"{module}:{definition.node.name}")))
         return {"sha256": hashlib.sha256(fields.encode()).hexdigest(), "signature": f"({fields})"}
 
     def _module_of(self, file: Path) -> str:
@@ -138,8 +140,8 @@ class Tree:
 
     def moved_to(self, name: str) -> str:
         """Return where else in the tree a name is defined, if anywhere."""
-        wanted = name.partition(":")[2].partition(".")[0]
-        pattern = re.compile(rf"^(?:async )?(?:def|class) {re.escape(wanted)}\b", re.M)
+        defined_name = name.partition(":")[2].partition(".")[0]
+        pattern = re.compile(rf"^(?:async )?(?:def|class) {re.escape(defined_name)}\b", re.M)
         for file in sorted(self.root.glob("megatron/**/*.py")):
             match = pattern.search(self._text(file))
             if match is not None:
@@ -163,32 +165,34 @@ class Tree:
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
-        found = set()
+        flags = set()
         for call in nodes:
             if not isinstance(call, ast.Call) or not call.args:
                 continue
             name = ast.unparse(call.func).split(".")[-1]
             if name == "add_argument":
                 words = (word.value for word in call.args if isinstance(word, ast.Constant))
-                found |= {word for word in words if word.startswith("--")}
+                flags |= {word for word in words if word.startswith("--")}
             elif name == "ArgumentGroupFactory":
                 fields = self._fields(places[ast.unparse(call.args[0])])
                 assert fields, f"{ast.unparse(call)}: a configuration without fields"
-                found |= {f"--{field.replace('_', '-')}" for field in fields}
-        return found
+                flags |= {f"--{field.replace('_', '-')}" for field in fields}
+        return flags
 
     def _fields(self, name: str) -> set[str]:
         """Return the annotated fields of a class and of its bases."""
-        found = self.find(name)
-        if found is None or not isinstance(found.node, ast.ClassDef):
+        definition = self.find(name)
+        if definition is None or not isinstance(definition.node, ast.ClassDef):
             return set()
-        module = self._module_of(found.file)
+        module = self._module_of(definition.file)
         fields = {
             node.target.id
-            for node in found.node.body
+            for node in definition.node.body
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         }
-        return fields.union(*(self._fields(f"{module}:{ast.unparse(b)}") for b in found.node.bases))
+        return fields.union(
+            *(self._fields(f"{module}:{ast.unparse(b)}") for b in definition.node.bases)
+        )
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -218,22 +222,22 @@ def _absolute(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
     if not node.level:
         return node.module or ""
     parts = module.split(".")
-    kept = len(parts) - node.level + (1 if is_package else 0)
-    return ".".join([*parts[:kept], *filter(None, [node.module])])
+    num_parts = len(parts) - node.level + (1 if is_package else 0)
+    return ".".join([*parts[:num_parts], *filter(None, [node.module])])
 
 
 def patched(release: releases.Release) -> dict[str, str]:
     """Return the targets of all rows for a release, each with the ids of its rows."""
-    found: dict[str, list[str]] = {}
+    ids_by_target: dict[str, list[str]] = {}
     for row in patches.rows():
         if row.is_for(release) and row.module.startswith("megatron."):
-            found.setdefault(row.target, []).append(row.id)
-    return {target: ", ".join(ids) for target, ids in sorted(found.items())}
+            ids_by_target.setdefault(row.target, []).append(row.id)
+    return {target: ", ".join(ids) for target, ids in sorted(ids_by_target.items())}
 
 
 def called() -> set[str]:
     """Return every `module:name` of Megatron that this package's source imports, calls or names."""
-    found: set[str] = set()
+    names: set[str] = set()
     for file in PACKAGE.rglob("*.py"):
         nodes = list(ast.walk(ast.parse(file.read_text())))
         constants = {
@@ -248,18 +252,18 @@ def called() -> set[str]:
         for node in nodes:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron."):
                 for alias in node.names:
-                    found.add(f"{node.module}:{alias.name}")
+                    names.add(f"{node.module}:{alias.name}")
                     aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
         for node in nodes:
             if isinstance(node, ast.Constant | ast.JoinedStr):
                 text = _text(node, constants)
                 if re.fullmatch(r"megatron\.[\w.]+:[\w.]+", text):
-                    found.add(text)
+                    names.add(text)
             elif isinstance(node, ast.Attribute):
                 module = _module(node.value, aliases)
                 if module.startswith("megatron."):
-                    found.add(f"{module}:{node.attr}")
-    return found
+                    names.add(f"{module}:{node.attr}")
+    return names
 
 
 def _text(node: ast.expr, constants: dict[str, str]) -> str:
@@ -311,31 +315,31 @@ def differences(tree: Tree, reference: dict[str, Any]) -> list[Difference]:
     release = releases.parse_release(tree.version or "")
     assert release is not None
     names = patched(release)
-    found = []
+    rows = []
     for name, pin in sorted({**reference["called"], **reference["targets"]}.items()):
-        now = tree.find(name)
-        if now is None and name in reference["targets"] and name not in names:
+        definition = tree.find(name)
+        if definition is None and name in reference["targets"] and name not in names:
             continue  # its rows end before this release
-        if now is None:
+        if definition is None:
             place = tree.moved_to(name)
             change = f"moved to {place}" if place else "gone"
         else:
             place, change = (
-                tree.place(now.file, now.node.lineno),
-                _change(pin, tree.fingerprint(now)),
+                tree.place(definition.file, definition.node.lineno),
+                _change(pin, tree.fingerprint(definition)),
             )
         if change:
-            found.append(Difference(name, change, place, names.get(name, "")))
+            rows.append(Difference(name, change, place, names.get(name, "")))
     unrecorded = {*names, *called()} - {*reference["called"], *reference["targets"]}
-    for name, now in ((name, tree.find(name)) for name in sorted(unrecorded)):
-        if now is not None:
-            place = tree.place(now.file, now.node.lineno)
+    for name, definition in ((name, tree.find(name)) for name in sorted(unrecorded)):
+        if definition is not None:
+            place = tree.place(definition.file, definition.node.lineno)
             change = "not in the record: --accept it"
-            found.append(Difference(name, change, place, names.get(name, "")))
+            rows.append(Difference(name, change, place, names.get(name, "")))
     settings = set(reference["settings"])
-    found += [Difference(flag, "new setting") for flag in sorted(tree.settings - settings)]
-    found += [Difference(flag, "setting gone") for flag in sorted(settings - tree.settings)]
-    return found
+    rows += [Difference(flag, "new setting") for flag in sorted(tree.settings - settings)]
+    rows += [Difference(flag, "setting gone") for flag in sorted(settings - tree.settings)]
+    return rows
 
 
 def _change(pin: dict[str, Any], now: dict[str, Any]) -> str:
@@ -344,9 +348,9 @@ def _change(pin: dict[str, Any], now: dict[str, Any]) -> str:
         return ""
     if now["signature"] == pin["signature"]:
         return f"edited ({now['sha256'][:12]})"
-    before, after = (_parameters(one["signature"]) for one in (pin, now))
-    lost = [f"-{one}" for one in before if one not in after]
-    added = [f"+{one}" for one in after if one not in before]
+    before, after = (_parameters(record["signature"]) for record in (pin, now))
+    lost = [f"-{record}" for record in before if record not in after]
+    added = [f"+{record}" for record in after if record not in before]
     return f"signature: {' '.join(lost + added) or 'another order'}"
 
 
@@ -361,15 +365,18 @@ def _parameters(signature: str) -> list[str]:
     named += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     stars = [(arguments.vararg, "*"), (arguments.kwarg, "**")]
     return [
-        *(one.arg + (f"={ast.unparse(default)}" if default else "") for one, default in named),
-        *(f"{star}{one.arg}" for one, star in stars if one is not None),
+        *(
+            parameter.arg + (f"={ast.unparse(default)}" if default else "")
+            for parameter, default in named
+        ),
+        *(f"{star}{parameter.arg}" for parameter, star in stars if parameter is not None),
     ]
 
 
-def table(found: list[Difference]) -> str:
+def table(differences: list[Difference]) -> str:
     """Return the differences as a Markdown table."""
     lines = ["| what | change | place | patched by |", "|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {' | '.join(one)} |" for one in found)])
+    return "\n".join([*lines, *(f"| {' | '.join(difference)} |" for difference in differences)])
 
 
 def accept(tree: Tree, names: list[str]) -> None:
@@ -379,17 +386,17 @@ def accept(tree: Tree, names: list[str]) -> None:
     by_patches = patched(release)
     newest = drift.path_of(releases.REFERENCES[max(releases.REFERENCES)].version)
     contents = [json.loads(file.read_text()) for file in (newest, RELIED_ON)]
-    targets, others = contents[0]["targets"], contents[1]["called"]
-    unknown = {*names} - {*targets, *others, *by_patches, *called()}
+    targets, called_names = contents[0]["targets"], contents[1]["called"]
+    unknown = {*names} - {*targets, *called_names, *by_patches, *called()}
     if unknown:
         sys.exit(f"unknown: {', '.join(sorted(unknown))}; give names of the table's first column")
     for name in names:
-        now = tree.find(name)
-        if now is None:
+        definition = tree.find(name)
+        if definition is None:
             sys.exit(f"{name} is not in {tree.root}: a row of its own has to say where it is")
-        is_target = name in targets or (name in by_patches and now.is_function)
-        new = tree.fingerprint(now)
-        pin = (targets if is_target else others).setdefault(name, new)
+        is_target = name in targets or (name in by_patches and definition.is_function)
+        new = tree.fingerprint(definition)
+        pin = (targets if is_target else called_names).setdefault(name, new)
         reviewed = {*pin.get("reviewed", ()), new["sha256"]} - {pin["sha256"]}
         if reviewed:
             pin["reviewed"] = sorted(reviewed)
@@ -399,20 +406,20 @@ def accept(tree: Tree, names: list[str]) -> None:
 
 def record(tree: Tree, commit: str) -> None:
     """Write what a release has; the newest known one also with what is called, and settings."""
-    found = read(tree)
+    content = read(tree)
     about = {"version": tree.version, "commit": commit}
-    modules = sorted({name.partition(":")[0] for name in found["targets"]})
+    modules = sorted({name.partition(":")[0] for name in content["targets"]})
     files = {}
     for module in modules:
         file = tree.file_of(module)
         assert file is not None
         files[module] = hashlib.sha256(file.read_bytes()).hexdigest()
     path = drift.path_of(str(tree.version))
-    _write(path, {**about, "files": files, "targets": found.pop("targets")})
+    _write(path, {**about, "files": files, "targets": content.pop("targets")})
     release = releases.parse_release(str(tree.version))
     assert release is not None
     if release >= max(releases.REFERENCES):
-        _write(RELIED_ON, {**about, **found})
+        _write(RELIED_ON, {**about, **content})
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:
@@ -440,13 +447,13 @@ def main() -> int:
         if args.accept:
             accept(tree, args.accept)
         reference = known()
-        found = differences(tree, reference)
-    if found:
-        print(table(found))
+        rows = differences(tree, reference)
+    if rows:
+        print(table(rows))
     count = len(reference["targets"]) + len(reference["called"])
     about = f"{reference['version']} ({reference['commit'][:10]})"
-    print(f"{tree.version} against {about}: {count} names, {len(found)} differences")
-    return 1 if found else 0
+    print(f"{tree.version} against {about}: {count} names, {len(rows)} differences")
+    return 1 if rows else 0
 
 
 if __name__ == "__main__":

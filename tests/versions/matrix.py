@@ -46,11 +46,11 @@ class Case:
     """A feature: what it is compared on, and the flags of either side."""
 
     name: str
-    ours: str
+    flags: str
     model: str = ""
-    theirs: str = PP2
+    reference_flags: str = PP2
     ranks: int = 2
-    their_ranks: int | None = None
+    reference_ranks: int | None = None
     script: Literal["pretrain_gpt.py", "pretrain_bert.py"] = "pretrain_gpt.py"
     since: releases.Release = (0, 16)
 
@@ -67,13 +67,13 @@ CASES = (
         ranks=4,
     ),
     Case("--use-dpp", PP2 + "--pipeline-schedule interleaved --use-dpp "),
-    Case("disaggregation", PP2 + "--forward-backward-disaggregating ", ranks=4, their_ranks=2),
+    Case("disaggregation", PP2 + "--forward-backward-disaggregating ", ranks=4, reference_ranks=2),
     Case("experts with bias, MLA, MTP", ZB_V, model=DEEPSEEK),
     Case(
         "experts in pairs, zb-v",
         ZB_V + EXCHANGE + "--overlap-moe-expert-parallel-comm ",
         model=DEEPSEEK,
-        theirs=PP2 + EXCHANGE,
+        reference_flags=PP2 + EXCHANGE,
         ranks=4,
     ),
     Case("tensor and sequence parallel, zb-v", ZB_V, model=TENSOR, ranks=4),
@@ -81,15 +81,15 @@ CASES = (
         "overlapped distributed optimizer, zb-v",
         ZB_V + OVERLAP,
         model="--use-distributed-optimizer --global-batch-size 16 ",
-        theirs=PP2 + OVERLAP,
+        reference_flags=PP2 + OVERLAP,
         ranks=4,
     ),
     Case(
         "hyper-connections, zb-v, against one stage",
         ZB_V,
         model=STREAMS + "--recompute-granularity selective --recompute-modules mhc ",
-        theirs="",
-        their_ranks=1,
+        reference_flags="",
+        reference_ranks=1,
         since=(0, 20),
     ),
     Case("BERT, zb-v", ZB_V, script="pretrain_bert.py"),
@@ -109,14 +109,14 @@ def told(ended: RankRun) -> list[str]:
     if any(ended.exit_codes):
         raise RanksFailed(ended.describe())
     times = re.compile(r"^ \[.*?\]| elapsed time per iteration \(ms\): [\d.]+ \|")
-    found = [
+    logged = [
         times.sub("", line)
         for line in "\n".join(ended.logs).splitlines()
         if re.search(r"iteration +\d+/|validation loss at", line)
     ]
-    if not any(" loss: " in line for line in found):
+    if not any(" loss: " in line for line in logged):
         raise RanksFailed(f"no loss was logged\n{ended.describe()}")
-    return found
+    return logged
 
 
 class Absent(Exception):
@@ -146,28 +146,30 @@ class Comparisons:
             raise Absent(case.script)
         if (releases.installed_release() or case.since) < case.since:
             raise Absent(case.name.partition(",")[0])
-        theirs = self._theirs(case.script, case.model, case.theirs, case.their_ranks or case.ranks)
+        reference = self._theirs(
+            case.script, case.model, case.reference_flags, case.reference_ranks or case.ranks
+        )
         start = self._start(case.script, case.model)
-        return told(run(case.ranks, start + case.ours, script=case.script)), theirs
+        return told(run(case.ranks, start + case.flags, script=case.script)), reference
 
     def of_checkpoints(self) -> tuple[list[str], list[str]]:
         """Train under zb-v, go on under 1F1B, and the other way round; both have to meet zb-v."""
         resharded = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable "
         flags = self._base("pretrain_gpt.py") + resharded
-        ours, theirs = [], []
+        resumed_logs, whole_logs = [], []
         for saved, resumed in ((ZB_V, PP2), (PP2, ZB_V)):
             path = self._new_folder()
             told(run(2, f"{flags}{saved}--save {path} --save-interval 2 --exit-interval 2 "))
-            ours += told(run(2, f"{flags}{resumed}--load {path} "))
-            theirs += told(run(2, f"{flags}{saved}--load {path} "))
-        return ours, theirs
+            resumed_logs += told(run(2, f"{flags}{resumed}--load {path} "))
+            whole_logs += told(run(2, f"{flags}{saved}--load {path} "))
+        return resumed_logs, whole_logs
 
     def of_boundaries(self) -> tuple[list[str], list[str]]:
         """Train models whose stages hand on trees and routes, and the same in one stage."""
         return _boundaries(2, "zb-v", transport="shm"), _boundaries(1, None)
 
-    def _run_theirs(self, script: str, model: str, theirs: str, ranks: int) -> list[str]:
-        return told(run(ranks, self._start(script, model) + theirs, script=script))
+    def _run_theirs(self, script: str, model: str, flags: str, ranks: int) -> list[str]:
+        return told(run(ranks, self._start(script, model) + flags, script=script))
 
     def _make_start(self, script: str, model: str) -> str:
         """Save a checkpoint with one process; return the flags of runs that start from it."""
@@ -191,13 +193,13 @@ class Comparisons:
 
 def _boundaries(ranks: int, schedule: str | None, **settings: str) -> list[str]:
     """Train the models of `examples/boundaries`; return losses, and checksums of gradients."""
-    found = []
+    lines = []
     for model in boundaries.MODELS:
         losses, gradients = boundaries.train(ranks, model, schedule, **settings)
-        found += [f"{model} loss: {loss!r}" for replica in losses for loss in replica]
+        lines += [f"{model} loss: {loss!r}" for replica in losses for loss in replica]
         checksums = {name: crc32(gradient.tobytes()) for name, gradient in gradients.items()}
-        found += [f"{model} {name}: {checksum:08x}" for name, checksum in sorted(checksums.items())]
-    return found
+        lines += [f"{model} {name}: {checksum:08x}" for name, checksum in sorted(checksums.items())]
+    return lines
 
 
 def tests(comparisons: Comparisons) -> dict[str, Callable[[], tuple[list[str], list[str]]]]:
@@ -213,7 +215,7 @@ def tests(comparisons: Comparisons) -> dict[str, Callable[[], tuple[list[str], l
 def judge(name: str, test: Callable[[], tuple[list[str], list[str]]]) -> dict[str, object]:
     """Run a comparison; print and return what came out."""
     try:
-        ours, theirs = test()
+        logged, reference = test()
     except Absent as absent:
         print(f"{name}: no {absent} here", flush=True)
         return {"absent": str(absent)}
@@ -221,33 +223,33 @@ def judge(name: str, test: Callable[[], tuple[list[str], list[str]]]) -> dict[st
         traceback.print_exc()
         print(f"{name}: FAILED", flush=True)
         return {"error": str(error).splitlines()[-1]}
-    equal = ours == theirs
+    equal = logged == reference
     print(f"{name}: {'equal' if equal else 'DIFFERS'}", flush=True)
     if not equal:
-        print("\n".join(f"  {a}\n  {b}" for a, b in zip(ours, theirs, strict=False)))
-    return {"equal": equal, "ours": ours, "theirs": theirs}
+        print("\n".join(f"  {a}\n  {b}" for a, b in zip(logged, reference, strict=False)))
+    return {"equal": equal, "ours": logged, "theirs": reference}
 
 
 def main() -> int:
     """Run the comparisons that are named, or all; write what came out."""
     results, names = Path(sys.argv[1]), sys.argv[2:]
     version = releases.core_version()
-    found: dict[str, dict[str, object]] = {}
+    results_by_name: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory(prefix="megatron_ext_versions_") as folder:
         all_tests = tests(Comparisons(Path(folder)))
         unknown = sorted(set(names) - set(all_tests))
         if unknown:
             sys.exit(f"no case {', '.join(unknown)}; there are: {'; '.join(all_tests)}")
         for name in names or all_tests:
-            found[name] = judge(f"{version} {name}", all_tests[name])
+            results_by_name[name] = judge(f"{version} {name}", all_tests[name])
     about = {
         "version": version,
         "python": ".".join(map(str, sys.version_info[:3])),
         "torch": metadata.version("torch"),
         "loop": loop(),
     }
-    results.write_text(json.dumps({**about, **found}, indent=1) + "\n")
-    return 0 if all(is_sound(result) for result in found.values()) else 1
+    results.write_text(json.dumps({**about, **results_by_name}, indent=1) + "\n")
+    return 0 if all(is_sound(result) for result in results_by_name.values()) else 1
 
 
 def loop() -> str:

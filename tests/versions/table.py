@@ -30,19 +30,21 @@ def is_sound(result: dict[str, Any]) -> bool:
     return bool(result.get("equal")) or "absent" in result
 
 
-def about(one: dict[str, Any]) -> str:
+def about(release: dict[str, Any]) -> str:
     """Say what a release ran with."""
-    if "python" in one:
-        return f"{one['python']}, {one['torch']}, {one['loop']}"
-    return "left out, as asked" if one.get("skipped") else "NOT TRIED"
+    if "python" in release:
+        return f"{release['python']}, {release['torch']}, {release['loop']}"
+    return "left out, as asked" if release.get("skipped") else "NOT TRIED"
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(releases: list[dict[str, Any]]) -> str:
     """Return a Markdown table of all results."""
-    names = list(dict.fromkeys(name for one in found for name in one if name not in _ABOUT))
-    rows = [["megatron-core", *(one["version"] for one in found)]]
-    rows.append(["Python, torch, training loop", *(about(one) for one in found)])
-    rows += [[name, *(cell(one.get(name)) for one in found)] for name in names]
+    names = list(
+        dict.fromkeys(name for release in releases for name in release if name not in _ABOUT)
+    )
+    rows = [["megatron-core", *(release["version"] for release in releases)]]
+    rows.append(["Python, torch, training loop", *(about(release) for release in releases)])
+    rows += [[name, *(cell(release.get(name)) for release in releases)] for name in names]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         f"| {' | '.join(text.ljust(width) for text, width in zip(row, widths, strict=True))} |"
@@ -54,11 +56,13 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Print the table; 1 where something differs, failed, or was not tried without being asked."""
-    found = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
-    print(table(found))
-    tried = all("python" in one or one.get("skipped") for one in found)
-    results = [result for one in found for name, result in one.items() if name not in _ABOUT]
-    return 0 if found and tried and all(map(is_sound, results)) else 1
+    releases = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
+    print(table(releases))
+    tried = all("python" in release or release.get("skipped") for release in releases)
+    results = [
+        result for release in releases for name, result in release.items() if name not in _ABOUT
+    ]
+    return 0 if releases and tried and all(map(is_sound, results)) else 1
 
 
 if __name__ == "__main__":
