@@ -83,12 +83,12 @@ _REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"schedule": "zb-v"},
         {"pipeline_ranks": 1},
-        "needs a pipeline, pipeline_ranks 1 makes none",
+        "needs a pipeline, pipeline_ranks=1 makes none",
     ),
     (
         {"schedule": "bitpipe"},
         {"pipeline_ranks": 5},
-        "must be even and at least 4; use pipeline_ranks 4 or",
+        "must be even and at least 4; use pipeline_ranks=4 or",
     ),
     ({"schedule": "bitpipe"}, {"num_microbatches": 7}, "must be even for the two mirrored"),
     (
