@@ -24,9 +24,10 @@ from megatron_ext.planning.layer_costs import (
 from megatron_ext.planning.question import ParallelSizes, Question, runs_pairs
 from megatron_ext.schedules.generators.catalog import generate, get
 from megatron_ext.schedules.search.simulate import simulate
-from megatron_ext.schedules.table.costs import SHORTEST, Costs
+from megatron_ext.schedules.table.costs import SHORTEST, UNIT, Costs
 from megatron_ext.schedules.table.cuts import cut, layout_of
 from megatron_ext.schedules.table.memory import running_peak
+from megatron_ext.schedules.table.transforms import weights_at_once
 
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
@@ -361,13 +362,16 @@ class _TableKey(NamedTuple):
     num_microbatches: int
     chunks: int
     pairs: bool
+    costs: Costs = UNIT
+    weights_at_once: bool = False
 
 
 @lru_cache(maxsize=4096)
 def _table(key: _TableKey) -> Schedule:
     # A generator with a fixed number of chunks does not take one.
     chunks = key.chunks if get(key.schedule).free_chunks else None
-    return generate(key.schedule, key.pp, key.num_microbatches, chunks, pairs=key.pairs)
+    table = generate(key.schedule, key.pp, key.num_microbatches, chunks, key.costs, pairs=key.pairs)
+    return weights_at_once(table) if key.weights_at_once else table
 
 
 @lru_cache(maxsize=4096)
@@ -415,6 +419,12 @@ def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: i
         hides=device.pair_overlap,
         stages=tuple(stage_costs),
     )
+
+
+def costs_of(job: Question, sizes: ParallelSizes, counts: Sequence[int], twins: int) -> Costs:
+    """Return what the stages of a cut and their messages cost, in seconds."""
+    stages = [total(parts) for parts in _parts_by_stage(job, sizes, counts)]
+    return _costs(job, sizes, stages, twins)
 
 
 def timeline_of(plan: Layout) -> Timeline:
@@ -525,6 +535,9 @@ def forecast(
     chunks: int,
     counts: Sequence[int] | None = None,
     worst_s: float = math.inf,
+    *,
+    costs: Costs = UNIT,
+    at_once: bool = False,
 ) -> Layout | None:
     """Return the plan of a schedule, or None if it is impossible or too large for the memory.
 
@@ -535,11 +548,13 @@ def forecast(
         chunks: Stages on each rank.
         counts: Layers of each stage; None: the faster of the cuts into even ranks and even stages.
         worst_s: Step time that a plan has to beat; of one that does not, the time may be too short.
+        costs: Durations that the table is made for.
+        at_once: Whether each weight gradient runs right after its input gradient.
     """
     if sizes.pp == 1:
         return _forecast_of_one_stage(job, sizes, schedule, chunks)
-    num_microbatches = num_simulated(sizes, schedule)
-    key = _TableKey(schedule, sizes.pp, num_microbatches, chunks, runs_pairs(job, sizes))
+    num_microbatches, pairs = num_simulated(sizes, schedule), runs_pairs(job, sizes)
+    key = _TableKey(schedule, sizes.pp, num_microbatches, chunks, pairs, costs, at_once)
     try:
         table = _table(key)
         cuts = [tuple(counts)] if counts is not None else _even_cuts(job, sizes, table, chunks)

@@ -12,6 +12,20 @@ from megatron_ext.errors import ArgumentsError
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
 Graphs = Literal["auto", "none", "router", "mamba", "layers", "step"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp8", "mxfp8", "nvfp4")
+_SWITCHES = (
+    "use-transformer-engine-op-fuser overlap-moe-expert-parallel-comm "
+    "disable-tp-comm-overlap-ag fp8-dot-product-attention fp8-output-proj grad-reduce-in-bf16 "
+    "no-gradient-accumulation-fusion fp8-param-gather fp4-param-gather"
+)
+_VALUED = {
+    "transformer_impl": "--transformer-impl",
+    "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
+    "cross_entropy_fusion_impl": "--cross-entropy-fusion-impl",
+    "fp8": "--fp8-format",
+    "fp8_recipe": "--fp8-recipe",
+    "fp4": "--fp4-format",
+}
+"""Flags with a value, by the names of Megatron's arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +138,7 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision | None = None
     parser.add_argument("--fp8-format", "--fp8")
     parser.add_argument("--fp8-recipe", default="delayed")
     parser.add_argument("--fp4-format", "--fp4")
-    switches = (
-        "use-transformer-engine-op-fuser overlap-moe-expert-parallel-comm "
-        "disable-tp-comm-overlap-ag fp8-dot-product-attention fp8-output-proj grad-reduce-in-bf16 "
-        "no-gradient-accumulation-fusion fp8-param-gather fp4-param-gather"
-    )
-    for name in switches.split():
+    for name in _SWITCHES.split():
         parser.add_argument(f"--{name}", action="store_true")
     try:
         args, _ = parser.parse_known_args(list(flags))
@@ -153,6 +162,21 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision | None = None
         copies_weights=precision != "bf16" and not (args.fp8_param_gather or args.fp4_param_gather),
         gradient_bytes=2 if args.grad_reduce_in_bf16 else 4,
     )
+
+
+def techniques_of_arguments(args: argparse.Namespace) -> Techniques:
+    """Return what Megatron's parsed arguments ask for, see `techniques_of_flags`."""
+    values = vars(args)
+    flags = []
+    for dest, flag in _VALUED.items():
+        value = values.get(dest)
+        if value:
+            flags += [flag, str(value)]
+    flags += [f"--{name}" for name in _SWITCHES.split() if values.get(name.replace("-", "_"))]
+    if values.get("gradient_accumulation_fusion") is False:
+        flags.append("--no-gradient-accumulation-fusion")
+    # Schedules of this package have no graphs.
+    return techniques_of_flags([*flags, "--cuda-graph-impl", "none"])
 
 
 def _graphs_of(args: argparse.Namespace) -> Graphs:

@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from megatron_ext.errors import ScheduleError
@@ -213,12 +213,24 @@ def generate(
     if generator.needs_costs:
         # Every action is therefore num_slices times too long, so scale the latency likewise.
         arguments.append(replace(costs, latency=num_slices * costs.latency))
-    schedule = generator.build(*arguments, **complete_options)
+    if generator.searches(pp, num_microbatches * num_slices):
+        schedule = _searched(generator.build, tuple(arguments), tuple(complete_options.items()))
+    else:
+        schedule = generator.build(*arguments, **complete_options)
     if num_slices > 1:
         return sliced(schedule, num_slices, costs)
     if not pairs:
         return schedule
     return marked_pairs(schedule) if generator.pairs else paired(schedule, costs)
+
+
+# A choice among schedules searches for a table that is then searched for again, to run. No more are
+# kept, since a table may have 100 MB.
+@lru_cache(maxsize=2)
+def _searched(
+    build: Build, arguments: tuple[int | Costs, ...], options: tuple[tuple[str, Option], ...]
+) -> Schedule:
+    return build(*arguments, **dict(options))
 
 
 def _loaded(

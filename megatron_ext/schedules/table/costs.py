@@ -117,6 +117,12 @@ class Costs:
             numbers.append(self.launch)
         return ",".join(f"{number:.15g}" for number in numbers)
 
+    def in_forwards(self) -> Costs:
+        """Return them as `--pipeline-costs` can say them: in forwards, of three digits, even."""
+        times = (self.input, self.weight, self.latency)
+        shares = [f"{time / self.forward:.3g}" for time in times]
+        return Costs.parse(",".join(["1", *shares]))
+
     @property
     def backward(self) -> float:
         """Full backward of one device share, Tb + Tw."""

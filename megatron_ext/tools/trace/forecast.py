@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_ext.config.active import Pipeline
 from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
 from megatron_ext.errors import DataError, ScheduleError
+from megatron_ext.planning.measured import cut_anew
 from megatron_ext.schedules.comparison import evaluate, training_flags
 from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
@@ -27,7 +28,7 @@ from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.schedules.table.slices import attention_of
 from megatron_ext.tools.text_table import aligned
-from megatron_ext.tools.trace.measured_costs import cut, measured_costs
+from megatron_ext.tools.trace.measured_costs import measured_costs
 from megatron_ext.tools.trace.survey import figures
 
 if TYPE_CHECKING:
@@ -304,15 +305,16 @@ class _TracedRun:
         num_stages = pipeline.placement.num_stages
         self._check_sizes(pipeline, num_stages)
         attention = pipeline.costs.attention
-        costs = replace(self.costs, stages=cut(self.costs.stages, num_stages), attention=attention)
+        costs = replace(
+            self.costs, stages=cut_anew(self.costs.stages, [1] * num_stages), attention=attention
+        )
         num_draws = _SEEDS if costs.jitter else 1
         draws = [replace(costs, seed=seed) for seed in range(num_draws)]
         pipelines = [pipeline]
         if registered()[pipeline.name].needs_costs:
             # An order made for costs, here in the form of --pipeline-costs, need not be the best.
-            shares = (time / costs.forward for time in (costs.input, costs.weight, costs.latency))
-            rounded = Costs.parse(",".join(["1", *(f"{share:.3g}" for share in shares)]))
-            config = replace(pipeline.config, costs=replace(rounded, attention=attention))
+            made_for = replace(costs.in_forwards(), attention=attention)
+            config = replace(pipeline.config, costs=made_for)
             pipelines.append(replace(pipeline, config=config))
         predictions = [self._simulated(variant, draws) for variant in pipelines]
         return min(predictions, key=lambda prediction: prediction.step_s)

@@ -1,4 +1,4 @@
-"""The costs of a run's actions and messages, from its trace, and for the model cut anew."""
+"""The costs of a run's actions and messages, from its trace."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.slices import attention_of
 
 if TYPE_CHECKING:
+    from megatron_ext.planning.measured import StageTimes
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.tools.trace.aggregate import Run
@@ -23,9 +24,6 @@ _MIN_SAMPLE = 8
 """Durations of an action from which its jitter can be told."""
 _NORMAL_QUARTILES = 1.349
 """Distance of the quartiles of a normal distribution, in standard deviations."""
-
-StageTimes = tuple[float, float, float]
-"""Seconds of a stage's forward, input gradient and weight gradient."""
 
 
 def measured_costs(run: Run, schedule: Schedule) -> Costs:
@@ -106,33 +104,3 @@ def planned(run: Run, schedule: Schedule) -> Timeline:
     attention = attention_of(schedule.slices)
     costs = replace(measured_costs(run, schedule), jitter=0.0, attention=attention)
     return evaluate(schedule, costs)
-
-
-def cut(stages: Sequence[StageTimes], num_stages: int) -> tuple[StageTimes, ...]:
-    """Return what each stage takes if the same model is cut into equal stages.
-
-    The time of each old stage is spread evenly over its part of the model. What the ends take
-    beyond the stages beside them, embedding and loss, stays in the ends.
-    """
-    by_pass = [_cut_times(times, num_stages) for times in zip(*stages, strict=True)]
-    return tuple(zip(*by_pass, strict=True))
-
-
-def _cut_times(times: Sequence[float], num_stages: int) -> list[float]:
-    """Return the same for the times of one kind of pass."""
-    embedding = loss = 0.0
-    layers = list(times)
-    num_old = len(times)
-    if num_old > 2:
-        embedding = max(0.0, times[0] - times[1])
-        loss = max(0.0, times[-1] - times[-2])
-        layers[0] -= embedding
-        layers[-1] -= loss
-    # In parts that fill both an old stage and a new one.
-    parts = [time / num_stages for time in layers for _ in range(num_stages)]
-    spread = []
-    for stage in range(num_stages):
-        spread.append(sum(parts[stage * num_old : (stage + 1) * num_old]))
-    spread[0] += embedding
-    spread[-1] += loss
-    return spread

@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_ext import files
 from megatron_ext.errors import ArgumentsError, DataError
 from megatron_ext.tools.schedule_commands import refuse_others
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.trace.aggregate import Run
 
 _Subparsers = argparse._SubParsersAction
 
@@ -150,6 +154,7 @@ def _run_aggregate(args: argparse.Namespace) -> int:
     output = args.output or aggregate.aggregated_name(args.trace_dir)
     with _writing(output):
         num_bytes = aggregate.write_chrome_trace(run, output)
+    _write_costs(run)
     _print_notes(run.notes)
     print(survey.text(run.surveys))
     print(f"wrote {output} ({num_bytes / 2**20:.1f} MiB); open it at https://ui.perfetto.dev")
@@ -167,6 +172,33 @@ def _run_aggregate(args: argparse.Namespace) -> int:
             "waited for a CPU; trace with a CPU for each rank to know"
         )
     return 1 if slow_items else 0
+
+
+def _write_costs(run: Run) -> None:
+    """Write what `--pipeline-schedule auto:DIR` takes, where the traces have all of it."""
+    from megatron_ext.planning.measured import COSTS_FILE, SIZES, MeasuredCosts
+    from megatron_ext.tools.trace.measured_costs import measured_costs
+
+    if run.schedule is None:
+        return
+    try:
+        costs = measured_costs(run, run.schedule)
+    except DataError:  # the traces of some rank are missing: a picture needs only the others
+        return
+    measured = MeasuredCosts(
+        stages=costs.stages,
+        latency_s=costs.latency,
+        all_to_all=costs.all_to_all,
+        sizes={name: run.settings[name] for name in SIZES if name in run.settings},
+    )
+    path = run.directory / COSTS_FILE
+    try:
+        files.write_text(path, measured.as_json())
+    except OSError as error:
+        line = files.cannot_write(path, error, "--pipeline-schedule auto cannot use this run")
+        print(line, file=sys.stderr)
+        return
+    print(f"wrote {path}, for --pipeline-schedule auto:{run.directory}")
 
 
 def _run_report(args: argparse.Namespace) -> int:

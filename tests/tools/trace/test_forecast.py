@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules import Costs, generate, simulate
@@ -266,11 +264,3 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
     done = run_package("plan", "--memory-gb", "3", "--pp", "4", "--microbatches", "8")
     assert done.returncode == 2
     assert "add --trace-dir DIR" in done.stderr
-
-
-@given(st.lists(st.floats(0.1, 9), min_size=1, max_size=8), st.integers(1, 24))
-def test_cutting_a_model_anew_keeps_its_work(times: list[float], count: int) -> None:
-    stages = measured_costs.cut([(time, time, time) for time in times], count)
-    assert sum(map(sum, stages)) == pytest.approx(3 * sum(times))
-    assert len(stages) == count
-    assert min(map(min, stages)) > 0

@@ -1,0 +1,458 @@
+"""The schedules that a training may have, best first: the first is `--pipeline-schedule auto`.
+
+Each schedule is forecast for the model, its sizes and its device. Where one of these is not known,
+its table is simulated alone, with equal costs or with those that a trace has measured. Nothing is
+measured here and nothing is remembered: whoever asks for the same training gets the same answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.planning.layout_forecast import costs_of, forecast
+from megatron_ext.rules import read_rules
+from megatron_ext.schedules.comparison import evaluate
+from megatron_ext.schedules.generators.catalog import generate, get, registered
+from megatron_ext.schedules.table.costs import SHORTEST, UNIT, Costs
+from megatron_ext.schedules.table.memory import activation_peaks
+from megatron_ext.schedules.table.transforms import weights_at_once
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.layout_forecast import Layout
+    from megatron_ext.planning.measured import MeasuredCosts
+    from megatron_ext.planning.question import ParallelSizes, Question
+    from megatron_ext.schedules.generators.catalog import Generator
+    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.schedules.table.placement import Placement
+
+REFERENCE = "1f1b"
+"""The schedule whose memory is the limit where nobody knows that of the device."""
+_EQUAL = 0.005
+"""Steps that differ by less than this part count as equally fast: the one with less memory wins."""
+_MAX_CHUNKS = 8
+_WASTEFUL = ("gpipe",)
+"""Schedules that keep every micro-batch, for no gain."""
+_THRIFTY = {"v-half": "zb-v"}
+"""Schedules with the stages of another one, less memory and longer steps. The search for their
+tables takes longer than all others together, so they are tried where the other does not fit."""
+
+NOT_FORECAST = read_rules("""
+    --recompute-method block, or --recompute-num-layers above 1: recompute_granularity=full &
+    recompute_method=block | recompute_num_layers>1
+        the planner would recompute each layer by itself
+    use_megatron_fsdp | use_custom_fsdp | use_torch_fsdp2
+        the planner would not shard the weights
+    cpu_offloading | fine_grained_activation_offloading | optimizer_cpu_offload
+        the planner would keep all on the device
+    the types of --use-precision-aware-optimizer: use_precision_aware_optimizer &
+    main_grads_dtype!=fp32 | main_params_dtype!=fp32 | exp_avg_dtype!=fp32 | exp_avg_sq_dtype!=fp32
+        the planner would count fp32
+""")
+"""Settings of Megatron's whose time or memory no forecast knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What all candidates have in common."""
+
+    ranks: int
+    """Of one pipeline, of both where a schedule mirrors two."""
+    num_microbatches: int
+    """Of one step of these ranks."""
+    cut: Callable[[str, Placement], Sequence[int] | None]
+    """Returns the layers of each stage as Megatron will build them under a schedule; None: the
+    number of layers is not known."""
+    chunks: int | None = None
+    """Stages on each rank where a schedule leaves them open; None: as many as are best."""
+    num_layers: int | None = None
+    costs: Costs | None = None
+    """Costs that tables are made for, as the user gave them; None: those of the forecast."""
+    pairs: bool = False
+    slices: int = 1
+    stash_ratio: float = 1.0
+    """As in `PipelineConfig`."""
+    weights_at_once: bool = False
+    """As in `PipelineConfig`."""
+
+    def table(self, schedule: str, chunks: int | None, costs: Costs) -> Schedule:
+        """Return the table of a schedule.
+
+        Raises:
+            ScheduleError: These sizes have none.
+        """
+        table = generate(
+            schedule,
+            self.ranks,
+            self.num_microbatches,
+            chunks,
+            costs,
+            pairs=self.pairs,
+            slices=self.slices,
+        )
+        return weights_at_once(table) if self.weights_at_once else table
+
+    def made_for(self, schedule: str, costs: Costs) -> Sequence[Costs | None]:
+        """Return the costs to make tables for; None: those of the user, or all equal.
+
+        A table that a search makes for the costs is not always better than one for equal costs.
+        """
+        if self.costs is not None or not get(schedule).searches(self.ranks, self.num_microbatches):
+            return (None,)
+        if schedule in _THRIFTY:
+            return (costs.in_forwards(),)
+        return (None, costs.in_forwards())
+
+    def activations(self, table: Schedule) -> float:
+        """Return the activations that the worst rank keeps, in Ma (`schedules/table/memory.py`)."""
+        return max(activation_peaks(table, self.stash_ratio))
+
+    def layers_by_stage(self, schedule: str, chunks: int | None) -> Sequence[int] | None:
+        """Return the layers of each stage under a schedule; None: nobody knows how many there are.
+
+        Raises:
+            ArgumentsError: The user's flags about the cut contradict each other.
+            ScheduleError: The model cannot have these stages.
+        """
+        # Any number of micro-batches has this placement; a search of many would take long.
+        smallest = generate(schedule, self.ranks, get(schedule).twins, chunks)
+        return self.cut(schedule, smallest.placement)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A schedule that a training may have, with what is expected of it."""
+
+    schedule: str
+    chunks: int | None
+    """Stages on each rank; None: the schedule fixes their number."""
+    costs: Costs | None
+    """Costs that its table is made for; None: those of the configuration."""
+    step: float
+    """Time of a step: seconds by forecast, else in the unit of the costs."""
+    memory: float
+    """Of the worst rank: GiB by forecast, else activations."""
+    weight_copies: int
+    """Ranks that hold the weights of a stage."""
+    words: str
+    """Time and memory, for a reader."""
+    fits: bool = True
+
+    @property
+    def flags(self) -> str:
+        """Flags that choose it."""
+        by_name = f"--pipeline-schedule {self.schedule}"
+        flags = (get(self.schedule).flags or by_name).format(chunks=self.chunks)
+        return flags if self.costs is None else f"{flags} --pipeline-costs {self.costs}"
+
+    def reason(self, best: Candidate) -> str:
+        """Return why it stands where it does, beside the best."""
+        if not self.fits:
+            return "which needs too much memory"
+        if self == best:
+            return "the fastest that fits"
+        slower = self.step / best.step - 1
+        if abs(slower) < _EQUAL:
+            return "as fast, with no less memory"
+        return f"{100 * slower:.1f} % slower"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """Candidates, best first, and what they were compared by."""
+
+    candidates: Sequence[Candidate]
+    basis: str
+    """What the comparison rests on, in words."""
+    left_out: Sequence[str] = ()
+    """Why other schedules are no candidates, a line for each reason."""
+
+    def sentence(self, accepted: Sequence[Candidate], refused: Sequence[str]) -> str:
+        """Return the line of the log about the best candidates, and those that flags refuse."""
+        best, *others = accepted
+        line = f"--pipeline-schedule auto takes {best.flags}: {best.words}"
+        if not best.fits:
+            line += ", which does not fit, and all others need more"
+        if others:
+            second = others[0]
+            line += f"; next is {second.flags}: {second.words}, {second.reason(best)}"
+        line = f"{line}; {self.basis}"
+        if refused:
+            line += f"; these flags exclude {', '.join(dict.fromkeys(refused))}"
+        return line
+
+
+class Judge(Protocol):
+    """What candidates are compared by."""
+
+    def candidate(self, schedule: str, chunks: int | None) -> Candidate:
+        """Return a candidate.
+
+        Raises:
+            ScheduleError: The schedule is impossible.
+        """
+
+    def limit(self, reference: Candidate | None) -> float:
+        """Return the memory that a candidate may need, beside the reference's."""
+
+    def basis(self) -> str:
+        """Return what the comparison rests on."""
+
+
+def rank(training: Training, judge: Judge) -> Ranking:
+    """Return the candidates of a training, best first.
+
+    Those that fit come first, by time; where steps are equally fast, by memory. If none fits, the
+    one that needs least comes first.
+    """
+    left_out: list[str] = []
+    reference = _tried(judge, REFERENCE, None, left_out)
+    limit = judge.limit(reference)
+    candidates = [] if reference is None else [reference]
+    thrifty: list[str] = []
+    for name, generator in registered().items():
+        if name == REFERENCE or name in _WASTEFUL:
+            continue
+        if name in _THRIFTY:
+            thrifty.append(name)
+            continue
+        for chunks in _chunk_counts(training, generator):
+            candidate = _tried(judge, name, chunks, left_out)
+            if candidate is not None:
+                candidates.append(candidate)
+    fitting = {candidate.schedule for candidate in candidates if candidate.memory <= limit}
+    for name in thrifty:
+        if _THRIFTY[name] not in fitting:
+            candidate = _tried(judge, name, None, left_out)
+            if candidate is not None:
+                candidates.append(candidate)
+    judged = [replace(candidate, fits=candidate.memory <= limit) for candidate in candidates]
+    return Ranking(candidates=_ordered(judged), basis=judge.basis(), left_out=left_out)
+
+
+def _tried(
+    judge: Judge, schedule: str, chunks: int | None, left_out: list[str]
+) -> Candidate | None:
+    """Return a candidate; None, with a line about the reason, if it is impossible."""
+    try:
+        return judge.candidate(schedule, chunks)
+    except (ArgumentsError, ScheduleError) as error:
+        reason = str(error)
+    # Chunks of one schedule are refused for the same reason.
+    if reason not in left_out:
+        left_out.append(reason)
+    return None
+
+
+def _chunk_counts(training: Training, generator: Generator) -> Sequence[int | None]:
+    """Return the numbers of stages on each rank to try."""
+    if not generator.free_chunks:
+        return (None,)
+    if training.chunks is not None:
+        return (training.chunks,)
+    if training.num_layers is None:
+        return (2, 4)
+    # Embedding and loss may be stages without layers.
+    most_chunks = min((training.num_layers + 2) // training.ranks, _MAX_CHUNKS)
+    return range(2, most_chunks + 1)
+
+
+def _ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates, best first."""
+    waiting = sorted(
+        (candidate for candidate in candidates if candidate.fits), key=lambda one: one.step
+    )
+    ordered: list[Candidate] = []
+    while waiting:
+        bound = (1 + _EQUAL) * waiting[0].step
+        as_fast = [candidate for candidate in waiting if candidate.step <= bound]
+        best = min(as_fast, key=lambda one: (one.weight_copies, one.memory, one.step))
+        ordered.append(best)
+        waiting.remove(best)
+    too_large = [candidate for candidate in candidates if not candidate.fits]
+    return ordered + sorted(too_large, key=lambda one: (one.memory, one.step))
+
+
+def _weights_are_held_twice(schedule: str) -> ScheduleError:
+    return ScheduleError(f"{schedule} holds each weight twice, and it is not known that both fit")
+
+
+def _activations_of(reference: Candidate | None) -> float:
+    """Return the most activations where the memory of the device is not known."""
+    if reference is None:
+        return math.inf
+    # Sums of thirds and of eighths differ in the last digit.
+    return reference.memory * (1 + 1e-9)
+
+
+# -- by the planner's forecast -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByForecast:
+    """Compares seconds and bytes, by the planner's forecast."""
+
+    training: Training
+    job: Question
+    sizes: ParallelSizes
+    has_memory: bool
+    """Whether the memory of the device is known."""
+
+    def candidate(self, schedule: str, chunks: int | None) -> Candidate:
+        """Return a candidate.
+
+        Raises:
+            ArgumentsError: Megatron cannot build its stages from the user's flags.
+            ScheduleError: The schedule is impossible.
+        """
+        training, generator = self.training, get(schedule)
+        if generator.twins > 1 and not self.has_memory:
+            raise _weights_are_held_twice(schedule)
+        counts = training.layers_by_stage(schedule, chunks)
+        if counts is None:
+            raise ScheduleError(f"{schedule}: the number of layers is not known")
+        costs = costs_of(self.job, self.sizes, counts, generator.twins)
+        candidates = []
+        for made_for in training.made_for(schedule, costs):
+            candidates.append(self._candidate(schedule, chunks, counts, made_for))
+        return _ordered(candidates)[0]
+
+    def _candidate(
+        self, schedule: str, chunks: int | None, counts: Sequence[int], made_for: Costs | None
+    ) -> Candidate:
+        training = self.training
+        table_costs = made_for or training.costs or UNIT
+        plan = self._layout(schedule, chunks, counts, table_costs)
+        memory_gib = memory = max(plan.memory_gib)
+        words = f"{plan.step_s:.3g} s a step, {memory_gib:.1f} GiB on the worst rank"
+        if not self.has_memory:
+            memory = training.activations(training.table(schedule, chunks, table_costs))
+            words += f" with {memory:g} activations"
+        return Candidate(
+            schedule=schedule,
+            chunks=chunks,
+            costs=made_for,
+            step=plan.step_s,
+            memory=memory,
+            weight_copies=get(schedule).twins,
+            words=words,
+        )
+
+    def _layout(
+        self, schedule: str, chunks: int | None, counts: Sequence[int], costs: Costs
+    ) -> Layout:
+        # A candidate that does not fit has a forecast too, which is compared with the limit.
+        roomy = replace(self.job, device=replace(self.job.device, memory_gib=math.inf))
+        num_chunks, at_once = chunks or get(schedule).num_chunks, self.training.weights_at_once
+        plan = forecast(
+            roomy, self.sizes, schedule, num_chunks, counts, costs=costs, at_once=at_once
+        )
+        if plan is None:
+            # The table's own refusal names the rule; the planner's answer is only that it has none.
+            self.training.table(schedule, chunks, costs)
+            raise ScheduleError(f"{schedule} has another number of stages than the cut")
+        return plan
+
+    def limit(self, reference: Candidate | None) -> float:
+        """Return the GiB that a rank may need, or the activations that it may keep."""
+        device = self.job.device
+        if self.has_memory:
+            return device.memory_gib - device.reserve_gib
+        return _activations_of(reference)
+
+    def basis(self) -> str:
+        """Return what the comparison rests on."""
+        device = self.job.device
+        if self.has_memory:
+            limit_gib = device.memory_gib - device.reserve_gib
+            return (
+                f"by forecast for {self.job.num_devices} x {device.name} with {limit_gib:.1f} GiB"
+            )
+        return (
+            f"by forecast with the times of {device.name}, for the device is not known, and at "
+            f"most {REFERENCE}'s activations"
+        )
+
+
+# -- by tables alone -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByTable:
+    """Compares simulated tables and the activations that they keep."""
+
+    training: Training
+    measured: MeasuredCosts | None
+    """Costs of a traced run; None: those of the user, or all equal."""
+    reason: str
+    """Why there is no forecast, in words."""
+
+    def candidate(self, schedule: str, chunks: int | None) -> Candidate:
+        """Return a candidate.
+
+        Raises:
+            ArgumentsError: Megatron cannot build its stages from the user's flags.
+            ScheduleError: The schedule is impossible.
+        """
+        training = self.training
+        generator = get(schedule)
+        if generator.twins > 1:
+            raise _weights_are_held_twice(schedule)
+        counts = training.layers_by_stage(schedule, chunks)
+        if counts is None:
+            counts = [1] * (training.ranks * (chunks or generator.num_chunks))
+        costs = self._costs(counts)
+        variants: Sequence[Costs | None] = (None,)
+        if self.measured is not None:
+            variants = training.made_for(schedule, costs)
+        candidates = []
+        for made_for in variants:
+            candidates.append(self._candidate(schedule, chunks, costs, made_for))
+        return _ordered(candidates)[0]
+
+    def _candidate(
+        self, schedule: str, chunks: int | None, costs: Costs, made_for: Costs | None
+    ) -> Candidate:
+        training = self.training
+        table = training.table(schedule, chunks, made_for or training.costs or UNIT)
+        step = evaluate(table, costs).makespan
+        peak = training.activations(table)
+        return Candidate(
+            schedule=schedule,
+            chunks=chunks,
+            costs=made_for,
+            step=step,
+            memory=peak,
+            weight_copies=get(schedule).twins,
+            words=f"{step:.3g} {self._unit()} a step, {peak:g} activations on the worst rank",
+        )
+
+    def _costs(self, layers_by_stage: Sequence[int]) -> Costs:
+        """Return what the stages of a cut cost."""
+        ranks = self.training.ranks
+        if self.measured is not None:
+            return self.measured.costs(ranks, layers_by_stage)
+        even = self.training.costs or UNIT
+        stages = []
+        for count in layers_by_stage:
+            share = count * ranks / sum(layers_by_stage)
+            # A stage may have no layers.
+            forward = max(SHORTEST, share * even.forward)
+            stages.append((forward, share * even.input, share * even.weight))
+        return replace(even, stages=tuple(stages))
+
+    def _unit(self) -> str:
+        if self.measured is not None:
+            return "s"
+        return "forwards" if self.training.costs is None else "times the unit of the costs"
+
+    def limit(self, reference: Candidate | None) -> float:
+        """Return the activations that a rank may keep."""
+        return _activations_of(reference)
+
+    def basis(self) -> str:
+        """Return what the comparison rests on."""
+        return f"by {self.reason}, with at most {REFERENCE}'s activations"

@@ -1,0 +1,149 @@
+"""What a traced run has measured of its stages and messages, and the stages of another cut."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.files import read_json
+from megatron_ext.schedules.table.costs import SHORTEST, Costs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COSTS_FILE = "costs.json"
+"""Written by `megatron-ext aggregate` into the folder of a traced run."""
+SIZES = (
+    *("num_layers", "hidden_size", "seq_length", "micro_batch_size", "tensor_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size"),
+)
+"""Settings that durations of a layer depend on."""
+_MAX_FILE_BYTES = 1 << 20
+
+StageTimes = tuple[float, float, float]
+"""Seconds of a stage's forward, input gradient and weight gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCosts:
+    """Seconds of a run's actions and messages."""
+
+    stages: tuple[StageTimes, ...]
+    """Of one micro-batch on each stage of the run."""
+    latency_s: float
+    """Time from the end of an action until another rank has its output."""
+    all_to_all: float = 0.0
+    """Share of forwards and input gradients that is communication between experts."""
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the run that durations depend on, by the names of Megatron's arguments."""
+
+    def check_sizes(self, settings: Mapping[str, Any], folder: Path) -> None:
+        """Refuse another training than that of the run.
+
+        Raises:
+            ArgumentsError: A size differs.
+        """
+        for name, size in self.sizes.items():
+            value = settings.get(name)
+            if value is not None and value != size:
+                flag = f"--{name.replace('_', '-')}"
+                raise ArgumentsError(
+                    f"{folder} has the traces of a run with {flag} {size}, not {value}; trace a "
+                    f"run with {flag} {value}, or use --pipeline-schedule auto"
+                )
+
+    def costs(self, ranks: int, layers_by_stage: Sequence[int]) -> Costs:
+        """Return the costs of the same model in another cut."""
+        stages = cut_anew(self.stages, layers_by_stage)
+        forward_s, input_s, weight_s = (sum(times) for times in zip(*stages, strict=True))
+        return Costs(
+            forward_s / ranks,
+            input_s / ranks,
+            weight_s / ranks,
+            latency=self.latency_s,
+            stages=stages,
+            all_to_all=self.all_to_all,
+        )
+
+    def as_json(self) -> str:
+        """Return the text that `read` takes."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> MeasuredCosts:
+        """Return what was measured of the run that a folder has the traces of.
+
+        Raises:
+            ArgumentsError: Nothing was, or the file is damaged.
+        """
+        path = folder / COSTS_FILE
+        remedy = f"megatron-ext aggregate --trace-dir {folder} writes it"
+        try:
+            content = read_json(path, _MAX_FILE_BYTES)
+            stages = tuple(_times(times) for times in content["stages"])
+            if not stages:
+                raise ValueError("it has no stages")
+            measured = cls(
+                stages=stages,
+                latency_s=_time(content["latency_s"]),
+                all_to_all=_time(content["all_to_all"]),
+                sizes=dict(content["sizes"]),
+            )
+            measured.costs(1, [1] * len(stages))
+        except OSError as error:
+            reason = error.strerror or error
+            raise ArgumentsError(f"{path} cannot be read: {reason}; {remedy}") from error
+        except (ValueError, KeyError, TypeError, ScheduleError) as error:
+            raise ArgumentsError(f"{path} is damaged: {error}; {remedy}") from error
+        return measured
+
+
+def _times(times: Any) -> StageTimes:
+    forward_s, input_s, weight_s = times
+    return _time(forward_s), _time(input_s), _time(weight_s)
+
+
+def _time(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r} is no time")
+    return float(value)
+
+
+def cut_anew(
+    stages: Sequence[StageTimes], layers_by_stage: Sequence[int]
+) -> tuple[StageTimes, ...]:
+    """Return what each stage takes if the same model is cut into other stages.
+
+    The time of each old stage is spread evenly over its part of the model. What the ends take
+    beyond the stages beside them, embedding and loss, stays in the ends.
+    """
+    by_pass = [_cut_times(times, layers_by_stage) for times in zip(*stages, strict=True)]
+    return tuple(
+        (max(SHORTEST, times[0]), times[1], times[2]) for times in zip(*by_pass, strict=True)
+    )
+
+
+def _cut_times(times: Sequence[float], layers_by_stage: Sequence[int]) -> list[float]:
+    """Return the same for the times of one kind of pass."""
+    embedding = loss = 0.0
+    layers = list(times)
+    num_old = len(times)
+    if num_old > 2:
+        embedding = max(0.0, times[0] - times[1])
+        loss = max(0.0, times[-1] - times[-2])
+        layers[0] -= embedding
+        layers[-1] -= loss
+    # In parts that fill both an old stage and a layer.
+    num_layers = sum(layers_by_stage)
+    parts = [time / num_layers for time in layers for _ in range(num_layers)]
+    spread = []
+    for first, end in pairwise(accumulate(layers_by_stage, initial=0)):
+        spread.append(sum(parts[first * num_old : end * num_old]))
+    spread[0] += embedding
+    spread[-1] += loss
+    return spread
