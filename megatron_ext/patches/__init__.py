@@ -1,9 +1,9 @@
 """All changes to other packages: tables of patches, and their registry.
 
-A table is a module with a `PatchTable` named `PATCHES`. Its rows are decorators of their functions:
-id and target; the docstring is the reason, which says what goes wrong without the patch. Importing
-a table imports neither torch nor Megatron. Add a patch to the table of its upstream area. For a new
-table, write the module and list it here.
+A table is a module with a `PatchTable` named `PATCHES`. Its rows are decorators with an id and a
+target; the docstring of the decorated function is the reason, which says what goes wrong without
+the patch. Importing a table imports neither torch nor Megatron. Add a patch to the table of its
+upstream area. For a new table, write the module and list it here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TABLES = (
     "trace",
     "without_te",
 )
-"""Modules of this package with a table `PATCHES`, by upstream area."""
+"""Modules of this package with a table `PATCHES`, one for each upstream area."""
 
 
 def rows() -> list[Patch]:
@@ -44,7 +44,7 @@ def rows() -> list[Patch]:
 def arm() -> None:
     """Register all tables, hook Megatron's import and activate the registry. Idempotent."""
     REGISTRY.register(rows())
-    # Before the registry is active: where Megatron is imported already, this registers the
-    # redirects of the device, and one sweep mends the copies of all names.
+    # Do this before the registry is active: if Megatron is already imported, it registers the
+    # redirects of the device, and a single sweep then repairs the copies of all names.
     hooks.install(before_core=device.arm)
     REGISTRY.activate()

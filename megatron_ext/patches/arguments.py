@@ -30,8 +30,8 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         requested_flags,
     )
 
-    # Of each parser anew: upstream parses up to three times in one process (in-process restart and
-    # checkpoint tools parse again), so nothing here may rely on a single call.
+    # Do this for every parser: upstream parses up to three times in one process (in-process restart
+    # and checkpoint tools parse again), so nothing here may rely on a single call.
     add_arguments(parser)
     parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     parser.set_defaults(**vars(parse_words(requested_flags(), FLAGS)))
@@ -47,7 +47,7 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         if device.distributed_backend not in choices:
             backend.choices = [*choices, device.distributed_backend]
     for dest, (value, _reason) in device.argument_defaults.items():
-        # Later releases call some arguments as the fields that they set.
+        # Later releases name some arguments after the fields that they set.
         for name in {dest, MEGATRON_FIELDS.get(dest, dest)} & action_of.keys():
             parser.set_defaults(**{name: value})
     for action in parser._actions:
@@ -56,7 +56,7 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _repair_help(action: Action, program: str) -> None:
-    """Make a help text a format: 0.19 has one with a bare %, which ends `--help`."""
+    """Escape an invalid format string in a help text: a bare % in 0.19 breaks `--help`."""
     text = action.help or ""
     try:
         _ = text % {**vars(action), "prog": program}
@@ -65,7 +65,7 @@ def _repair_help(action: Action, program: str) -> None:
 
 
 class _Converter:
-    """A converter of Megatron's whose every failure argparse reports as a wrong value."""
+    """Wraps a Megatron converter so that argparse reports all of its failures as invalid values."""
 
     def __init__(self, convert: Callable[[str], Any], *, has_choices: bool) -> None:
         self._convert = convert
@@ -79,7 +79,7 @@ class _Converter:
             raise
         except Exception as error:  # such as the KeyError of an enumeration
             if self._has_choices:
-                return word  # none of them, and argparse names them
+                return word  # it is not a valid choice, so argparse lists the choices
             raise ValueError(str(error)) from error
 
 
@@ -90,7 +90,7 @@ def _add_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Argume
 
 
 def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
-    """End with one line on one rank, where argparse prints hundreds of lines of usage on each."""
+    """Exit with one line on one rank; argparse would print hundreds of lines of usage on each."""
     from megatron_ext.upstream import failure
 
     failure.report(ArgumentsError(parser_line(parser, message)))
@@ -99,7 +99,9 @@ def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
 
 @PATCHES.row("arguments.validate", f"{_MODULE}:validate_args")
 def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:
-    """Megatron does not know which flags exclude each other, a schedule or the device."""
+    """Megatron does not know which flags conflict with each other, with a schedule or with the
+    device.
+    """
     from megatron_ext.config import active, entrances
     from megatron_ext.patches.listing import text_table
     from megatron_ext.upstream.scripts import is_pretraining
@@ -112,10 +114,10 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
             "Megatron's command line; give them, or deconfigure first"
         )
     REGISTRY.raise_mismatches()
-    # Before upstream's checks: a schedule rewrites some arguments, because Megatron hosts it under
-    # other sizes, and what upstream computes from them has to follow.
+    # Run before upstream's checks: a schedule rewrites some arguments, because Megatron hosts it
+    # under other sizes, and the values that upstream derives from them must follow.
     script_defaults = None
-    if is_pretraining(sys.argv[0]):  # tools of upstream's validate arguments that train nothing
+    if is_pretraining(sys.argv[0]):  # upstream's tools also validate arguments, but train nothing
         script_defaults = args[1] if len(args) > 1 else kwargs.get("defaults", {})
     entrances.prepare(settings, script_defaults=script_defaults)
     try:
@@ -131,7 +133,7 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
 
 @PATCHES.row("arguments.yaml", "megatron.training.yaml_arguments:validate_yaml")
 def _validate_yaml(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:
-    """Megatron ignores all flags beside --yaml-cfg, and would train without ours."""
+    """With --yaml-cfg, Megatron ignores all flags, and would train without ours."""
     from megatron_ext.config.flags import DESTINATIONS, requested_flags
 
     settings = vars(args[0] if args else kwargs["args"])

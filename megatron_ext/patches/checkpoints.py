@@ -1,4 +1,4 @@
-"""Patches on checkpoints: of the distributed optimizer, with torch's Adam in it, and of enums."""
+"""Patches on checkpoints: the distributed optimizer, also with torch's Adam, and pickled enums."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 PATCHES = PatchTable()
 
 
-# torch's Adam, the fallback without TE and Apex, keeps a `step` tensor for each parameter, TE's and
-# Apex's one for each group. Upstream handles that in `state_dict` and `load_state_dict`, but no
-# checkpoint survives the round trip: saving asserts, loading raises, or all parameters share one
-# `step` tensor, which each of them increments. Resuming needs all rows with this condition.
+# torch's Adam, the fallback without TE and Apex, keeps a `step` tensor for each parameter; the Adam
+# of TE and Apex keeps one for each group. Upstream handles that in `state_dict` and
+# `load_state_dict`, but no checkpoint survives the round trip: saving asserts, loading raises, or
+# all parameters share one `step` tensor, which each of them increments. Resuming needs all rows
+# with this condition.
 def _torch_adam() -> bool:
     return not getattr(sys.modules.get(_MODULE), "HAVE_APEX_OR_TE", True)
 
@@ -31,11 +32,12 @@ def _torch_adam() -> bool:
     until=(0, 20),
 )
 def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron gathers states without the padding between buckets but reads them at offsets
-    that include it: behind a padded bucket (tied embeddings have their own) it saves parameters
-    with parts of their neighbours.
+    """Megatron gathers states without the padding between buckets but reads them at offsets that
+    include it: after a padded bucket (tied embeddings have their own), it saves parameters with
+    parts of their neighbours.
     """
-    # Only within this call: the other formats store sizes without the padding.
+    # Change the sizes only within this call, because the other formats store sizes without the
+    # padding.
     unpadded_sizes = []
     for buffer in instance.buffers:
         unpadded_sizes.append((buffer, buffer.numel_unpadded))
@@ -56,14 +58,16 @@ def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwar
     when=_torch_adam,
 )
 def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron asserts one common step; torch's Adam has no state yet when the loader asks."""
+    """Megatron asserts a common step, but torch's Adam has no state yet when the loader asks for
+    it.
+    """
     import torch
 
     optimizer = instance.optimizer
     if not instance.is_stub_optimizer:
         if len(optimizer.state) == 0 and instance.init_state_fn:
             instance.init_state_fn(optimizer, instance.config)
-        # Upstream creates only the moments, as for TE's Adam.
+        # Upstream creates only the moments, which is enough for TE's Adam.
         for state in optimizer.state.values():
             if "exp_avg" in state:
                 state.setdefault("step", torch.tensor(0.0))
@@ -82,8 +86,8 @@ def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     # fp32 parameters are leaves that require gradients, and upstream copies into views of them.
     with torch.no_grad():
         result = call(*args, **kwargs)
-    # The groups hold the number of steps; in the default format (`dp_reshardable`) the tensors of
-    # each parameter are only those of the loader's template.
+    # The groups hold the step count; in the default format (`dp_reshardable`), the tensors of each
+    # parameter come only from the loader's template.
     for group in instance.optimizer.param_groups:
         for parameter in group["params"]:
             state = instance.optimizer.state.get(parameter)
@@ -98,7 +102,9 @@ def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     when=_torch_adam,
 )
 def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Reshardable checkpoints, and --ckpt-format torch, hold no step by parameter: KeyError."""
+    """Reshardable checkpoints, and --ckpt-format torch, do not store a step for each parameter:
+    KeyError.
+    """
     import torch
 
     arguments = by_name(call, args, kwargs)
@@ -110,11 +116,11 @@ def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     step = instance.optimizer.state[main_param].get("step")
     if step is not None:
         arguments["tensors"] = {**tensors, "step": step}
-    with torch.no_grad():  # as above: those of --ckpt-format torch load after the rest
+    with torch.no_grad():  # see above; tensors of --ckpt-format torch are loaded last
         return call(**arguments)
 
 
-# Both functions below were methods in 0.16.
+# Both targets below were methods in 0.16.
 @PATCHES.row(
     "dist_checkpointing.queue_process",
     f"{_WRITER}:_get_write_results_queue",
@@ -131,7 +137,7 @@ def _start_without_main(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     """The process behind the queue imports the training script, which takes seconds, and fails if
     the script needs `python -m megatron_ext` to find Megatron.
     """
-    # A spawned process first imports its parent's main script if that is a file.
+    # A spawned process first imports the main script of its parent if that is a file.
     main_names = vars(sys.modules["__main__"])
     script_path = main_names.pop("__file__", None)
     try:
@@ -143,7 +149,7 @@ def _start_without_main(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
 
 @cache
 def _enums_are_written_as_getattr() -> bool:
-    """Return whether this Python pickles a member of an enum as a call of `getattr`."""
+    """Return whether this Python pickles an enum member as a call of `getattr`."""
 
     class Probe(enum.Enum):
         MEMBER = 0
@@ -158,7 +164,7 @@ def _enums_are_written_as_getattr() -> bool:
     until=(0, 17),
     required=False,
 )
-@PATCHES.row(  # later releases name Python 3.12, but the examples put them on 3.11 as well
+@PATCHES.row(  # later releases mention Python 3.12 only, but the examples use enums on 3.11 as well
     "dist_checkpointing.enums_by_value",
     f"{_COMMON}:save_common",
     when=_enums_are_written_as_getattr,
@@ -166,10 +172,10 @@ def _enums_are_written_as_getattr() -> bool:
     required=False,
 )
 def _with_enums_by_value(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Python 3.11.0 to 3.11.3 pickle enums in a way that torch's loader refuses, so no run goes on
-    from a checkpoint that was saved there.
+    """Python 3.11.0 to 3.11.3 pickle enums in a way that torch's loader rejects, so no run can
+    resume from a checkpoint that was saved with them.
     """
-    # As later Pythons do: the class, called with the value.
+    # Pickle as later Pythons do: the class, called with the value.
     from megatron.core.safe_globals import SAFE_GLOBALS
 
     enum_classes = []

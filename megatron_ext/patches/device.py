@@ -21,17 +21,18 @@ def arm() -> Device:
     Raises:
         DeviceError: The requested device is unknown or cannot run here.
     """
-    # Just before `megatron.core` first executes, whose `tensor_parallel/random.py` copies names of
-    # `torch.cuda` at import. Later the registry's sweep by identity repairs the copies.
+    # This runs just before `megatron.core` first executes, because its `tensor_parallel/random.py`
+    # copies names of `torch.cuda` at import. If it runs later, the registry's sweep by identity
+    # repairs the copies.
     device = devices.current()
     for variable, (value, _reason) in device.environment.items():
-        if variable not in os.environ:  # what the user has set stays
+        if variable not in os.environ:  # keep the values that the user has set
             os.environ[variable] = value
             REGISTRY.undo.callback(_unset, variable, value)
     if all(patch.feature != device.name for patch in REGISTRY):
         redirects = []
         for target, make_replacement, reason in device.redirects():
-            # As `set`: on the hot path of factories a proxy costs more than the redirect.
+            # Use `set`: on the hot path of factories, a proxy would cost more than the redirect.
             redirect = Patch(
                 id=f"{device.name}.{target.replace(':', '.')}",
                 target=target,
@@ -55,9 +56,10 @@ def _unset(variable: str, value: str) -> None:
 
 
 class _LacksOnce:
-    """Shows warnings about what the device cannot have on one rank, and each of them once."""
+    """Shows each warning about a feature that the device lacks only once, on one rank."""
 
-    # Not by a filter: whenever torch or others change one, Python forgets what it has shown once.
+    # A warning filter does not work: whenever torch or others change the filters, Python forgets
+    # what it has shown.
     def __init__(self, beginnings: tuple[str, ...]) -> None:
         self._pattern = re.compile("|".join(beginnings) or "(?!)")
         self._show_warning = warnings.showwarning
@@ -73,6 +75,6 @@ class _LacksOnce:
         self._show_warning(message, *args, **kwargs)
 
     def end(self) -> None:
-        """Restore what showed warnings before, unless other code has replaced it since."""
+        """Restore the previous `warnings.showwarning`, unless other code has replaced it since."""
         if warnings.showwarning is self:
             warnings.showwarning = self._show_warning

@@ -1,8 +1,8 @@
 """Patches for jobs whose forward and backward passes run in different processes.
 
-Each role is an ordinary Megatron job (`disaggregation/worlds.py`), so few patches remain: how
-processes find each other, the training step of each role, evaluation and logging. All of them act
-only with --forward-backward-disaggregating.
+Each role is an ordinary Megatron job (`disaggregation/worlds.py`), so only a few patches are
+needed: how processes find each other, the training step of each role, evaluation and logging. All
+of them act only with --forward-backward-disaggregating.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _on_backward_rank = partial(active.has_role, "backward")
 
 @PATCHES.row("disaggregation.processes", "megatron.training.initialize:_initialize_distributed")
 def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron treats all processes as one job; forward and backward ranks are two jobs."""
-    # Upstream then finds it initialised, and goes on with the processes that it has.
+    """Megatron treats all processes as one job, but forward and backward ranks are two jobs."""
+    # Upstream then finds torch.distributed initialised, and continues with the processes in it.
     from megatron_ext import devices
     from megatron_ext.disaggregation import worlds
 
@@ -40,7 +40,7 @@ def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     "disaggregation.schedule", "megatron.core.pipeline_parallel.schedules:get_forward_backward_func"
 )
 def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron runs forwards and backwards of a stage on one rank."""
+    """Megatron runs the forwards and backwards of a stage on the same rank."""
     from megatron_ext.disaggregation.step import forward_backward
 
     return partial(forward_backward, call(*args, **kwargs))
@@ -54,8 +54,8 @@ def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     since=(0, 19),
 )
 def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron keeps gradients of every weight; forward ranks have none."""
-    # In the provider: what wraps the model makes room for a gradient of each trained one.
+    """Megatron allocates gradients for every weight, but forward ranks compute none."""
+    # Freeze in the provider: the wrapper of the model allocates a gradient for each trained weight.
     arguments = by_name(call, args, kwargs)
     [provider] = [name for name in _PROVIDERS if name in arguments]
     provide = arguments[provider]
@@ -68,7 +68,7 @@ def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
 
 @PATCHES.row("disaggregation.throughput", f"{_TRAINING}:training_log", when=_on_backward_rank)
 def _log_all_ranks(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron divides by the processes of one role, but both roles' devices do the work."""
+    """Megatron divides by the processes of one role, but the devices of both roles do the work."""
     job = active.job()
     assert job is not None
     arguments = sys.modules["megatron.training"].get_args()
@@ -81,13 +81,15 @@ def _log_all_ranks(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
 
 @PATCHES.row("disaggregation.progress", f"{_TRAINING}:setup_model_and_optimizer")
 def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron reads a checkpoint on every rank; forward ranks get counters from backward ranks."""
+    """Megatron reads a checkpoint on every rank, but forward ranks need the counters of backward
+    ranks.
+    """
     from megatron_ext.disaggregation.step import shared_progress
     from megatron_ext.disaggregation.worlds import ending_both_roles
 
     with ending_both_roles():
         model_and_optimizer = call(*args, **kwargs)
-    # The counters are arguments: Megatron's own loading writes them there.
+    # The counters are stored in the arguments, where Megatron's own loading writes them.
     progress = vars(sys.modules["megatron.training"].get_args())
     progress.update(shared_progress(progress))
     return model_and_optimizer
@@ -97,8 +99,10 @@ def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     "disaggregation.forward_step", f"{_TRAINING}:train_step", kind="replace", when=_on_forward_rank
 )
 def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron updates weights and averages losses, which forward ranks do not have."""
-    # Losses stay on the backward ranks, which log; the results have the form of upstream's.
+    """Megatron updates weights and averages losses, but forward ranks have neither gradients nor
+    losses.
+    """
+    # Losses stay on the backward ranks, which log; the result has the form of upstream's.
     arguments = by_name(call, args, kwargs)
     settings = sys.modules["megatron.training"].get_args()
     arguments["forward_backward_func"](
@@ -110,21 +114,24 @@ def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
         micro_batch_size=settings.micro_batch_size,
         decoder_seq_length=settings.decoder_seq_length,
     )
-    for observer in active.required().observers:  # Megatron's optimizer does it, on other ranks
+    # On other ranks, Megatron's optimizer triggers this
+    for observer in active.required().observers:
         observer.end_iteration()
-    # Losses; steps that were skipped; whether to save and to exit, with which code; the norm of the
-    # gradients and how many are zero; the largest attention logit.
+    # Losses; skipped steps; whether to save and to exit, with which code; the gradient norm and the
+    # number of zero gradients; the largest attention logit.
     return {}, 0, False, False, 0, None, None, 0
 
 
 @PATCHES.row("disaggregation.evaluate", f"{_TRAINING}:evaluate", when=_on_forward_rank)
 def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron returns the losses of an evaluation on forward ranks; backward ranks log them."""
+    """Megatron returns the losses of an evaluation on forward ranks, but backward ranks log
+    them.
+    """
     from megatron_ext.disaggregation.step import evaluation, send_evaluation
 
     model = by_name(call, args, kwargs)["model"]
-    # All batches of an evaluation take the same weights: those of the last training step, or others
-    # that the loop has put in their place.
+    # All batches of an evaluation use the same weights: those after the last training step, or
+    # others that the loop has put in their place.
     with evaluation(model):
         losses, *further_results = call(*args, **kwargs)
     send_evaluation(model, losses or {})
@@ -135,14 +142,14 @@ def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     "disaggregation.evaluation", f"{_TRAINING}:evaluate", kind="replace", when=_on_backward_rank
 )
 def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron evaluates on every rank; forward ranks alone are enough."""
+    """Megatron evaluates on every rank, but forward ranks alone are enough."""
     from megatron_ext.disaggregation.step import receive_evaluation
 
     arguments = by_name(call, args, kwargs)
     settings = sys.modules["megatron.training"].get_args()
-    # What Megatron's own evaluation counts; the next checkpoint has it.
+    # Count the samples as Megatron's evaluation does; the next checkpoint stores the count.
     rounds = arguments.get("eval_iters") or settings.eval_iters
-    # Since 0.18 evaluations may have a separate batch size.
+    # Since 0.18, evaluations may have a separate batch size.
     batch = getattr(settings, "eval_global_batch_size", None) or settings.global_batch_size
     settings.consumed_valid_samples += rounds * batch
     return receive_evaluation(arguments["model"]), None, False
@@ -154,7 +161,9 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     when=lambda: (job := active.job()) is not None and job.ends_by_itself,
 )
 def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Megatron decides among the processes of one role whether time is up or a signal has come."""
+    """Megatron decides only among the processes of one role whether time is up or a signal has
+    come.
+    """
     from megatron_ext.disaggregation.step import share_exit
 
     is_over = active.has_role("backward") and call(*args, **kwargs)
@@ -162,7 +171,7 @@ def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> boo
 
 
 def _roles_here() -> Any:
-    """Return what this process of a role keeps, or None."""
+    """Return the state of this process's role, or None."""
     configuration = active.active()
     return None if configuration is None else configuration.roles
 
@@ -186,16 +195,20 @@ def _replay_layer(replay: Any, call: Call, _instance: Any, args: Args, kwargs: K
     since=(0, 18),
 )
 def _sort_experts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Without gradients Megatron sorts no experts of a token: their scores add up to other bits."""
+    """Without gradients, Megatron does not sort the experts of a token, so their scores add up to
+    different bits.
+    """
     import torch
 
-    with torch.enable_grad():  # weights are frozen, so there is no graph
+    with torch.enable_grad():  # weights are frozen, so this builds no graph
         return call(*args, **kwargs)
 
 
 @PATCHES.row("disaggregation.end", "megatron.training.one_logger_utils:finish")
 def _leave(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Both roles shut down here, in Megatron's last call before exit, at --exit-interval too."""
+    """Both roles must shut down together, in Megatron's last call before exit, also with
+    --exit-interval.
+    """
     from megatron_ext.disaggregation.worlds import leave
 
     result = call(*args, **kwargs)
@@ -208,7 +221,7 @@ _silence = partial(PATCHES.row, kind="replace", when=_on_forward_rank)
 
 @_silence("disaggregation.timers", "megatron.core.timers:Timers.log")
 def _silent(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
-    """Megatron prints once for each job, and the forward ranks are a second one."""
+    """Megatron prints once for each job, and the forward ranks are a second job."""
 
 
 for _name in ("print_rank_0", "print_rank_last"):
@@ -219,5 +232,5 @@ for _name in ("print_rank_0", "print_rank_last"):
 
 @_silence("disaggregation.log", f"{_TRAINING}:training_log")
 def _without_log(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron logs each step; forward ranks know neither losses nor norms."""
+    """Megatron logs each step, but forward ranks know neither losses nor norms."""
     return by_name(call, args, kwargs)["report_memory_flag"]

@@ -1,9 +1,9 @@
 """The drift guard: is an upstream function still the one that a patch was written for?
 
 `fingerprints/MINOR.json` holds, for one minor release of Megatron, the hash of every file with
-targets, and the hash and signature of each target. A target may have further hashes, `reviewed`:
-edits that somebody has read, and that its patches fit. A release newer than all fingerprints is
-compared with the newest. `tests/versions/compare.py` writes them.
+targets, and the hash and signature of each target. A target may have additional hashes, `reviewed`,
+for edits that someone has read and that the patches fit. A release newer than all fingerprints is
+compared with the newest ones. `tests/versions/compare.py` writes the files.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LOG = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).with_name("fingerprints")
 _NOTHING = "nothing"
-# Parts of syntax that mean nothing at run time, or that only some Pythons have.
+# Parts of syntax that have no effect at run time, or that only some Pythons have.
 _IGNORED = frozenset({"annotation", "ctx", "kind", "returns", "type_comment", "type_params"})
 
 
 def policy() -> Literal["error", "warn", "ignore"]:
-    """Return what to do about drift: `MEGATRON_EXT_DRIFT`, by default `error`.
+    """Return how to handle drift: `MEGATRON_EXT_DRIFT`, by default `error`.
 
     Raises:
         UserError: The variable has another value.
@@ -58,12 +58,12 @@ def refuses(mismatch: UpstreamMismatch | None) -> bool:
 
 
 def missing(target: str, detail: str) -> UpstreamMismatch:
-    """Return the mismatch of a target that does not exist."""
+    """Return the mismatch for a target that does not exist."""
     return _mismatch(target, "this name", f"{_NOTHING} ({detail})")
 
 
 def missing_module(target: str) -> UpstreamMismatch | None:
-    """Return the mismatch of a target whose module is missing although its package exists."""
+    """Return the mismatch for a target whose module is missing although its package exists."""
     name = target.partition(":")[0]
     package = name.rpartition(".")[0]
     if name in sys.modules or package not in sys.modules or find_spec(name) is not None:
@@ -73,7 +73,7 @@ def missing_module(target: str) -> UpstreamMismatch | None:
 
 def log(mismatches: Sequence[UpstreamMismatch], release: releases.Release | None) -> None:
     """Log one line, on one rank, about a run on an untested Megatron."""
-    # Before torch.distributed knows ranks, so the launcher's variable has to do.
+    # torch.distributed does not know ranks yet, so use the launcher's variable.
     if os.environ.get("RANK", "0") != "0":
         return
     if mismatches and policy() == "warn":
@@ -93,9 +93,9 @@ def log(mismatches: Sequence[UpstreamMismatch], release: releases.Release | None
 
 
 def compare(target: str, original: Any) -> UpstreamMismatch | None:
-    """Return how the object at a target differs from that of the release it was written for.
+    """Return how the object at a target differs from the release that the patch was written for.
 
-    None: it does not. Targets without a fingerprint (torch's, constants) have no drift.
+    None: it does not differ. Targets without a fingerprint (torch's, constants) have no drift.
     """
     fingerprints = _load()
     expected = fingerprints["targets"].get(target)
@@ -103,8 +103,8 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
         return None
     module = target.partition(":")[0]
     path = getattr(sys.modules.get(module), "__file__", None)
-    # Most files are as they were: one hash of each instead of one of each function, whose source
-    # would have to be parsed, keeps imports fast.
+    # Most files are unchanged. Comparing one hash for each file instead of parsing the source of
+    # each function keeps imports fast.
     if path is not None and _file_hash(path) == fingerprints["files"].get(module):
         return None
     actual = fingerprint(original)
@@ -123,7 +123,7 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
 
 
 def _mismatch(target: str, expected: str, found: str) -> UpstreamMismatch:
-    # Forced: pip leaves a version of the range as it is, whoever edited it.
+    # Force the installation: pip keeps a version within the range even if its files were edited.
     remedy = f"pip install --force-reinstall --no-deps 'megatron-core{SUPPORTED}'"
     if target.startswith(("megatron.legacy.", "megatron.training.")) and tree.find_tree():
         remedy = tree.how_to_get()
@@ -140,7 +140,7 @@ def _mismatch(target: str, expected: str, found: str) -> UpstreamMismatch:
 
 
 def fingerprint(obj: Any) -> dict[str, str] | None:
-    """Return the fingerprint of a function or class in memory; None without source."""
+    """Return the fingerprint of a function or class in memory; None if it has no source."""
     try:
         source = inspect.getsource(inspect.unwrap(getattr(obj, "__func__", obj)))
     except (TypeError, OSError):
@@ -149,12 +149,12 @@ def fingerprint(obj: Any) -> dict[str, str] | None:
 
 
 def fingerprint_of_source(source: str) -> dict[str, str]:
-    """Return the hash of what a definition means, and a function's signature.
+    """Return the hash of a definition's meaning, and a function's signature.
 
-    The source has its decorators, at any indentation.
+    The source includes decorators and may have any indentation.
     """
     is_indented = source[:1].isspace()
-    if is_indented:  # a method: it needs a block around it
+    if is_indented:  # a method must be inside a block
         source = f"if 1:\n{source}"
     definition = ast.parse(source).body[0]
     if is_indented:
@@ -171,10 +171,10 @@ def fingerprint_of_source(source: str) -> dict[str, str]:
 
 
 def _meaning(node: Any) -> Any:
-    """Return syntax as nested tuples, equal on every Python, without what means nothing."""
-    # So comments, docstrings, layout and annotations do not matter. The text of `ast.dump` and of
-    # `ast.unparse` differs between Pythons.
-    if isinstance(node, ast.JoinedStr):  # 3.12 ends some of them with an empty text
+    """Return syntax as nested tuples, equal on every Python, without parts that have no effect."""
+    # This way, comments, docstrings, layout and annotations do not matter. The text of `ast.dump`
+    # and `ast.unparse` differs between Pythons.
+    if isinstance(node, ast.JoinedStr):  # 3.12 ends some of them with an empty string
         node.values = [value for value in node.values if getattr(value, "value", None) != ""]
     if isinstance(node, ast.AST):
         fields = []
@@ -189,7 +189,7 @@ def _meaning(node: Any) -> Any:
 
 
 def _is_constant_statement(node: Any) -> bool:
-    """Return whether a statement is a constant without effect, as docstrings are."""
+    """Return whether a statement is a constant without effect, such as a docstring."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
@@ -200,7 +200,7 @@ def _load() -> dict[str, Any]:
 
 
 def path_of(version: str) -> Path:
-    """Return the file of a release's fingerprints."""
+    """Return the file with a release's fingerprints."""
     return _FOLDER / f"{'.'.join(version.split('.')[:2])}.json"
 
 

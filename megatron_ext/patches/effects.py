@@ -1,8 +1,8 @@
 """Checks during the first steps that features have their intended effect.
 
-A patch can be in place without effect, because Megatron no longer calls its target. No comparison
-of functions shows that, and losses keep falling. A failed check raises `EffectMissing`, which names
-the patch.
+A patch can be in place without effect, because Megatron no longer calls its target. Comparing
+functions does not reveal that, and losses keep falling. A failed check raises `EffectMissing`,
+which names the patch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.upstream import releases
 
-# Number of steps to check: by then tied copies have been filled, and updated once.
+# Number of steps to check: by then, tied copies have been filled and updated once.
 _STEPS = 2
 
 PATCHES = PatchTable(feature="effects", order=-20)
 
 
 def in_use() -> active.Active | None:
-    """Return what is in force if it has a schedule, a transport or roles; else None."""
+    """Return the active configuration if it has a schedule, a transport or roles, else None."""
     in_force = active.active()
     if in_force is None:
         return None
@@ -38,7 +38,7 @@ def _is_due() -> bool:
 
 
 def not_logged() -> active.Active | None:
-    """Return what is in force while the first line of the log is still to be checked."""
+    """Return the active configuration until the first line of the log has been checked."""
     in_force = in_use()
     if in_force is None or in_force.is_log_checked:
         return None
@@ -46,8 +46,8 @@ def not_logged() -> active.Active | None:
 
 
 def _acted(*patch_ids: str) -> bool:
-    # Checks go by what our patches did in the steps that ran, on this rank: a program may do
-    # something else than upstream's.
+    # Check the patches that ran in the steps so far, on this rank: a program may differ from
+    # upstream's.
     return not REGISTRY.acted.isdisjoint(patch_ids)
 
 
@@ -63,7 +63,7 @@ def _missing(feature: str, effect: str, observation: str, patch_id: str) -> Effe
 
 
 def another_schedule(name: str) -> EffectMissing:
-    """Return the error of a schedule that is in force, while another one runs."""
+    """Return the error for an active schedule while another one runs."""
     return _missing(
         f"--pipeline-schedule {name}",
         "steps run its table",
@@ -78,7 +78,9 @@ def another_schedule(name: str) -> EffectMissing:
     when=_is_due,
 )
 def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not check in the first steps that copies are equal, forward ranks frozen."""
+    """In the first steps, Megatron does not check that copies are equal and that forward ranks are
+    frozen.
+    """
     schedule = call(*args, **kwargs)
 
     @functools.wraps(schedule)
@@ -89,7 +91,8 @@ def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         model = kwargs["model"]
         chunks = model if isinstance(model, list) else [model]
         is_training = not kwargs.get("forward_only")
-        # Before the step: what it trains on must be right already, and its failure may hide why.
+        # Check before the step: its inputs must already be right, and its failure may hide the
+        # reason.
         if is_training or not in_force.is_evaluation_checked:
             _check_frozen(chunks)
             _check_copies(chunks, in_force)
@@ -102,7 +105,11 @@ def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _check_frozen(chunks: list[Any]) -> None:
-    """Check that no weight of a forward rank requires a gradient."""
+    """Check that no weight of a forward rank requires a gradient.
+
+    Raises:
+        EffectMissing: Some weights do.
+    """
     if not active.has_role("forward"):
         return
     if _acted("disaggregation.model", "disaggregation.model_of_builders"):
@@ -120,7 +127,11 @@ def _check_frozen(chunks: list[Any]) -> None:
 
 
 def _check_copies(chunks: list[Any], in_force: active.Active) -> None:
-    """Check that both copies of the embedding are equal on a rank with the first and last stage."""
+    """Check that both copies of the embedding are equal on a rank with the first and last stage.
+
+    Raises:
+        EffectMissing: They differ.
+    """
     pipeline = in_force.pipeline
     if pipeline is None or not pipeline.is_folded:
         return
@@ -133,7 +144,7 @@ def _check_copies(chunks: list[Any], in_force: active.Active) -> None:
     effect = "the copies of the tied embedding on the first rank are equal"
     is_first_step = in_force.checked_steps == 0
     if is_first_step and in_force.requested is not None and in_force.host is None:
-        # A program with a training loop of its own, which calls `configure` with its sizes.
+        # This is a program with its own training loop, which calls `configure` with its sizes.
         raise EffectMissing(
             f"{flag}: {effect}, but {difference}; call "
             "megatron_ext.runtime.folded.tie_embeddings(chunks) after building the model"
@@ -147,7 +158,7 @@ def _check_copies(chunks: list[Any], in_force: active.Active) -> None:
 @PATCHES.row("effects.logged", "megatron.training.training:training_log", of=not_logged)
 def logged(in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not verify at the first log line that the table ran and the loss arrived."""
-    # Once: what had no effect in the steps before the first line will have none later.
+    # Check once: features without effect before the first line will not have one later.
     in_force.is_log_checked = True
     pipeline = in_force.pipeline
     if pipeline is not None and not _acted("schedules.forward_backward"):

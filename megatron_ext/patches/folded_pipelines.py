@@ -1,8 +1,8 @@
 """Patches for pipelines that end on the rank where they begin (V and W placements).
 
-Upstream assumes first and last stage on different ranks, and identifies them by rank. These patches
-act only while a schedule with such a placement is active, together with its runtime: upstream's own
-schedules cannot run under them.
+Upstream assumes that the first and last stage are on different ranks, and identifies them by rank.
+These patches act only while a schedule with such a placement is active, together with its runtime,
+because upstream's own schedules cannot run with them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATCHES = PatchTable(feature="schedules", when=active.is_folded)
 def _place_layers(
     chosen: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron places the stages of a layout round-robin; V and W place them differently."""
+    """Megatron places the stages of a layout round-robin, but V and W place them differently."""
     from megatron_ext.runtime.folded import placed_layout
 
     parsed = call(*args, **kwargs)
@@ -58,13 +58,14 @@ def _place_layers(
 def _place_segment(
     chosen: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> tuple[list[str], int]:
-    """Megatron places the segments of a hybrid pattern round-robin; V and W do not."""
+    """Megatron places the segments of a hybrid pattern round-robin, but V and W do not."""
     pattern, *further_args = args
     segments, stages_of = pattern.split("|"), chosen.placement.stages_of
     if len(segments) != chosen.placement.num_stages:
         return cast("tuple[list[str], int]", call(*args, **kwargs))
     placed = dict(zip(("pp_group", "vp_stage"), further_args, strict=False), **kwargs)
-    # Upstream deals segments out round-robin: given them in that order, it deals this rank its own.
+    # Upstream deals segments out round-robin, so pass them in the order that gives this rank its
+    # own.
     dealt = [segments[stage] for chunk in zip(*stages_of, strict=True) for stage in chunk]
     layers, _ = call("|".join(dealt), *further_args, **kwargs)
     stage = stages_of[placed["pp_group"].rank()][placed["vp_stage"]]
@@ -79,15 +80,15 @@ def _place_segment(
     kind="replace",
 )
 def _of_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron takes the last rank for the one with the last stage; it is the first."""
-    # By name at each call: that function may be patched itself.
+    """Megatron assumes that the last rank holds the last stage, but the first one does."""
+    # Look up by name at each call, because that function may be patched too.
     twin = call.__name__.replace("last", "first")
     return getattr(sys.modules[call.__module__], twin)(*args, **kwargs)
 
 
 @PATCHES.row("placement.is_pipeline_last_stage", f"{_STATE}:is_pipeline_last_stage", kind="replace")
 def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Megatron takes the last rank for the one with the last stage."""
+    """Megatron assumes that the last rank holds the last stage."""
     arguments = dict(zip(("ignore_virtual", "vp_stage"), args, strict=False), **kwargs)
     state = sys.modules[_STATE]
     chunks = state.get_virtual_pipeline_model_parallel_world_size()
@@ -100,8 +101,10 @@ def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> b
 
 @PATCHES.row("placement.embedding_groups", f"{_STATE}:initialize_model_parallel")
 def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron puts the last rank into the embedding group: the first would wait for it forever."""
-    # It holds both copies of the embedding, and the sum over a group of one is no communication.
+    """Megatron puts the last rank into the embedding group, and the first would wait for it
+    forever.
+    """
+    # The first rank holds both copies of the embedding, and a sum over one rank sends nothing.
 
     def first(ranks: list[int]) -> list[int]:
         return ranks[:1]
@@ -115,7 +118,7 @@ def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     "placement.tied_gradients", f"{_GRADS}:_allreduce_word_embedding_grads", kind="replace"
 )
 def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron adds up the gradients of tied embeddings between ranks, but both are on one."""
+    """Megatron adds up the gradients of tied embeddings between ranks, but both are on one rank."""
     from megatron_ext.runtime.folded import sum_tied_gradients
 
     sum_tied_gradients(args[0] if args else kwargs["model"])
@@ -127,7 +130,7 @@ def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
     when=lambda: active.active() is not None,
 )
 def _skip_without_embeddings(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron asks each model whether its embedding is tied; a module of one's own cannot tell."""
+    """Megatron asks each model whether its embedding is tied, but a custom module cannot answer."""
     from megatron_ext.runtime.folded import language_model
 
     chunks = args[0] if args else kwargs["model"]
@@ -142,7 +145,9 @@ def _skip_without_embeddings(call: Call, _instance: Any, args: Args, kwargs: Kwa
     since=(0, 19),
 )
 def _tie(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron fills the copy of a tied embedding from another rank: on one it would stay zero."""
+    """Megatron fills the copy of a tied embedding from another rank; on a single rank it would stay
+    zero.
+    """
     from megatron_ext.runtime.folded import tie_embeddings
 
     chunks = call(*args, **kwargs)
@@ -166,7 +171,7 @@ def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     from megatron_ext.runtime.folded import share_losses
 
     losses, *further_results = call(*args, **kwargs)
-    if losses is not None:  # None: the time limit was reached
+    if losses is not None:  # None if the time limit was reached
         losses = share_losses(losses)
     return losses, *further_results
 
@@ -179,7 +184,7 @@ def check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs
     if optimizer is not None and options.get("is_loading"):
         saved_format = options["metadata"].get("distrib_optim_sharding_type")
         module = sys.modules["megatron.core.optimizer.distrib_optimizer"]
-        # Only formats that index state by parameter fit other stages than those that saved it.
+        # Only formats that index state by parameter work for stages other than those that saved it.
         fits = module.DistributedOptimizer.checkpoint_fully_reshardable_formats
         if saved_format is not None and saved_format not in fits:
             raise DataError(
@@ -195,7 +200,7 @@ def check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs
     f"{_PARALLEL}:distribute_main_replicas_with_precomputed_distribution",
 )
 def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron assigns tensors to replicas by name: it would save both copies of an embedding."""
+    """Megatron assigns tensors to replicas by name, and would save both copies of an embedding."""
     from megatron_ext.runtime.folded import keep_one_main_copy
 
     call(*args, **kwargs)
@@ -204,14 +209,16 @@ def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
 
 @PATCHES.row("placement.tied_loading", f"{_PARALLEL}:FullyParallelLoadStrategyWrapper.load")
 def _load_apart(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron gives both copies of an embedding one tensor; as a moment, two weights update it."""
+    """Megatron gives both copies of an embedding one tensor; used as a moment, two weights would
+    update it.
+    """
     from megatron_ext.runtime.folded import with_own_tensors
 
     return with_own_tensors(call(*args, **kwargs))
 
 
 def check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Refuse checkpoints that identify tensors by rank and chunk instead of by layer."""
+    """Reject checkpoints that identify tensors by rank and chunk instead of by layer."""
     loaded = call(*args, **kwargs)
     kind = loaded[3]
     if kind is not None and kind.name != "GLOBAL":
@@ -224,7 +231,7 @@ def check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _stages(args: Any) -> str:
-    """Describe the stages of each rank's chunks; empty where Megatron places them."""
+    """Describe the stages of each rank's chunks; empty if Megatron places them."""
     chosen = active.pipeline()
     if chosen is None or not chosen.is_folded:
         return ""
@@ -238,11 +245,13 @@ def _stages(args: Any) -> str:
 
 @PATCHES.row("placement.file_stages", f"{_CHECKPOINTING}:generate_state_dict")
 def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron names layers of --ckpt-format torch by rank and chunk, whatever their stages."""
+    """Megatron names layers of --ckpt-format torch by rank and chunk, regardless of their
+    stages.
+    """
     state, settings = call(*args, **kwargs), args[0] if args else kwargs["args"]
     if settings.ckpt_format == "torch":
-        # Megatron compares the version with numbers: without this package loading ends there. Any
-        # other entry it would ignore, and train other layers.
+        # Megatron compares the version with numbers, so without this package loading fails here. It
+        # would ignore any other entry, and train other layers.
         state["checkpoint_version"] = f"{state['checkpoint_version']} {_stages(settings)}"
     return state
 
@@ -251,20 +260,21 @@ def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron reads formats that identify layers by rank, and would load the wrong layers."""
     loaded = call(*args, **kwargs)
-    state, name, _, kind = loaded  # each rank has a file of its own two folders below
+    state, name, _, kind = loaded  # each rank has its own file two folders below
     if kind is None or kind.name != "LEGACY":
         return loaded if not active.is_folded() else check_format(lambda: loaded, None, (), {})
     version, _, saved_stages = str(state.get("checkpoint_version", 0)).partition(" ")
     if saved_stages:
         state["checkpoint_version"] = float(version)
-    # --use-checkpoint-args: the arguments are read, and no layers, before there is a schedule.
+    # With --use-checkpoint-args, Megatron first reads the arguments, without layers, before a
+    # schedule is active.
     if kwargs.get("rank0") and active.active() is None:
         return loaded
     settings = args[1] if len(args) > 1 else kwargs["args"]
     stages, megatrons = _stages(settings), "those of Megatron"
     num_saved_chunks = sum(re.fullmatch(r"model\d*", entry) is not None for entry in state)
     num_chunks = getattr(settings, "virtual_pipeline_model_parallel_size", None) or 1
-    # Megatron trains a chunk that is not in the file from its random weights, without a word.
+    # If a chunk is not in the file, Megatron silently trains it from random weights.
     lacks = num_saved_chunks not in (0, num_chunks) and active.pipeline() is not None
     if saved_stages != stages or lacks:
         raise DataError(
@@ -281,6 +291,6 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 @PATCHES.row("placement.batch", "megatron.core.utils:get_batch_on_this_tp_rank", since=(0, 18))
 def _with_fields_of_both_ends(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron sends only the fields of the first stage to a rank that holds both ends."""
-    # It sends the fields of the first stage to a rank that holds it, else those of the last stage,
-    # regardless of the chunk; stages with MTP get both.
+    # Megatron decides by rank and ignores the chunk: a rank with the first stage gets its fields,
+    # otherwise those of the last stage. Stages with MTP get both, so claim to be one.
     return call(*args[:1], **{**kwargs, "mtp_on_this_rank": True})

@@ -32,29 +32,32 @@ _TRITON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kerne
 
 
 class _Finder(MetaPathFinder):
-    """Places Megatron's packages and the modules of its scripts; runs callbacks before packages."""
+    """Locates Megatron's packages and its scripts' modules; runs callbacks before packages."""
 
     def __init__(self, before: dict[str, Callable[[], object]]) -> None:
         self.before = before
-        """Callbacks by package; each is called once."""
+        """Package -> callback, which is called once."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the location of one of Megatron's packages; None defers to Python."""
-        # Code may look for an optional package, to see whether there is one: no callback then.
+        # Run no callback if the package does not exist: code may only check for an optional
+        # package.
         if fullname in self.before and _exists(fullname, path):
             self.before.pop(fullname)()
-        # A full tree on `PYTHONPATH` would bring its own, without the compiled dataset helpers.
+        # A full tree on `PYTHONPATH` has its own `megatron.core`, which lacks the compiled dataset
+        # helpers.
         if fullname == "megatron.core":
             core = releases.installed_core()
             return _spec_in(core and core.parent, fullname)
-        # `megatron` is a namespace package, so `megatron.core` of the wheel and these of a tree
-        # merge. Since 0.17 the wheel has some of them too; a tree's own scripts get the tree's.
+        # `megatron` is a namespace package, so the wheel's `megatron.core` and these packages of a
+        # tree merge. Since 0.17, the wheel contains some of them too; scripts of a tree get the
+        # tree's.
         if fullname in _TREE_PACKAGES:
             tree = upstream.find_tree()
             return _spec_in(tree and tree / "megatron", fullname)
-        # After all entries of `sys.path`: a script of the user's with such a name precedes them.
+        # Look after all entries of `sys.path`: a user's script with the same name takes precedence.
         if fullname in _TREE_SCRIPTS and PathFinder.find_spec(fullname) is None:
             return _spec_in(upstream.find_tree(), fullname)
         if fullname == _TRITON_KERNELS and _lacks_triton():
@@ -72,9 +75,9 @@ def _spec_in(folder: Path | None, fullname: str) -> ModuleSpec | None:
 
 
 def _lacks_triton() -> bool:
-    """Return whether Megatron always imports kernels of Triton, but this machine has no Triton."""
-    # CPU and some MUSA builds of torch come without it, and 0.16's `megatron.training` imports its
-    # kernels whatever they are for: they get a stand-in that raises when called.
+    """Return whether this Megatron always imports Triton kernels while Triton is not installed."""
+    # CPU builds and some MUSA builds of torch come without Triton, and the `megatron.training` of
+    # 0.16 always imports its kernels. They get a stand-in that raises when called.
     return find_spec("triton") is None and releases.installed_release() == (0, 16)
 
 
@@ -85,13 +88,14 @@ def _installed_finders() -> list[_Finder]:
 def install(before_core: Callable[[], object]) -> None:
     """Hook the import of Megatron. Idempotent.
 
-    The callback is called once, just before `megatron.core` first executes; now if it already has.
+    The callback is called once, just before `megatron.core` first executes; immediately if it
+    already has.
     """
     if _installed_finders():
         return
-    # Not wrapt's hooks, which fire after a module has executed: `megatron.core` copies names of
-    # `torch.cuda` at import, so the redirects of the device must be in place before. And at the
-    # front, or an installed Megatron would be found first.
+    # wrapt's hooks fire after a module has executed, which is too late: `megatron.core` copies
+    # names of `torch.cuda` at import, so the device's redirects must be in place before. The finder
+    # must be first, or Python would find an installed Megatron without it.
     sys.meta_path.insert(0, _Finder({"megatron.core": before_core}))
     REGISTRY.undo.callback(_remove)
     if "megatron.core" in sys.modules:
@@ -104,7 +108,7 @@ def _remove() -> None:
 
 
 def before(package: str, callback: Callable[[], None]) -> None:
-    """Have a callback called once, just before a package below `megatron` first executes.
+    """Call a callback once, just before a package inside `megatron` first executes.
 
     Exceptions of the callback end the import.
     """

@@ -1,4 +1,4 @@
-"""Lists the patches: as text, and as a check."""
+"""Lists the patches, as a text table and as problems."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LOG = logging.getLogger(__name__)
 
 
 def import_targets() -> list[str]:
-    """Import every module with patches, so that their state can be listed; return missing ones."""
+    """Import every module with patches, to list their state; return the missing modules."""
     missing_modules = []
-    # Megatron warns about missing kernels, which matter only for training.
+    # Hide Megatron's warnings about missing kernels, which matter only for training.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("megatron.core")
@@ -53,7 +53,7 @@ def _status(row: Row) -> str:
 def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
     """Return the patches, sorted by feature, as text.
 
-    Of names that a device redirects in torch only the number, unless `redirects`.
+    Names that a device redirects in torch are only counted, unless `redirects` is set.
     """
     lines: list[str] = []
     for feature, group in groupby(rows, key=lambda row: row.feature):
@@ -76,9 +76,9 @@ def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
 
 
 def problems(rows: Iterable[Row]) -> list[str]:
-    """Return one line for each patch that drifted, is refused or was overwritten by other code.
+    """Return one line for each patch that drifted, was refused or was overwritten by others.
 
-    Patches whose target may be absent, or whose package is missing, do not count.
+    Patches whose target may be absent, or whose package is missing, are skipped.
     """
     lines = []
     for row in rows:
@@ -91,8 +91,8 @@ def problems(rows: Iterable[Row]) -> list[str]:
 
 
 def _difference(row: Row) -> str:
-    """Return how a patch's target differs from its release where that matters; else nothing."""
-    # A pending row says nothing by itself: its module may be one that this job never imports.
+    """Return how a patch's target differs from its release; empty if that does not matter."""
+    # A pending row is not a problem in itself: this job may never import its module.
     if row.state == "pending" and row.required:
         missing = drift.missing_module(row.target)
         if missing is not None:

@@ -1,6 +1,6 @@
-"""Rows for machines without a CUDA device: the host, and accelerators of other makers.
+"""Patches for machines without a CUDA device: CPU hosts, and accelerators of other vendors.
 
-Among them is what upstream compiles before training, which needs a toolkit or a Makefile.
+They include code that upstream compiles before training, which needs a toolkit or a Makefile.
 """
 
 from __future__ import annotations
@@ -39,17 +39,20 @@ def _quieten(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     "parallel_state.destroy_groups", f"{_PARALLEL_STATE}:destroy_model_parallel", when=off_cuda
 )
 def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron drops groups without destroying them: gloo's threads stall later initialisations."""
+    """Megatron drops groups without destroying them, and gloo's threads stall later
+    initialisations.
+    """
     from torch import distributed
 
     state = sys.modules[_PARALLEL_STATE]
     groups = list(state._global_process_group_list or ())
     call(*args, **kwargs)
-    # Upstream's reset omits some, which would keep naming ranks and groups that no longer exist; at
-    # first all are None but for a table, whose name differs between releases.
+    # Upstream's reset misses some variables, which would keep naming ranks and groups that no
+    # longer exist. Initially all are None, except for one table, whose name differs between
+    # releases.
     for name, value in list(vars(state).items()):
         if not (name.startswith("_") and name.isupper()):
-            continue  # HAVE_EINOPS, for one, is no state
+            continue  # HAVE_EINOPS, for example, is not state
         if isinstance(value, dict):
             value.clear()
         else:
@@ -58,7 +61,7 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
         return
     existing_groups = distributed.distributed_c10d._world.pg_map
     for group in groups:
-        # None stands for the default group; a script may have destroyed some itself.
+        # None stands for the default group; a script may already have destroyed some groups.
         if group is not None and group in existing_groups:
             distributed.destroy_process_group(group)
 
@@ -67,10 +70,12 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     "moe.tensor_to_host", "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu"
 )
 def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron honours as_numpy for CUDA tensors only: a TypeError of the all-to-all dispatcher."""
+    """Megatron honours as_numpy for CUDA tensors only, so the all-to-all dispatcher raises
+    TypeError.
+    """
     import torch
 
-    # Upstream's function does both for CUDA tensors only; a tensor on the host or on another
+    # For CUDA tensors, upstream's function does both; a tensor on the host or on another
     # accelerator comes back unchanged, and the dispatcher then fails to use it as an array.
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         if not torch.is_tensor(tensor) or tensor.is_cuda:
@@ -89,7 +94,7 @@ def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     since=(0, 18),
 )
 def _empty_statistics(_original: Any) -> Any:
-    """Megatron makes it on 'cuda:cpu' at the first packed batch: RuntimeError."""
+    """Megatron creates this tensor on 'cuda:cpu' at the first packed batch: RuntimeError."""
     import torch
 
     return torch.zeros(2, dtype=torch.float64)
@@ -97,7 +102,9 @@ def _empty_statistics(_original: Any) -> Any:
 
 @PATCHES.row("training_init.dataset_helpers", "megatron.core.datasets.utils:compile_helpers")
 def _skip_if_built(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The wheel brings the compiled helpers but no Makefile, and a failed make ends the process."""
+    """The wheel contains the compiled helpers but no Makefile, and a failed make ends the
+    process.
+    """
     try:
         import_module("megatron.core.datasets.helpers_cpp")
     except ImportError:
@@ -119,7 +126,9 @@ def _skip_if_built(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
     when=off_cuda,
 )
 def _nothing(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
-    """Megatron compiles and warms up fused functions: without a CUDA toolkit, TypeError."""
+    """Megatron compiles and warms up fused functions, which raises TypeError without a CUDA
+    toolkit.
+    """
 
 
 PATCHES.row(

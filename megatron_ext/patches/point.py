@@ -1,9 +1,9 @@
 """Patches as data, and their targets in the running process.
 
 A `Patch` is a row of a table. A `Site` is its target, which several patches may share: the
-original, the present value, and how to restore the original. Copies of the target's name, which
-other modules made with `from x import y`, are found by identity; those in default arguments,
-closures, partials and bound methods cannot be.
+original, the current value, and how to restore the original. Copies of the target's name, which
+other modules made with `from x import y`, are found by identity; copies in default arguments,
+closures, partials and bound methods cannot be found.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ANY: tuple[Release, Release] = ((0, 0), (1 << 30, 0))
 
 MISSING = object()
-"""Represents a missing attribute; None is a regular value."""
+"""Represents a missing attribute, because None is a regular value."""
 
 State = Literal["pending", "installed", "skipped", "absent", "refused", "off", "other release"]
-"""absent: the target is missing, and no feature in use needs it."""
+"""The state of a patch. absent: the target is missing, and no feature in use needs it."""
 
 
 def by_name(call: Call, args: Args, kwargs: Kwargs) -> Kwargs:
-    """Return the arguments of a target by name, whichever way they are given."""
+    """Return the arguments of a target by name, whether passed by position or by name."""
     return dict(signature(call).bind(*args, **kwargs).arguments)
 
 
@@ -58,17 +58,17 @@ class Patch:
     reason: str
     """One sentence: what goes wrong, or is missing, without this patch."""
     fn: Callable[..., Any]
-    """wrap, replace: `fn(next, instance, args, kwargs)`, where `next(*args, **kwargs)` goes on with
-    the chain (already bound to `instance` for methods). set: `fn(original)`, called once when
-    installed, returns the new value (original is None with `creates`)."""
+    """wrap, replace: `fn(next, instance, args, kwargs)`, where `next(*args, **kwargs)` continues
+    the chain (already bound to `instance` for methods). set: `fn(original)`, called once at
+    installation, returns the new value (with `creates`, original is None)."""
     kind: Literal["wrap", "replace", "set"] = "wrap"
     when: Callable[[], bool] = always
     """wrap, replace: evaluated at each call. set: evaluated once, when the module is loaded."""
     of: Callable[[], Any] | None = None
-    """wrap, replace: returns what the patch works on, such as the pipeline in force, which is
-    handed to `fn` as its first argument; None: the patch does not act."""
+    """wrap, replace: returns the subject of the patch, such as the active pipeline, which is passed
+    to `fn` as its first argument. If it returns None, the patch does not act."""
     order: int = 0
-    """Place among the wraps of a target: lower is further out."""
+    """Position among the wraps of a target: lower is further out."""
     feature: str = "core"
     """The feature that the patch belongs to, for listings."""
     creates: bool = False
@@ -76,10 +76,10 @@ class Patch:
     since: Release = _ANY[0]
     """First minor release that the row is for, such as `(0, 17)`."""
     until: Release = _ANY[1]
-    """First minor release that it is not for any more."""
+    """The first minor release that the row no longer applies to."""
     required: bool = True
     """Whether a missing target is an error if the patch would act. False for conveniences, and if
-    other checks assert the effect (`megatron_ext/patches/effects.py`)."""
+    other checks verify the effect (`megatron_ext/patches/effects.py`)."""
 
     @property
     def module(self) -> str:
@@ -93,14 +93,14 @@ class Patch:
 
     @property
     def releases(self) -> str:
-        """The releases of the row in words: empty for all."""
+        """The releases that the row applies to, as text; empty for all."""
         first, end = ("{}.{}".format(*release) for release in (self.since, self.until))
         if self.since == _ANY[0]:
             return "" if self.until == _ANY[1] else f"before {end}"
         return f"since {first}" if self.until == _ANY[1] else f"{first} to before {end}"
 
     def acting(self) -> Callable[..., Any] | None:
-        """Return `fn` with what it works on; None: the patch does not act now."""
+        """Return `fn`, bound to its subject if any; None if the patch does not act now."""
         if not self.when():
             return None
         if self.of is None:
@@ -109,17 +109,19 @@ class Patch:
         return None if subject is None else partial(self.fn, subject)
 
     def is_for(self, release: Release | None) -> bool:
-        """Return whether the row is for a release; without a known release, only rows for all."""
+        """Return whether the row applies to a release; if it is unknown, only rows for all releases
+        do.
+        """
         if release is None:
             return (self.since, self.until) == _ANY
         return self.since <= release < self.until
 
 
 class PatchTable(list[Patch]):
-    """The rows of one area of upstream, each written as a decorator of its function.
+    """The rows of one upstream area, each written as a decorator of its function.
 
     Args:
-        defaults: Fields of `Patch` that the rows share unless they say otherwise.
+        defaults: Fields of `Patch` that the rows share unless they override them.
     """
 
     def __init__(self, **defaults: Any) -> None:
@@ -129,7 +131,7 @@ class PatchTable(list[Patch]):
     def row(
         self, name: str, target: str, reason: str = "", **fields: Any
     ) -> Callable[[_Function], _Function]:
-        """Return a decorator that adds a row; its reason is by default the function's docstring."""
+        """Return a decorator that adds a row; its reason defaults to the function's docstring."""
 
         def add(fn: _Function) -> _Function:
             patch_reason = reason or " ".join((fn.__doc__ or "").split())
@@ -141,7 +143,7 @@ class PatchTable(list[Patch]):
 
 
 class _WhileInForce:
-    """True while a schedule of ours, or a role, is in force."""
+    """True while one of our schedules, or a role, is active."""
 
     def __bool__(self) -> bool:
         in_force = active.active()
@@ -152,14 +154,14 @@ class PatchPoint(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """A proxy that survives copy, deepcopy and pickle, and that compiled code calls."""
 
     # torch.compile traces through a proxy to the function behind it, and would skip the patches;
-    # this mark makes it call the proxy. Without a schedule nothing changes: a call would split the
-    # graph.
+    # this mark makes it call the proxy. Without a schedule the mark is off, because a call splits
+    # the graph.
     _torchdynamo_disable = _WhileInForce()
     _torchdynamo_disable_msg = "megatron_ext patches it"
 
-    # Megatron deep-copies configurations that hold function references and pickles partials; stock
-    # wrapt proxies refuse both. A copy of a patch point is the point itself, and it pickles by name
-    # like the function that it stands for.
+    # Megatron deep-copies configurations that hold function references, and pickles partials; stock
+    # wrapt proxies support neither. A copy of a patch point is the point itself, and it is pickled
+    # by name like the function that it stands for.
 
     def __copy__(self) -> PatchPoint:
         return self
@@ -183,16 +185,16 @@ class Row(Patch):
 
 @dataclass
 class Site:
-    """One target: its patches and, once installed, the original and the present value."""
+    """A target: its patches and, once installed, the original and the current value."""
 
     target: str
     patches: list[Patch] = field(default_factory=list)
     parent: Any = None
     attribute: str = ""
-    original: Any = MISSING  # what a lookup on the parent gave
-    defined: Any = MISSING  # what the parent itself held (a class may have inherited the original)
+    original: Any = MISSING  # result of a lookup on the parent
+    defined: Any = MISSING  # the parent's own value (a class may inherit the original)
     installed: Any = MISSING
-    is_shared: bool = False  # the installed object had another name before
+    is_shared: bool = False  # the installed object already had another name
     mismatch: UpstreamMismatch | None = None
 
     @property
@@ -202,31 +204,35 @@ class Site:
 
     @property
     def first(self) -> Patch:
-        """The first patch of the site; a `set` patch is the only one of its site."""
+        """The first patch of the site; a `set` patch is always the only one."""
         return self.patches[0]
 
     @property
     def spreads(self) -> bool:
-        """Whether other modules' copies of the name change with it."""
-        # Not for constants: every module binds None.
+        """Whether copies of the name in other modules are replaced too."""
+        # Skip constants: every module binds None.
         if not (callable(self.original) and callable(self.installed)):
             return False
-        # Nor if the target itself is a copy of another module's name: then only this copy changes.
-        # Except torch's, which defines most of its names in modules beside the public ones.
+        # Skip targets that are themselves copies of another module's name: then only this copy
+        # changes. torch is an exception, because it defines most public names in other modules.
         module = self.first.module
         defined_in = getattr(self.original, "__module__", None) or module
         return defined_in == module or module.partition(".")[0] == "torch"
 
     @property
     def can_be_found(self) -> bool:
-        """Whether every copy of the patched value is one of this target, known by identity."""
+        """Whether every copy of the patched value comes from this target, so that identity finds
+        it.
+        """
         return callable(self.installed) and self.original is not MISSING and not self.is_shared
 
     def intact(self) -> bool:
-        """Whether the target still is what was installed, possibly wrapped further by others."""
+        """Return whether the target still is the installed value, possibly wrapped further by
+        others.
+        """
         if not self.is_installed:
             return True
-        # The parent's own, not a lookup: a class would answer with what it inherits.
+        # Read the parent's own attribute: a lookup on a class would also find inherited ones.
         current = vars(self.parent).get(self.attribute, MISSING)
         if current is self.installed:
             return True
@@ -254,11 +260,11 @@ class Site:
 # -- copies of a name in other modules -------------------------------------------------------------
 
 
-# Undo must distinguish a copy of a replacement from an object that had other names before:
-# `torch.cuda.FloatTensor` becomes `torch.FloatTensor` on the host, and that name must stay. So undo
-# restores such objects only where this module put them, and all others everywhere.
+# Undo must distinguish a copy of a replacement from an object that had other names before: on the
+# host, `torch.cuda.FloatTensor` becomes `torch.FloatTensor`, and that name must stay. So undo
+# restores such objects only where this module has put them, and all others everywhere.
 class Copy(NamedTuple):
-    """A name of another module that was rebound because it is a copy of a patched name."""
+    """A name in another module that was rebound because it is a copy of a patched name."""
 
     names: dict[str, Any]
     name: str
@@ -267,7 +273,7 @@ class Copy(NamedTuple):
 
 
 def bound_objects() -> set[int]:
-    """Return the ids of all objects that other packages' modules bind to a name."""
+    """Return the ids of all objects that modules of other packages bind to a name."""
     ids = set()
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "megatron_ext":
@@ -285,18 +291,19 @@ def rebind(
     Args:
         pairs: `(old, new)`; old objects are functions, methods or classes.
         untouched: Packages that keep their names.
-        in_classes: Whether to look into the classes of modules too.
+        in_classes: Whether to search the classes of modules too.
 
     Returns:
         The rebound names of modules.
     """
-    # By identity: a sweep by name would miss renamed copies and hit other objects of the same name.
+    # Compare identity: a sweep by name would miss renamed copies and hit other objects of the same
+    # name.
     pair_of = {id(old): (old, new) for old, new in pairs if old is not new}
     rebound: list[Copy] = []
     if not pair_of:
         return rebound
     for module_name, module in list(sys.modules.items()):
-        names = getattr(module, "__dict__", None)  # lazy modules stay as they are
+        names = getattr(module, "__dict__", None)  # don't load lazy modules
         if not isinstance(names, dict) or module_name.partition(".")[0] in untouched:
             continue
         for name, value in list(names.items()):
@@ -304,7 +311,8 @@ def rebind(
                 old, new = pair_of[id(value)]
                 rebound.append(Copy(names, name, old, new))
                 names[name] = new
-            # Not isinstance: it reads the class of instances, and some answer with a warning.
+            # Don't use isinstance: it reads the class of instances, and some respond with a
+            # warning.
             if in_classes and issubclass(type(value), type) and value.__module__ == module_name:
                 _rebind_in_class(value, pair_of)
     return rebound

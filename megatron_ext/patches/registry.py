@@ -4,11 +4,11 @@ A `Patch` defines what changes, why and when. `Patch.kind` selects one of two me
 
 * `wrap` and `replace` put exactly one `PatchPoint` (a wrapt proxy) on a function or method. At each
   call it builds the chain of the patches that are active *now*: at most one replacement, innermost,
-  and the wraps around it by `(order, id)`. No active patch: the original runs.
+  and the wraps around it by `(order, id)`. Without an active patch, the original runs.
 * `set` assigns a value once. It is for constants and for functions too hot for a proxy.
 
-The technique (post-import hooks, transparent proxies) is wrapt's; see its documentation on monkey
-patching for the background.
+The technique (post-import hooks, transparent proxies) comes from wrapt; for the background, see its
+documentation on monkey patching.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Registry:
     """All patches of a process; use the module's `REGISTRY`.
 
     Args:
-        release: The Megatron release whose rows apply; by default the installed one, determined
-            when the first row is registered.
+        release: The Megatron release whose rows apply. None: the installed one, determined when the
+            first row is registered.
     """
 
     def __init__(self, release: releases.Release | None = None) -> None:
@@ -61,14 +61,14 @@ class Registry:
         self.acted: set[str] = set()
         """Ids of the wraps and replacements that have run in this process (`effects`)."""
         self.undo = ExitStack()
-        """What `deactivate` takes back besides the patches: import hooks, the environment."""
+        """Changes other than patches that `deactivate` reverts: import hooks, the environment."""
         self._release_override = release
         self._sites: dict[str, Site] = {}
-        self._ids: dict[str, list[Patch]] = {}  # all rows, those for other releases too
+        self._ids: dict[str, list[Patch]] = {}  # all rows, including those for other releases
         self._has_logged = False
         self._hooked: set[str] = set()
         self._rebound_copies: list[Copy] = []
-        # Modules that were patched before: arming them again does not come too late.
+        # Modules that were patched before; arming them again does not count as late.
         self._patched_modules: set[str] = set()
 
     @cached_property
@@ -77,13 +77,13 @@ class Registry:
         return self._release_override or releases.installed_release()
 
     def __iter__(self) -> Iterator[Patch]:
-        """Iterate over all rows, those for other releases too."""
+        """Iterate over all rows, including those for other releases."""
         return chain.from_iterable(self._ids.values())
 
     # -- registering and switching ---------------------------------------------------------------
 
     def register(self, patches: Iterable[Patch]) -> None:
-        """Add patches that are not there yet; an active registry arms them immediately.
+        """Add patches that are not registered yet; an active registry arms them immediately.
 
         Raises:
             ValueError: Two rows for the same release share an id, or a `set` shares its target.
@@ -113,14 +113,16 @@ class Registry:
         site.patches.append(patch)
 
     def activate(self) -> None:
-        """Arm every registered patch; modules already imported are patched now. Idempotent."""
+        """Arm every registered patch; modules that are already imported are patched now.
+        Idempotent.
+        """
         if not self.active:
             self.active = True
             self._arm(set(self.modules()))
 
     def deactivate(self) -> None:
-        """Restore every original, aliases included; patches stay registered. Idempotent."""
-        # Points that an undo cannot reach ask this flag at each call, so it comes first.
+        """Restore every original, including aliases; patches stay registered. Idempotent."""
+        # Points that an undo cannot reach check this flag at each call, so set it first.
         self.active = False
         self._uninstall(self._sites.values())
         self.undo.close()
@@ -131,8 +133,8 @@ class Registry:
         """Install into loaded modules, and hook the import of the others."""
         loaded = {name for name in modules if _is_loaded(name)}
         self._install(loaded, late=True)
-        # Right after a module has executed no other code can have copied its names yet.
-        # Hooks cannot be taken back: there is one for each module, and it asks whether to act.
+        # Right after a module has executed, no other code can have copied its names yet. Hooks
+        # cannot be removed, so each module gets only one, which checks whether to act.
         for name in modules - loaded - self._hooked:
             self._hooked.add(name)
             wrapt.register_post_import_hook(partial(self._imported, name), name)
@@ -144,12 +146,12 @@ class Registry:
             self._install({name}, late=False)
 
     def _install(self, modules: set[str], *, late: bool) -> None:
-        """Install all sites of some loaded modules; when late, repair copies of the names too."""
+        """Install all sites of these loaded modules; if late, repair copies of the names too."""
         pending_sites = []
         for site in self._sites.values():
             if site.first.module in modules and not site.is_installed:
                 pending_sites.append(site)
-        # Only a constant may be an object that other modules bind already: a patch point is new.
+        # Only a constant can be an object that other modules already bind; a patch point is new.
         bound_ids: set[int] = set()
         if any(site.first.kind == "set" for site in pending_sites):
             bound_ids = bound_objects()
@@ -170,8 +172,8 @@ class Registry:
             replaced: Pairs of an original and the patched value.
             modules: Names of the modules that define the originals.
         """
-        # Never our own modules (they keep originals on purpose), torch's internals (they must keep
-        # calling the originals) and the library of the proxies.
+        # Never touch our own modules (they keep originals on purpose), torch's internals (they must
+        # keep calling the originals) and the library of the proxies.
         rebound = rebind(replaced, {"megatron_ext", "torch", "wrapt"})
         self._rebound_copies += rebound
         late_modules = {name for name in modules if name.startswith("megatron.")}
@@ -186,7 +188,7 @@ class Registry:
             )
 
     def _install_site(self, site: Site) -> bool:
-        """Install one site; keep a mismatch for `raise_mismatches`: imports must not fail."""
+        """Install one site; keep a mismatch for `raise_mismatches`, as imports must not fail."""
         patch = site.first
         module = sys.modules[patch.module]
         try:
@@ -203,22 +205,23 @@ class Registry:
         site.defined = vars(site.parent).get(site.attribute, MISSING)
         site.mismatch = drift.compare(site.target, site.original)
         if patch.kind == "set":
-            # Once: a value has no proxy that could check at each call whether its feature is on.
+            # Evaluate this once: a value has no proxy that could check at each call whether its
+            # feature is on.
             if patch.acting() is None or drift.refuses(site.mismatch):
                 return False
             original = None if site.original is MISSING else site.original
             site.put(patch.fn(original))
             return True
-        # The parent's own attribute where it has one: a lookup would bind a static or class method.
+        # Prefer the parent's own attribute: a lookup would bind a static or class method.
         wrapped = site.original if site.defined is MISSING else site.defined
-        # References that an undo cannot reach (default arguments, closures, partials) act like the
-        # original too: a point checks at each call whether the registry is active.
+        # References that an undo cannot reach (default arguments, closures, partials) must behave
+        # like the original too, so a point checks at each call whether the registry is active.
         site.put(PatchPoint(wrapped, partial(self._dispatch, site), enabled=lambda: self.active))
         return True
 
     def _uninstall(self, sites: Iterable[Site]) -> None:
         installed_sites = [site for site in sites if site.is_installed]
-        # The values, too: an id may be given away once its object is gone.
+        # Keep the values too: once an object is gone, its id may be reused.
         patched_values = {id(site.installed): site.installed for site in installed_sites}
         replaced = []
         for site in installed_sites:
@@ -229,11 +232,11 @@ class Registry:
         for copy in self._rebound_copies:
             if id(copy.new) not in patched_values:
                 remaining_copies.append(copy)
-            elif copy.names.get(copy.name) is copy.new:  # else other code has rebound it since
+            elif copy.names.get(copy.name) is copy.new:  # otherwise other code has rebound it since
                 copy.names[copy.name] = copy.old
         self._rebound_copies = remaining_copies
-        # Copies that other code has made since too, except of what replaces several originals. Only
-        # our own modules, which own the replacements, stay unchanged: torch's may have been
+        # Restore copies that other code has made since, too, unless a value replaces several
+        # originals. Skip only our own modules, which own the replacements: torch's may have been
         # imported in between, and its compiler keeps functions of `torch.cuda` in classes.
         originals_of: dict[int, set[int]] = {}
         for patched, original in replaced:
@@ -249,7 +252,11 @@ class Registry:
     def _dispatch(
         self, site: Site, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs
     ) -> Any:
-        """Run one call of a patch point through the patches that are active now."""
+        """Run one call of a patch point through the patches that are active now.
+
+        Raises:
+            UpstreamMismatch: The target is not the one that an acting patch was written for.
+        """
         acting = [(patch, fn) for patch in site.patches if (fn := patch.acting()) is not None]
         if not acting:
             return wrapped(*args, **kwargs)
@@ -262,7 +269,8 @@ class Registry:
             self.acted.add(patch.id)
         call = wrapped
         for _, fn in acting[:0:-1]:
-            # All but the outermost, inner ones first: wraps read the parameters of the target.
+            # Chain all but the outermost, inner ones first. Each looks like the target, because
+            # wraps read the target's parameters.
             call = update_wrapper(partial(_step, fn, call, instance), wrapped)
         _, outermost = acting[0]
         return outermost(call, instance, args, kwargs)
@@ -270,7 +278,7 @@ class Registry:
     # -- looking ---------------------------------------------------------------------------------
 
     def rows(self) -> list[Row]:
-        """Return the state of every patch, by feature and id, those for other releases too."""
+        """Return the state of every patch, even for other releases, sorted by feature and id."""
         rows = [self._row(patch) for patch in self]
         return sorted(rows, key=lambda row: (row.feature, row.id, row.releases))
 
@@ -303,13 +311,14 @@ class Registry:
         )
 
     def raise_mismatches(self) -> None:
-        """Refuse to start a run on a Megatron that active patches were not written for.
+        """Raise an error if active patches were not written for the installed Megatron.
 
-        With `MEGATRON_EXT_DRIFT=warn` one rank logs one line about the differences. The same rank
-        logs once that a release is newer than all known ones, if all patches in use still fit.
+        With `MEGATRON_EXT_DRIFT=warn`, one rank logs one line about the differences instead. The
+        same rank logs once that a release is newer than all known ones, if all patches in use still
+        fit.
 
         Raises:
-            UpstreamMismatch: The first one, unless `MEGATRON_EXT_DRIFT` allows it.
+            UpstreamMismatch: The first mismatch, unless `MEGATRON_EXT_DRIFT` allows it.
             UserError: The variable has an invalid value, even without a mismatch.
         """
         drift.policy()
@@ -331,9 +340,9 @@ class Registry:
 
 
 def _is_loaded(name: str) -> bool:
-    """Return whether a module is imported to its end; the others get a post-import hook."""
+    """Return whether a module is completely imported; the others get a post-import hook."""
     module = sys.modules.get(name)
-    # During its import a module is in sys.modules already, half of it missing.
+    # During its import, a module is already in sys.modules, but incomplete.
     spec = getattr(module, "__spec__", None)
     return module is not None and not getattr(spec, "_initializing", False)
 
@@ -358,7 +367,7 @@ def _concerns_an_acting_patch(site: Site, mismatch: UpstreamMismatch) -> bool:
     """Return whether a patch would act on a target that differs from the one it was written for."""
     is_missing = drift.is_missing(mismatch)
     for patch in site.patches:
-        # Patches that can do without their target do not mind that it is missing.
+        # Skip patches that can do without their target.
         if is_missing and not patch.required:
             continue
         if patch.acting():

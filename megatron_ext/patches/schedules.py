@@ -20,7 +20,7 @@ _TRAINING = "megatron.training.training"
 
 
 def is_chosen() -> bool:
-    """Return whether a schedule of ours runs."""
+    """Return whether one of our schedules is active."""
     return active.pipeline() is not None
 
 
@@ -67,7 +67,7 @@ def _run_table(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron runs its own schedules only, not the table of --pipeline-schedule."""
     from megatron_ext.runtime.entry import forward_backward, refuse_modules
 
-    # Releases differ in what they pass: every argument that holds process groups is checked.
+    # Releases pass different arguments, so check every argument that may hold process groups.
     for groups in (*args, *kwargs.values()):
         refuse_modules(groups)
     return forward_backward
@@ -94,12 +94,15 @@ def _carries_messages() -> bool:
 def _check_built(
     in_force: active.Active, call: Call, instance: Any, args: Args, kwargs: Kwargs
 ) -> None:
-    """Programs that call configure show settings nowhere else, and some exclude the schedule."""
+    """Programs that call configure show their settings nowhere else, and some conflict with the
+    schedule.
+    """
     from megatron_ext.config.entrances import count_recomputation
     from megatron_ext.config.incompatible import refuse_built
 
     call(*args, **kwargs)
-    # Scripts with Megatron's command line make one for each micro-batch, of checked flags.
+    # Scripts with Megatron's command line create a configuration for each micro-batch, from flags
+    # that were checked before.
     if in_force.requested is None and in_force.runtimes is not None:
         return
     pipeline = in_force.pipeline or in_force.transport_only
@@ -115,9 +118,11 @@ def _check_built(
     order=20,  # inside schedules.model_config, which reads the true settings
 )
 def _check_without_overlap(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron checks its own overlap, of its interleaved schedule; pairs have other limits."""
-    # The overlap, and what Megatron accepts only with it. Off while Megatron checks: its rules are
-    # those of its interleaved schedule.
+    """Megatron checks the rules of its interleaved schedule's overlap, but pairs have other
+    limits.
+    """
+    # Turn off the overlap, and settings that Megatron accepts only with it, during Megatron's
+    # check.
     names = (
         "overlap_moe_expert_parallel_comm",
         "delay_wgrad_compute",
@@ -132,7 +137,7 @@ def _check_without_overlap(call: Call, instance: Any, args: Args, kwargs: Kwargs
 
 
 def stage_of_chunk(chunk: int) -> int:
-    """Return the stage of a chunk of this rank, where Megatron deals chunks out round-robin."""
+    """Return the stage of a chunk of this rank under Megatron's round-robin placement."""
     from megatron.core import parallel_state
 
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
@@ -145,7 +150,9 @@ def stage_of_chunk(chunk: int) -> int:
     when=lambda: active.draws_by_microbatch() and not is_chosen(),
 )
 def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron draws dropout in the order of computation, --microbatch-rng by micro-batch."""
+    """Megatron draws dropout in the order of computation, but --microbatch-rng needs it by
+    micro-batch.
+    """
     from megatron_ext.runtime.compute import rng_of_this_step
 
     stage = stage_of_chunk(kwargs.get("vp_stage") or 0)
@@ -155,20 +162,21 @@ def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
 
 @PATCHES.row("schedules.iteration", f"{_TRAINING}:train_step", when=active.draws_by_microbatch)
 def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not pass the number of a step to schedules, which seed micro-batches by it."""
+    """Megatron does not pass the iteration to schedules, which need it to seed micro-batches."""
     active.begin_iteration(kwargs["iteration"])
     return call(*args, **kwargs)
 
 
 @PATCHES.row("schedules.measured", f"{_TRAINING}:train")
 def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not log after training how much was idle or out of the table's order."""
+    """After training, Megatron does not log how much time was idle or out of the table's order."""
     from megatron_ext.runtime.runtime import log_statistics
 
     try:
         result = call(*args, **kwargs)
     except SystemExit:
-        # Megatron (`--exit-interval`) or others may end a single rank here: nobody may wait.
+        # Megatron (`--exit-interval`) or others may end a single rank here, so do not wait for
+        # others.
         log_statistics(of_all=False)
         raise
     log_statistics()
@@ -184,7 +192,7 @@ def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
 )
 def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Megatron reads batches from one iterator, but ranks with several chunks have a list of
-    them, and middle ranks none: --iterations-to-skip would end the training.
+    iterators, and middle ranks have none, so --iterations-to-skip would end the training.
     """
     training = sys.modules[_TRAINING]
     data_iterator = args[0] if args else kwargs["data_iterator"]
@@ -196,9 +204,11 @@ def skip_batches(rerun_machine: Any, data_iterator: Any, num_batches: int) -> No
     """Read batches from the data of a rank, as the skipped step would.
 
     Args:
-        rerun_machine: Megatron's; it may run the step again, and rewinds the data.
-        data_iterator: Of the rank's chunk, or a list of one for each chunk; None: there is none.
-        num_batches: Of each iterator.
+        rerun_machine: Megatron's rerun state machine; it may run the step again, and rewinds the
+            data.
+        data_iterator: Iterator of the rank's chunk, or a list with one for each chunk. None: the
+            rank reads no data.
+        num_batches: Batches to read from each iterator.
     """
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     while rerun_machine.should_run_forward_backward(data_iterator):
@@ -218,7 +228,7 @@ def skip_batches(rerun_machine: Any, data_iterator: Any, num_batches: int) -> No
 def _count_tokens_once(
     pipeline: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> tuple[float | None, ...]:
-    """Megatron counts packed sequences once for each stage of a rank, and for each slice."""
+    """Megatron counts packed sequences once for each stage of a rank, and once for each slice."""
     placement = pipeline.placement
     num_chunks = placement.num_stages // placement.num_ranks
     num_counts = num_chunks * pipeline.config.slices
@@ -241,8 +251,8 @@ def _count_tokens_once(
 def _check_packing(
     pipeline: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron takes the last rank for the one with the last stage, and deals out samples to
-    replicas, which --pipeline-balance pack does too.
+    """Megatron's packing scheduler assumes that the last rank holds the last stage, and distributes
+    samples to replicas, which --pipeline-balance pack does too.
     """
     from megatron_ext.errors import ConfigurationError
 
@@ -264,7 +274,7 @@ def _check_packing(
 def _send_aliases(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Overlapped sends of interleaved chunks read freed memory: wrong values, NaN or a hang."""
     # The interleaved schedule frees an output (it swaps the tensor's `.data`) while its overlapped
-    # send is in flight. Holding the tensor does not help then; an alias has a reference to the
+    # send is in flight. Holding the tensor does not prevent that, but an alias references the
     # storage itself. Later upstream releases delay the freeing instead.
     kwargs = {**kwargs}
     for name in ("tensor_send_prev", "tensor_send_next"):
@@ -287,7 +297,7 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     schedule = call(*args, **kwargs)
 
     def step(**keywords: Any) -> Any:
-        if active.transport_only() is None:  # a program may keep it beyond deconfigure
+        if active.transport_only() is None:  # a program may keep this function after deconfigure
             return schedule(**keywords)
         return in_force().stock.step(schedule, keywords)
 
@@ -302,7 +312,7 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 )
 def _send_over_transport(_call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> Any:
     """Megatron sends over torch.distributed only, not over --pipeline-transport; and its own
-    schedule, which a program may have got before configure, would run in place of ours.
+    schedule, which a program may have fetched before configure, would run in place of ours.
     """
     from megatron_ext.runtime.runtime import in_force
 
@@ -310,12 +320,12 @@ def _send_over_transport(_call: Call, _instance: Any, _args: Args, kwargs: Kwarg
     if step is None:
         raise _error_of_stock_schedule()
     kwargs = {**kwargs}
-    kwargs.pop("tensor_shape", None)  # the shape travels with the tensor
+    kwargs.pop("tensor_shape", None)  # the shape is sent with the tensor
     return step.communicate(**kwargs)
 
 
 def _error_of_stock_schedule() -> Exception:
-    """Return the error of Megatron's own schedule, which runs although something was chosen."""
+    """Return the error for Megatron's own schedule running although another one was chosen."""
     pipeline = active.pipeline()
     if pipeline is not None and active.required().requested is None:  # flags chose it
         return effects.another_schedule(pipeline.name)
@@ -334,13 +344,13 @@ def _error_of_stock_schedule() -> Exception:
     feature="transport",
 )
 def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron refuses hyper-connections with several stages, because its messages have
+    """Megatron rejects hyper-connections with several stages, because its messages have
     hidden_size; ours have the shape of the stage's output, n streams wide.
     """
     if not instance.enable_mhc_connections or instance.pipeline_model_parallel_size == 1:
         call(*args, **kwargs)
         return
-    # A copy with one stage, whose __post_init__ runs the checks of hyper-connections.
+    # Create a copy with one stage, whose __post_init__ runs the checks of hyper-connections.
     replace(
         instance,
         pipeline_model_parallel_size=1,
@@ -368,7 +378,9 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
     f"{_OFFLOAD}:FineGrainedActivationOffloadingInterface.init_chunk_handler",
 )
 def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> None:
-    """Megatron derives from virtual stages in which order activations return; tables have one."""
+    """Megatron derives the order in which activations return from virtual stages, but tables define
+    it.
+    """
     from megatron_ext.runtime.runtime import in_force
 
     in_force().offloading.begin_forward(call, kwargs)
@@ -380,21 +392,21 @@ def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -
     kind="replace",
 )
 def _begun_forward(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> Any:
-    """Megatron takes a forward for finished once all that it offloads has left, so a stage of
-    one layer, which keeps its own, would take the place of the next.
+    """Megatron considers a forward finished once everything that it offloads has left, so a stage
+    with one layer, which keeps its activations, would take the place of the next one.
     """
     return manager.cur_forward_chunk()  # None in evaluations
 
 
 @PATCHES.row("schedules.returned_activation", f"{_OFFLOAD}:ChunkOffloadHandler.tensor_pop")
 def _await_return(call: Call, handler: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron reads a saved tensor before its copy has ended, where groups are nested
-    (attn_norm around qkv_linear) or a backward follows its own forward in the first step.
+    """Megatron reads a saved tensor before its copy has ended if groups are nested (attn_norm
+    around qkv_linear) or a backward follows its own forward in the first step.
     """
     import torch
 
     tag = args[0]
-    if not isinstance(tag, torch.Tensor):  # from 0.19 on, a tensor that stayed is its own tag
+    if not isinstance(tag, torch.Tensor):  # since 0.19, a tensor that stayed is its own tag
         group_number, *_ = tag
         group = handler.offload_groups[group_number - 1]
         stream = torch.cuda.current_stream()

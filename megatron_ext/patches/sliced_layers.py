@@ -17,7 +17,7 @@ _MOE = "megatron.core.transformer.moe"
 
 
 def _running() -> Any:
-    """Return the slice that runs; None outside of slices."""
+    """Return the slice that is running; None outside of slices."""
     configuration = active.active()
     runtimes: Any = None if configuration is None else configuration.runtimes
     return None if runtimes is None else runtimes.kept.running
@@ -29,7 +29,7 @@ PATCHES = PatchTable(feature="schedules", of=_running)
 @PATCHES.row(
     "slices.attention",
     "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-    order=-10,  # what runs packed sequences then sees those of the slice
+    order=-10,  # so that the patch for packed sequences sees those of the slice
 )
 @PATCHES.row(
     "slices.te_attention",
@@ -37,13 +37,15 @@ PATCHES = PatchTable(feature="schedules", of=_running)
     required=False,  # Transformer Engine may be missing; the first step checks the effect
 )
 def _attend(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron attends to the tokens that it is given; those of a slice need all before them."""
+    """Megatron attends only to the tokens that it gets, but those of a slice need all earlier
+    ones.
+    """
     return running.attend(call, instance, *args, **kwargs)
 
 
 @PATCHES.row("slices.packed", "megatron.core.models.gpt.gpt_model:GPTModel.forward")
 def _begin_forward(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron takes the packed sequences of a whole micro-batch for those of the slice."""
+    """Megatron mistakes the packed sequences of a whole micro-batch for those of the slice."""
     arguments = by_name(call, args, kwargs)
     running.begin_forward(arguments)
     return call(**arguments)
@@ -56,7 +58,7 @@ def _begin_forward(running: Any, call: Call, _instance: Any, args: Args, kwargs:
     "slices.yarn_positions", f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward"
 )
 def _positions(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron counts positions from the first token that it is given."""
+    """Megatron counts positions from the first token that it gets."""
     return running.positions(call, by_name(call, args, kwargs))
 
 
@@ -65,17 +67,22 @@ def _positions(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwa
     f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_cached_cos_sin",
 )
 def _cached_positions(_found: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron keeps the positions of the first tokens for fused kernels; a slice has others."""
-    instance.max_seq_len_cached = 0  # those kept are another slice's, or a whole sequence's
+    """Megatron keeps the positions of the first tokens for fused kernels, but a slice has
+    others.
+    """
+    instance.max_seq_len_cached = 0  # drop positions of another slice, or of a whole sequence
     call(*args, **kwargs)
     instance.max_seq_len_cached = 0
-    # Megatron returns as many as the longest of packed sequences has; a slice may have more tokens.
+    # Return all: Megatron returns as many as the longest packed sequence has, but a slice may have
+    # more tokens.
     return instance.cos_cached, instance.sin_cached
 
 
 @PATCHES.row("slices.predicted_inputs", f"{_MTP}:MultiTokenPredictionLayer._get_embeddings")
 def _look_ahead(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron shifts tokens and positions without a name, and both look the same."""
+    """Megatron shifts tokens and positions without saying which is which, and both look the
+    same.
+    """
     arguments = by_name(call, args, kwargs)
     running.look_ahead(arguments["input_ids"], arguments["position_ids"])
     return call(**arguments)
@@ -87,7 +94,7 @@ def _look_ahead(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kw
 def _keep_bounds(
     _running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> dict[str, Any]:
-    """Megatron takes a bound at the end of a slice for the last one, and drops those behind it."""
+    """Megatron treats a bound at the end of a slice as the last one, and drops those after it."""
     batch = by_name(call, args, kwargs)["batch"]
     bounds = {name: batch[name] for name in ("cu_seqlens", "cu_seqlens_padded") if name in batch}
     return {**call(*args, **kwargs), **bounds}
@@ -98,7 +105,7 @@ def _with_length_of_slice(
     running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """Megatron lets scripts read batches of whole sequences, whose length is an argument."""
-    # Scripts give tensor-parallel ranks buffers of this length, which they receive the slice in.
+    # Scripts allocate buffers of this length on tensor-parallel ranks to receive the slice.
     arguments = megatron_arguments()
     if arguments is None:
         return call(*args, **kwargs)
@@ -111,23 +118,25 @@ def _with_length_of_slice(
 
 @PATCHES.row("slices.predicted_tokens", f"{_MTP}:roll_tensor")
 def _roll(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron ends with the slice, but its last token predicts tokens of the next one."""
+    """Megatron stops at the end of the slice, but its last token predicts tokens of the next
+    one.
+    """
     return running.roll(call, *args, **kwargs)
 
 
 @PATCHES.row("slices.route", f"{_MOE}.router:TopKRouter.routing")
 def _route(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron leaves balancing losses to recomputation, without the counts of other slices."""
+    """Megatron leaves balancing losses to recomputation, which lacks the counts of other slices."""
     return running.route(call, instance, *args, **kwargs)
 
 
 @PATCHES.row("slices.balance", f"{_MOE}.moe_utils:switch_load_balancing_loss_func")
 def _balance(running: Any, _call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron balances the tokens of a slice, as if there were no others in the micro-batch."""
+    """Megatron balances the tokens of a slice as if the micro-batch had no others."""
     return running.balance(*args, **kwargs)
 
 
 @PATCHES.row("slices.z_loss", f"{_MOE}.moe_utils:z_loss_func")
 def _z_loss(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron averages over the tokens that it is given, those of a slice."""
+    """Megatron averages over the tokens that it gets, which are those of one slice."""
     return running.z_loss(call(*args, **kwargs))

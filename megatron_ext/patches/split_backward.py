@@ -1,4 +1,4 @@
-"""Patches that let schedules compute the gradients of weights after those of inputs.
+"""Patches that let schedules compute weight gradients after input gradients.
 
 Patches on layers act only inside `SplitBackward.defer`, which the executor opens for the backward
 of an action I.
@@ -20,14 +20,14 @@ PATCHES = PatchTable(feature="schedules")
 
 
 def _splits() -> Any:
-    """Return the deferred weight gradients of what is in force; None: nothing of ours ran yet."""
+    """Return the deferred weight gradients of the active runtime; None before the first step."""
     in_force = active.active()
     runtimes: Any = None if in_force is None else in_force.runtimes
     return None if runtimes is None else runtimes.splits
 
 
 def _deferring() -> Any:
-    """Return the target of weight gradients that wait; None outside of the executor's I."""
+    """Return the collector of deferred weight gradients; None outside of the executor's I."""
     splits = _splits()
     return splits if splits is not None and splits.is_deferring else None
 
@@ -38,7 +38,7 @@ def _deferring() -> Any:
     of=_deferring,
 )
 def _linear(splits: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron computes both gradients of a linear layer at once; the weight's is due later."""
+    """Megatron computes both gradients of a linear layer at once, but the weight's is due later."""
     from megatron_ext.runtime.split_linear import linear_backward
 
     return linear_backward(call, splits, *args, **kwargs)
@@ -50,7 +50,7 @@ def _linear(splits: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     when=lambda: (found := active.pipeline()) is not None and found.full.splits_backward,
 )
 def _config(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron's constructor refuses deferred weight gradients, for which TE's layers are built."""
+    """Megatron's constructor rejects deferred weight gradients, for which TE's layers are built."""
     from megatron_ext.config.incompatible import why_not_split
 
     call(*args, **kwargs)
@@ -64,15 +64,15 @@ def prepare_config(config: Any) -> None:
     """Make Transformer Engine's layers postpone their weight gradients to W.
 
     Call it after creating the `TransformerConfig` and before building the model. Without
-    Transformer Engine it changes nothing.
+    Transformer Engine, it changes nothing.
     """
     from megatron_ext.config.incompatible import uses_te
 
     if uses_te(config):
-        # Megatron allows it only together with its own overlap of expert communication, and checks
-        # that when a configuration is created.
+        # Megatron allows this only together with its own overlap of expert communication, but
+        # checks that only when a configuration is created.
         config.delay_wgrad_compute = True
-        # A reduce-scatter under W would hold back what I is for.
+        # A reduce-scatter during W would hold back the input gradient that I should deliver early.
         config.tp_comm_bulk_wgrad = False
 
 
@@ -87,7 +87,8 @@ def _grouped_ops(original: Any) -> Any:
     """Megatron computes both gradients of grouped experts at once."""
 
     def gmm(*args: Any, **kwargs: Any) -> Any:
-        # Not a condition of the row: `set` is evaluated once, before anything is in force.
+        # This cannot be a condition of the row, because `set` is evaluated once, before a
+        # configuration is active.
         splits = _splits()
         if splits is None or not splits.is_in_use:
             return original.gmm(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Patches that report to observers: what belongs to a training step but not to its table.
+"""Patches that report to observers the parts of a training step that are outside its table.
 
 A training step begins with the call of the schedule and ends after the optimizer. The executor
-reports the actions of our tables itself; the actions of Megatron's own schedules are reported here.
+itself reports the actions of our tables; patches here report those of Megatron's own schedules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_ext.schedules.table.actions import Action, Kind
 from megatron_ext.tracing import digest_files
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-# Attribute of an output: (chunk, micro-batch) of its forward, for the backward.
+# Attribute of an output: (chunk, micro-batch) of its forward, read by the backward.
 _ACTION = "_megatron_ext_action"
 
 PATCHES = PatchTable(feature="trace")
@@ -43,7 +43,7 @@ def _may_be_observed() -> bool:
 
 
 def _observed() -> active.Active | None:
-    """Return what is in force if somebody observes it."""
+    """Return the active configuration if it has observers."""
     in_force = active.active()
     if in_force is None or not in_force.observers:
         return None
@@ -51,9 +51,9 @@ def _observed() -> active.Active | None:
 
 
 def _observed_stock() -> active.Active | None:
-    """Return what is in force if somebody observes it and Megatron's own schedule runs."""
+    """Return the active configuration if it has observers and Megatron's own schedule runs."""
     in_force = _observed()  # called for each action
-    # For tables and roles the executor reports.
+    # For tables and roles, the executor reports.
     if in_force is None or in_force.pipeline or in_force.job:
         return None
     return in_force
@@ -76,7 +76,8 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         subscribe(in_force)  # here, because the groups exist and the runtime does not yet
         observers = in_force.observers
         if kwargs.get("forward_only"):
-            # An evaluation belongs to no step; only an optimizer reports the end of the one before.
+            # An evaluation belongs to no step; end the previous step, because only an optimizer
+            # would have reported its end.
             for observer in observers:
                 observer.end_iteration()
             observers = []
@@ -87,7 +88,8 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         # A complete step ends with the optimizer, whose rows report it.
         except BaseException:
             for observer in observers:
-                # A device that has failed fails here once more, and then knows less of the reason.
+                # A device that has failed fails here again, and that second error says less about
+                # the reason.
                 with suppress(RuntimeError):
                     observer.end_iteration()
             raise
@@ -126,7 +128,7 @@ def _record_digests(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 
 
 def _observe_collective(name: str, patch: str, target: str, reason: str) -> None:
-    """Add a row that reports the calls of a target as a collective of a name."""
+    """Add a row that reports calls of a target to observers as a collective with this name."""
 
     @PATCHES.row(patch, target, reason, of=_observed)
     def run(in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -176,7 +178,7 @@ def _backward(
     in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """Megatron does not record the backwards of its own schedules for --trace."""
-    # Megatron gives it nothing but the output that it starts from; `_forward` has marked that.
+    # Megatron passes only the output that the backward starts from, which `_forward` has marked.
     output = args[1] if len(args) > 1 else kwargs["output_tensor"]
     if isinstance(output, list):
         output = output[0]
@@ -203,7 +205,7 @@ def _reported(
 @PATCHES.row("trace.scalars", "megatron.training.training:training_log", when=is_chosen)
 def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not write bubble, traffic and order to its TensorBoard and W&B writers."""
-    # Megatron's own writers, so that ours stand beside the loss in one run.
+    # Use Megatron's own writers, so that our values appear beside the loss in the same run.
     from megatron.training import global_vars
 
     from megatron_ext.tracing import scalars
@@ -212,5 +214,6 @@ def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     settings = global_vars.get_args()
     if iteration % settings.log_interval == 0 and scalars.are_asked_for(vars(settings)):
         writers = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
-        scalars.report(iteration, *writers)  # before the line of the step, which it belongs to
+        # Write before the log line of the step that they belong to
+        scalars.report(iteration, *writers)
     return call(*args, **kwargs)

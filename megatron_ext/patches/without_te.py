@@ -1,7 +1,7 @@
-"""Rows for machines without Transformer Engine: Megatron's own layers in place of TE's.
+"""Patches for machines without Transformer Engine: Megatron's own layers in place of TE's.
 
-Upstream hardly tests more than the import without Transformer Engine. Each of these rows repairs a
-feature that upstream intends to support and that fails.
+Upstream hardly tests more than the import without Transformer Engine. Each of these patches repairs
+a feature that upstream intends to support but that fails.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     width = instance.hidden_size_per_partition
     num_tokens, num_heads = query.shape[:2]
     head_width = width // num_heads
-    # From 0.19 on, values of multi-latent attention are padded here to the width of its keys.
+    # Since 0.19, the values of multi-latent attention arrive padded to the width of its keys.
     padding = value.shape[-1] - head_width
     value = value[..., :head_width]
     if packed.qkv_format != "thd":
@@ -51,10 +51,10 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
             f"attention with qkv_format {packed.qkv_format!r} needs Transformer Engine, which is "
             "not here; install it, or pack with qkv_format 'thd'"
         )
-    import torch  # rows are imported before torch may be
+    import torch  # tables are imported before torch may be
 
-    # Such a batch holds several sequences one after the other, and a token attends only to those
-    # of its sequence: the mask is block-diagonal. One call for each sequence is that mask without
+    # Such a batch holds several sequences one after the other, and a token attends only to those of
+    # its sequence: the mask is block-diagonal. One call for each sequence applies that mask without
     # its zero blocks.
     is_causal = "causal" in instance.attn_mask_type.name
     outputs = []
@@ -62,7 +62,7 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     query_spans = sequences(packed, num_tokens)
     key_spans = sequences(packed, len(key), "kv")
     for (begin, end), (key_begin, key_end) in zip(query_spans, key_spans, strict=True):
-        if begin > next_token:  # tokens of no sequence pad the batch
+        if begin > next_token:  # tokens that belong to no sequence pad the batch
             outputs.append(value.new_zeros(begin - next_token, width))
         num_queries, num_keys = end - begin, key_end - key_begin
         mask = None
@@ -88,7 +88,7 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _mask_of_last_queries(num_queries: int, num_keys: int, device: Any) -> Any:
-    """Return the causal mask of queries that are the last tokens: bool `[1, 1, queries, keys]`."""
+    """Return the causal mask for queries that are the last tokens: bool `[1, 1, queries, keys]`."""
     import torch
 
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
@@ -98,13 +98,13 @@ def _mask_of_last_queries(num_queries: int, num_keys: int, device: Any) -> Any:
 def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int, int]]:
     """Yield the first token of each sequence of a packed batch and the one after its last.
 
-    Empty sequences are left out.
+    Empty sequences are skipped.
 
-    Upstream's `PackedSeqParams` has the sums of the lengths from 0 on, int32 `[sequences + 1]`:
-    `cu_seqlens_q` of queries, `cu_seqlens_kv` of keys and values, `..._padded` with padding.
+    Upstream's `PackedSeqParams` holds cumulative lengths starting at 0, int32 `[sequences + 1]`:
+    `cu_seqlens_q` for queries, `cu_seqlens_kv` for keys and values, `..._padded` with padding.
 
     Raises:
-        UserError: They do not lie in the batch in ascending order.
+        UserError: The sequences do not lie in the batch in ascending order.
     """
     name = f"cu_seqlens_{of}"
     sums: list[int] = getattr(packed, name).tolist()
@@ -125,12 +125,12 @@ def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int
 
 @PATCHES.row("attention.head_widths", f"{_ATTENTION}.__init__", when=always)
 def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Multi-latent attention passes k_channels and v_channels, which TE alone takes: TypeError."""
+    """Multi-latent attention passes k_channels and v_channels, which only TE accepts: TypeError."""
     kwargs = dict(kwargs)
-    kwargs.pop("k_channels", None)  # equals the query's and follows from the tensors
+    kwargs.pop("k_channels", None)  # it equals the query's width and follows from the tensors
     v_channels = kwargs.pop("v_channels", None)
     call(*args, **kwargs)
-    # It determines the width of the output, which upstream derives from `kv_channels`.
+    # This value sets the width of the output, which upstream derives from `kv_channels`.
     if v_channels is not None:
         instance.hidden_size_per_partition = v_channels * instance.num_attention_heads_per_partition
 
@@ -141,7 +141,7 @@ def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -
     when=always,
 )
 def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The torch norm, the only one without TE and Apex, refuses sequence parallelism."""
+    """The torch norm, the only one without TE and Apex, rejects sequence parallelism."""
     # A norm acts on each token, so it can run on a split sequence; only the gradients of its
     # parameters must be summed over the tensor-parallel group. `finalize_model_grads` does that for
     # parameters marked `sequence_parallel`.
@@ -162,8 +162,10 @@ def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs:
     "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
 )
 def _without_fp8(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron takes fp8=False, the default, for FP8: --recompute-modules layernorm: NameError."""
-    # None, unlike False, means no FP8.
+    """Megatron mistakes fp8=False, the default, for FP8, so --recompute-modules layernorm raises
+    NameError.
+    """
+    # Unlike False, None means no FP8.
     kwargs = {**kwargs}
     kwargs.pop("fp8", None)
     call(None, *args[1:], **kwargs)
@@ -175,7 +177,7 @@ def _without_fp8(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None
     since=(0, 20),
 )
 def _is_none(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> bool:
-    """Without Transformer Engine the classes are mocks, which isinstance refuses: no MTP layer."""
+    """Without Transformer Engine the classes are mocks, which isinstance rejects: no MTP layer."""
     return False
 
 
