@@ -1,9 +1,9 @@
-"""Ends a job that hangs, with the name of the rank that holds it up.
+"""Ends a hanging job, and names the rank that blocks it.
 
-A thread of each rank checks whether the training thread makes progress. If it does not for the
-time-out, the rank raises an alarm in the job's store. All ranks then publish their state there, and
-end with the verdict of the one that follows the waits. Calls of the store have no time-out, so
-another thread ends the rank if the store is silent.
+A thread on each rank checks whether the training thread makes progress. If it makes none within the
+time-out, the rank raises an alarm in the job's store. All ranks then publish their state there; one
+rank follows the waits to a verdict, and all ranks end with it. Calls of the store have no time-out,
+so another thread ends the rank if the store does not answer.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ _LOG = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 """Time for ranks to publish their state, and time for an error to end a process."""
 _SIGNAL = signal.SIGRTMIN + 7
-"""Wakes the training thread out of a system call; nothing else uses it."""
+"""Interrupts a system call of the training thread; nothing else uses this signal."""
 
 OUTSIDE = "is between training steps"
 _SILENT = "its process is gone, is stopped, or reaches nobody"
 
 
 class RankState(NamedTuple):
-    """What a rank does, as it reports it."""
+    """The current activity of a rank, as the rank reports it."""
 
     rank: int
     what: str = OUTSIDE
-    """After `rank 3 `: `runs 5F3`, `waits`, `is in the optimizer step`."""
+    """Completes `rank 3 `: `runs 5F3`, `waits`, `is in the optimizer step`."""
     waits_for: Sequence[tuple[int, str]] = ()
-    """(global rank, what of it) that would end its wait, any of them."""
+    """(global rank, awaited item) of each event that would end its wait; any of them is enough."""
     in_collective: bool = False
-    """True: it waits for all that have not reached that."""
+    """True if it waits for all ranks that have not entered the same collective."""
     since_s: float = 0.0
-    """How long it has been doing that; within the process, since when."""
+    """How long the activity has lasted; within the process, when it started."""
     where: str = ""
-    """The line of the program that its training thread is at."""
+    """The program line that its training thread is executing."""
     entered: float = 0
-    """Collectives of training steps that it has entered so far; infinite: it takes part in none."""
+    """Number of collectives of training steps that it has entered; infinite if it takes part in
+    none."""
 
     def __str__(self) -> str:
         """Return the state in one line."""
@@ -70,12 +71,12 @@ class RankState(NamedTuple):
 
     @property
     def lasting(self) -> str:
-        """Duration of that, and the place of its training thread, if that is known."""
+        """How long the activity has lasted, and the line of the training thread if known."""
         return f"for {self.since_s:.1f} s" + (f", at {self.where}" if self.where else "")
 
 
 def made_by(message: Message) -> str:
-    """Return the action that produces a message, for example `5B3`, or the message's name."""
+    """Return the action that produces a message, for example `5B3`, or the message's text."""
     kind, stage, microbatch, part = message[:4]
     if kind in ("F", "B"):
         of = f".{part}" if part else ""
@@ -93,12 +94,12 @@ class Verdict(NamedTuple):
 
     @property
     def culprit(self) -> int | None:
-        """The rank that all others wait for; None: several wait for each other."""
+        """The rank that all others wait for; None if several wait for each other."""
         return self.culprits[0] if len(self.culprits) == 1 else None
 
     @property
     def message(self) -> str:
-        """Return the error text."""
+        """The error text."""
         ranks = ", ".join(str(rank) for rank in self.culprits)
         if len(self.culprits) == 1:
             return f"rank {ranks} holds the job up: {self.chain}"
@@ -113,7 +114,7 @@ def explain(
 ) -> Verdict:
     """Follow the waits from a rank to the one that waits for nobody, or has not answered.
 
-    `state_of_silent` says what is known of the process of a rank without a state.
+    `state_of_silent` describes the process of a rank that has published no state.
     """
     path, parts = [start], []
     while True:
@@ -125,7 +126,7 @@ def explain(
         if state.in_collective:
             passed = [other for other in states if states[other].entered >= state.entered]
             steps = [(other, "") for other in range(num_ranks) if other not in passed]
-        # Silent ranks come first, then those that wait too.
+        # Follow silent ranks first, then those that wait too.
         steps = sorted(steps, key=lambda step: step[0] in states)
         if not steps:
             parts.append(f"{state.what} {state.lasting}")
@@ -145,7 +146,7 @@ def explain(
 
 
 def process_state(host: str, pid: int) -> str:
-    """Say what holds a process that does not answer, as far as this host knows."""
+    """Describe why a process may not answer, as far as this host can tell."""
     if host != socket.gethostname():
         return f"its process {pid} on {host} is gone, is stopped, or reaches nobody"
     try:
@@ -162,39 +163,40 @@ def process_state(host: str, pid: int) -> str:
 
 
 def _connected_again(store: Any) -> Any:
-    """Return a store of this attempt of the job over a connection of its own."""
+    """Return the store of this attempt of the job over a new connection."""
     from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
     connection: Any
     if hasattr(store, "clone"):
         connection = store.clone()
-    # Those of torch 2.7 lack it, and hide their prefix.
+    # The stores of torch 2.7 lack `clone`, and hide their prefix.
     elif isinstance(base := getattr(store, "_underlying_non_prefix_store", store), TCPStore):
         connection = TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
     else:
         connection = FileStore(base.path)
-    # torchrun keeps the store when it starts the ranks again, with the verdict on those before.
+    # torchrun keeps the store when it restarts the ranks, including the verdict on the previous
+    # attempt.
     prefix = "/".join(("megatron_ext/hang", *active.Environment.read().run))
     return PrefixStore(prefix, connection)
 
 
 class Watchdog:
-    """The thread that watches this process.
+    """The threads that watch this process.
 
     Args:
-        now: Gives the present state, which the training thread replaces as a whole.
-        timeout_s: Seconds in one state from which the rank does not make progress.
+        now: Returns the current state, which the training thread always replaces as a whole.
+        timeout_s: Seconds in one state after which the rank counts as stuck.
     """
 
     def __init__(self, now: Callable[[], RankState], timeout_s: float) -> None:
         self._now, self.timeout_s = now, timeout_s
-        self._period_s = min(_ANSWER_S, timeout_s / 4)  # an alarm is raised in time, and seen soon
+        self._period_s = min(_ANSWER_S, timeout_s / 4)  # raises an alarm in time, and sees one soon
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
         self._verdict: Verdict | None = None
 
     def start(self) -> None:
-        """Start to watch the calling thread; do nothing if it is watched already.
+        """Start to watch the calling thread; do nothing if it is already watched.
 
         Call it when the process groups exist.
         """
@@ -207,12 +209,12 @@ class Watchdog:
         default: Any = dist.distributed_c10d._get_default_store()
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         job = active.job()
-        if job is not None:  # torch.distributed knows the ranks of one role
+        if job is not None:  # torch.distributed knows only the ranks of one role
             default, rank, num_ranks = roles_in_force().store, job.rank, job.ranks.num_ranks
-        store = _connected_again(default)  # the connection of the training may be blocked
+        store = _connected_again(default)  # the training's connection may be blocked
         store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._training = threading.get_ident()
-        # Python's handlers run in the main thread, which some hosts do not train in.
+        # Python runs signal handlers in the main thread, but some hosts train in another one.
         self._is_main = threading.current_thread() is threading.main_thread()
         if self._is_main:
             self._old_handler = signal.signal(_SIGNAL, self._raise)
@@ -224,7 +226,7 @@ class Watchdog:
     def stop(self) -> None:
         """End the threads."""
         if not self._threads or threading.current_thread() in self._threads:
-            return  # a thread cannot await itself
+            return  # a thread cannot join itself
         self._stop.set()
         for thread in self._threads:
             thread.join(2 * _ANSWER_S)
@@ -234,7 +236,7 @@ class Watchdog:
 
     def _watch_alone(self, rank: int) -> None:
         """End this rank if it is stuck and the store does not answer the other thread."""
-        # With time for the states of the others, and for the verdict of one of them.
+        # Allow time for the states of the other ranks and for the verdict.
         limit_s = self.timeout_s + 2 * self._period_s + 4 * _ANSWER_S
         while not self._stop.wait(self._period_s):
             if self._verdict is None and self._lasts(limit_s):
@@ -243,9 +245,9 @@ class Watchdog:
                 return
 
     def _watch(self, store: Any, rank: int, num_ranks: int) -> None:
-        """Check the training thread periodically, and the alarm of the others."""
-        # A rank that is stopped cannot say so: others look at its process. Not in the training
-        # thread, since a store that does not answer holds its callers up.
+        """Check the training thread periodically, and alarms of other ranks."""
+        # A stopped rank cannot report itself, so publish its process for others to inspect. Don't
+        # do that in the training thread: a store that does not answer blocks its callers.
         with suppress(RuntimeError):
             store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
         while not self._stop.wait(self._period_s):
@@ -256,7 +258,7 @@ class Watchdog:
                 elif not store.check(["alarm"]):
                     continue
                 verdict = self._ask(store, rank, num_ranks)
-            except RuntimeError as error:  # from the store, whose process may have died
+            except RuntimeError as error:  # the store's process may have died
                 if not stuck:
                     continue
                 reason = "the others cannot be reached: " + str(error).partition("\n")[0]
@@ -266,7 +268,7 @@ class Watchdog:
             return
 
     def _lasts(self, limit_s: float) -> bool:
-        """Return whether a training step has been in its present state for so long."""
+        """Return whether a training step has been in its current state for at least `limit_s`."""
         now = self._now()
         return now.what != OUTSIDE and time.monotonic() - now.since_s >= limit_s
 
@@ -275,12 +277,13 @@ class Watchdog:
         state = self._state(rank)
         _LOG.error("%s", state)
         store.set(f"state/{rank}", json.dumps(state._asdict()))
-        # One rank explains for all, so that the log has one explanation.
+        # Let one rank explain for all, so that the log has a single explanation.
         if store.add("first", 1) > 1:
             store.wait(["verdict"], timedelta(seconds=3 * _ANSWER_S))
             return Verdict(*json.loads(store.get("verdict")))
         states = {rank: state}
-        # The others look for an alarm once in a period, and wait no longer than this for a verdict.
+        # The others check for an alarm once per period; wait no longer than that plus their time to
+        # answer.
         deadline = time.monotonic() + self._period_s + _ANSWER_S
         while len(states) < num_ranks and time.monotonic() < deadline:
             for other in set(range(num_ranks)) - states.keys():
@@ -303,7 +306,7 @@ class Watchdog:
         return verdict
 
     def _state(self, rank: int) -> RankState:
-        """Return what this rank does, at its innermost line outside torch and this folder."""
+        """Return this rank's state, with its innermost line outside of torch and this folder."""
         where, frame = "", sys._current_frames().get(self._training)
         while frame is not None and not where:
             name = frame.f_code.co_filename
@@ -314,7 +317,7 @@ class Watchdog:
         return now._replace(rank=rank, since_s=time.monotonic() - now.since_s, where=where)
 
     def _raise(self, _number: int, _frame: FrameType | None) -> None:
-        """Runs in the training thread as soon as that executes Python again."""
+        """Run in the training thread as soon as it executes Python code again."""
         if self._verdict is not None:
             raise HangError(self._verdict.message, self._verdict.culprit)
 
@@ -322,11 +325,12 @@ class Watchdog:
         """Raise the verdict in the training thread; if that does not end it, end the process."""
         self._verdict = verdict
         if self._is_main:
-            # The signal also ends a system call, in which no Python error would reach the thread.
+            # The signal also interrupts a system call, during which a Python exception would not
+            # reach the thread.
             signal.pthread_kill(self._training, _SIGNAL)
             if self._stop.wait(_ANSWER_S):
                 return
         sys.stderr.write(f"[rank {rank}] megatron_ext: error: {verdict.message}\n")
         sys.stderr.flush()
         cause.write(cause.of_error(HangError(verdict.message, verdict.culprit)), verdict.message)
-        os._exit(1)  # no handlers: what hangs would hang in them too
+        os._exit(1)  # skip exit handlers: the cause of the hang would block them too

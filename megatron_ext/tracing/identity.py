@@ -1,4 +1,4 @@
-"""Who this rank is, and the settings of its run, for the first line of its trace file."""
+"""The identity of this rank, and the settings of its run, for the first line of its trace file."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _SETTINGS = (
     "params_dtype", "recompute_granularity", "overlap_grad_reduce", "overlap_param_gather",
     "use_distributed_optimizer", "sequence_parallel",
 )  # fmt: skip
-"""Arguments of Megatron that may explain a duration; those of ours are in the configuration."""
+"""Megatron arguments that may explain a duration; our own are in the configuration."""
 
 
 class Identity(NamedTuple):
-    """What a recorder has to know when it creates its file."""
+    """The data that a recorder needs to create its file."""
 
     directory: Path
     """The folder of the run."""
     header: Header
     schedule: Schedule | None
-    """On the first rank the table of a full batch, if there is one."""
+    """The table of a full batch; only on the first rank, and only if there is one."""
 
 
 def identity_of(configuration: Active) -> Identity:
-    """Return who this rank is; it needs Megatron's process groups."""
+    """Return the identity of this rank. Megatron's process groups must exist."""
     args = megatron_arguments() or getattr(configuration.host, "arguments", None)
     place = _place(configuration)
     header = Header(
@@ -66,13 +66,13 @@ def identity_of(configuration: Active) -> Identity:
     assert tracing is not None
     is_dynamic = configuration.config.dynamic is not None
     default = Path("benchmark") / directory_name(place.sizes, dynamic=is_dynamic)
-    # The table is that of all ranks, so one of them writes it.
+    # All ranks share the table, so only one writes it.
     schedule = _schedule(configuration, args) if place.rank == 0 else None
     return Identity(Path(tracing.directory or default), header, schedule)
 
 
 class _Place(NamedTuple):
-    """A rank in its job and its groups; see `Header`."""
+    """The position of a rank in its job and its groups; see `Header`."""
 
     rank: int
     num_ranks: int
@@ -100,7 +100,7 @@ def _place(configuration: Active) -> _Place:
 
 
 def _clock_name() -> str:
-    """Return a name that ranks of one boot of a host share, as they share its clock."""
+    """Return a name shared by all ranks of one boot of a host, which also share its clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -125,10 +125,10 @@ def _settings(configuration: Active, args: Any) -> dict[str, Any]:
         settings["pipeline_schedule"] = "fbd"
         settings["transport"] = configuration.config.wire
     settings["device"] = devices.current().name
-    # Ranks that share CPUs wait for each other: forecasts have to know.
+    # Ranks that share CPUs wait for each other, which forecasts must know.
     settings["cpus"] = ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0)))
     settings["megatron_ext"] = __version__
-    settings["megatron-core"] = core_version() or "unknown"  # a tree on PYTHONPATH goes first
+    settings["megatron-core"] = core_version() or "unknown"  # a tree on PYTHONPATH takes precedence
     settings["torch"] = installed("torch") or "unknown"
     settings["python"] = platform.python_version()
     pipeline = configuration.pipeline
@@ -146,7 +146,7 @@ def _settings(configuration: Active, args: Any) -> dict[str, Any]:
 
 
 def _schedule(configuration: Active, args: Any) -> Schedule | None:
-    """Return the table of a full batch; None: there is no pipeline, or no table of it."""
+    """Return the table of a full batch; None without a pipeline, or if we have no table for it."""
     connected = configuration.pipeline or configuration.transport_only
     if connected is not None:
         return connected.full

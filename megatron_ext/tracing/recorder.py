@@ -1,8 +1,8 @@
 """Records the spans of one rank into its trace file during training.
 
-The recorder collects the spans of an iteration and writes them with one call at its end. On
-asynchronous devices, begin and end are events in the device's stream, read when all of them have
-completed.
+The recorder collects the spans of an iteration and writes them with a single call at its end. On
+asynchronous devices, the start and end of a span are events in the device's stream, which are read
+when all of them have completed.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors that come and go with what else is on the disk; another folder was no mistake."""
+"""Errors that come and go with other use of the disk, so the folder was not a mistake."""
 
 _WAIT_NS = 20_000
-"""Shortest wait that is written: any receive of a device may have waited."""
+"""Shortest wait that is written, because any receive on a device may have waited briefly."""
 
 _PARTS = ("stage", "microbatch", "slice", "part", "header")
-"""Attributes that tell the messages of two ranks apart, beside their kind."""
+"""Attributes that distinguish the messages of two ranks, in addition to their kind."""
 _EXCHANGES = 1000
-"""Distance of a rank's second row, that of the stream in which experts exchange tokens."""
+"""Offset to the number of a rank's second row, for the stream in which experts exchange tokens."""
 
-# One call of the encoder for an iteration: one for each span would take the time of the training.
+# Encode once for each iteration: encoding each span separately would slow down the training.
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 def _title(name: str, attributes: Mapping[str, Any]) -> str:
-    """Return what a viewer writes on a span."""
+    """Return the text that a viewer shows on a span."""
     if name == "wait":
         if "on" in attributes:
             return f"wait for rank {attributes['on']}"
@@ -54,43 +54,46 @@ def _title(name: str, attributes: Mapping[str, Any]) -> str:
 
 
 class HostClock:
-    """Moments of the host in nanoseconds, on the clock that all processes of a host share."""
+    """The host's time in nanoseconds, on the clock that all processes of a host share."""
 
     def begin(self) -> int:
-        """Start an iteration; return its begin."""
+        """Start an iteration; return its start time."""
         return self.stamp()
 
     def stamp(self) -> int:
-        """Return this moment."""
+        """Return the current time."""
         return time.monotonic_ns()
 
     def resolve(self, stamps: list[int], _timeout_s: float | None) -> list[int]:
-        """Return the nanoseconds of moments, of which none is to come."""
+        """Return the times of stamps; all of them have passed."""
         return stamps
 
 
 class DeviceClock:
-    """Moments in the stream of a device with timing events: the completion of all work before."""
+    """Times in a device's stream, by timing events.
+
+    A stamp marks the completion of all earlier work.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
     def begin(self) -> int:
-        """Start an iteration on an idle device, so that host and device agree on its begin."""
-        self._device.synchronize()  # once in an iteration; stamps within it wait for nothing
+        """Start an iteration on an idle device, so that host and device agree on its start."""
+        self._device.synchronize()  # once per iteration; stamps within it do not wait
         self._base, self._begin_ns = self.stamp(), time.monotonic_ns()
         return self._begin_ns
 
     def stamp(self) -> Any:
-        """Put a mark into the stream."""
+        """Record an event in the stream."""
         event = self._device.timing_event()
         event.record()
         return event
 
     def resolve(self, stamps: list[Any], timeout_s: float | None) -> list[int] | None:
-        """Wait for all marks; return their nanoseconds on the clock of the host.
+        """Wait for all events; return their times in nanoseconds on the clock of the host.
 
-        None: the device has not reached the last one within the time-out.
+        Returns None if the device does not reach the last event within the time-out.
         """
         if timeout_s is not None:
             until = time.monotonic() + timeout_s
@@ -99,7 +102,7 @@ class DeviceClock:
                     return None
                 time.sleep(0.01)
         self._device.synchronize()
-        # A mark may be from before the iteration, of an action that had begun.
+        # An event may precede the iteration, if its action started earlier.
         took_ns = (max(0, round(self._base.elapsed_time(event) * 1e6)) for event in stamps)
         return [self._begin_ns + ns for ns in took_ns]
 
@@ -107,14 +110,14 @@ class DeviceClock:
 class Recorder:
     """The trace of one rank.
 
-    The first iteration creates the file, when the ranks of the groups are known. If the disk is
-    full, the trace ends with a warning and training continues.
+    The first traced iteration creates the file, when the ranks of the groups are known. If the disk
+    is full, the trace ends with a warning and training continues.
 
     Args:
-        identity: Gives the folder of the run, who this rank is, and to the first rank the table of
-            a full batch, if there is one.
+        identity: Returns the folder of the run, the header of this rank, and on the first rank the
+            table of a full batch, if there is one.
         clock: The host's, or that of a device.
-        sampling: The iterations to record: the first few of each interval; None: none.
+        sampling: The iterations to record: the first few of each interval. None: no iterations.
     """
 
     def __init__(
@@ -126,25 +129,26 @@ class Recorder:
         self.active = False
         """True while an iteration is being traced."""
         self.notes: dict[str, Any] = {}
-        """Figures of the iteration, given while it runs."""
+        """Figures of the current iteration, set while it runs."""
         self.wires: dict[int, str] = {}
-        """By global rank of a peer: what carries messages between the two."""
+        """Global rank of a peer -> the wire that carries messages to and from it."""
         self._identity = identity
         self._clock, self._sampling = clock or HostClock(), sampling
         self._file: IO[str] | None = None
         self._index, self._number, self._begin_ns = -1, 0, 0
         self._spans: list[tuple[str, Any, Any, Mapping[str, Any]]] = []
-        """Of the iteration: name, stamps of begin and end, attributes."""
+        """Spans of the iteration: name, stamps of start and end, attributes."""
 
     def begin_iteration(self, number: int) -> None:
-        """Start the iteration of a number; end the previous one if it is still open."""
+        """Start the iteration with this number; end the previous one if it is still open."""
         self.end_iteration()
         self._index += 1
         self._number, self.notes = number, {}
         sampling = self._sampling
         if sampling is None or self._index % sampling.interval >= sampling.num_iterations:
             return
-        # At the first traced iteration: the groups, which name the file, do not exist before.
+        # Wait until the first traced iteration: the groups, which name the file, do not exist
+        # before.
         if self._file is None:
             self._open()
         if self._file is not None:
@@ -152,23 +156,23 @@ class Recorder:
             self.active = True
 
     def stamp(self) -> Any:
-        """Return this moment, for `add`: nanoseconds on the host, an event on a device."""
+        """Return the current time, for `add`: nanoseconds on the host, an event on a device."""
         return self._clock.stamp()
 
     def add(self, name: str, begin: Any, attributes: Mapping[str, Any], end: Any = None) -> None:
-        """Record a span that began at a moment and ends now, or at another moment."""
-        if not self.active:  # any more, since the action began
+        """Record a span from `begin` to now, or to `end`."""
+        if not self.active:  # tracing has ended since the action began
             return
         self._spans.append((name, begin, self._clock.stamp() if end is None else end, attributes))
 
     def end_iteration(self, timeout_s: float | None = None) -> None:
-        """Write the iteration that runs, if one is traced.
+        """Write the current iteration, if it is traced.
 
-        With a time-out it is left out if the device has not finished it by then.
+        With a time-out, the iteration is dropped if the device has not finished it by then.
         """
         if not self.active:
             return
-        self.active = False  # also if the device has failed, which would fail again at exit
+        self.active = False  # even if the device has failed, which would fail again at exit
         end = self._clock.stamp()  # before our own work below
         spans, self._spans = self._spans, []
         stamps: list[Any] = []
@@ -184,10 +188,10 @@ class Recorder:
             begin_ns, span_end_ns = span_times_ns[2 * index], span_times_ns[2 * index + 1]
             if name != "wait" or span_end_ns - begin_ns >= _WAIT_NS:
                 events.append(self._event(name, begin_ns, span_end_ns, attributes))
-        if isinstance(self._clock, DeviceClock):  # its host may have been busy for longer
+        if isinstance(self._clock, DeviceClock):  # the host may have been busy for longer
             end_ns = time.monotonic_ns()
         figures = {"iteration": self._number, "wires": self.wires, **self.notes}
-        # Last, as the end of a line that is whole.
+        # Last, so that a complete line always ends with it.
         events.append(self._event("iteration", self._begin_ns, end_ns, figures))
         self._put(f",{_encode(events)[1:-1]}\n")
 
@@ -208,10 +212,10 @@ class Recorder:
         return event
 
     def _message_number(self, attributes: Mapping[str, Any]) -> int:
-        """Return the number by which viewers join the two ends of a message with an arrow.
+        """Return the number by which viewers connect the two ends of a message with an arrow.
 
-        Both ends find it by themselves: Python's hash of whole numbers, not that of others, is the
-        same in every process. JavaScript has 53 bits of it.
+        Both ends compute it independently: Python's hash of integers, unlike that of strings, is
+        the same in every process. JavaScript can represent 53 bits of it.
         """
         ends = attributes.get("from", self._rank), attributes.get("to", self._rank)
         parts = (attributes.get(key, 0) for key in _PARTS)
@@ -219,11 +223,11 @@ class Recorder:
         return hash(message) & (1 << 53) - 1
 
     def close(self) -> None:
-        """Write what is left and end the list. The recorder cannot be used afterwards."""
+        """Write the current iteration and end the list. The recorder cannot be used afterwards."""
         self.end_iteration()
         if self._file is not None:
             self._put("]\n")
-        if self._file is not None:  # still: there was room for the bracket
+        if self._file is not None:  # still open: there was room for the bracket
             self._file.close()
             self._file = None
 
@@ -237,12 +241,13 @@ class Recorder:
         self._path = directory / SCHEDULE_FILE
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if header.rank == 0:  # the table of the run before would explain this one wrongly
+            if header.rank == 0:  # the table of the previous run would explain this run wrongly
                 self._path.unlink(missing_ok=True)
                 if table is not None:
                     write_text(self._path, table_files.json_text(table))
             self._path = directory / FILE_NAME.format(header.data, header.pipeline, header.tensor)
-            self._path.unlink(missing_ok=True)  # not truncated: somebody may be reading the old one
+            # Don't truncate it: someone may be reading the old file
+            self._path.unlink(missing_ok=True)
             self._file = self._path.open("x", encoding="utf-8")
         except OSError as error:
             if error.errno in _NO_ROOM:
@@ -284,7 +289,7 @@ class Recorder:
         assert self._file is not None
         try:
             self._file.write(line)
-            self._file.flush()  # what a rank that is killed has recorded is there
+            self._file.flush()  # so that the records of a killed rank are complete
         except OSError as error:
             self._give_up(error)
 
@@ -293,8 +298,8 @@ class Recorder:
         remedy = "this rank traces nothing more, and training goes on"
         _LOG.warning("--trace: %s", cannot_write(self._path, error, remedy))
         self._sampling, self.active = None, False
-        self._spans.clear()  # nobody would take it, and training may go on for weeks
+        self._spans.clear()  # nothing would consume them, and training may continue for weeks
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # closing writes what is buffered once more
+            with suppress(OSError):  # closing writes the buffered data again
                 file.close()

@@ -1,12 +1,12 @@
 """The trace file of one rank: its name, its records and their format.
 
-Folders and files have the names of MegatronApp's DPP:
+Folders and files are named like those of MegatronApp's DPP:
 
     benchmark/data-2-pipeline-4-tensor-1-dpp-True/benchmark-data-0-pipeline-3-tensor-0.json
 
-A file is a JSON list of Chrome-trace events, which Perfetto opens as it is. The first line names
-the rank and the run. Each further one holds the spans of an iteration, on the clock of the rank,
-and at its end the iteration itself with the figures of all of it (here broken in two):
+A file is a JSON list of Chrome-trace events, which Perfetto can open. The first line names the
+rank and the run. Each further line holds the spans of one iteration, on the clock of the rank, and
+at its end the iteration itself with its figures (split in two here):
 
     [{"name":"run","ph":"M","args":{"format":5,"rank":3,...}},...
     ,{"name":"forward 0","cat":"forward","ph":"X","pid":3,"tid":0,"ts":81.2,"dur":7.9,"args":{...}}
@@ -15,14 +15,14 @@ and at its end the iteration itself with the figures of all of it (here broken i
 The recorder only appends lines, so a file is readable at any time; it writes the closing bracket at
 the end of the run.
 
-The category (`cat`) says what a span is; a first slice, or the only one, is not named:
+The category (`cat`) is the type of a span; a first or only slice is omitted:
 
     forward, ...   `ACTION_NAMES`: stage, microbatch, slice
     send, receive  to, or from (global ranks), for (F: an activation, B: a gradient), stage that
                    needs it, microbatch, slice, bytes; `bind_id` joins the two ends of a message
     wait           cause (input, slot, leader, credit); all but slot: on (the global rank), for,
                    stage, microbatch, slice, as far as one message ended it
-    exchange       of tokens with other experts, in a stream of its own: of (F, B or I), stage,
+    exchange       of tokens with other experts, in a separate stream: of (F, B or I), stage,
                    microbatch
     reduce, optimizer, weights
 
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Kind
 
 FORMAT = 5
-"""Raised when a reader of today could misunderstand a file."""
+"""Increased when a current reader could misunderstand a file."""
 
 FILE_NAME = "benchmark-data-{}-pipeline-{}-tensor-{}.json"
-"""With the ranks of `Header`."""
+"""Takes the data, pipeline and tensor ranks of `Header`."""
 
 SCHEDULE_FILE = "schedule.json"
-"""The table of a full batch, beside the files of the ranks."""
+"""The table of a full batch, in the same folder as the files of the ranks."""
 
 ACTION_NAMES: dict[Kind, str] = {
-    "R": "forward",  # readers look kinds up by name and take the last one, F
+    "R": "forward",  # readers look kinds up by name and use the last match, F
     "F": "forward",
     "B": "backward",
     "I": "input_gradient",
     "W": "weight_gradient",
 }
-"""By kind of action: how its spans are called."""
+"""Kind of action -> name of its spans."""
 
 
 @dataclass(frozen=True)
@@ -68,26 +68,27 @@ class Header:
     data: int
     pipeline: int
     tensor: int
-    """Ranks within their groups; with context parallelism `data` counts both."""
+    """Ranks within their groups; with context parallelism, `data` counts both."""
     sizes: tuple[int, int, int]
-    """Of the data (with context), pipeline and tensor groups."""
+    """Sizes of the data (with context), pipeline and tensor groups."""
     num_ranks: int
-    """Of the whole job: forward ranks of a disaggregated one may have no tensor parallelism."""
+    """Number of ranks in the whole job: forward ranks of a disaggregated job may have no tensor
+    parallelism."""
     host: str = ""
     clock: str = ""
-    """Ranks with the same clock measure the same time; one for each boot of a host."""
+    """Ranks with the same clock measure the same time; there is one for each boot of a host."""
     clock_ns: int = 0
     wall_ns: int = 0
-    """The clock, and the time since 1970, at one moment."""
+    """The clock, and the time since 1970, read at the same moment."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the run: schedule, transport, sizes of the model, versions and so on."""
     run: str = ""
-    """torchrun's run id and restart count, by which attempts differ; empty without torchrun. Agents
-    of a c10d rendezvous may count the restarts of one attempt differently."""
+    """torchrun's run id and restart count, which distinguish attempts; empty without torchrun.
+    Agents of a c10d rendezvous may count the restarts of one attempt differently."""
 
     @property
     def label(self) -> str:
-        """The rank for people."""
+        """The rank as shown to users."""
         places = (self.data, self.pipeline, self.tensor)
         named = zip(("dp", "pp", "tp"), places, self.sizes, strict=True)
         parts = [f"{name} {place}" for name, place, size in named if size > 1]

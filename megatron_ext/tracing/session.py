@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 _OFFLOADING = "cpu_offloading", "fine_grained_activation_offloading"
 """Settings of a model whose activations leave the device."""
 _CAUSES = {"D": "leader", "C": "credit"}
-"""By kind of message: the cause of a wait for it, where that is no input."""
+"""Kind of message -> the cause of a wait for it, if that is not an input."""
 _STUCK_S = 5.0
-"""After an error, time for the device to finish what the trace of its step needs."""
+"""After an error, time for the device to finish the work that the trace of its step needs."""
 _COLLECTIVES = {"reduce": "the reduction of gradients", "optimizer": "the optimizer step"}
 
 
 def subscribe(configuration: Active) -> None:
-    """Add the observer that a configuration or Megatron's telemetry wants, once.
+    """Add the observer that a configuration or Megatron's telemetry needs, once.
 
     Call it before the first step, when Megatron's process groups exist.
     """
-    # Without a table Megatron's own schedule runs, which has these spans itself.
+    # Without a table, Megatron's own schedule runs, which creates these spans itself.
     has_table = configuration.pipeline is not None or configuration.job is not None
     has_spans = has_table and telemetry.is_on()
     sampling, timeout_s = configuration.config.tracing, configuration.config.hang_timeout_s
@@ -59,7 +59,7 @@ def subscribe(configuration: Active) -> None:
     clock = HostClock() if device.is_host else DeviceClock(device)
     session.recorder = Recorder(lambda: identity_of(configuration), clock, sampling)
     configuration.observers.append(session)
-    atexit.register(session.close)  # a run that ends without deconfigure closes its file too
+    atexit.register(session.close)  # a run that ends without deconfigure must close its file too
 
 
 class Session(Observer):
@@ -73,25 +73,27 @@ class Session(Observer):
         self._configuration = configuration
         is_forward = configuration.job is not None and configuration.job.role == "forward"
         self._entered = math.inf if is_forward else 0.0
-        """Collectives that the rank has entered; a forward rank takes part in none."""
+        """Number of collectives that the rank has entered; infinite for a forward rank, which
+        enters none."""
         self.state = RankState(-1, entered=self._entered)
-        """What the rank does now; the watchdog reads it."""
+        """The current activity of the rank; the watchdog reads it."""
         self._activation_bytes: dict[tuple[int, int], int] = {}
-        """By stage and slice: what a forward keeps for its backward, once it was measured."""
+        """(stage, slice) -> bytes that a forward keeps for its backward, once measured."""
         self._compute: StageCompute | None = None
         self._outstanding: dict[Message, int] = {}
-        """By outstanding message: its sender."""
+        """Outstanding message -> its sender."""
         self._open_spans: list[tuple[Any, Callable[[Mapping[str, Any]], None] | None]] = []
-        """Spans under way, one inside the other: the stamp of their begin (None: not recorded), and
-        what ends them in Megatron's telemetry. Plain tuples, for each event of a step makes one."""
+        """Nested spans in progress: the stamp of their start (None: not recorded), and the function
+        that ends them in Megatron's telemetry. Plain tuples, because each event of a step creates
+        one."""
         self._collectives = 0
-        """Collectives under way, one inside the other."""
+        """Nesting depth of the collectives in progress."""
         self._number = 0
-        """Of the training step, counted over all resumed runs."""
+        """Number of the training step, counted over all resumed runs."""
 
     def close(self) -> None:
         """End the file of the recorder and the threads of the watchdog."""
-        atexit.unregister(self.close)  # which keeps the configuration
+        atexit.unregister(self.close)  # atexit would keep the configuration alive
         self.end_iteration()
         self.recorder.close()
         if self.watchdog is not None:
@@ -100,17 +102,19 @@ class Session(Observer):
     # Training steps.
 
     def begin_iteration(self, num_microbatches: int) -> None:
-        """Start to watch and to record."""
-        # Megatron skips iterations, and may run one again. Bridge's number, and that of a program
-        # which gives one, is in force; a program that gives none is counted from its start.
+        """Start watching and recording a step."""
+        # Megatron skips iterations, and may repeat one. Bridge, and programs that pass an
+        # iteration, have put its number in force; otherwise count from the program's start.
         previous_number = self._number
         num_done = self._configuration.iteration
         if num_done is None:
             num_done = getattr(megatron_arguments(), "curr_iteration", previous_number)
         self._number = 1 + num_done
         if self._number == previous_number:
-            self.recorder.notes["failed"] = True  # Megatron's rerun state machine has discarded it
-        self.end_iteration()  # nothing else does where the optimizer is none of Megatron's
+            # Megatron's rerun state machine has discarded that attempt
+            self.recorder.notes["failed"] = True
+        # Needed with an optimizer that is not Megatron's, as nothing else ends the step
+        self.end_iteration()
         self._report("begins a step")  # before the watchdog, which counts from here
         if self.watchdog is not None:
             self.watchdog.start()
@@ -118,13 +122,13 @@ class Session(Observer):
         self.recorder.notes["microbatches"] = num_microbatches  # --rampup-batch-size changes it
 
     def end_schedule(self) -> None:
-        """Stop to watch: an optimizer of Megatron's goes on with it, and others report nothing."""
+        """Stop watching: Megatron's optimizers resume it, and others report nothing."""
         self._report(OUTSIDE)
 
     def end_iteration(self) -> None:
-        """Write what the step has left."""
+        """Write the remaining data of the step."""
         self._compute, self._collectives = None, 0
-        failed = bool(self._open_spans)  # with an error, what is under way never ends
+        failed = bool(self._open_spans)  # after an error, open spans never end
         while self._open_spans:
             _, end_span = self._open_spans.pop()
             if end_span is not None:
@@ -140,17 +144,17 @@ class Session(Observer):
                     total_bytes = sum(self._activation_bytes.values())
                     notes["activation_bytes"] = total_bytes // len(stages)
                 self._now("waits until its device has finished the step")
-                # The error may be that the device never ends: waiting for it would hide that.
+                # The error may be a device that never finishes: waiting for it would hide that.
                 self.recorder.end_iteration(_STUCK_S if failed else None)
         finally:
             self._report(OUTSIDE)  # not watched, but published if another rank raises an alarm
 
     def begin_collective(self, name: str) -> None:
-        """Report a collective: the rank waits for all that are not in it."""
-        self._collectives += 1  # an optimizer calls those that it chains
+        """Report a collective: the rank waits for all ranks that have not entered it."""
+        self._collectives += 1  # chained optimizers nest
         if self._collectives == 1:
             self._entered += 1
-            # The optimizer ends the step, so it is watched behind the schedule, too.
+            # The optimizer ends the step, so it is watched even though the schedule is complete.
             report = self._report if name == "optimizer" else self._now
             report(f"is in {_COLLECTIVES[name]}", in_collective=True)
             self._begin()
@@ -172,7 +176,7 @@ class Session(Observer):
             self.recorder.notes.setdefault("lengths", {})[microbatch] = size
 
     def begin_step(self, compute: StageCompute) -> None:
-        """Keep what holds the activations of a step."""
+        """Keep the object that holds the activations of a step."""
         self._compute = compute
 
     def begin_action(self, action: Action) -> None:
@@ -197,7 +201,7 @@ class Session(Observer):
                 self.made(stage, saved[1], compute.call.chunks[chunk], slice_index)
 
     def begin_exchange(self) -> None:
-        """Stamp the stream that exchanges the tokens of experts."""
+        """Stamp the stream in which experts exchange tokens."""
         self._begin()
 
     def end_exchange(self, kind: Kind, stage: int, microbatch: int) -> None:
@@ -207,8 +211,9 @@ class Session(Observer):
     def made(
         self, stage: int, outputs: Sequence[Any], model: torch.nn.Module, slice_index: int = 0
     ) -> None:
-        """Measure what a stage's first recorded forward, or one of a slice, keeps."""
-        # To read what Megatron has moved to the host would bring it back, and its backward fails.
+        """Measure the bytes that the first recorded forward of a stage, or of its slice, keeps."""
+        # Skip offloading models: reading tensors that Megatron has moved to the host would bring
+        # them back, and Megatron's backward would fail.
         config = getattr(model, "config", None)
         offloads = any(getattr(config, name, False) for name in _OFFLOADING)
         is_measured = (stage, slice_index) in self._activation_bytes
@@ -216,7 +221,7 @@ class Session(Observer):
             self._activation_bytes[stage, slice_index] = kept_bytes(outputs, model)
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
-        """Note how far the step left the table's order."""
+        """Note how far the step deviated from the table's order."""
         self._compute = None
         if self.recorder.active:
             self.recorder.notes["out_of_order"] = num_out_of_order(executed)
@@ -247,7 +252,7 @@ class Session(Observer):
         self._begin("receive")
 
     def end_receive(self, message: Message, source: int, num_bytes: int, waited_s: float) -> None:
-        """Record a receive, and what of it was waiting."""
+        """Record a receive, and how much of it was waiting."""
         begin, end_span = self._open_spans.pop()
         message_attributes = _attributes_of(message)
         received = {"from": source, **message_attributes, "bytes": num_bytes}
@@ -259,8 +264,8 @@ class Session(Observer):
             if message_attributes:
                 cause = _CAUSES.get(message.kind, "input")
                 awaited = {"cause": cause, "on": source, **message_attributes}
-                # The host's wait says nothing about its device's; of the events of that, only the
-                # last tells when the message was there.
+                # The host's wait says nothing about the device's; of the device's events, only the
+                # last shows when the message had arrived.
                 arrival = end
                 if isinstance(begin, int):
                     arrival = begin + round(1e9 * waited_s)
@@ -290,21 +295,21 @@ class Session(Observer):
         self._now("goes on")
 
     def arrived(self, messages: Sequence[Message]) -> None:
-        """Take messages off the outstanding ones."""
+        """Remove messages from the outstanding ones."""
         for message in messages:
             self._outstanding.pop(message, None)
 
     def _now(
         self, what: str, waits_for: Sequence[tuple[int, str]] = (), in_collective: bool = False
     ) -> None:
-        # Evaluations and saves take their time: only training steps are watched.
+        # Evaluations and saves may take long, so only training steps are watched.
         if self.state.what != OUTSIDE:
             self._report(what, waits_for, in_collective)
 
     def _report(
         self, what: str, waits_for: Sequence[tuple[int, str]] = (), in_collective: bool = False
     ) -> None:
-        # One assignment, without a lock: the watchdog never sees half of a change.
+        # Use a single assignment without a lock: the watchdog never sees half of a change.
         self.state = RankState(
             -1, what, waits_for, in_collective, time.monotonic(), entered=self._entered
         )
@@ -325,7 +330,7 @@ class Session(Observer):
 def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -> int:
     """Return the bytes of all storages that the graph of the outputs keeps, without weights.
 
-    Hooks for saved tensors would be simpler, but with them a backward sees copies of the
+    Hooks for saved tensors would be simpler, but with them a backward gets copies of the
     parameters, without the attributes that Megatron sets on them.
     """
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -338,7 +343,7 @@ def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -
 
 
 def _saved_tensors(outputs: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
-    """Yield what the nodes of the graph of these outputs keep, perhaps several times."""
+    """Yield the tensors that the graph nodes of these outputs keep, possibly several times."""
     queue: list[Any] = []
     for output in outputs:
         if output is not None and output.grad_fn is not None:
@@ -346,7 +351,7 @@ def _saved_tensors(outputs: Iterable[torch.Tensor | None]) -> Iterator[torch.Ten
     visited = set(queue)
     while queue:
         node = queue.pop()
-        # Torch's nodes have an attribute for each tensor that they keep, custom ones a tuple.
+        # torch's nodes have an attribute for each tensor that they keep; custom nodes have a tuple.
         names = [name for name in dir(node) if name.startswith("_saved_")]
         for name in names or ["saved_tensors"]:
             saved = getattr(node, name, None)
@@ -360,7 +365,7 @@ def _saved_tensors(outputs: Iterable[torch.Tensor | None]) -> Iterator[torch.Ten
 
 def _attributes_of(message: Message) -> dict[str, Any]:
     """Return the attributes by which a trace identifies a message; none for weights."""
-    if message.kind == "W":  # sent between steps, by no pipeline
+    if message.kind == "W":  # sent between steps, outside of any pipeline
         return {}
     kind, stage, microbatch = message[:3]
     attributes: dict[str, Any] = {"for": kind, "stage": stage, "microbatch": microbatch}
