@@ -30,9 +30,9 @@ if TYPE_CHECKING:
         PipelineConfig,
         Tracing,
     )
+    from megatron_ext.features.trees import routes
     from megatron_ext.hosts.own_program import configure
     from megatron_ext.patches.point import Row
-    from megatron_ext.runtime import routes
     from megatron_ext.schedules.search.length_balance import LengthCost
     from megatron_ext.schedules.table.costs import Costs
 
@@ -66,7 +66,7 @@ _MODULE_OF = {
     "begin_iteration": "megatron_ext.config.active",
     "configure": "megatron_ext.hosts.own_program",
     "preflight": "megatron_ext.config.hosting",
-    "routes": "megatron_ext.runtime.routes",
+    "routes": "megatron_ext.features.trees.routes",
 }
 """Names that are imported at first use."""
 

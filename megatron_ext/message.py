@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 MessageKind = Literal["F", "B", "C", "D", "W", "P", "G"]
 """F: an activation. B: the gradient of one. C: a credit, which lets a rank run one more micro-batch
 ahead. D: a decision of the rank that leads others. W: weights, and notices about them. P: tensors
-that a stage published on routes. G: their gradients."""
+that a stage published, past the stages between. G: their gradients."""
 
 _OF_MICROBATCHES: dict[MessageKind, str] = {
     "F": "the activation that stage {} needs",

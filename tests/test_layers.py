@@ -240,6 +240,7 @@ BREACHES = {
     "schedules/search/simulate.py": "megatron_ext.runtime.program",
     "planning/bounds.py": "torch",
     "runtime/executor.py": "argparse",
+    "runtime/compute.py": "megatron_ext.features.trees.trees",
     "errors.py": "megatron_ext.cli",
     "config/stages.py": "megatron_ext.hosts",
     "runtime/program.py": "megatron_ext.tools.trace.survey",

@@ -13,7 +13,7 @@ FOUR = {
     "patches/registry.py: REGISTRY",
     "config/active.py: _PROCESS",
     "devices/__init__.py: _PROCESS",
-    "runtime/routes.py: _CURRENT",
+    "features/trees/routes.py: _CURRENT",
 }
 """The registry of patches, the active configuration, the device, and the store of routes, which
 also work without a configuration."""

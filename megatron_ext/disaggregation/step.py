@@ -26,10 +26,10 @@ from megatron_ext.errors import ScheduleError, TransportError, reason_for_peers
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute
 from megatron_ext.runtime.connect import open_native, through_host
 from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.feature import features
 from megatron_ext.runtime.ordering import Order
 from megatron_ext.runtime.program import Table, make_program, shape_between_stages
 from megatron_ext.runtime.sync import Sync, TrainingSync
-from megatron_ext.runtime.trees import agree_trees
 from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.transport.base import find_lost_peer
@@ -172,11 +172,8 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
     if runtime is None:
         # This is collective over a pipeline, so that all of its ranks raise the error.
         group = default_groups().pp
-        if agree_trees(chunks, linear(job.ranks.pp), group, shapes_travel=False) is not None:
-            raise ScheduleError(
-                "the model declares routes or boundaries, but forward and backward ranks exchange "
-                "one tensor [s, b, h]; leave --forward-backward-disaggregating out"
-            )
+        for feature in features():
+            feature.refuse_roles(chunks, linear(job.ranks.pp), group)
         wire = _open_wire(job, device_of(chunks))
         layers = None
         if job.activations == "ship":

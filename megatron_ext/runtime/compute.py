@@ -398,6 +398,9 @@ class StageCompute:
                 self.ignored_inputs.append((stage, microbatch))
         return sent
 
+    def end_step(self) -> None:
+        """Note that this rank has completed the step."""
+
     def unfinished(self) -> list[str]:
         """Return the backward actions whose saved tensors are still held."""
         backwards = [f"{stage}B{microbatch}" for stage, microbatch in self._live]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.config.pipeline_config import TransportName
     from megatron_ext.runtime.program import Peers, Shapes, Table
-    from megatron_ext.schedules.table.actions import Route
+    from megatron_ext.schedules.table.actions import Bypass
     from megatron_ext.transport.address import Wire
     from megatron_ext.transport.base import Transport
 
@@ -57,7 +57,7 @@ def open_transport(
     pairs: Set[Pair],
     shapes: Shapes,
     dtype: torch.dtype,
-    routes: tuple[Route, ...] = (),
+    bypasses: tuple[Bypass, ...] = (),
 ) -> Transport:
     """Connect this rank to its peers. Collective over all ranks of the job.
 
@@ -74,7 +74,7 @@ def open_transport(
         pairs=pairs,
         shapes=[shape for of_kind in shapes.values() for shape in of_kind],
         dtype=dtype,
-        routes=routes,
+        bypasses=bypasses,
         # On all ranks, though only those with a direct peer may open the native transport.
         name=name_transport("pipeline"),
     )
@@ -97,7 +97,7 @@ class _Connections:
     shapes: Sequence[tuple[int, ...] | None]
     """Of all tensors that stages exchange; None: the shape travels with the tensor."""
     dtype: torch.dtype
-    routes: tuple[Route, ...]
+    bypasses: tuple[Bypass, ...]
     name: str
     """The transport's name in the job's store."""
 
@@ -199,7 +199,7 @@ class _Connections:
     def _native(self, peers: Set[int], wire: TransportName, *, for_notes: bool) -> NativeTransport:
         """Open the native transport to some peers, with slots for whole tensors, or for notes."""
         assert wire != "torch"
-        num_slots = slots_of(self.pipeline, self.routes)
+        num_slots = slots_of(self.pipeline, self.bypasses)
         slot_bytes = self._tensor_bytes()
         if for_notes:
             slot_bytes = NOTE_BYTES
@@ -246,12 +246,12 @@ def _no_direct_path(reach: Reach) -> str:
     )
 
 
-def slots_of(pipeline: Pipeline, routes: tuple[Route, ...] = ()) -> int:
+def slots_of(pipeline: Pipeline, bypasses: tuple[Bypass, ...] = ()) -> int:
     """Return the slots of the arena for each pair of ranks."""
     margin = None
     if pipeline.dynamic is not None:
         margin = pipeline.dynamic.margin
-    schedule = replace(pipeline.full, routes=routes)
+    schedule = replace(pipeline.full, bypasses=bypasses)
     return arena_slots(schedule, margin, pipeline.config.stash_ratio)
 
 

@@ -148,7 +148,7 @@ class PolicyOrder(Order):
         progress, ahead = self.policy.progress, self.run_ahead
         for exchange in self.table.exchanges:
             for transfer in exchange.inputs:
-                if transfer.message.kind in ("P", "G"):  # routes, which policies ignore
+                if transfer.message.kind in ("P", "G"):  # bypasses, which policies ignore
                     progress.require(exchange.action, transfer.message)
         if ahead is not None:
             # Peers over ipc send notices of what they have launched; others send none.
@@ -246,7 +246,7 @@ class PolicyOrder(Order):
         progress = self.policy.progress
         for part in messages:
             assert part.kind != "D", "a leader receives no decisions"
-            # Tensors of one hand-over are one message; those of routes differ by their direction.
+            # Tensors of one hand-over are one message; those of bypasses differ by their direction.
             message = part._replace(header=False)
             if part.kind not in ("P", "G"):
                 message = message._replace(part=0)

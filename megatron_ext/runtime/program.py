@@ -22,15 +22,14 @@ from megatron_ext.schedules.table.communication import (
     exchanges,
     reduction_order,
 )
-from megatron_ext.schedules.table.memory import most_alive
-from megatron_ext.schedules.table.route_plan import most_hops
+from megatron_ext.schedules.table.memory import most_alive, most_bypasses
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.message import Message
-    from megatron_ext.schedules.table.actions import Action, Route, Schedule
+    from megatron_ext.schedules.table.actions import Action, Bypass, Schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +109,7 @@ def make_table(
     rank: int,
     *,
     backward: bool,
-    routes: tuple[Route, ...] = (),
+    bypasses: tuple[Bypass, ...] = (),
 ) -> Table:
     """Generate and validate the table of a pipeline rank for a number of micro-batches.
 
@@ -121,18 +120,18 @@ def make_table(
     """
     if not backward:
         # Not the table without its backwards: forwards alone have a shorter order, one for all.
-        placement = pipeline.placement
-        schedule = forward_only(placement, num_microbatches)
-        # Nothing bounds what routes have under way but the number of micro-batches.
-        slots = slots_for_forward(schedule) + num_microbatches * most_hops(routes, placement)
-        return Table(replace(schedule, routes=routes), rank, slots)
-    schedule = replace(pipeline.schedule(num_microbatches), routes=routes)
+        schedule = forward_only(pipeline.placement, num_microbatches)
+        schedule = replace(schedule, bypasses=bypasses)
+        # Nothing bounds the bypasses under way but the number of micro-batches.
+        slots = slots_for_forward(schedule) + num_microbatches * most_bypasses(schedule)
+        return Table(schedule, rank, slots)
+    schedule = replace(pipeline.schedule(num_microbatches), bypasses=bypasses)
     if pipeline.dynamic is not None:  # ranks choose their pairs themselves
         schedule = replace(schedule, pairs=())
-    # The pipeline has checked its own table; routes put more messages into that order.
-    if routes and pipeline.transport == "torch":
+    # The pipeline has checked its own table; bypasses put more messages into that order.
+    if bypasses and pipeline.transport == "torch":
         check_queues(schedule)
-    # Activations and what is on routes share a direction of data flow, and its slots.
+    # Activations and bypasses share a direction of data flow, and its slots.
     by_pair: Counter[tuple[int, int, bool]] = Counter()
     for (source, target, kind), count in validate(schedule).slots.items():
         by_pair[source, target, kind in ("F", "P")] += count

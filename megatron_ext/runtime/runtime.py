@@ -16,7 +16,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.utils import unwrap_model
 
 from megatron_ext import devices
 from megatron_ext.config import active
@@ -25,6 +24,7 @@ from megatron_ext.observer import Observer, overrides
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute, swapped
 from megatron_ext.runtime.connect import open_transport, pairs_of
 from megatron_ext.runtime.executor import Executor, num_out_of_order
+from megatron_ext.runtime.feature import Model, Step, features
 from megatron_ext.runtime.lengths import BalancedStep, ReplicaExchange, cost_of_model
 from megatron_ext.runtime.megatron_messages import StockPipelines
 from megatron_ext.runtime.offloading import Offloading
@@ -40,11 +40,9 @@ from megatron_ext.runtime.program import (
     make_program,
     make_table,
 )
-from megatron_ext.runtime.routes import declared
 from megatron_ext.runtime.sliced_compute import KeptState, SlicedCompute
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.sync import Sync, TrainingSync
-from megatron_ext.runtime.trees import TreeCompute, agree_trees
 from megatron_ext.schedules.table.memory import most_alive
 from megatron_ext.schedules.table.validation import check_first_gradients
 from megatron_ext.transport.observed import observed
@@ -55,7 +53,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.config.active import Pipeline
     from megatron_ext.observer import Executed
-    from megatron_ext.schedules.table.actions import Route
+    from megatron_ext.schedules.table.actions import Bypass
 
 _LOG = logging.getLogger(__name__)
 
@@ -104,7 +102,7 @@ class Runtime:
     the model's `chunks` on this rank, whose `config` is a `TransformerConfig`.
 
     Raises:
-        ScheduleError: Ranks, chunks or declared routes do not fit the schedule.
+        ScheduleError: Ranks, chunks or a feature of the model do not fit the schedule.
         TransportError: The transport is not available.
     """
 
@@ -125,22 +123,20 @@ class Runtime:
         self.placement = placement = pipeline.placement
         self.rank = rank = groups.pp.rank()
         self._check_fit(chunks)
-        # Chunks that were checked, and what they declare, stage by stage.
-        self.known, self._declared = WeakSet(chunks), [*map(declared, chunks)]
+        # Chunks that were checked.
+        self.known = WeakSet(chunks)
         self.device = devices.device_of(chunks)
-        # For stages that declare trees or routes.
-        self.trees = agree_trees(chunks, placement, groups.pp, shapes_travel=None in shapes["F"])
-        self.routes: tuple[Route, ...] = ()
-        if self.trees is not None:
-            _check_trees(pipeline)
-            self.routes = self.trees.routes
-            # Trees are bytes, and how many is known when they are made: the transport's slots fit
-            # any.
-            shapes = {"F": [None], "B": [None]}
         # From here to the end in one order on all ranks of the job: most of it is collective.
+        model = Model(pipeline, groups, chunks, config, shapes, seq_length)
+        self.features = [make(model) for make in features()]
+        bypasses: list[Bypass] = []
+        for feature in self.features:
+            bypasses += feature.bypasses
+            shapes = feature.shapes_on_wires(shapes)
+        self.bypasses = tuple(bypasses)
         mirrored = self._mirrored_ranks()
         self.peers = Peers(dist.get_process_group_ranks(groups.pp), mirrored)
-        full = replace(pipeline.full, routes=self.routes)
+        full = replace(pipeline.full, bypasses=self.bypasses)
         pairs = pairs_of(Table(full, rank, slots=0), self.peers)
         crossed = [placement.is_crossed(stage) for stage in placement.stages_of[rank]]
         # Leader and followers of a dynamic order; None: every rank runs the table's order.
@@ -156,7 +152,7 @@ class Runtime:
             pairs |= self._decision_pairs(*self.agreement)
         self.observers = active.required().observers
         transport = open_transport(
-            pipeline, self.device, pairs, shapes, config.pipeline_dtype, self.routes
+            pipeline, self.device, pairs, shapes, config.pipeline_dtype, self.bypasses
         )
         self.transport = observed(transport, self.observers)
         self.splits, self.kept = in_force().splits, in_force().kept
@@ -243,16 +239,12 @@ class Runtime:
         """Let another model on these process groups run, or other wrappers of the same one.
 
         Raises:
-            ScheduleError: It has other chunks, or declares other trees and routes, than the first.
+            ScheduleError: It has other chunks, or needs other things of a feature, than the first.
         """
         try:
             self._check_fit(chunks)
-            if [*map(declared, chunks)] != self._declared:
-                raise ScheduleError(
-                    f"{type(unwrap_model(chunks[0])).__name__} declares other trees or routes than "
-                    "the model that ran on these process groups before; give each model groups of "
-                    "its own (pg_collection and p2p_communicator)"
-                )
+            for feature in self.features:
+                feature.admit(chunks)
         except ScheduleError as error:
             self.transport.abort(str(error))  # other stages may find nothing, and begin the step
             raise
@@ -285,7 +277,11 @@ class Runtime:
         key = (num_microbatches, backward)
         if key not in self._tables:
             table = make_table(
-                self.pipeline, num_microbatches, self.rank, backward=backward, routes=self.routes
+                self.pipeline,
+                num_microbatches,
+                self.rank,
+                backward=backward,
+                bypasses=self.bypasses,
             )
             members = [self.groups.pp, self.groups.dp_cp, self.groups.tp]
             check_agreement(table, members, self.device)
@@ -347,20 +343,19 @@ class Runtime:
         if compute.ignored_inputs and not self._has_ignored_input:
             self._has_ignored_input = True
             self._log_ignored_input(*compute.ignored_inputs[0])
-        if isinstance(compute, TreeCompute):
-            compute.forms.step_done()
+        compute.end_step()
         return compute
 
     def _compute(
         self, table: Table, call: Call, shapes: Shapes
     ) -> tuple[StageCompute, PipelineEnds]:
         """Return what computes the actions of one step, and the ends of its messages."""
+        step = Step(table, call, shapes, self.peers, self.splits)
+        for feature in self.features:
+            computed = feature.compute(step)
+            if computed is not None:
+                return computed
         ends = PipelineEnds.of_shapes(self.peers, shapes, call.config.pipeline_dtype)
-        if self.trees is not None:
-            forms = self.trees.forms(call, shapes)
-            ends = PipelineEnds(self.peers, forms.of_messages, forms.of_messages)
-            trees = TreeCompute(call, table, splits=self.splits, forms=forms, trees=self.trees)
-            return trees, ends
         num_inputs, sent_shapes = len(shapes["F"]), shapes["B"]
         if table.schedule.num_slices > 1:
             sliced = SlicedCompute(
@@ -424,21 +419,6 @@ class Runtime:
         policy = self.pipeline.policy(call.num_microbatches, self.rank)
         return PolicyOrder(
             table, policy, self.transport, num_parts, followers, timeout_s, self.run_ahead
-        )
-
-
-def _check_trees(pipeline: Pipeline) -> None:
-    """Refuse settings of a schedule that stages with trees or routes cannot have."""
-    if pipeline.config.pairs:
-        raise ScheduleError(
-            f"{pipeline.name} cannot run pairs of stages that declare trees or routes, which "
-            "Megatron's schedule plans do not know; leave --overlap-moe-expert-parallel-comm "
-            "out"
-        )
-    if pipeline.config.slices > 1:
-        raise ScheduleError(
-            "slices are for models that hand on one tensor, not for trees and routes; leave the "
-            "slices out"
         )
 
 

@@ -140,7 +140,7 @@ MUTANTS = (
         f"{_TABLES}.memory",
         "_alive_by_group(row, receivers).items():\n",
         "_alive_by_group(row, receivers).items():\n            peak = max(1, peak - 1)\n",
-        ("tests/schedules/table/test_route_plan.py",),
+        ("tests/schedules/table/test_bypasses.py",),
     ),
     Mutant(
         "outputs are freed before they are sent",

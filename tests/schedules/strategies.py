@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, Schedule, generate, registered
-from megatron_ext.schedules.table.actions import Route
+from megatron_ext.schedules.table.actions import Bypass
 
 TIMES = st.sampled_from([0.25, 0.5, 0.75, 1.0, 1.25, 2.0, 3.0])
 EQUAL = st.builds(lambda time: Costs(time, time, time), TIMES)
@@ -46,13 +46,21 @@ def schedules(
 
 
 @st.composite
-def routed_schedules(draw: st.DrawFn, largest: int = 8) -> Schedule:
-    """A schedule with tensors that skip stages."""
+def bypassed_schedules(draw: st.DrawFn, largest: int = 8) -> Schedule:
+    """A schedule with messages past stages: tensors, and their gradients in the opposite way."""
     table = draw(schedules(largest=largest))
     assume(table.num_stages > 1 and not table.disaggregated)
-    routes = []
-    for index in range(draw(st.integers(1, 4))):
+    placement = table.placement
+    places = [(rank, placement.is_crossed(stage)) for stage, rank in enumerate(placement.rank_of)]
+    bypasses: list[Bypass] = []
+    for index in range(draw(st.integers(1, 6))):
         source = draw(st.integers(0, table.num_stages - 2))
-        takers = draw(st.sets(st.integers(source, table.num_stages - 1), min_size=1))
-        routes.append(Route(f"r{index}", source, tuple(sorted(takers))))
-    return replace(table, routes=tuple(routes))
+        taker = draw(st.integers(source + 1, table.num_stages - 1))
+        if places[source] == places[taker]:
+            continue
+        to_twin = places[source][1] != places[taker][1]
+        bypasses.append(Bypass("P", source, taker, (f"t{index}",), to_twin))
+        bypasses.append(Bypass("G", taker, source, (f"t{index}",), to_twin))
+    # A stage sends one message of a kind to a place.
+    by_place = {(b.kind, b.stage, places[b.taker]): b for b in bypasses}
+    return replace(table, bypasses=tuple(by_place.values()))

@@ -43,7 +43,7 @@ class _Moment(NamedTuple):
 
     time: float
     message: Message
-    """The first that its action sends: what routes take leaves right behind it."""
+    """The first that its action sends: its bypasses leave right behind it."""
     answers: bool
     """Whether it comes second of two messages that twins send to each other at the same time: those
     of the leading twin come first."""

@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import product
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.message import Message
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
@@ -103,22 +104,27 @@ class Output(NamedTuple):
     """The link that its tensor takes; None: it stays on its rank."""
 
 
-class Route(NamedTuple):
-    """A tensor that one stage publishes and later stages take."""
+class Bypass(NamedTuple):
+    """A message past the stages between two ranks, which a model sends for each micro-batch.
 
-    name: str
-    source: int
-    """The stage that publishes it."""
-    takers: tuple[int, ...]
-    """The stages that take it, ascending."""
+    A bypass adds no constraint to a table: the forward that receives it already follows the one
+    that sends it through the stages between, and backwards run in the opposite order.
+    """
 
-    @property
-    def links(self) -> Iterator[tuple[int, int]]:
-        """Yield (sender, receiver) of each gradient: from taker to taker, down to the publisher."""
-        # Gradients are added in descending stage order, as in the backward of an unpipelined model,
-        # so the sum has the same bits under every placement. Summing per rank first would save
-        # messages if a rank has several takers, but the bits would depend on the placement.
-        return pairwise((*reversed(self.takers), self.source))
+    kind: Literal["P", "G"]
+    """P: tensors, from a forward to a later stage's. G: their gradients, in the opposite way."""
+    stage: int
+    """The sending stage."""
+    taker: int
+    """The receiving stage."""
+    names: tuple[str, ...]
+    """The tensors that it carries."""
+    to_twin: bool
+    """Whether the receiver belongs to the mirrored pipeline."""
+
+    def message(self, action: Action) -> Message:
+        """Return the message for the micro-batch and slice of an action."""
+        return Message(self.kind, self.stage, action.microbatch, action.slice, int(self.to_twin))
 
 
 @dataclass(frozen=True)
@@ -138,8 +144,8 @@ class Schedule:
     """One row for each pipeline rank."""
     options: Mapping[str, Option] = field(default_factory=dict)
     """Options that distinguish tables of one name, for example `{"chunks": 2}`."""
-    routes: tuple[Route, ...] = ()
-    """Tensors of the model that skip stages (`route_plan.py`)."""
+    bypasses: tuple[Bypass, ...] = ()
+    """Messages of the model past stages, in the order in which an action sends or takes them."""
     slices: tuple[float, ...] = (1.0,)
     """Share of a micro-batch's tokens in each of its slices (`slices.py`). Each stage runs the
     forwards of a micro-batch's slices in order, because attention reads the keys and values of
@@ -352,8 +358,8 @@ class Schedule:
     def digest(self) -> str:
         """SHA-256 of the table; ranks compare it at start-up to verify that their tables agree."""
         sha = hashlib.sha256(repr((self.placement, self.num_microbatches)).encode())
-        if self.routes:
-            sha.update(repr(self.routes).encode())
+        if self.bypasses:
+            sha.update(repr(self.bypasses).encode())
         if self.num_slices > 1:
             sha.update(repr(self.slices).encode())
         for rank in range(len(self.rows)):

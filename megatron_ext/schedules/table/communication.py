@@ -10,16 +10,15 @@ Gradient reductions are not messages: the executor starts a stage's reduction af
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_ext.message import Message
-from megatron_ext.schedules.table.route_plan import plan_routes
 
 if TYPE_CHECKING:
     from megatron_ext.message import MessageKind
-    from megatron_ext.schedules.table.actions import Action, Row, Schedule
+    from megatron_ext.schedules.table.actions import Action, Bypass, Row, Schedule
     from megatron_ext.schedules.table.placement import Hop
-    from megatron_ext.schedules.table.route_plan import RouteHop
 
 
 class Transfer(NamedTuple):
@@ -40,11 +39,11 @@ class Exchange(NamedTuple):
     awaits: tuple[Transfer, ...] = ()
     """Credits that it needs to begin."""
     inputs: tuple[Transfer, ...] = ()
-    """RECV or LOCAL: from a neighbouring stage, if there is one; then what routes bring."""
+    """RECV or LOCAL: from a neighbouring stage, if there is one; then RECV of bypasses."""
     grants: tuple[Transfer, ...] = ()
     """Credits that it grants as soon as it has its inputs."""
     outputs: tuple[Transfer, ...] = ()
-    """SEND or LOCAL: for the stage after or before, if there is one; then what routes take. Empty
+    """SEND or LOCAL: for the stage after or before, if there is one; then SEND of bypasses. Empty
     for W and R."""
     partner: Exchange | None = None
     """The backward that runs with this forward as a pair. The inputs of both come before either
@@ -95,7 +94,12 @@ class _Messages:
     def __init__(self, schedule: Schedule, window: int | None) -> None:
         self._schedule = schedule
         self._window = window
-        self._route_plan = plan_routes(schedule.routes, schedule.placement)
+        # By (kind of message, stage).
+        self._sent_bypasses: dict[tuple[str, int], list[Bypass]] = defaultdict(list)
+        self._received_bypasses: dict[tuple[str, int], list[Bypass]] = defaultdict(list)
+        for bypass in schedule.bypasses:
+            self._sent_bypasses[bypass.kind, bypass.stage].append(bypass)
+            self._received_bypasses[bypass.kind, bypass.taker].append(bypass)
 
     def exchange(self, action: Action) -> Exchange:
         """Return an action with its messages, without a partner."""
@@ -103,14 +107,15 @@ class _Messages:
         for needed in self._schedule.needs(action):
             if self._schedule.travels(needed, action):
                 inputs.append(self._transfer("RECV", needed, action, peer=needed))
-        for hop in self._route_plan.hops_in(action):
-            inputs.append(self._route_transfer("RECV", hop, action, peer_stage=hop.stage))
+        place = (_BYPASS_KIND.get(action.kind, ""), action.stage)
+        for bypass in self._received_bypasses.get(place, ()):
+            inputs.append(self._past_stages("RECV", bypass, action, peer_stage=bypass.stage))
         outputs = []
         for target in self._schedule.feeds(action):
             if self._schedule.travels(action, target):
                 outputs.append(self._transfer("SEND", action, target, peer=target))
-        for hop in self._route_plan.hops_out(action):
-            outputs.append(self._route_transfer("SEND", hop, action, peer_stage=hop.taker))
+        for bypass in self._sent_bypasses.get(place, ()):
+            outputs.append(self._past_stages("SEND", bypass, action, peer_stage=bypass.taker))
         return Exchange(
             action,
             self._awaited_credits(action),
@@ -135,11 +140,12 @@ class _Messages:
             to_twin=hop == "twin",
         )
 
-    def _route_transfer(
-        self, verb: Literal["RECV", "SEND"], hop: RouteHop, action: Action, *, peer_stage: int
+    def _past_stages(
+        self, verb: Literal["RECV", "SEND"], bypass: Bypass, action: Action, *, peer_stage: int
     ) -> Transfer:
-        peer = self._schedule.placement.rank_for(peer_stage, _ENDS[hop.kind])
-        return Transfer(verb, hop.message(action), peer, hop.to_twin)
+        """Return the transfer of a bypass, at the end that runs `action`."""
+        peer = self._schedule.placement.rank_for(peer_stage, _BYPASS_ENDS[bypass.kind])
+        return Transfer(verb, bypass.message(action), peer, bypass.to_twin)
 
     def _awaited_credits(self, action: Action) -> tuple[Transfer, ...]:
         stage, kind, microbatch, _ = action
@@ -162,8 +168,10 @@ class _Messages:
         return (Transfer("SEND", Message("C", stage, granted), forward_rank),)
 
 
-# By kind of a route's message, the kind of action at both of its ends.
-_ENDS = {"P": "F", "G": "B"}
+# By kind of action, the kind of bypasses that it takes and sends.
+_BYPASS_KIND = {"F": "P", "B": "G", "I": "G"}
+# By kind of a bypass, the kind of action at both of its ends.
+_BYPASS_ENDS = {"P": "F", "G": "B"}
 
 
 def tensor_of(action: Action) -> Message:

@@ -16,15 +16,13 @@ the number of attention heads.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
-
-from megatron_ext.schedules.table.route_plan import plan_routes
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Kind, Row, Schedule
@@ -221,8 +219,8 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
         for receiver, peak in _alive_by_group(row, receivers).items():
             slots[rank, receiver, "F"] = peak
             slots[receiver, rank, "B"] = peak
-    if schedule.routes:
-        _add_slots_of_routes(schedule, slots)
+    if schedule.bypasses:
+        _add_slots_of_bypasses(schedule, slots)
     return dict(sorted(slots.items()))
 
 
@@ -243,21 +241,30 @@ def _slots_of_roles(schedule: Schedule) -> dict[Edge, int]:
     return dict.fromkeys(sorted(edges), schedule.num_microbatches)
 
 
-def _add_slots_of_routes(schedule: Schedule, slots: dict[Edge, int]) -> None:
-    """Add what routes need on each edge.
+def _add_slots_of_bypasses(schedule: Schedule, slots: dict[Edge, int]) -> None:
+    """Add what bypasses need on each edge.
 
-    A tensor that waits for its taker is of a micro-batch that is alive in its publisher; a gradient
+    A tensor that waits for its taker is of a micro-batch that is alive in its sender; a gradient
     that waits is of one that is alive in the stage that takes it.
     """
     rank_of = schedule.placement.rank_of
     alive: dict[int, int] = {}
     for row in schedule.rows:
         alive |= _alive_by_group(row, range(schedule.num_stages))
-    for hops in plan_routes(schedule.routes, schedule.placement).sent.values():
-        for hop in hops:
-            edge = (rank_of[hop.stage], rank_of[hop.taker], hop.kind)
-            holding_stage = hop.stage if hop.kind == "P" else hop.taker
-            slots[edge] = slots.get(edge, 0) + alive[holding_stage]
+    for bypass in schedule.bypasses:
+        edge = (rank_of[bypass.stage], rank_of[bypass.taker], bypass.kind)
+        holding_stage = bypass.stage if bypass.kind == "P" else bypass.taker
+        slots[edge] = slots.get(edge, 0) + alive[holding_stage]
+
+
+def most_bypasses(schedule: Schedule) -> int:
+    """Return the most tensors' bypasses of one micro-batch from one rank to another."""
+    rank_of = schedule.placement.rank_of
+    count_by_link: Counter[tuple[int, int]] = Counter()
+    for bypass in schedule.bypasses:
+        if bypass.kind == "P":
+            count_by_link[rank_of[bypass.stage], rank_of[bypass.taker]] += 1
+    return max(count_by_link.values(), default=0)
 
 
 def _alive_by_group(row: Row, group_of: Sequence[int | None]) -> dict[int, int]:

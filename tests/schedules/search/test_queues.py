@@ -21,7 +21,7 @@ from megatron_ext.schedules.search.queues import (
 )
 
 from .. import reference
-from ..strategies import routed_schedules, schedules
+from ..strategies import bypassed_schedules, schedules
 
 
 @given(schedules(largest=16))
@@ -29,10 +29,10 @@ def test_every_table_ends_on_one_queue(schedule: Schedule) -> None:
     check_queues(schedule)
 
 
-@given(routed_schedules())
-def test_every_table_with_routes_ends_on_one_queue(schedule: Schedule) -> None:
+@given(bypassed_schedules())
+def test_every_table_with_bypasses_ends_on_one_queue(schedule: Schedule) -> None:
     check_queues(schedule)
-    check_queues(replace(forward_only(schedule.placement, 5), routes=schedule.routes))
+    check_queues(replace(forward_only(schedule.placement, 5), bypasses=schedule.bypasses))
 
 
 @given(schedules(largest=12), st.integers(1, 12))
@@ -57,7 +57,7 @@ def test_every_correct_order_of_actions_ends_on_one_queue(
     check_queues(replace(schedule, rows=tuple(rows)))
 
 
-@given(schedules(largest=10) | routed_schedules())
+@given(schedules(largest=10) | bypassed_schedules())
 def test_both_ends_of_a_link_have_one_order(schedule: Schedule) -> None:
     """Necessary and sufficient for a communicator without tags."""
     by_place = programs(schedule)
@@ -74,7 +74,7 @@ def test_both_ends_of_a_link_have_one_order(schedule: Schedule) -> None:
         assert len(set(sent)) == len(sent) > 0
 
 
-@given(schedules(largest=10) | routed_schedules())
+@given(schedules(largest=10) | bypassed_schedules())
 def test_a_receive_is_started_for_each_message(schedule: Schedule) -> None:
     order = MessageOrder(schedule)
     for rank, exchanges in enumerate(order.exchanges):

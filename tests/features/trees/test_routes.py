@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ext import routes
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime.routes import Declared, declared
+from megatron_ext.features.trees.routes import Declared, declared
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.schedules.search.policies import POLICIES
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks
+from tests.runtime import toy
 
-from . import toy
 from .random_stages import RandomStage, alone
 
 if TYPE_CHECKING:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.features.trees.route_plan import Route, RoutePlan, connect, plan_routes
 from megatron_ext.schedules import Schedule, generate
+from megatron_ext.schedules.search.greedy import forward_only
+from megatron_ext.schedules.search.queues import check_queues
 from megatron_ext.schedules.table.communication import exchanges
-from megatron_ext.schedules.table.memory import slots_needed
-from megatron_ext.schedules.table.route_plan import (
-    Route,
-    connect,
-    plan_routes,
-)
 
-from ..strategies import routed_schedules
+from .routed import routed_schedules
 
 
 def test_connect() -> None:
@@ -47,14 +41,13 @@ def test_routes_that_do_not_fit(
         connect(publishes, takes)
 
 
-def _with_routes(name: str, pp: int, m: int, *routes: Route) -> Schedule:
-    return replace(generate(name, pp, m), routes=routes)
+def _plan(name: str, pp: int, *routes: Route) -> RoutePlan:
+    return plan_routes(routes, generate(name, pp, 8).placement)
 
 
 def test_a_tensor_crosses_to_a_rank_once() -> None:
     # zb-v: stages 3 and 4 are on rank 3, 2 and 5 on rank 2, 0 and 7 on rank 0.
-    table = _with_routes("zb-v", 4, 8, Route("a", 0, (2, 3, 4, 5, 7)))
-    plan = plan_routes(table.routes, table.placement)
+    plan = _plan("zb-v", 4, Route("a", 0, (2, 3, 4, 5, 7)))
     forwards = [(hop.stage, hop.taker, hop.names) for hop in plan.sent["P", 0]]
     assert forwards == [(0, 2, ("a",)), (0, 3, ("a",))]
     backwards = [(h.stage, h.taker) for s in (7, 5, 4, 3, 2) for h in plan.sent.get(("G", s), ())]
@@ -62,8 +55,7 @@ def test_a_tensor_crosses_to_a_rank_once() -> None:
 
 
 def test_gradients_of_several_routes_share_a_message() -> None:
-    table = _with_routes("1f1b", 4, 8, Route("a", 0, (2, 3)), Route("b", 1, (2, 3)))
-    plan = plan_routes(table.routes, table.placement)
+    plan = _plan("1f1b", 4, Route("a", 0, (2, 3)), Route("b", 1, (2, 3)))
     assert [hop.names for hop in plan.sent["G", 3]] == [("a", "b")]
     assert [(hop.taker, hop.names) for hop in plan.sent["G", 2]] == [(0, ("a",)), (1, ("b",))]
 
@@ -82,38 +74,16 @@ def test_every_message_is_sent_and_received_once(table: Schedule) -> None:
     assert sorted(ends["SEND"]) == sorted(ends["RECV"])
 
 
-@given(table=routed_schedules(), draw=st.randoms(use_true_random=False))
-def test_no_timing_needs_more_slots(table: Schedule, draw: random.Random) -> None:
-    """Ranks run in any order that their inputs allow; nobody gets stuck."""
-    slots = slots_needed(table)
-    rows = [exchanges(table, rank) for rank in range(len(table.rows))]
-    position = [0] * len(rows)
-    under_way: Counter[tuple[int, int, str]] = Counter()
-    arrived: set[object] = set()
-    left = list(range(len(rows)))
-    order = draw.sample(left, len(left))  # one rank runs as far as it can, then the next
-    while left:
-        runnable = [r for r in order if r in left and _can_run(rows[r], position, r, arrived)]
-        assert runnable, "routes add no cycle"
-        rank = runnable[0] if draw.random() < 0.7 else draw.choice(runnable)
-        exchange = rows[rank][position[rank]]
-        for needed in exchange.inputs:
-            if needed.verb == "RECV":
-                under_way[needed.peer, rank, needed.message.kind] -= 1
-        for made in exchange.outputs:
-            arrived.add((made.peer if made.verb == "SEND" else rank, made.message))
-            if made.verb == "SEND":
-                edge = rank, made.peer, made.message.kind
-                under_way[edge] += 1
-                assert under_way[edge] <= slots[edge]
-        position[rank] += 1
-        left = [rank for rank in left if position[rank] < len(rows[rank])]
-
-
-def _can_run(row: Any, position: list[int], rank: int, arrived: set[object]) -> bool:
-    return all((rank, needed.message) in arrived for needed in row[position[rank]].inputs)
-
-
 def test_the_digest_tells_routes_apart() -> None:
-    one, other = (_with_routes("1f1b", 4, 8, Route("a", 0, (s,))) for s in (2, 3))
-    assert len({one.digest, other.digest, generate("1f1b", 4, 8).digest}) == 3
+    table = generate("1f1b", 4, 8)
+    digests = {table.digest}
+    for route in (Route("a", 0, (2,)), Route("a", 0, (3,)), Route("b", 0, (2,))):
+        bypasses = plan_routes((route,), table.placement).bypasses
+        digests.add(replace(table, bypasses=bypasses).digest)
+    assert len(digests) == 4
+
+
+@given(routed_schedules())
+def test_every_table_with_routes_ends_on_one_queue(schedule: Schedule) -> None:
+    check_queues(schedule)
+    check_queues(replace(forward_only(schedule.placement, 5), bypasses=schedule.bypasses))

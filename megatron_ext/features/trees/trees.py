@@ -18,17 +18,18 @@ import torch.distributed as dist
 
 from megatron_ext.devices import device_of
 from megatron_ext.errors import MessageMismatch, ScheduleError
+from megatron_ext.features.trees.route_plan import connect, plan_routes
+from megatron_ext.features.trees.routes import Declared, RouteStore, declared
 from megatron_ext.runtime.compute import StageCompute
 from megatron_ext.runtime.program import Form
-from megatron_ext.runtime.routes import Declared, RouteStore, declared
-from megatron_ext.schedules.table.route_plan import connect, plan_routes
 from megatron_ext.transport.dtypes import plain
 
 if TYPE_CHECKING:
+    from megatron_ext.features.trees.route_plan import Route, RoutePlan
+    from megatron_ext.features.trees.routes import Batch, Published
     from megatron_ext.runtime.compute import Call, Tensors
     from megatron_ext.runtime.program import Shapes
-    from megatron_ext.runtime.routes import Batch, Published
-    from megatron_ext.schedules.table.actions import Action, Route
+    from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.placement import Placement
 
 Tree = Any
@@ -321,7 +322,7 @@ class TreeCompute(StageCompute):
     def __post_init__(self) -> None:
         """Precompute what is constant during the step."""
         schedule = self.table.schedule
-        self._plan = plan_routes(schedule.routes, schedule.placement)
+        self._plan: RoutePlan = plan_routes(self.trees.routes, schedule.placement)
         self._store = RouteStore(self.trees.declared)
         self._device = device_of(self.call.chunks)
         self._last_stage = schedule.num_stages - 1
@@ -341,6 +342,10 @@ class TreeCompute(StageCompute):
     def release(self, outputs: Tensors) -> None:
         """Do nothing: the outputs were packed bytes; the tree itself is freed with its graph."""
 
+    def end_step(self) -> None:
+        """Note that both ends of each message know the forms of its trees now."""
+        self.forms.step_done()
+
     def _run_forward(
         self, action: Action, batch: Batch, inputs: Iterator[torch.Tensor | None]
     ) -> Tensors:
@@ -350,8 +355,8 @@ class TreeCompute(StageCompute):
         if stage > 0:
             tree, tensors = self._received(Channel("F", stage - 1, stage), microbatch, inputs)
             leaves = [tensor for tensor in tensors if tensor.requires_grad]
-        for hop in self._plan.hops_in(action):
-            values, _ = self._received(Channel("P", hop.stage, stage), microbatch, inputs)
+        for bypass in self._plan.received.get(("P", stage), ()):
+            values, _ = self._received(Channel("P", bypass.stage, stage), microbatch, inputs)
             self._store.receive(batch, values)
         with self._store.running(stage, batch):
             [output] = self.forward(stage, microbatch, [tree])
@@ -364,9 +369,9 @@ class TreeCompute(StageCompute):
             outputs, sent = self._bytes_of(output, channel, microbatch)
         if not self.call.forward_only:
             self._keep_root(action, batch, leaves, sent)
-        for hop in self._plan.hops_out(action):
-            named = {name: self._store[batch, name].value for name in hop.names}
-            channel = Channel("P", stage, hop.taker)
+        for bypass in self._plan.sent.get(("P", stage), ()):
+            named = {name: self._store[batch, name].value for name in bypass.names}
+            channel = Channel("P", stage, bypass.taker)
             messages, _ = self._bytes_of(named, channel, microbatch)
             outputs += messages
         # Other stages of this rank may take what their last taker drops.
@@ -416,10 +421,11 @@ class TreeCompute(StageCompute):
             # In place, before those of published tensors: the root has this list since its forward.
             gradients[:0] = self._unpacked(inputs, sent, subject)
             of_root = [torch.zeros((), device=self._device)]
-        for hop in self._plan.hops_in(action):
-            routed = self._with_gradient(batch, hop.names)
+        for bypass in self._plan.received.get(("G", stage), ()):
+            routed = self._with_gradient(batch, bypass.names)
             looks = [Leaf(*published.look) for published in routed if published.look is not None]
-            subject = f"the gradient of routes {', '.join(hop.names)} from stage {hop.stage}"
+            names = ", ".join(bypass.names)
+            subject = f"the gradient of routes {names} from stage {bypass.stage}"
             route_gradients = self._unpacked(inputs, looks, subject)
             for published, gradient in zip(routed, route_gradients, strict=True):
                 published.takers.add(gradient)
@@ -431,8 +437,9 @@ class TreeCompute(StageCompute):
         if stage > 0:
             returned = [gradient for gradient in input_gradients if gradient is not None]
             outputs.append(pack(returned, self._device))
-        for hop in self._plan.hops_out(action):
-            sums = [published.pop_gradient() for published in self._with_gradient(batch, hop.names)]
+        for bypass in self._plan.sent.get(("G", stage), ()):
+            routed = self._with_gradient(batch, bypass.names)
+            sums = [published.pop_gradient() for published in routed]
             outputs.append(pack(sums, self._device))
         dropped = {*self.trees.declared[stage].publishes}
         dropped.update(self._plan.dropped.get(("B", stage), ()))

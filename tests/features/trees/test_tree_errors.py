@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext import routes
+from megatron_ext.errors import ScheduleError, TransportError
 from tests.pipelines import make_pipeline, use
-from tests.ranks import start_ranks
-
-from . import toy
+from tests.ranks import run_ranks, start_ranks
+from tests.runtime import toy
 
 M = 4
 _MESSAGE_TIMEOUT_S = 600.0
@@ -105,14 +106,10 @@ def test_every_rank_says_what_is_wrong(mistake: str, says: str) -> None:
         assert says in log.splitlines()[-1]
 
 
-def _declare(declare: Callable[[torch.nn.Module, int], None]) -> None:
+def _step(stage: toy.Stage) -> list[Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    toy.start(2)
-    use(make_pipeline("1f1b", 2, M, transport="shm"))
-    stage = toy.Stage(toy.config(), dist.get_rank(), None)
-    declare(stage, stage.number)
-    get_forward_backward_func()(
+    return get_forward_backward_func()(  # type: ignore[no-any-return]
         forward_step_func=toy.forward_step,
         data_iterator=toy.samples(M),
         model=stage,
@@ -120,6 +117,14 @@ def _declare(declare: Callable[[torch.nn.Module, int], None]) -> None:
         seq_length=toy.LENGTH,
         micro_batch_size=toy.BATCH,
     )
+
+
+def _declare(declare: Callable[[torch.nn.Module, int], None]) -> None:
+    toy.start(2)
+    use(make_pipeline("1f1b", 2, M, transport="shm"))
+    stage = toy.Stage(toy.config(), dist.get_rank(), None)
+    declare(stage, stage.number)
+    _step(stage)
 
 
 def _backwards(stage: torch.nn.Module, number: int) -> None:
@@ -134,3 +139,28 @@ def test_a_route_to_an_earlier_stage() -> None:
     assert ended.exit_codes == [1, 1]
     for log in ended.logs:
         assert "stage 0 takes the route 'x', which stage 1 publishes" in log.splitlines()[-1]
+
+
+def _two_models() -> tuple[str, str]:
+    """Let models take turns, of which the last has a route between its outer stages."""
+    toy.start(3)
+    use(make_pipeline("zb-h1", 3, M))
+    config, rank = toy.config(), dist.get_rank()
+    plain, other = toy.chunks(config, [rank]), toy.chunks(config, [rank])
+    for model in (plain, other, plain):  # a second plain one is none of our business
+        assert len(_step(model[0])) == (M if rank == 2 else 0)
+    routed = toy.chunks(config, [rank])
+    if rank != 1:
+        routes.declare(routed[0], **{"takes" if rank else "publishes": ["x"]})
+    with pytest.raises((ScheduleError, TransportError)) as raised:
+        _step(routed[0])
+    time.sleep(2)  # the rank between learns it from a message, not from their end
+    return type(raised.value).__name__, str(raised.value)
+
+
+def test_a_second_model_with_other_routes_is_refused() -> None:
+    found = run_ranks(3, _two_models, timeout_s=60)
+    assert [kind for kind, _ in found] == ["ScheduleError", "TransportError", "ScheduleError"]
+    for _, text in found:
+        assert "Stage declares other trees or routes" in text
+        assert "give each model groups of its own (pg_collection and p2p_communicator)" in text

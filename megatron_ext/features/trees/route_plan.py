@@ -4,26 +4,42 @@ A route is a name, the stage that publishes it, and the stages that take it. In 
 publisher sends the tensor once to each rank with takers. In the backward, the gradient goes from
 the last taker to the one before, which adds its own, and so on down to the publisher.
 
-Routes add no constraint to a table: a taker's forward already follows its publisher's through the
-stages between, and backwards run in the opposite order. So a table that completes without routes
-completes with them, because no route leads to an earlier stage.
+A table that completes without routes completes with them, because no route leads to an earlier
+stage (`Bypass`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.message import Message
-from megatron_ext.schedules.table.actions import Route
+from megatron_ext.schedules.table.actions import Bypass
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.placement import Placement
+
+
+class Route(NamedTuple):
+    """A tensor that one stage publishes and later stages take."""
+
+    name: str
+    source: int
+    """The stage that publishes it."""
+    takers: tuple[int, ...]
+    """The stages that take it, ascending."""
+
+    @property
+    def links(self) -> Iterator[tuple[int, int]]:
+        """Yield (sender, receiver) of each gradient: from taker to taker, down to the publisher."""
+        # Gradients are added in descending stage order, as in the backward of an unpipelined model,
+        # so the sum has the same bits under every placement. Summing per rank first would save
+        # messages if a rank has several takers, but the bits would depend on the placement.
+        return pairwise((*reversed(self.takers), self.source))
 
 
 def connect(
@@ -68,46 +84,31 @@ def connect(
     return tuple(Route(name, sources[name], tuple(takers[name])) for name in sorted(sources))
 
 
-class RouteHop(NamedTuple):
-    """A message of routes, which one stage sends to another rank for each slice."""
-
-    kind: Literal["P", "G"]
-    """P: the tensors themselves; G: their gradients."""
-    stage: int
-    """The sending stage."""
-    taker: int
-    """The receiving stage: the first to run on its rank that needs any of the tensors."""
-    names: tuple[str, ...]
-    """The routes that it carries, sorted."""
-    to_twin: bool
-
-    def message(self, action: Action) -> Message:
-        """Return the message for the micro-batch and slice of an action."""
-        return Message(self.kind, self.stage, action.microbatch, action.slice, int(self.to_twin))
-
-
 @dataclass(frozen=True)
 class RoutePlan:
     """The messages of all routes under one placement, and the lifetime of their tensors."""
 
-    sent: Mapping[tuple[str, int], Sequence[RouteHop]]
-    """By (message kind, sending stage), in sending order."""
-    received: Mapping[tuple[str, int], Sequence[RouteHop]]
-    """By (message kind, receiving stage)."""
+    bypasses: tuple[Bypass, ...]
+    """The messages, with the names of the routes that each carries, sorted. A taker is the first
+    stage to run on its rank that needs any of them."""
     dropped: Mapping[tuple[str, int], Sequence[str]]
     """By (F or B, stage): routes that the rank drops after this B, or this F in evaluation."""
 
-    def hops_out(self, action: Action) -> Sequence[RouteHop]:
-        """Return the messages that an action sends."""
-        return self.sent.get((_MESSAGE_KIND.get(action.kind, ""), action.stage), ())
+    @cached_property
+    def sent(self) -> Mapping[tuple[str, int], Sequence[Bypass]]:
+        """By (message kind, sending stage), in sending order."""
+        sent = defaultdict[tuple[str, int], list[Bypass]](list)
+        for bypass in self.bypasses:
+            sent[bypass.kind, bypass.stage].append(bypass)
+        return sent
 
-    def hops_in(self, action: Action) -> Sequence[RouteHop]:
-        """Return the messages that an action receives."""
-        return self.received.get((_MESSAGE_KIND.get(action.kind, ""), action.stage), ())
-
-
-# By kind of action, the kind of route messages that it receives and sends.
-_MESSAGE_KIND = {"F": "P", "B": "G", "I": "G"}
+    @cached_property
+    def received(self) -> Mapping[tuple[str, int], Sequence[Bypass]]:
+        """By (message kind, receiving stage)."""
+        received = defaultdict[tuple[str, int], list[Bypass]](list)
+        for bypass in self.bypasses:
+            received[bypass.kind, bypass.taker].append(bypass)
+        return received
 
 
 class _Place(NamedTuple):
@@ -134,23 +135,18 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
     places = [
         _Place(rank, placement.is_crossed(stage)) for stage, rank in enumerate(placement.rank_of)
     ]
-    sent = defaultdict[tuple[str, int], list[RouteHop]](list)
-    received = defaultdict[tuple[str, int], list[RouteHop]](list)
+    bypasses: list[Bypass] = []
     for bundle, stages_by_route in sorted(_bundles(routes, places).items()):
-        receivers = {stage for stages in stages_by_route.values() for stage in stages}
+        receivers: set[int] = set()
+        for stages in stages_by_route.values():
+            receivers.update(stages)
         # Of several takers on a rank the one that runs first: forwards go up the stages, backwards
         # down.
         taker = min(receivers) if bundle.kind == "P" else max(receivers)
-        hop = RouteHop(
-            bundle.kind,
-            bundle.stage,
-            taker,
-            tuple(sorted(stages_by_route)),
-            to_twin=bundle.place.is_crossed != places[bundle.stage].is_crossed,
-        )
-        sent[bundle.kind, bundle.stage].append(hop)
-        received[bundle.kind, taker].append(hop)
-    return RoutePlan(sent, received, _dropped(routes, places))
+        to_twin = bundle.place.is_crossed != places[bundle.stage].is_crossed
+        names = tuple(sorted(stages_by_route))
+        bypasses.append(Bypass(bundle.kind, bundle.stage, taker, names, to_twin))
+    return RoutePlan(tuple(bypasses), _dropped(routes, places))
 
 
 def _bundles(
@@ -187,14 +183,3 @@ def _dropped(
                 dropped["F", max(stages)].append(route.name)
                 dropped["B", min(stages)].append(route.name)
     return dropped
-
-
-def most_hops(routes: tuple[Route, ...], placement: Placement) -> int:
-    """Return the most messages that one micro-batch's routes send from one rank to another."""
-    rank_of = placement.rank_of
-    hops_by_link: Counter[tuple[int, int]] = Counter()
-    for hops in plan_routes(routes, placement).sent.values():
-        for hop in hops:
-            if hop.kind == "P":
-                hops_by_link[rank_of[hop.stage], rank_of[hop.taker]] += 1
-    return max(hops_by_link.values(), default=0)

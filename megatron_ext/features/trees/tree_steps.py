@@ -1,0 +1,91 @@
+"""Where trees and routes join the steps of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron.core.utils import unwrap_model
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.features.trees.route_plan import plan_routes
+from megatron_ext.features.trees.routes import declared
+from megatron_ext.features.trees.trees import TreeCompute, agree_trees
+from megatron_ext.runtime.feature import Feature, Model, Step
+from megatron_ext.runtime.program import PipelineEnds
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ext.config.active import Pipeline
+    from megatron_ext.runtime.compute import StageCompute
+    from megatron_ext.runtime.program import Shapes
+    from megatron_ext.schedules.table.placement import Placement
+
+
+class TreeSteps(Feature):
+    """Trees and routes in the steps of a model whose stages declare any."""
+
+    def __init__(self, model: Model) -> None:
+        placement = model.pipeline.placement
+        self._declared = [declared(chunk) for chunk in model.chunks]
+        shapes_travel = None in model.shapes["F"]
+        self._trees = agree_trees(
+            model.chunks, placement, model.groups.pp, shapes_travel=shapes_travel
+        )
+        if self._trees is not None:
+            _check_settings(model.pipeline)
+            self.bypasses = plan_routes(self._trees.routes, placement).bypasses
+
+    @staticmethod
+    def refuse_roles(
+        chunks: Sequence[torch.nn.Module], placement: Placement, group: dist.ProcessGroup
+    ) -> None:
+        """Refuse any declaration, see `Feature.refuse_roles`."""
+        if agree_trees(chunks, placement, group, shapes_travel=False) is not None:
+            raise ScheduleError(
+                "the model declares routes or boundaries, but forward and backward ranks exchange "
+                "one tensor [s, b, h]; leave --forward-backward-disaggregating out"
+            )
+
+    def shapes_on_wires(self, shapes: Shapes) -> Shapes:
+        """Return the shape of bytes, whose number is known when a tree is made."""
+        if self._trees is None:
+            return shapes
+        return {"F": [None], "B": [None]}
+
+    def admit(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Refuse other declarations than those of the first model, see `Feature.admit`."""
+        if [declared(chunk) for chunk in chunks] != self._declared:
+            raise ScheduleError(
+                f"{type(unwrap_model(chunks[0])).__name__} declares other trees or routes than "
+                "the model that ran on these process groups before; give each model groups of "
+                "its own (pg_collection and p2p_communicator)"
+            )
+
+    def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
+        """Return what computes a step with trees, see `Feature.compute`."""
+        if self._trees is None:
+            return None
+        forms = self._trees.forms(step.call, step.shapes)
+        ends = PipelineEnds(step.peers, forms.of_messages, forms.of_messages)
+        compute = TreeCompute(
+            step.call, step.table, splits=step.splits, forms=forms, trees=self._trees
+        )
+        return compute, ends
+
+
+def _check_settings(pipeline: Pipeline) -> None:
+    """Refuse settings of a schedule that stages with trees or routes cannot have."""
+    if pipeline.config.pairs:
+        raise ScheduleError(
+            f"{pipeline.name} cannot run pairs of stages that declare trees or routes, which "
+            "Megatron's schedule plans do not know; leave --overlap-moe-expert-parallel-comm "
+            "out"
+        )
+    if pipeline.config.slices > 1:
+        raise ScheduleError(
+            "slices are for models that hand on one tensor, not for trees and routes; leave the "
+            "slices out"
+        )

@@ -1,0 +1,105 @@
+"""What a feature adds to the steps of a model: the seam between the runtime and `features/`.
+
+A runtime makes one `Feature` of each kind at its first step and calls the methods below. Those of
+this class add nothing; a feature overrides the ones that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.feature_list import STEPS
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_ext.config.active import Pipeline
+    from megatron_ext.runtime.compute import Call, StageCompute
+    from megatron_ext.runtime.program import Peers, PipelineEnds, Shapes, Table
+    from megatron_ext.runtime.split import SplitBackward
+    from megatron_ext.schedules.table.actions import Bypass
+    from megatron_ext.schedules.table.placement import Placement
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model at its first step, under a pipeline."""
+
+    pipeline: Pipeline
+    groups: ProcessGroupCollection
+    chunks: Sequence[torch.nn.Module]
+    """The stages of this rank."""
+    config: Any
+    """A `TransformerConfig`."""
+    shapes: Shapes
+    """Of what stages exchange."""
+    seq_length: int
+    """Tokens of a sequence."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a model, before its first action."""
+
+    table: Table
+    call: Call
+    shapes: Shapes
+    """Of what stages exchange."""
+    peers: Peers
+    splits: SplitBackward
+    """Weight gradients between I and W."""
+
+
+class Feature:
+    """A feature in the steps of one model. All ranks call its methods in the same order.
+
+    Making it is collective over all ranks of the job.
+    """
+
+    bypasses: tuple[Bypass, ...] = ()
+    """Messages past stages that the model sends."""
+
+    def __init__(self, model: Model) -> None:
+        pass
+
+    @staticmethod
+    def refuse_roles(
+        chunks: Sequence[torch.nn.Module], placement: Placement, group: dist.ProcessGroup
+    ) -> None:
+        """Refuse a model that disaggregated ranks cannot run. Collective over a pipeline's group.
+
+        Raises:
+            ScheduleError: The model needs this feature, which such jobs do not have.
+        """
+
+    def shapes_on_wires(self, shapes: Shapes) -> Shapes:
+        """Return the shapes of the tensors that the transport carries, by kind."""
+        return shapes
+
+    def admit(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Let another model on the same process groups run, or other wrappers of the same one.
+
+        Raises:
+            ScheduleError: It needs something else than the first model.
+        """
+
+    def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
+        """Return what computes the actions of a step, and the ends of its messages.
+
+        None: this feature has no part in the step.
+        """
+        return None
+
+
+def features() -> list[type[Feature]]:
+    """Return what all features add to steps, in the order in which they are asked."""
+    classes: list[type[Feature]] = []
+    for entry in STEPS:
+        module, _, name = entry.partition(":")
+        classes.append(getattr(import_module(module), name))
+    return classes
