@@ -38,15 +38,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.harness.command import options, ratios, size, spread
 from benchmarks.harness.scenarios import simulated
 from benchmarks.harness.systems import Own, ordered
-from megatron_ext.schedules import Costs, generate
-from megatron_ext.schedules.search.length_balance import (
-    LengthCost,
+from megatron_ext.features.lengths.length_balance import (
     best_order,
     deal_out,
     fills_of,
     packs_in_file_order,
     shortest,
 )
+from megatron_ext.schedules import Costs, generate
+from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.tools.text_table import aligned
 
 UPSTREAM = "interleaved, file order"

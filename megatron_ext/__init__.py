@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from megatron_ext.features.trees import routes
     from megatron_ext.hosts.own_program import configure
     from megatron_ext.patches.point import Row
-    from megatron_ext.schedules.search.length_balance import LengthCost
     from megatron_ext.schedules.table.costs import Costs
+    from megatron_ext.schedules.table.length_cost import LengthCost
 
 __all__ = [
     "Costs",
@@ -59,7 +59,7 @@ _MODULE_OF = {
     "Costs": "megatron_ext.schedules.table.costs",
     "Disaggregation": "megatron_ext.config.pipeline_config",
     "DynamicOrder": "megatron_ext.config.pipeline_config",
-    "LengthCost": "megatron_ext.schedules.search.length_balance",
+    "LengthCost": "megatron_ext.schedules.table.length_cost",
     "ModelBuild": "megatron_ext.config.model_build",
     "PipelineConfig": "megatron_ext.config.pipeline_config",
     "Tracing": "megatron_ext.config.pipeline_config",

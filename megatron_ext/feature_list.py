@@ -1,5 +1,10 @@
 """The features beside the core, and where each joins it: a table of contents.
 
+    trees     stages that exchange trees of tensors, and routes that take a tensor past stages
+    slices    micro-batches that run part by part of their sequence
+    pairs     a forward and a backward of two micro-batches as one action
+    lengths   micro-batches of unequal lengths, ordered by cost and dealt out to replicas
+
 The core (`schedules/`, `runtime/`, `config/`) imports no feature. It reads this file, which imports
 nothing, and imports what an entry names at first use. To remove a feature, delete its folder and
 its entries.
@@ -8,8 +13,22 @@ its entries.
 from __future__ import annotations
 
 STEPS = (
-    # Stages that exchange trees of tensors, and routes that take a tensor past stages.
     "megatron_ext.features.trees.tree_steps:TreeSteps",
+    "megatron_ext.features.slices.slice_steps:SliceSteps",
+    "megatron_ext.features.pairs.pair_steps:PairSteps",
+    "megatron_ext.features.lengths.length_steps:LengthSteps",
 )
-"""Subclasses of `runtime.feature.Feature`, which compute the actions of a step and check its model.
-The first one that has a part in a step computes it."""
+"""Subclasses of `runtime.feature.Feature`, which check a model and compute its steps. The first one
+that has a part in a step computes it."""
+
+TABLES = {
+    "slices": "megatron_ext.features.slices.slicing:SliceChange",
+    "pairs": "megatron_ext.features.pairs.pairing:PairChange",
+}
+"""By option of `schedules.generate`: subclasses of `schedules.table.table_change.TableChange`."""
+
+PATCHES = (
+    # Layers that keep keys and values from slice to slice.
+    "megatron_ext.features.slices.sliced_layers",
+)
+"""Modules with a table `PATCHES` of changes to Megatron, as those of `megatron_ext/patches/`."""

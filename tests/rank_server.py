@@ -47,7 +47,7 @@ _LATER = (
     "megatron_ext.runtime.entry",
     "megatron_ext.runtime.megatron_messages",
     "megatron_ext.runtime.runtime",
-    "megatron_ext.runtime.sliced_compute",
+    "megatron_ext.features.slices.sliced_compute",
     "megatron_ext.disaggregation.step",
     "megatron_ext.tracing.scalars",
     "megatron_ext.transport.native_transport",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lengths import WAYS, WORKLOADS, Batch
-from megatron_ext.schedules.search.length_balance import packs_in_file_order
+from megatron_ext.features.lengths.length_balance import packs_in_file_order
 from tests.commands import run_python
 
 ROOT = Path(__file__).parents[1]

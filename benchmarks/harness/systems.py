@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.config.active import Pipeline
 from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig, TransportName
 from megatron_ext.schedules import UNIT, Costs, Placement, Schedule, generate, registered
-from megatron_ext.schedules.search.length_balance import LengthCost
+from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.schedules.table.placement import linear, loop, v
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.transforms import split_backwards

@@ -20,6 +20,7 @@ from megatron_ext.schedules.generators.catalog import base_table, generate
 from megatron_ext.schedules.search.patience import policies
 from megatron_ext.schedules.search.queues import check_queues
 from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.table_change import in_use
 from megatron_ext.schedules.table.transforms import split_backwards, weights_at_once
 from megatron_ext.schedules.table.validation import validate
 
@@ -129,8 +130,7 @@ class Pipeline:
             num_microbatches * config.twins,  # one replica here is one twin
             config.chunks,
             self.costs,
-            pairs=config.pairs,
-            slices=config.slices,
+            **in_use(pairs=config.pairs, slices=config.slices),
             **config.options,
         )
         if table.num_slices != config.slices:

@@ -21,10 +21,10 @@ from typing import Any, Literal, Union, get_origin, get_type_hints
 from megatron_ext.devices import CHOICES as DEVICES
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, Generator, get
-from megatron_ext.schedules.search.length_balance import LengthCost  # noqa: TC001 - check_types
 from megatron_ext.schedules.search.policies import PolicyName  # noqa: TC001 - check_types
 from megatron_ext.schedules.table.actions import Option  # noqa: TC001 - check_types
 from megatron_ext.schedules.table.costs import Costs  # noqa: TC001 - check_types
+from megatron_ext.schedules.table.length_cost import LengthCost  # noqa: TC001 - check_types
 from megatron_ext.schedules.table.slices import MAX_SLICES
 
 TransportName = Literal["torch", "auto", "shm", "tcp", "rdma"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from megatron_ext import feature_list
 from megatron_ext.patches import device, hooks
 from megatron_ext.patches.registry import REGISTRY
 
@@ -26,7 +27,6 @@ TABLES = (
     "effects",
     "folded_pipelines",
     "off_cuda",
-    "sliced_layers",
     "split_backward",
     "schedules",
     "trace",
@@ -37,8 +37,11 @@ TABLES = (
 
 def rows() -> list[Patch]:
     """Return the rows of all tables, for all releases."""
-    tables = (import_module(f"{__name__}.{name}").PATCHES for name in TABLES)
-    return [patch for table in tables for patch in table]
+    modules = [*(f"{__name__}.{name}" for name in TABLES), *feature_list.PATCHES]
+    patches: list[Patch] = []
+    for module in modules:
+        patches += import_module(module).PATCHES
+    return patches
 
 
 def arm() -> None:

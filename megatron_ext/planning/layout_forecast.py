@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_ext.planning.model_sizes import ModelSizes
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Row, Schedule
+from megatron_ext.schedules.table.table_change import in_use
 
 _GIB = 2.0**30
 _STATE_BYTES = 12
@@ -370,7 +371,14 @@ class _TableKey(NamedTuple):
 def _table(key: _TableKey) -> Schedule:
     # A generator with a fixed number of chunks does not take one.
     chunks = key.chunks if get(key.schedule).free_chunks else None
-    table = generate(key.schedule, key.pp, key.num_microbatches, chunks, key.costs, pairs=key.pairs)
+    table = generate(
+        key.schedule,
+        key.pp,
+        key.num_microbatches,
+        chunks,
+        key.costs,
+        **in_use(pairs=key.pairs),
+    )
     return weights_at_once(table) if key.weights_at_once else table
 
 

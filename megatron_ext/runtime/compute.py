@@ -398,6 +398,15 @@ class StageCompute:
                 self.ignored_inputs.append((stage, microbatch))
         return sent
 
+    def run_pair(
+        self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Run F of a micro-batch and B or I of another; return the outputs of each."""
+        raise NotImplementedError(f"{type(self).__name__} runs no pairs")
+
+    def observe(self, observers: Sequence[Observer]) -> None:
+        """Let observers see what this computes besides actions."""
+
     def end_step(self) -> None:
         """Note that this rank has completed the step."""
 

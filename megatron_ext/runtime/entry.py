@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from inspect import signature
 from itertools import repeat, tee
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
 
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call
+from megatron_ext.runtime.feature import features
 from megatron_ext.runtime.program import shape_between_stages
 from megatron_ext.runtime.runtime import Runtime, in_force
 from megatron_ext.upstream.signatures import default_groups, is_multi_module, needed_of_models
@@ -27,7 +27,6 @@ from megatron_ext.upstream.signatures import default_groups, is_multi_module, ne
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_ext.config.active import Pipeline
     from megatron_ext.runtime.offloading import Offloading
     from megatron_ext.runtime.program import Shapes, Table
 
@@ -75,20 +74,20 @@ def forward_backward(
     runtime = runtimes.by_group.get(id(groups.pp))
     if runtime is None or not runtime.known.issuperset(chunks):  # the first step of a model
         _check_models(chunks)
-        if pipeline.config.pairs:
-            _check_plans(chunks, forward_step_func)
+        for feature in features():
+            feature.refuse_model(pipeline, chunks, forward_step_func)
         if runtime is not None:
             runtime.admit(chunks)
     config = get_model_config(chunks[0])
     length = decoder_seq_length or seq_length
-    shapes = _shapes(pipeline, config, groups, (length, micro_batch_size), adjust_tensor_shapes_fn)
+    shapes = _shapes(config, groups, (length, micro_batch_size), adjust_tensor_shapes_fn)
     if runtime is None:
         runtime = Runtime(pipeline, groups, chunks, iterators, config, shapes, length)
         runtimes.by_group[id(groups.pp)] = runtime
     table = runtime.table(num_microbatches, backward=not forward_only)
-    balanced = None if forward_only else runtime.balanced(table, config)
-    if balanced is not None:
-        iterators = [balanced.iterator(items) for items in iterators]
+    data_order = None if forward_only else runtime.data_order(table, config)
+    if data_order is not None:
+        iterators = [data_order.iterator(items) for items in iterators]
     call = Call(
         forward_step_func=forward_step_func,
         data=runtime.data(iterators),
@@ -105,13 +104,12 @@ def forward_backward(
         compute = runtime.run(table, call, shapes, force_all_reduce=bool(force_all_reduce))
         compute.finalize(groups, force_all_reduce=force_all_reduce)
     reports = compute.reports
-    if balanced is not None:
-        reports = balanced.in_file_order(reports, groups.tp, chunks)
+    if data_order is not None:
+        reports = data_order.in_file_order(reports, groups.tp, chunks)
     return [report for _, report in sorted(reports.items())]
 
 
 def _shapes(
-    pipeline: Pipeline,
     config: Any,
     groups: ProcessGroupCollection,
     size: tuple[int, int],
@@ -125,8 +123,8 @@ def _shapes(
     sent = list(received)
     if adjust is not None:
         received, sent = adjust(received, sent)
-    # Shapes travel with the tensors if lengths vary, as they do between slices.
-    if config.variable_seq_lengths or config.mtp_standalone or pipeline.config.slices > 1:
+    # Shapes travel with the tensors if lengths vary.
+    if config.variable_seq_lengths or config.mtp_standalone:
         return {"F": [None] * len(received), "B": [None] * len(sent)}
     return {"F": [tuple(shape) for shape in received], "B": [tuple(shape) for shape in sent]}
 
@@ -212,23 +210,3 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
                 "(ModelType.encoder_or_decoder) and `set_input_tensor(tensors)`; "
                 "docs/your-model.md has an example"
             )
-
-
-def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) -> None:
-    """Check that models and the forward step can make schedule plans, through which pairs run."""
-    remedy = "leave --overlap-moe-expert-parallel-comm out"
-    for chunk in map(unwrap_model, chunks):
-        if not hasattr(chunk, "build_schedule_plan"):
-            raise ScheduleError(
-                f"{type(chunk).__name__} cannot run in pairs, because it lacks the "
-                f"build_schedule_plan that Megatron's GPTModel has; {remedy}"
-            )
-    accepts_flag = any(
-        parameter.name == "return_schedule_plan" or parameter.kind is parameter.VAR_KEYWORD
-        for parameter in signature(step).parameters.values()
-    )
-    if not accepts_flag:
-        raise ScheduleError(
-            "the forward step cannot run in pairs, because it takes no return_schedule_plan; let "
-            f"it return model.build_schedule_plan(...) then, as in pretrain_gpt.py, or {remedy}"
-        )

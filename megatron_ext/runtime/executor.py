@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.communication import Exchange, Transfer
     from megatron_ext.transport.base import Transport
 
-RunPair = Callable[["Action", "Action", "Tensors", "Tensors"], tuple["Tensors", "Tensors"]]
 """Runs a forward and the backward of another micro-batch together: takes both and the inputs of
 each, as `StageCompute.run` does, and returns the outputs of each."""
 
@@ -86,8 +85,6 @@ class Executor:
     timeout_s: float
     name_of: Callable[[int | None], str]
     """Names a global rank in error messages; None stands for this rank."""
-    run_pair: RunPair | None = None
-    """Runs both of a pair; None: the table has no pairs."""
     run_ahead: RunAhead | None = None
     """Bounds how far the host runs ahead of the device; None if the device is the host."""
     observers: Sequence[Observer] = ()
@@ -165,8 +162,9 @@ class Executor:
             if partner is None:
                 outputs = self.compute.run(action, inputs)
             else:
-                assert self.run_pair is not None
-                outputs, sent_back = self.run_pair(exchange.action, action, inputs, gradients)
+                outputs, sent_back = self.compute.run_pair(
+                    exchange.action, action, inputs, gradients
+                )
         took_s = (time.perf_counter() - begin_s) / len(actions)
         if run_ahead is not None:
             run_ahead.record(action if partner is None else " and ".join(map(str, actions)))

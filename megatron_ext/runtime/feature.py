@@ -6,10 +6,10 @@ this class add nothing; a feature overrides the ones that it needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ext.feature_list import STEPS
 
@@ -55,6 +55,21 @@ class Step:
     """Weight gradients between I and W."""
 
 
+class DataOrder(Protocol):
+    """The order in which one training step runs the micro-batches of its data."""
+
+    def iterator(self, items: Any) -> Iterator[Any] | None:
+        """Return an iterator over a chunk's micro-batches in this order; None without data."""
+
+    def in_file_order(
+        self,
+        reports: Mapping[int, Any],
+        tensor_parallel: dist.ProcessGroup,
+        chunks: Sequence[torch.nn.Module],
+    ) -> dict[int, Any]:
+        """Return reports by micro-batch of the table as reports by micro-batch of the file."""
+
+
 class Feature:
     """A feature in the steps of one model. All ranks call its methods in the same order.
 
@@ -77,6 +92,25 @@ class Feature:
             ScheduleError: The model needs this feature, which such jobs do not have.
         """
 
+    @staticmethod
+    def refuse_model(
+        pipeline: Pipeline, chunks: Sequence[torch.nn.Module], forward_step: Callable[..., Any]
+    ) -> None:
+        """Refuse a model before its first step, or the caller's forward step.
+
+        Raises:
+            ScheduleError: They lack what this feature needs.
+        """
+
+    @staticmethod
+    def pipeline_of(
+        pipeline: Pipeline,
+        config: Any,  # noqa: ARG004 - for those that override it
+        seq_length: int,  # noqa: ARG004
+    ) -> Pipeline:
+        """Return the pipeline for the shape of a model: its `TransformerConfig`, and tokens."""
+        return pipeline
+
     def shapes_on_wires(self, shapes: Shapes) -> Shapes:
         """Return the shapes of the tensors that the transport carries, by kind."""
         return shapes
@@ -94,6 +128,13 @@ class Feature:
         None: this feature has no part in the step.
         """
         return None
+
+    def data_order(self, table: Table, config: Any) -> DataOrder | None:
+        """Return the order in which a training step runs its data; None: that of the file."""
+        return None
+
+    def step_failed(self) -> None:
+        """Drop what the failed step has left."""
 
 
 def features() -> list[type[Feature]]:

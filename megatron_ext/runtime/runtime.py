@@ -20,16 +20,14 @@ from megatron.core import parallel_state
 from megatron_ext import devices
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
-from megatron_ext.observer import Observer, overrides
+from megatron_ext.observer import Observer
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute, swapped
 from megatron_ext.runtime.connect import open_transport, pairs_of
 from megatron_ext.runtime.executor import Executor, num_out_of_order
-from megatron_ext.runtime.feature import Model, Step, features
-from megatron_ext.runtime.lengths import BalancedStep, ReplicaExchange, cost_of_model
+from megatron_ext.runtime.feature import DataOrder, Model, Step, features
 from megatron_ext.runtime.megatron_messages import StockPipelines
 from megatron_ext.runtime.offloading import Offloading
 from megatron_ext.runtime.ordering import LedOrder, Order, PolicyOrder, RunAhead, agree
-from megatron_ext.runtime.plans import PlannedCompute
 from megatron_ext.runtime.program import (
     Peers,
     PipelineEnds,
@@ -40,7 +38,6 @@ from megatron_ext.runtime.program import (
     make_program,
     make_table,
 )
-from megatron_ext.runtime.sliced_compute import KeptState, SlicedCompute
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.sync import Sync, TrainingSync
 from megatron_ext.schedules.table.memory import most_alive
@@ -116,9 +113,8 @@ class Runtime:
         shapes: Shapes,
         seq_length: int,
     ) -> None:
-        if pipeline.config.slices > 1:
-            cost = pipeline.config.length_costs or cost_of_model(config)
-            pipeline = pipeline.with_attention(cost.attention_share(seq_length))
+        for make in features():
+            pipeline = make.pipeline_of(pipeline, config, seq_length)
         self.pipeline, self.groups = pipeline, groups
         self.placement = placement = pipeline.placement
         self.rank = rank = groups.pp.rank()
@@ -132,7 +128,6 @@ class Runtime:
         bypasses: list[Bypass] = []
         for feature in self.features:
             bypasses += feature.bypasses
-            shapes = feature.shapes_on_wires(shapes)
         self.bypasses = tuple(bypasses)
         mirrored = self._mirrored_ranks()
         self.peers = Peers(dist.get_process_group_ranks(groups.pp), mirrored)
@@ -152,14 +147,17 @@ class Runtime:
             pairs |= self._decision_pairs(*self.agreement)
         self.observers = active.required().observers
         transport = open_transport(
-            pipeline, self.device, pairs, shapes, config.pipeline_dtype, self.bypasses
+            pipeline,
+            self.device,
+            pairs,
+            self._on_wires(shapes),
+            config.pipeline_dtype,
+            self.bypasses,
         )
         self.transport = observed(transport, self.observers)
-        self.splits, self.kept = in_force().splits, in_force().kept
+        self.splits = in_force().splits
         # Swaps data with the twin on stages that run its micro-batches.
         self.exchange = self._exchange_with_twin(mirrored, reads_for_twin=any(crossed))
-        # Data-parallel replicas that share out their micro-batches; None: each runs what it reads.
-        self.replicas = self._sharing_replicas()
         # Bounds how far the host runs ahead of the device; None if the device is the host.
         backend = devices.current()
         self.run_ahead: RunAhead | None = None
@@ -210,17 +208,6 @@ class Runtime:
         groups = groups_of_ranks(twins, self.pipeline.timeout_s)
         return partial(swapped, groups[twins[0]]) if twins else None
 
-    def _sharing_replicas(self) -> ReplicaExchange | None:
-        """Return the exchange of data-parallel replicas that share out their micro-batches."""
-        if self.pipeline.config.balance != "pack":
-            return None
-        group = getattr(self.groups, "dp", None) or parallel_state.get_data_parallel_group()
-        members = tuple(dist.get_process_group_ranks(group))
-        if len(members) == 1:  # so it is on all ranks
-            return None
-        gloo = groups_of_ranks([members], self.pipeline.timeout_s, backend="gloo")
-        return ReplicaExchange(gloo[members], self.device)
-
     def _check_fit(self, chunks: Sequence[torch.nn.Module]) -> None:
         name, placement, ranks = self.pipeline.name, self.placement, self.groups.pp.size()
         if ranks != placement.num_ranks:
@@ -258,12 +245,13 @@ class Runtime:
             for iterator, is_crossed in zip(iterators, crossed, strict=True)
         ]
 
-    def balanced(self, table: Table, config: Any) -> BalancedStep | None:
+    def data_order(self, table: Table, config: Any) -> DataOrder | None:
         """Return what orders the micro-batches of one step; None: they keep the file's order."""
-        if self.pipeline.config.balance == "off":
-            return None
-        cost = self.pipeline.config.length_costs or cost_of_model(config)
-        return BalancedStep(table.schedule, self.pipeline.costs, cost, self.replicas)
+        for feature in self.features:
+            order = feature.data_order(table, config)
+            if order is not None:
+                return order
+        return None
 
     def table(self, num_microbatches: int, *, backward: bool) -> Table:
         """Return the cached table for a number of micro-batches.
@@ -308,10 +296,7 @@ class Runtime:
         observers = [self.measured, *self.observers] if trains else []
         for observer in observers:
             observer.begin_step(compute)
-        run_pair = None
-        if isinstance(compute, PlannedCompute):
-            compute.observers = [o for o in observers if overrides(o, "end_exchange")]
-            run_pair = compute.run_pair
+        compute.observe(observers)
         num_parts = {message: len(tensors) for message, tensors in ends.received.items()}
         executor = Executor(
             table=table,
@@ -322,7 +307,6 @@ class Runtime:
             transport=self.transport,
             timeout_s=self.pipeline.timeout_s,
             name_of=self._name_of,
-            run_pair=run_pair,
             run_ahead=self.run_ahead,
             observers=observers,
         )
@@ -335,7 +319,8 @@ class Runtime:
         except BaseException as error:
             # Peers end their waits with this error now, if the wire can, not with their time-outs.
             self.splits.clear()
-            self.kept.clear()
+            for feature in self.features:
+                feature.step_failed()
             self.transport.abort(str(error) or type(error).__name__)  # of Ctrl-C
             raise
         if trains and not self._has_split:
@@ -355,19 +340,21 @@ class Runtime:
             computed = feature.compute(step)
             if computed is not None:
                 return computed
-        ends = PipelineEnds.of_shapes(self.peers, shapes, call.config.pipeline_dtype)
-        num_inputs, sent_shapes = len(shapes["F"]), shapes["B"]
-        if table.schedule.num_slices > 1:
-            sliced = SlicedCompute(
-                call, table, num_inputs, sent_shapes, self.splits, kept=self.kept
+        schedule = table.schedule
+        if schedule.num_slices > 1 or schedule.pairs_of(self.rank):
+            raise ScheduleError(
+                f"{schedule.label} has actions that no feature of this installation computes; "
+                "install megatron_ext anew"
             )
-            return sliced, ends
-        # Under a dynamic order ranks choose their pairs in the step.
-        chooses_pairs = self.pipeline.config.pairs and self.agreement is not None
-        has_pairs = bool(table.schedule.pairs_of(self.rank)) or chooses_pairs
-        if has_pairs and not call.forward_only:
-            return PlannedCompute(call, table, num_inputs, sent_shapes, self.splits), ends
-        return StageCompute(call, table, num_inputs, sent_shapes, self.splits), ends
+        shapes = self._on_wires(shapes)
+        ends = PipelineEnds.of_shapes(self.peers, shapes, call.config.pipeline_dtype)
+        return StageCompute(call, table, len(shapes["F"]), shapes["B"], self.splits), ends
+
+    def _on_wires(self, shapes: Shapes) -> Shapes:
+        """Return the shapes that the transport carries; stages exchange tensors of `shapes`."""
+        for feature in self.features:
+            shapes = feature.shapes_on_wires(shapes)
+        return shapes
 
     def _program(self, table: Table, ends: PipelineEnds) -> Program:
         """Return the program of a table, made anew if its ends have changed."""
@@ -430,8 +417,8 @@ class Runtimes:
     """By id of the pipeline group. The runtime holds the group, so its id stays unique."""
     splits: SplitBackward = field(default_factory=SplitBackward)
     """Weight gradients between I and W; patches of layers record them here."""
-    kept: KeptState = field(default_factory=KeptState)
-    """What layers keep from slice to slice; patches of layers read it here."""
+    kept_by_feature: dict[str, Any] = field(default_factory=dict)
+    """What features keep, by name; their patches of layers read it here."""
     offloading: Offloading = field(default_factory=Offloading)
     """In which order Megatron brings offloaded activations back."""
     stock: StockPipelines = field(default_factory=StockPipelines)

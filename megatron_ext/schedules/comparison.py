@@ -9,6 +9,7 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate, get, registered
 from megatron_ext.schedules.search.simulate import Timeline, simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.table_change import in_use
 from megatron_ext.schedules.table.validation import check_actions
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ def compare(
         costs: Durations of actions and latencies of links.
         chunks: Stages on each rank; with `all`, for schedules that leave their number open.
         options: Further options by the name of the schedule.
-        pairs: Whether forwards and backwards run as pairs (`search/pairing.py`).
-        slices: Slices of each micro-batch (`search/slicing.py`).
+        pairs: Whether forwards and backwards run as pairs.
+        slices: Slices of each micro-batch.
 
     Returns:
         The simulations, shortest first, and with `all` the reasons why others are left out.
@@ -70,8 +71,7 @@ def compare(
             num_microbatches,
             chunks,
             costs,
-            pairs=pairs,
-            slices=slices,
+            **in_use(pairs=pairs, slices=slices),
             **options.get(name, {}),
         )
         return [evaluate(schedule, costs)], []
@@ -119,8 +119,7 @@ def possible_tables(
                 pp,
                 num_microbatches,
                 costs=costs,
-                pairs=pairs,
-                slices=slices,
+                **in_use(pairs=pairs, slices=slices),
                 **choice.options,
             )
         except ScheduleError as error:  # noqa: PERF203 - sizes are refused by an exception

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.files import parse_json, read_text
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX
-from megatron_ext.schedules.length_gains import (
+from megatron_ext.features.lengths.length_gains import (
     MAX_BATCHES,
     LengthGains,
     Sizes,
     predict_lengths,
 )
-from megatron_ext.schedules.search.length_balance import LengthCost
+from megatron_ext.files import parse_json, read_text
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX
+from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.tools.text_table import aligned
 
 if TYPE_CHECKING:

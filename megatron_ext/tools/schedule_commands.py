@@ -32,7 +32,6 @@ from megatron_ext.schedules.generators.catalog import (
 from megatron_ext.schedules.search.patience import gains, while_late
 from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.costs import Costs
-from megatron_ext.tools import length_plan
 from megatron_ext.tools.text_table import aligned
 
 if TYPE_CHECKING:
@@ -306,6 +305,8 @@ def _run_plan(args: argparse.Namespace) -> int:
             raise ScheduleError(f"{flag} is for --lengths FILE; add it, or leave {flag} out")
     _check_sizes(args)
     if args.lengths is not None:
+        from megatron_ext.tools import length_plan  # the one file here that needs a feature
+
         return length_plan.run(args, _costs(args))
     costs = _costs(args)
     timelines, left_out = _compared(args, args.schedule[0], costs)

@@ -32,7 +32,7 @@ from megatron_ext.config.refusals import Preflight, Refusal
 from megatron_ext.errors import ArgumentsError, ConfigurationError, in_python
 from megatron_ext.hosts.bridge import Settings
 from megatron_ext.rules import dest_of
-from megatron_ext.schedules.search.length_balance import LengthCost
+from megatron_ext.schedules.table.length_cost import LengthCost
 
 ROLES = {"disaggregation": Disaggregation()}
 

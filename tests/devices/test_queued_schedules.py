@@ -17,10 +17,10 @@ from megatron_ext.runtime.split import SplitBackward, WeightGradient
 from megatron_ext.transport import torch_dist  # noqa: F401  (mutants are looked for there)
 from tests.disaggregation.test_training import FBD, RECOMPUTE, SHIP, run_role, together
 from tests.fake_musa.queued import queued
+from tests.features.slices.test_sliced_compute import BALANCED, FULL
 from tests.ranks import run_ranks
 from tests.runtime.capture import GPT, PP2, PP4, run_here, train
 from tests.runtime.test_equality import UNCLIPPED, assert_equal, paired, stock
-from tests.runtime.test_sliced_compute import BALANCED, FULL
 from tests.training.helpers import LLAMA, MLA
 
 pytestmark = pytest.mark.usefixtures("emulated_musa")

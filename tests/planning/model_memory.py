@@ -12,6 +12,7 @@ import torch
 from megatron_ext import devices
 from megatron_ext.config.active import required
 from megatron_ext.config.incompatible import RULES
+from megatron_ext.features.slices.slice_steps import kept_state
 from megatron_ext.observer import Observer
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layout_search import search
@@ -256,7 +257,7 @@ class _Counting(Observer):
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
         ]
         self.saved = max(self.saved, kept_bytes(outputs, self.model) + _storage_bytes(operands))
-        between = in_force().kept.microbatches.values()
+        between = kept_state().microbatches.values()
         pairs = [pair for kept in between for pair in kept.attention.values()]
         tensors = [
             t

@@ -146,13 +146,13 @@ def _telling(base: Any, captured: Captured, mean_delay_s: float) -> Any:
                 return run_action(*args, **kwargs)
 
             self.compute.run = late
-            run_pair = self.run_pair
+            run_pair = self.compute.run_pair
 
             def counted(*args: Any) -> Any:
                 captured.pairs += 1
                 return run_pair(*args)
 
-            self.run_pair = run_pair and counted
+            self.compute.run_pair = counted
             super().run()
 
     return TellingExecutor

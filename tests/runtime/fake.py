@@ -212,6 +212,5 @@ def executor(
         transport=wire,
         timeout_s=1.0,
         name_of=lambda rank: f"rank {table.rank if rank is None else rank}",
-        run_pair=compute.run_pair,
         observers=observers,
     )

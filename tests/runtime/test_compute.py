@@ -47,7 +47,7 @@ def _a_recomputed_layer() -> list[Any]:
     from megatron.core.pipeline_parallel import utils
 
     from megatron_ext import devices
-    from megatron_ext.runtime.plans import PlannedCompute
+    from megatron_ext.features.pairs.plans import PlannedCompute
 
     devices.current()
     found = []

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_ext.patches.split_backward import prepare_config
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.split_te import PostponingLayers, overwrites_first
-from tests.runtime.test_sliced_compute import worst_by
+from tests.features.slices.test_sliced_compute import worst_by
 
 te = pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
 
@@ -351,8 +351,8 @@ def worst_of_slices(name: str) -> float:
     """
     from transformer_engine.pytorch.attention.dot_product_attention import backends, utils
 
+    from tests.features.slices.test_sliced_compute import MODELS, worst_difference
     from tests.runtime import te_stand_in
-    from tests.runtime.test_sliced_compute import MODELS, worst_difference
 
     for norm in ("LayerNorm", "RMSNorm"):
         setattr(te, norm, te_stand_in._norm(getattr(torch.nn, norm)))

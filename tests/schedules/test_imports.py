@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ext" / "schedules"
-ALLOWED = re.compile(r"megatron_ext\.((errors|files|message)$|schedules)")
+ALLOWED = re.compile(r"megatron_ext\.((errors|feature_list|files|message)$|schedules)")
 
 
 def _imported(path: Path) -> Iterator[str]:

@@ -17,11 +17,9 @@ from functools import cache, lru_cache
 from typing import Any
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.search.pairing import exchanging, marked_pairs, paired
-from megatron_ext.schedules.search.slicing import sliced
 from megatron_ext.schedules.table.actions import Option, Schedule
 from megatron_ext.schedules.table.costs import UNIT, Costs
-from megatron_ext.schedules.table.slices import shares_of_equal_cost
+from megatron_ext.schedules.table.table_change import table_changes
 
 CSV_PREFIX = "csv:"
 MAX_RANKS = 4096
@@ -50,7 +48,7 @@ class Generator:
     twins: int = 1
     """2: two mirrored pipelines share the ranks, each with half of the micro-batches."""
     pairs: bool = False
-    """Whether the order is made for pairs; `search/pairing.py` then only marks them."""
+    """Whether the order is made for pairs, which are then only marked."""
     needs_costs: bool = False
     """Whether the table depends on costs, which are then the generator's last argument."""
     listed: bool = True
@@ -161,9 +159,6 @@ def generate(
     num_microbatches: int | None = None,
     chunks: int | None = None,
     costs: Costs = UNIT,
-    *,
-    pairs: Option = False,
-    slices: Option = 1,
     **options: Option,
 ) -> Schedule:
     """Return the table of a schedule, generated or loaded from a CSV file.
@@ -173,55 +168,51 @@ def generate(
         pp: Ranks of the pipeline world. A file has its own number, which must equal this.
         num_microbatches: Micro-batches of that world in one step; equal to a file's own number.
         chunks: Stages on each rank, if the schedule leaves their number open.
-        costs: Durations that a generator with `needs_costs` optimises for, and pairs.
-        pairs: Whether forwards and backwards of different micro-batches run as pairs, for models
-            with experts (`search/pairing.py`). A file may already have pairs.
-        slices: Slices of each micro-batch's sequence, of equal cost (`search/slicing.py`). A file
-            has its own number of slices.
-        options: Options of the generator.
+        costs: Durations that a generator with `needs_costs` optimises for, and features.
+        options: Options of the generator, and of features (`feature_list.TABLES`): `slices=4` or
+            `pairs=True`.
 
     Raises:
         ScheduleError: The sizes are impossible; the message states the rule and sizes that work.
     """
-    num_slices = int(slices)
+    changes = table_changes(options)
     if name.startswith(CSV_PREFIX):
         if chunks is not None or options:
             raise ScheduleError(f"{name}: the file fixes chunks and options; leave them out")
-        schedule = _loaded(name, pp, num_microbatches, num_slices, costs)
-        return paired(schedule, costs) if pairs else schedule
+        schedule = _loaded(name, pp, num_microbatches)
+        for change in changes:
+            schedule = change.of_file(schedule, costs)
+        return schedule
     generator = get(name)
     complete_options = generator.complete(chunks, options)
     if pp is None or num_microbatches is None:
         raise ScheduleError(f"{name} needs pp and num_microbatches, one is missing; give both")
     _check_size("pp", pp)
     _check_size("the number of micro-batches", num_microbatches)
-    if pairs and num_slices > 1:
-        raise ScheduleError(f"{name}: slices cannot run as pairs yet; leave one of the two out")
-    if pairs:
-        # The search must know that F and I include communication besides computation.
-        costs = exchanging(costs)
-    # Raises for an impossible number of slices before the bounds multiply it.
-    shares_of_equal_cost(num_slices)
+    passes_per_microbatch = 1
+    for change in changes:
+        change.check(name)
+        costs = change.costs(costs)
+        passes_per_microbatch *= change.passes_per_microbatch
+    # The generator treats each pass as a whole micro-batch.
+    num_passes = num_microbatches * passes_per_microbatch
     num_chunks = chunks or generator.num_chunks
-    _check_bounds(generator, pp, num_microbatches * num_slices, num_chunks)
+    _check_bounds(generator, pp, num_passes, num_chunks)
     if generator.twins == 2:
         _check_twins(name, pp, num_microbatches)
-    # The generator treats a slice as a whole micro-batch.
-    arguments: list[int | Costs] = [pp, num_microbatches * num_slices]
+    arguments: list[int | Costs] = [pp, num_passes]
     if generator.free_chunks:
         arguments.append(num_chunks)
     if generator.needs_costs:
-        # Every action is therefore num_slices times too long, so scale the latency likewise.
-        arguments.append(replace(costs, latency=num_slices * costs.latency))
-    if generator.searches(pp, num_microbatches * num_slices):
+        # Every action is therefore that many times too long, so scale the latency likewise.
+        arguments.append(replace(costs, latency=passes_per_microbatch * costs.latency))
+    if generator.searches(pp, num_passes):
         schedule = _searched(generator.build, tuple(arguments), tuple(complete_options.items()))
     else:
         schedule = generator.build(*arguments, **complete_options)
-    if num_slices > 1:
-        return sliced(schedule, num_slices, costs)
-    if not pairs:
-        return schedule
-    return marked_pairs(schedule) if generator.pairs else paired(schedule, costs)
+    for change in changes:
+        schedule = change.change(schedule, costs, is_made_for_pairs=generator.pairs)
+    return schedule
 
 
 # A choice among schedules searches for a table that is then searched for again, to run. No more are
@@ -233,25 +224,11 @@ def _searched(
     return build(*arguments, **dict(options))
 
 
-def _loaded(
-    name: str, pp: int | None, num_microbatches: int | None, num_slices: int, costs: Costs
-) -> Schedule:
-    """Return the table of a file, with slices of equal cost.
-
-    Raises:
-        ScheduleError: The file is not such a schedule, or has another number of slices.
-    """
+def _loaded(name: str, pp: int | None, num_microbatches: int | None) -> Schedule:
+    """Return the table of a file."""
     from megatron_ext.schedules.table.table_files import load_csv
 
-    schedule = load_csv(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
-    # 1 is the default: the caller has not chosen a number.
-    if num_slices not in (1, schedule.num_slices):
-        raise ScheduleError(
-            f"{name}: the file fixes the number of slices, which is {schedule.num_slices}, not "
-            f"{num_slices}; leave it out"
-        )
-    shares = shares_of_equal_cost(schedule.num_slices, costs.attention)
-    return replace(schedule, slices=shares)
+    return load_csv(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
 
 
 def _check_size(name: str, number: int) -> None:

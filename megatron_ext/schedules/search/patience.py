@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
-from megatron_ext.schedules.search.pairing import exchanging
 from megatron_ext.schedules.search.policies import (
     Greedy,
     Hint,
@@ -30,7 +29,7 @@ from megatron_ext.schedules.search.policies import (
     activation_cap,
 )
 from megatron_ext.schedules.search.simulate import Clock, simulate
-from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.costs import UNIT, Costs, exchanging
 from megatron_ext.schedules.table.transforms import split_backwards
 from megatron_ext.schedules.table.validation import validate
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import DataError
-from megatron_ext.schedules.search.length_balance import LengthCost
+from megatron_ext.schedules.table.length_cost import LengthCost
 
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatron_ext import cli
 from megatron_ext.errors import DataError
 from megatron_ext.schedules import Costs, generate
-from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.schedules.table import table_files
+from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.tools.trace.aggregate import read_run
 from megatron_ext.tools.trace.length_costs import Point, fit, measured_length_cost
 from megatron_ext.tracing.records import FILE_NAME, SCHEDULE_FILE

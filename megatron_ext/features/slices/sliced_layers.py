@@ -1,6 +1,6 @@
 """Patches that let Megatron's layers compute a slice of a sequence.
 
-They act only inside `KeptState.of`, which the runtime opens for the actions of sliced tables.
+They act only inside `KeptState.of`, which `SlicedCompute` opens for the actions of sliced tables.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from megatron_ext.config import active
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 from megatron_ext.upstream.signatures import megatron_arguments
 
+SLICES = "slices"
+"""Name of what slices keep from step to step (`Runtimes.kept_by_feature`)."""
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 _MTP = "megatron.core.transformer.multi_token_prediction"
 _MOE = "megatron.core.transformer.moe"
@@ -19,8 +21,12 @@ _MOE = "megatron.core.transformer.moe"
 def _running() -> Any:
     """Return the slice that is running; None outside of slices."""
     configuration = active.active()
-    runtimes: Any = None if configuration is None else configuration.runtimes
-    return None if runtimes is None else runtimes.kept.running
+    if configuration is None:
+        return None
+    runtimes: Any = configuration.runtimes
+    if runtimes is None or SLICES not in runtimes.kept_by_feature:
+        return None
+    return runtimes.kept_by_feature[SLICES].running
 
 
 PATCHES = PatchTable(feature="schedules", of=_running)

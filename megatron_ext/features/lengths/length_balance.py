@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import fsum
 from typing import TYPE_CHECKING
 
@@ -26,94 +26,6 @@ from megatron_ext.schedules.table.costs import UNIT, Costs
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.placement import Placement
-
-
-@dataclass(frozen=True)
-class LengthCost:
-    """Cost of a sample of L tokens: `linear * L + quadratic * L^2`, in any unit.
-
-    Raises:
-        ScheduleError: A coefficient is negative, or both are 0.
-    """
-
-    linear: float
-    """For each token: projections and the feed-forward network."""
-    quadratic: float
-    """For each pair of tokens of one sample: attention."""
-
-    def __post_init__(self) -> None:
-        """Check the coefficients."""
-        if min(self.linear, self.quadratic) < 0 or not self.linear + self.quadratic > 0:
-            raise ScheduleError(
-                f"a sample of L tokens cannot cost {self.linear:g} * L + {self.quadratic:g} * L^2; "
-                "use coefficients of 0 or more, one of them positive, for example 1,0.0001"
-            )
-
-    def attention_share(self, length: int) -> float:
-        """Return the share of attention in the cost of a sample, 0 to 1."""
-        return self.quadratic * length / (self.linear + self.quadratic * length)
-
-    @classmethod
-    def parse(cls, text: str) -> LengthCost:
-        """Parse `A,B`, for example `1,0.0001`.
-
-        Raises:
-            ScheduleError: The text is not two such numbers.
-        """
-        try:
-            linear, quadratic = map(float, text.split(","))
-        except ValueError:
-            raise ScheduleError(
-                f"the cost of a length must be two numbers A,B, for A*L + B*L^2, for example "
-                f"1,0.0001; got {text!r}"
-            ) from None
-        return cls(linear, quadratic)
-
-    @classmethod
-    def of_model(
-        cls,
-        hidden_size: int,
-        ffn_hidden_size: int | None = None,
-        *,
-        gated: bool = False,
-        query_width: int | None = None,
-        key_width: int | None = None,
-    ) -> LengthCost:
-        """Return the floating-point operations of one layer's forward with causal attention.
-
-        Two for each weight and token: query and output projections, keys and values, and the
-        matrices of the feed-forward network. Two for each product of Q K^T and of A V, of which a
-        causal mask leaves half. With the defaults this is 24 h^2 L + 2 h L^2: the count of
-        Narayanan et al. 2021 (arXiv 2104.04473, appendix) with half of its attention. A backward
-        is twice that, so the ratio stays.
-
-        Args:
-            hidden_size: h, the width of the model.
-            ffn_hidden_size: Width of the feed-forward network, with mixtures of experts of all that
-                a token visits; None: 4h.
-            gated: Whether the network has a third matrix, as SwiGLU has.
-            query_width: Heads times width of a head; None: h.
-            key_width: Groups of keys times width of a head; None: that of the queries.
-
-        Raises:
-            ScheduleError: The width is not positive.
-        """
-        if hidden_size < 1:
-            raise ScheduleError(f"a model of width {hidden_size} has no cost; use 1 or more")
-        query_width = query_width or hidden_size
-        key_width = key_width or query_width
-        ffn = (3 if gated else 2) * (ffn_hidden_size or 4 * hidden_size)
-        weights = hidden_size * (2 * query_width + 2 * key_width + ffn)
-        return cls(2.0 * weights, 2.0 * query_width)
-
-    def of_length(self, length: int) -> float:
-        """Return the cost of one sample of so many tokens."""
-        return self.linear * length + self.quadratic * length * length
-
-    def of_pack(self, lengths: Sequence[int]) -> float:
-        """Return the cost of a micro-batch of samples that do not attend to each other."""
-        # Exact: micro-batches of the same lengths cost the same, in whatever order they hold them.
-        return fsum(map(self.of_length, lengths))
 
 
 def fills_of(placement: Placement) -> float:

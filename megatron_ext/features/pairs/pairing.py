@@ -16,6 +16,7 @@ exist.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count, pairwise
@@ -23,38 +24,38 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.simulate import Clock, fastest
-from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.costs import UNIT, Costs, exchanging
 from megatron_ext.schedules.table.memory import most_alive
+from megatron_ext.schedules.table.table_change import TableChange
 from megatron_ext.schedules.table.transforms import ahead
 from megatron_ext.schedules.table.walk import stuck
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Action, Row, Schedule
+    from megatron_ext.schedules.table.actions import Action, Option, Row, Schedule
 
-# All-to-all over the computation beside it, where costs have none: the middle of the three that
-# `benchmarks/expert_overlap.py` measures.
-_DEFAULT_EXCHANGE = 0.6
 # Micro-batches by which an order that is placed anew may be ahead of its table, unless none ends.
 _MAX_LEAD = 3
 
 
-def exchanging(costs: Costs) -> Costs:
-    """Return costs with a share of all-to-all, the usual one if they have none.
+class PairChange(TableChange):
+    """The option `pairs` of `generate`: a table with pairs."""
 
-    Equal times, the default, are those of computation: all-to-all makes forwards and input
-    gradients longer than weight gradients. Others were measured with it.
-    """
-    if costs.all_to_all:
-        return costs
-    scale = 1.0
-    if costs.forward == costs.input == costs.weight:
-        scale += _DEFAULT_EXCHANGE
-    return replace(
-        costs,
-        forward=scale * costs.forward,
-        input=scale * costs.input,
-        all_to_all=_DEFAULT_EXCHANGE / (1 + _DEFAULT_EXCHANGE),
-    )
+    def __init__(self, options: Mapping[str, Option]) -> None:
+        self._is_on = bool(options.get("pairs", False))
+
+    def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
+        """Return the table with pairs, unless it has some already."""
+        return paired(schedule, costs) if self._is_on else schedule
+
+    def costs(self, costs: Costs) -> Costs:
+        """Return costs with all-to-all: a search must know that F and I wait for it."""
+        return exchanging(costs) if self._is_on else costs
+
+    def change(self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool) -> Schedule:
+        """Return the table with pairs, in the order of the generator if it is made for them."""
+        if not self._is_on:
+            return schedule
+        return marked_pairs(schedule) if is_made_for_pairs else paired(schedule, costs)
 
 
 def marked_pairs(schedule: Schedule) -> Schedule:
@@ -183,13 +184,13 @@ def _placed_tables(schedule: Schedule, costs: Costs, *, has_fallback: bool) -> l
 
 
 def _with_pairs(schedule: Schedule, rows: tuple[Row, ...], pairs: list[set[int]]) -> Schedule:
-    options = {key: value for key, value in schedule.options.items() if key != "overlap"}
-    return replace(
-        schedule,
-        rows=rows,
-        pairs=tuple(map(frozenset, pairs)) if any(pairs) else (),
-        options={**options, "pairs": True},
-    )
+    options = dict(schedule.options)
+    options.pop("overlap", None)
+    options["pairs"] = True
+    begins: tuple[frozenset[int], ...] = ()
+    if any(pairs):
+        begins = tuple(map(frozenset, pairs))
+    return replace(schedule, rows=rows, pairs=begins, options=options)
 
 
 def _warm_up(row: Row) -> int:
@@ -241,7 +242,9 @@ class _Placing:
         self._waits = waits
         self._feeds = feeds
         # By action: the inputs that have not arrived.
-        self._missing = Counter(fed.action for targets in feeds.values() for fed in targets)
+        self._missing: Counter[Action] = Counter()
+        for targets in feeds.values():
+            self._missing.update(fed.action for fed in targets)
         self._clock = Clock(schedule, costs)
         self._cap = extra_activations + max(map(most_alive, schedule.rows))
         ranks = range(len(schedule.rows))

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.features.lengths.length_balance import best_order, makespan_of
 from megatron_ext.schedules import Costs, Schedule, generate, simulate
-from megatron_ext.schedules.search.length_balance import best_order, makespan_of
 from tests.schedules.strategies import COSTS, schedules
 
 

@@ -311,15 +311,15 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
     from megatron.core import utils
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron_ext.runtime import sliced_compute
-    from megatron_ext.runtime.runtime import in_force
+    from megatron_ext.features.slices import sliced_compute
+    from megatron_ext.features.slices.slice_steps import kept_state
     from tests.pipelines import use
     from tests.runtime import small_gpt
 
     small_gpt.SEQUENCE = SEQUENCE
     start_parallel()
     use(None)
-    kept = in_force().kept
+    kept = kept_state()
     settings = dict(settings)
     is_packed = settings.pop("packed", False)
     if settings.pop("fused", False):
@@ -406,7 +406,7 @@ def joined_after_freeing() -> list[float]:
     """Join two slices, the first of whose keys are freed in between, as by recomputation."""
     import torch
 
-    from megatron_ext.runtime.sliced_compute import _Joined, _Kept
+    from megatron_ext.features.slices.sliced_compute import _Joined, _Kept
 
     kept = _Kept()
     first = torch.ones(2, 1, 1, 1)
@@ -424,7 +424,7 @@ import sys
 from tests.runtime import te_stand_in
 te_stand_in.install()
 import megatron_ext
-from tests.runtime.test_sliced_compute import MODELS, worst_difference
+from tests.features.slices.test_sliced_compute import MODELS, worst_difference
 settings = MODELS[sys.argv[1]] | {"te": True}
 # Rotary positions would copy queries, which else are parts of a projection.
 settings |= {"apply_rope_fusion": True} if "packed" in settings else {"rotary": False}
@@ -486,7 +486,7 @@ def saved_bytes(num_slices: int) -> float:
     """Return what autograd keeps of a micro-batch's forwards, in tensors that are no weights."""
     import torch
 
-    from megatron_ext.runtime.runtime import in_force
+    from megatron_ext.features.slices.slice_steps import kept_state
     from megatron_ext.schedules.table.slices import shares_of_equal_cost, token_bounds
     from tests.pipelines import use
     from tests.runtime import small_gpt
@@ -494,7 +494,7 @@ def saved_bytes(num_slices: int) -> float:
     length = small_gpt.SEQUENCE = 1024
     start_parallel()
     use(None)
-    kept = in_force().kept
+    kept = kept_state()
     model = small_gpt.build(use_ddp=False, **PLAIN, recompute_granularity="selective")
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, torch.Tensor] = {}
@@ -526,7 +526,7 @@ def own_model(num_slices: int, declares: bool = True) -> dict[str, Any]:
     import torch
 
     import megatron_ext
-    from megatron_ext.runtime.sliced_compute import with_earlier_slices
+    from megatron_ext.features.slices.sliced_compute import with_earlier_slices
 
     build = megatron_ext.configure(
         megatron_ext.PipelineConfig(schedule="zb-v", slices=num_slices, device="cpu"),
@@ -628,8 +628,8 @@ def cut_batches() -> None:
     import torch
 
     from megatron_ext.errors import ScheduleError
+    from megatron_ext.features.slices.sliced_compute import SlicedData
     from megatron_ext.runtime.compute import MicrobatchData
-    from megatron_ext.runtime.sliced_compute import SlicedData
 
     def item(number: int) -> dict[str, Any]:
         tokens = torch.arange(SEQUENCE).expand(2, -1) + 100 * number
@@ -694,8 +694,8 @@ def wrong_layers() -> list[str]:
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_ext.errors import ScheduleError
-    from megatron_ext.runtime.runtime import in_force
-    from megatron_ext.runtime.sliceable import check_model
+    from megatron_ext.features.slices.slice_steps import kept_state
+    from megatron_ext.features.slices.sliceable import check_model
     from tests.pipelines import use
     from tests.runtime import small_gpt
 
@@ -715,7 +715,7 @@ def wrong_layers() -> list[str]:
         found.append(str(raised.value))
     use(None)
     tokens = torch.arange(11)[None]
-    running = in_force().kept.of(0, 0, 0, BOUNDS, backward=False)
+    running = kept_state().of(0, 0, 0, BOUNDS, backward=False)
     with running, pytest.raises(ScheduleError) as raised:
         model(tokens, tokens, None, labels=tokens, padding_mask=tokens > 7)
     return [*found, str(raised.value)]
@@ -733,7 +733,7 @@ def strange_models() -> list[str]:
     import torch
 
     from megatron_ext.errors import ScheduleError
-    from megatron_ext.runtime.sliceable import check_model
+    from megatron_ext.features.slices.sliceable import check_model
     from tests.runtime import small_gpt
 
     class Mean(torch.nn.Module):

@@ -26,8 +26,8 @@ from megatron.core.utils import unwrap_model
 from megatron_ext.config import active
 from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError
+from megatron_ext.features.slices.sliceable import check_model, declares_slices, sliced_layers
 from megatron_ext.runtime.compute import MicrobatchData, StageCompute
-from megatron_ext.runtime.sliceable import check_model, declares_slices, sliced_layers
 from megatron_ext.schedules.table.slices import token_bounds
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class _Document(NamedTuple):
 class RunningSlice:
     """The slice whose forward or backward runs, and what Megatron's layers compute in it.
 
-    `patches/sliced_layers.py` calls its methods in place of Megatron's functions.
+    `sliced_layers.py` calls its methods in place of Megatron's functions.
     """
 
     kept: _Microbatch

@@ -16,13 +16,14 @@ from megatron_ext.config.pipeline_config import (
     PipelineConfig,
 )
 from megatron_ext.errors import ConfigurationError, ScheduleError
-from megatron_ext.runtime.lengths import BalancedStep, cost_of_model, item_cost
+from megatron_ext.features.lengths.balanced_step import BalancedStep, item_cost
+from megatron_ext.features.lengths.length_balance import best_order
+from megatron_ext.runtime.lengths import cost_of_model
 from megatron_ext.schedules import generate
-from megatron_ext.schedules.search.length_balance import LengthCost, best_order
+from megatron_ext.schedules.table.length_cost import LengthCost
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks
-
-from . import toy
+from tests.runtime import toy
 
 LENGTHS = (40, 3, 25, 3, 40, 7, 12, 31)
 M = len(LENGTHS)

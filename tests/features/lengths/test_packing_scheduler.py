@@ -11,13 +11,12 @@ import torch.distributed as dist
 
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.features.lengths.length_balance import best_order
 from megatron_ext.runtime.lengths import cost_of_model
-from megatron_ext.schedules.search.length_balance import best_order
 from megatron_ext.upstream import releases
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks
-
-from . import toy
+from tests.runtime import toy
 
 pytestmark = pytest.mark.skipif(
     (releases.installed_release() or (0, 0)) < (0, 20), reason="0.20 has the packing scheduler"

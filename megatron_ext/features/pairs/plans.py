@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import combined_1f1b, utils
 from megatron.core.pipeline_parallel import schedules as upstream
 from megatron.core.tensor_parallel import random
 
+from megatron_ext.observer import overrides
 from megatron_ext.runtime.compute import StageCompute, rng_of_this_step, set_rng_states
 from megatron_ext.upstream.signatures import parameters
 
@@ -49,7 +50,7 @@ def _predicts(layer: Any) -> bool:
 class PlannedCompute(StageCompute):
     """Runs the actions of a training step with pairs; those outside of pairs take plans too."""
 
-    observers: Sequence[Observer] = ()
+    observers: Sequence[Observer] = field(default=(), init=False)
     """Observers of the exchanges of tokens."""
 
     def __post_init__(self) -> None:
@@ -59,10 +60,14 @@ class PlannedCompute(StageCompute):
             kind["high_priority"] = self.call.config.high_priority_a2a_comm_stream
         utils.set_streams(**kind)
 
+    def observe(self, observers: Sequence[Observer]) -> None:
+        """Let those observers that want to see the exchanges of tokens."""
+        self.observers = [o for o in observers if overrides(o, "end_exchange")]
+
     def run_pair(
         self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """Run F of a micro-batch and B or I of another (`executor.RunPair`)."""
+        """Run F of a micro-batch and B or I of another, see `StageCompute.run_pair`."""
         for tensor in inputs:
             if tensor is not None:
                 tensor.requires_grad_()
@@ -154,8 +159,9 @@ class PlannedCompute(StageCompute):
             # In this order: what recomputes runs the nodes that observers see, and what leaves
             # weight gradients to W wraps both.
             if self.observers:
+                backward_kind: Kind = "I" if splits else "B"
                 for layer in layers:
-                    self._observe(layer, key, "I" if splits else "B")
+                    self._observe(layer, key, backward_kind)
             for layer in self._recomputed(layers):
                 self._recompute(layer)
             if splits:

@@ -8,10 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.comparison import Choice, possible_tables
-from megatron_ext.schedules.generators.catalog import registered
-from megatron_ext.schedules.search.length_balance import (
-    LengthCost,
+from megatron_ext.features.lengths.length_balance import (
     best_order,
     deal_out,
     fills_of,
@@ -19,10 +16,13 @@ from megatron_ext.schedules.search.length_balance import (
     packs_in_file_order,
     shortest,
 )
+from megatron_ext.schedules.comparison import Choice, possible_tables
+from megatron_ext.schedules.generators.catalog import registered
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.costs import Costs
+    from megatron_ext.schedules.table.length_cost import LengthCost
 
 MAX_BATCHES = 4
 """Global batches that are simulated: the first ones of the file."""

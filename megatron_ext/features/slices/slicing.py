@@ -16,7 +16,7 @@ backwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,12 +26,53 @@ from megatron_ext.schedules.search.simulate import fastest, simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.memory import most_alive
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
+from megatron_ext.schedules.table.table_change import TableChange
 from megatron_ext.schedules.table.transforms import ahead
 from megatron_ext.schedules.table.validation import check_actions
 from megatron_ext.schedules.table.walk import stuck
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Action, Row, Schedule
+    from megatron_ext.schedules.table.actions import Action, Kind, Option, Row, Schedule
+
+
+class SliceChange(TableChange):
+    """The option `slices` of `generate`: a table of micro-batches in so many slices."""
+
+    def __init__(self, options: Mapping[str, Option]) -> None:
+        self._num_slices = int(options.get("slices", 1))
+        self._has_pairs = bool(options.get("pairs", False))
+        self.passes_per_microbatch = self._num_slices
+
+    def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
+        """Return the table of a file, which has its own number of slices, with equal costs.
+
+        Raises:
+            ScheduleError: It has another number of slices.
+        """
+        # 1 is the default: the caller has asked for no number.
+        if self._num_slices not in (1, schedule.num_slices):
+            raise ScheduleError(
+                f"{schedule.name}: the file fixes the number of slices, which is "
+                f"{schedule.num_slices}, not {self._num_slices}; leave it out"
+            )
+        shares = shares_of_equal_cost(schedule.num_slices, costs.attention)
+        return replace(schedule, slices=shares)
+
+    def check(self, name: str) -> None:
+        """Refuse an impossible number before it multiplies the size of the table.
+
+        Raises:
+            ScheduleError: There are pairs as well, or too many slices.
+        """
+        if self._has_pairs and self._num_slices > 1:
+            raise ScheduleError(f"{name}: slices cannot run as pairs yet; leave one of the two out")
+        shares_of_equal_cost(self._num_slices)
+
+    def change(self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool) -> Schedule:
+        """Return the table of slices."""
+        if self._num_slices == 1:
+            return schedule
+        return sliced(schedule, self._num_slices, costs)
 
 
 def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule:
@@ -84,13 +125,16 @@ def _searched_rows(
     """
     chunks = max(map(len, schedule.placement.stages_of))
     peak = max(map(most_alive, schedule.rows))
+    backward: tuple[Kind, ...] = ("B",)
+    if schedule.splits_backward:
+        backward = ("I", "W")
     problem = Problem(
         schedule.placement,
         schedule.num_microbatches // num_slices,
         (peak + chunks * (num_slices - 1)) / num_slices,
         costs,
         shares,
-        ("I", "W") if schedule.splits_backward else ("B",),
+        backward,
     )
     variants = [Variant()]
     for limit in spread(num_slices, num_slices + schedule.pp):

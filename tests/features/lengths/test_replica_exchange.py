@@ -14,19 +14,15 @@ import torch.distributed as dist
 
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ScheduleError, TransportError
-from megatron_ext.runtime.lengths import (
-    BalancedStep,
-    ReplicaExchange,
-    _packed,
-    _placed,
-    cost_of_model,
-)
+from megatron_ext.features.lengths.balanced_step import BalancedStep
+from megatron_ext.features.lengths.length_balance import best_order, deal_out, fills_of
+from megatron_ext.features.lengths.replica_exchange import ReplicaExchange, _packed, _placed
+from megatron_ext.runtime.lengths import cost_of_model
 from megatron_ext.schedules import Placement, generate
-from megatron_ext.schedules.search.length_balance import LengthCost, best_order, deal_out, fills_of
+from megatron_ext.schedules.table.length_cost import LengthCost
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks
-
-from . import toy
+from tests.runtime import toy
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline

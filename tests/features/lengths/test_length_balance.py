@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules import Costs, generate, simulate
-from megatron_ext.schedules.search.length_balance import (
-    LengthCost,
+from megatron_ext.features.lengths.length_balance import (
     best_order,
     deal_out,
     fills_of,
@@ -20,6 +18,8 @@ from megatron_ext.schedules.search.length_balance import (
     packs_in_file_order,
     shortest,
 )
+from megatron_ext.schedules import Costs, generate, simulate
+from megatron_ext.schedules.table.length_cost import LengthCost
 
 MAX_TOKENS = 100
 LENGTHS = st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=60)

@@ -1,0 +1,1 @@
+"""Micro-batches of unequal lengths: ordered by cost, and dealt out to replicas."""

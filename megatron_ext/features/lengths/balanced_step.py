@@ -1,0 +1,154 @@
+"""The micro-batches of one step, read ahead and run in an order that follows from their lengths.
+
+`--pipeline-balance` reads the micro-batches of a step ahead. `order` runs them in the order that a
+simulation of the table finds shortest. `pack` first deals them out to the data-parallel replicas,
+so that none has more work than the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from math import nan
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.devices import device_of
+from megatron_ext.errors import ScheduleError
+from megatron_ext.features.lengths.length_balance import best_order, fills_of
+from megatron_ext.runtime.lengths import item_size
+
+if TYPE_CHECKING:
+    from megatron_ext.features.lengths.replica_exchange import ReplicaExchange
+    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.schedules.table.costs import Costs
+    from megatron_ext.schedules.table.length_cost import LengthCost
+
+
+def item_cost(item: Any, cost: LengthCost) -> float:
+    """Return what a micro-batch costs, of which the data iterator gives what `item_size` reads.
+
+    Raises:
+        ScheduleError: The item does not say how long its samples are.
+    """
+    size = item_size(item)
+    if size is not None:
+        return cost.linear * size.tokens + cost.quadratic * size.pairs
+    contents = f"a {type(item).__name__}"
+    if isinstance(item, Mapping) and item:
+        contents = ", ".join(str(name) for name in item)
+    raise ScheduleError(
+        f"--pipeline-balance needs the lengths of micro-batches, from tokens or cu_seqlens of what "
+        f"the data iterator gives, which is {contents}; leave --pipeline-balance out"
+    )
+
+
+@dataclass
+class BalancedStep:
+    """The order of one training step on this rank.
+
+    The file's micro-batch `order[i]` runs as micro-batch i of the table.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    length_cost: LengthCost
+    replicas: ReplicaExchange | None = None
+    """Replicas that share out their micro-batches; None: this one runs what it reads."""
+    order: tuple[int, ...] | None = field(default=None, init=False)
+    """By micro-batch of the table: its number in the file, which counts the micro-batches of all
+    `replicas`; None: no data was read so far."""
+    _received: dict[int, Any] | None = field(default=None, init=False)
+    """With `replicas`: what this replica runs, by number."""
+
+    def iterator(self, items: Any) -> Iterator[Any] | None:
+        """Return an iterator over a chunk's micro-batches in the order of the step.
+
+        The first `next` fetches all from `items`, Megatron's data iterator; None: it has no data.
+
+        Raises:
+            ScheduleError: The data come from something else.
+        """
+        if items is None:
+            return None
+        if not hasattr(items, "__next__"):
+            raise ScheduleError(
+                f"--pipeline-balance reads the micro-batches of a step ahead, which a "
+                f"{type(items).__name__} does not allow; leave --pipeline-balance out"
+            )
+        return self._ordered(items)
+
+    def _ordered(self, items: Iterator[Any]) -> Iterator[Any]:
+        # Chunks of one rank read the same data; the first of them decides.
+        held = self._decided(items) if self.order is None else self._fetched(items)
+        if self._received is not None:
+            # Forward steps write into what they read, and the next chunk reads it too.
+            held = {number: copy(item) for number, item in self._received.items()}
+        assert self.order is not None
+        for number in self.order:
+            yield held.pop(number)
+
+    def _decided(self, items: Iterator[Any]) -> dict[int, Any]:
+        """Choose the micro-batches and their order; return them by number."""
+        # All ranks that read data see the same lengths, so they choose the same order without a
+        # message; ranks that read none keep the table's. The gradient is the same sum, in this
+        # order.
+        replicas, num_microbatches = self.replicas, self.schedule.num_microbatches
+        try:
+            held = self._fetched(items)
+            costs = [item_cost(item, self.length_cost) for item in held.values()]
+        except Exception:
+            if replicas is not None:
+                replicas.costs([nan] * num_microbatches)  # the others wait for it
+            raise
+        if replicas is not None:
+            # A rank comes here when it first reads data in a step. No circle of waits can arise:
+            # the first reading of a stage depends on stages before it alone, in each replica.
+            costs = replicas.costs(costs)
+            held = replicas.shared_out(held, costs, fills_of(self.schedule.placement))
+            self._received = held
+        numbers = sorted(held)
+        places = best_order(self.schedule, [costs[number] for number in numbers], self.costs)
+        self.order = tuple(numbers[place] for place in places)
+        return held
+
+    def _fetched(self, items: Iterator[Any]) -> dict[int, Any]:
+        """Fetch the micro-batches of the step, by number in the file."""
+        held: dict[int, Any] = {}
+        num_microbatches = self.schedule.num_microbatches
+        first, step = 0, 1
+        if self.replicas is not None:
+            first, step = self.replicas.group.rank(), self.replicas.group.size()
+        try:
+            for place in range(num_microbatches):
+                held[first + step * place] = next(items)  # RerunDataIterator has no __iter__
+        except StopIteration:
+            raise ScheduleError(
+                f"the data ended after {len(held)} of {num_microbatches} micro-batches of a step; "
+                "train fewer iterations, or give more data"
+            ) from None
+        return held
+
+    def in_file_order(
+        self,
+        reports: Mapping[int, Any],
+        tensor_parallel: dist.ProcessGroup,
+        chunks: Sequence[torch.nn.Module],
+    ) -> dict[int, Any]:
+        """Return reports by micro-batch of the table as reports by micro-batch of the file.
+
+        Collective over the tensor-parallel group where there are reports: of its ranks the first
+        reads data. It communicates on the device of the model's `chunks`.
+        """
+        if not reports:
+            return {}
+        order = list(self.order or range(self.schedule.num_microbatches))
+        if tensor_parallel.size() > 1:
+            shared = torch.tensor(order, device=device_of(chunks))
+            source = dist.get_process_group_ranks(tensor_parallel)[0]
+            dist.broadcast(shared, source, group=tensor_parallel)
+            order = shared.tolist()
+        return {order[microbatch]: report for microbatch, report in reports.items()}

@@ -1,0 +1,48 @@
+"""Where the balance of lengths joins the steps of a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_ext.devices import device_of
+from megatron_ext.features.lengths.balanced_step import BalancedStep
+from megatron_ext.features.lengths.replica_exchange import ReplicaExchange
+from megatron_ext.runtime.feature import Feature, Model
+from megatron_ext.runtime.lengths import cost_of_model
+from megatron_ext.transport.torch_dist import groups_of_ranks
+
+if TYPE_CHECKING:
+    from megatron_ext.runtime.program import Table
+
+
+class LengthSteps(Feature):
+    """The order of micro-batches in the training steps of a model under `--pipeline-balance`."""
+
+    def __init__(self, model: Model) -> None:
+        self._pipeline = model.pipeline
+        self._replicas = _sharing_replicas(model)
+
+    def data_order(self, table: Table, config: Any) -> BalancedStep | None:
+        """Return the order of one training step, see `Feature.data_order`."""
+        if self._pipeline.config.balance == "off":
+            return None
+        cost = self._pipeline.config.length_costs or cost_of_model(config)
+        return BalancedStep(table.schedule, self._pipeline.costs, cost, self._replicas)
+
+
+def _sharing_replicas(model: Model) -> ReplicaExchange | None:
+    """Return the exchange of data-parallel replicas that share out their micro-batches.
+
+    None: each runs what it reads.
+    """
+    if model.pipeline.config.balance != "pack":
+        return None
+    group = getattr(model.groups, "dp", None) or parallel_state.get_data_parallel_group()
+    members = tuple(dist.get_process_group_ranks(group))
+    if len(members) == 1:  # so it is on all ranks
+        return None
+    gloo = groups_of_ranks([members], model.pipeline.timeout_s, backend="gloo")
+    return ReplicaExchange(gloo[members], device_of(model.chunks))

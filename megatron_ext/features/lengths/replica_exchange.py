@@ -1,0 +1,136 @@
+"""Data-parallel replicas that share out the micro-batches of a step by what they cost."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.errors import ScheduleError, TransportError
+from megatron_ext.features.lengths.length_balance import deal_out
+
+
+@dataclass(frozen=True)
+class ReplicaExchange:
+    """The data-parallel replicas of this rank's stages, which share out their micro-batches.
+
+    Micro-batches are numbered as by Megatron's samplers: of n replicas, r reads r, r + n, ...
+    """
+
+    group: dist.ProcessGroup
+    """Of the ranks with the same stages in all replicas, over gloo."""
+    device: torch.device
+    """Where tensors go that were on a device of the sender."""
+
+    def costs(self, own_costs: Sequence[float]) -> list[float]:
+        """Return the costs of all replicas' micro-batches, by number. Collective.
+
+        This replica gives its own; NaN: it could not read them, and raises the reason itself.
+
+        Raises:
+            ScheduleError: Another replica could not read its micro-batches.
+            TransportError: Another replica does not answer.
+        """
+        own_row = torch.tensor(own_costs, dtype=torch.float64)
+        rows = [torch.empty_like(own_row) for _ in range(self.group.size())]
+        with self._waiting("what their micro-batches cost"):
+            dist.all_gather(rows, own_row, group=self.group)
+        costs: list[float] = torch.stack(rows, dim=1).flatten().tolist()
+        failed = [rank for rank, row in enumerate(rows) if bool(row.isnan().any())]
+        # The replica that failed raises its own reason.
+        if failed and not math.isnan(own_costs[0]):
+            raise ScheduleError(
+                f"--pipeline-balance pack: data-parallel rank {failed[0]} could not read its "
+                "micro-batches of this step; its own line says why"
+            )
+        return costs
+
+    def shared_out(
+        self, held: Mapping[int, Any], costs: Sequence[float], fills: float
+    ) -> dict[int, Any]:
+        """Return the micro-batches that this replica runs, by number. Collective.
+
+        `held` are those that it has read; `costs` are of all. The pipeline takes `fills`
+        micro-batches to fill and drain.
+
+        Raises:
+            ScheduleError: A micro-batch holds other things than tensors and plain data.
+            TransportError: Another replica does not answer.
+        """
+        # Each replica has read its own micro-batches as ever, so data loaders, checkpoints and the
+        # global batch stay as they are; all compute these shares, and send what another one runs.
+        shares = deal_out(costs, self.group.size(), fills)
+        if self._leaves_all_in_place(shares):
+            return dict(held)
+        sent: list[dict[int, Any]] = []
+        for share in shares:
+            sent.append({number: held[number] for number in share if number in held})
+        own_items, sent[self.group.rank()] = sent[self.group.rank()], {}
+        placed = partial(_placed, self.device)
+        for received in self._swapped([_packed(items) for items in sent]):
+            if received:
+                stream = io.BytesIO(received)
+                own_items |= torch.load(stream, map_location=placed, weights_only=True)
+        return own_items
+
+    def _leaves_all_in_place(self, shares: Sequence[Sequence[int]]) -> bool:
+        """Return whether each replica runs what it has read."""
+        for replica, share in enumerate(shares):
+            if any(number % len(shares) != replica for number in share):
+                return False
+        return True
+
+    def _swapped(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Send each replica its part, and return what each has sent."""
+        sizes = torch.tensor([len(part) for part in parts])
+        by_sender = [torch.empty_like(sizes) for _ in parts]
+        together = bytearray(b"".join(parts))
+        outgoing = torch.empty(0, dtype=torch.uint8)
+        if together:
+            outgoing = torch.frombuffer(together, dtype=torch.uint8)
+        with self._waiting("their micro-batches"):
+            dist.all_gather(by_sender, sizes, group=self.group)
+            coming = [int(row[self.group.rank()]) for row in by_sender]
+            incoming = torch.empty(sum(coming), dtype=torch.uint8)
+            dist.all_to_all_single(incoming, outgoing, coming, sizes.tolist(), group=self.group)
+        return [part.numpy().tobytes() for part in incoming.split(coming)]
+
+    @contextmanager
+    def _waiting(self, subject: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(self.group)))
+            raise TransportError(
+                f"--pipeline-balance pack: ranks {ranks} could not exchange {subject}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+
+def _placed(device: torch.device, storage: Any, location: str) -> Any:
+    """Return a storage where the sender had it: on the host, or on the device of this rank."""
+    return storage if location == "cpu" else storage.to(device=device)
+
+
+def _packed(items: dict[int, Any]) -> bytes:
+    if not items:
+        return b""
+    buffer = io.BytesIO()
+    torch.save(items, buffer)
+    buffer.seek(0)
+    # The receiver loads weights only: what it would refuse is an error here, where its cause is.
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if refused:
+        raise ScheduleError(
+            f"--pipeline-balance pack: a micro-batch contains {refused[0]}, but replicas exchange "
+            "tensors, numbers, text and their tuples, lists and dicts only; convert it where the "
+            "data is read, or use --pipeline-balance order"
+        )
+    return buffer.getvalue()

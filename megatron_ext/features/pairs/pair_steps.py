@@ -1,0 +1,66 @@
+"""Where pairs join the steps of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.utils import unwrap_model
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.features.pairs.plans import PlannedCompute
+from megatron_ext.runtime.feature import Feature, Model, Step
+from megatron_ext.runtime.program import PipelineEnds
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_ext.config.active import Pipeline
+    from megatron_ext.runtime.compute import StageCompute
+
+
+class PairSteps(Feature):
+    """Pairs in the training steps of a model."""
+
+    def __init__(self, model: Model) -> None:
+        pipeline = model.pipeline
+        # Under a dynamic order ranks choose their pairs in the step.
+        self._chooses_pairs = pipeline.config.pairs and pipeline.dynamic is not None
+
+    @staticmethod
+    def refuse_model(
+        pipeline: Pipeline, chunks: Sequence[torch.nn.Module], forward_step: Callable[..., Any]
+    ) -> None:
+        """Refuse a model or a forward step without schedule plans, see `Feature.refuse_model`."""
+        if pipeline.config.pairs:
+            _check_plans(chunks, forward_step)
+
+    def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
+        """Return what computes a training step with pairs, see `Feature.compute`."""
+        table, call, shapes = step.table, step.call, step.shapes
+        has_pairs = self._chooses_pairs or bool(table.schedule.pairs_of(table.rank))
+        if call.forward_only or not has_pairs:
+            return None
+        compute = PlannedCompute(call, table, len(shapes["F"]), shapes["B"], step.splits)
+        return compute, PipelineEnds.of_shapes(step.peers, shapes, call.config.pipeline_dtype)
+
+
+def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) -> None:
+    """Check that models and the forward step can make schedule plans, through which pairs run."""
+    remedy = "leave --overlap-moe-expert-parallel-comm out"
+    for chunk in map(unwrap_model, chunks):
+        if not hasattr(chunk, "build_schedule_plan"):
+            raise ScheduleError(
+                f"{type(chunk).__name__} cannot run in pairs, because it lacks the "
+                f"build_schedule_plan that Megatron's GPTModel has; {remedy}"
+            )
+    accepts_flag = any(
+        parameter.name == "return_schedule_plan" or parameter.kind is parameter.VAR_KEYWORD
+        for parameter in signature(step).parameters.values()
+    )
+    if not accepts_flag:
+        raise ScheduleError(
+            "the forward step cannot run in pairs, because it takes no return_schedule_plan; let "
+            f"it return model.build_schedule_plan(...) then, as in pretrain_gpt.py, or {remedy}"
+        )

@@ -1,0 +1,1 @@
+"""Micro-batches that run through the pipeline part by part of their sequence (docs/slices.md)."""

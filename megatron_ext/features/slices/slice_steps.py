@@ -1,0 +1,59 @@
+"""Where slices join the steps of a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.features.slices.sliced_compute import KeptState, SlicedCompute
+from megatron_ext.features.slices.sliced_layers import SLICES
+from megatron_ext.runtime.feature import Feature, Model, Step
+from megatron_ext.runtime.lengths import cost_of_model
+from megatron_ext.runtime.program import PipelineEnds
+from megatron_ext.runtime.runtime import in_force
+
+if TYPE_CHECKING:
+    from megatron_ext.config.active import Pipeline
+    from megatron_ext.runtime.compute import StageCompute
+    from megatron_ext.runtime.program import Shapes
+
+
+def kept_state() -> KeptState:
+    """Return what layers keep from slice to slice; patches of layers read it."""
+    kept: KeptState = in_force().kept_by_feature.setdefault(SLICES, KeptState())
+    return kept
+
+
+class SliceSteps(Feature):
+    """Slices in the training steps of a model."""
+
+    def __init__(self, model: Model) -> None:
+        self._has_slices = model.pipeline.config.slices > 1
+
+    @staticmethod
+    def pipeline_of(pipeline: Pipeline, config: Any, seq_length: int) -> Pipeline:
+        """Return the pipeline with slices that cost the same in this model."""
+        if pipeline.config.slices == 1:
+            return pipeline
+        cost = pipeline.config.length_costs or cost_of_model(config)
+        return pipeline.with_attention(cost.attention_share(seq_length))
+
+    def shapes_on_wires(self, shapes: Shapes) -> Shapes:
+        """Let shapes travel with the tensors: slices differ in length."""
+        if not self._has_slices:
+            return shapes
+        return {kind: [None] * len(of_kind) for kind, of_kind in shapes.items()}
+
+    def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
+        """Return what computes a step of slices, see `Feature.compute`."""
+        table, call = step.table, step.call
+        if table.schedule.num_slices == 1:
+            return None
+        shapes = self.shapes_on_wires(step.shapes)
+        compute = SlicedCompute(
+            call, table, len(shapes["F"]), shapes["B"], step.splits, kept=kept_state()
+        )
+        return compute, PipelineEnds.of_shapes(step.peers, shapes, call.config.pipeline_dtype)
+
+    def step_failed(self) -> None:
+        """Forget what layers keep."""
+        kept_state().clear()
