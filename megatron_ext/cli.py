@@ -1,7 +1,7 @@
 """The `megatron-ext` command: a subcommand for each task other than training.
 
-Each `_add_*` registers a subcommand and its `_run_*`, which returns an exit code. Only those import
-torch and Megatron, so `--help` and errors are immediate.
+Each `_add_*` registers a subcommand and its `_run_*`, which returns an exit code. Only the `_run_*`
+functions import torch and Megatron, so `--help` and errors are immediate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REMOVED = {
     "--fp8": "use --precision fp8",
     "--markdown": "python website/patch_table.py prints that table",
 }
-"""Flags of 0.1.0, each with what to do instead."""
+"""Flags of 0.1.0 that were removed -> what to do instead."""
 _Subparsers = Any  # argparse._SubParsersAction is private
 
 
@@ -53,18 +53,18 @@ _GROUPS = {
         "patches": "megatron-ext patches check",
     },
 }
-"""Group and its page of documentation -> command -> an example of it."""
+"""Group and its page of documentation -> command -> an example of its use."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line in our own words."""
+    """A parser that reports errors in one line, in this package's style."""
 
     def error(self, message: str) -> NoReturn:
         print(f"megatron-ext: error: {line_of(parser_line(self, message))}", file=sys.stderr)
         raise SystemExit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; the command's own parser names arguments that are left over."""
+        """Parse; the command's own parser reports arguments that are left over."""
         found, left = self.parse_known_args(args, namespace)
         if left:
             command = getattr(found, "parser", self)
@@ -75,7 +75,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _overview(commands: dict[str, str]) -> str:
-    """Return the help of `megatron-ext` itself, from the line of each command."""
+    """Return the help of `megatron-ext` itself, from the help line of each command."""
     lines = [
         "usage: megatron-ext COMMAND ...",
         "",
@@ -92,9 +92,9 @@ def _overview(commands: dict[str, str]) -> str:
 
 
 def lacking(error: ModuleNotFoundError) -> str:
-    """Return the line for a module that this Python lacks."""
+    """Return the error line for a module missing from this Python installation."""
     checkout = Path(__file__).resolve().parents[1]
-    # No index has the package yet, so a checkout installs itself.
+    # No index has the package yet, so in a checkout, recommend installing the checkout.
     is_checkout = (checkout / "pyproject.toml").is_file()
     package = f"-e {shlex.quote(str(checkout))}" if is_checkout else "megatron-ext"
     return (
@@ -123,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_upstream(subparsers)
     helps = {one.dest: one.help for one in subparsers._choices_actions}
     overview = _overview(helps)
-    # argparse lists commands without groups and examples.
+    # argparse would list commands without groups and examples.
     parser.format_help = lambda: overview + "\n"  # type: ignore[method-assign]
     for (_, page), examples in _GROUPS.items():
         for name in examples.keys() & subparsers.choices.keys():
@@ -200,7 +200,8 @@ def _run_upstream(args: argparse.Namespace) -> int:
         return 0
     core = releases.core_version() or "(none)"
     print(f"megatron-core {core} is installed, {releases.SUPPORTED} is supported")
-    tree = upstream.find_tree() or upstream.require_tree()  # the latter says how to get one
+    # The latter raises an error that says how to get one
+    tree = upstream.find_tree() or upstream.require_tree()
     version, commit, problems = upstream.tree_status(tree)
     print(f"{tree}: version {version}, commit {commit[:12] if commit else 'not a git checkout'}")
     for problem in problems:
@@ -212,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the `megatron-ext` command.
 
     Args:
-        argv: Arguments without the program's name; by default those of the process.
+        argv: Arguments without the program's name. None: those of the process.
 
     Returns:
         The exit code: 0; 1 for a check with findings; 2 for a mistake of the user.
@@ -228,7 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         code = int(args.run(args))
-        # While an error is still ours: at the exit Python would print a traceback of a full disk.
+        # Flush while we can still report errors: at exit, Python would print a traceback for a full
+        # disk.
         sys.stdout.flush()
         return code
     except MegatronExtError as error:
@@ -249,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is not None or error.errno not in _NO_ROOM:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered is written at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # buffered output is written at exit
         print(f"megatron-ext: error: standard output: {error.strerror}", file=sys.stderr)
         return 1
 

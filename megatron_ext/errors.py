@@ -20,19 +20,19 @@ _MAX_LINE = 2000
 
 
 Wording = Callable[[str, str], str]
-"""Says a setting for one kind of reader: a field or a flag, and its value, which may be empty."""
+"""Formats a setting for one kind of reader, from its field or flag and its value (may be empty)."""
 
-# A setting in a message: `--flag`, or `--flag=value` where the value belongs to it.
+# A setting in a message: `--flag`, or `--flag=value` if the value belongs to it.
 _SETTING = re.compile(r"(--[a-z0-9][a-z0-9-]*)(?:=(\S*?)(?=[,;:)]*(?:\s|$)))?")
 
 
 def in_python(field: str, value: str) -> str:
-    """Return a setting as a program gives it."""
+    """Return a setting as written in Python."""
     return f"{field}={value}" if value else field
 
 
 class _Settings(dict[str, object]):
-    """What a template names: given values, and any setting in a reader's words."""
+    """Values for a template: the given ones, and any setting in the reader's terms."""
 
     def __init__(self, wording: Wording, values: Mapping[str, object]) -> None:
         super().__init__(values)
@@ -43,7 +43,7 @@ class _Settings(dict[str, object]):
 
 
 class _Setting(NamedTuple):
-    """A setting, which is formatted with its value as the format."""
+    """A setting that is formatted with its value as the format specification."""
 
     field: str
     wording: Wording
@@ -65,26 +65,26 @@ class ArgumentsError(UserError):
 
 
 class ConfigurationError(ArgumentsError):
-    """A value of a configuration is impossible, or two values exclude each other.
+    """A configuration value is impossible, or two values exclude each other.
 
-    Its template names settings by their fields, in braces and perhaps with a value:
-    `{slices:4} cannot run with {pairs}`. Each reader gets them in words of its own: `slices=4` in
-    Python, `--pipeline-slices 4` on a command line (`megatron_ext.config.flags.in_flags`).
+    Its template names settings by their fields, in braces and optionally with a value: `{slices:4}
+    cannot run with {pairs}`. Each reader gets them in familiar terms: `slices=4` in Python,
+    `--pipeline-slices 4` on a command line (`megatron_ext.config.flags.in_flags`).
     """
 
     def __init__(self, template: str, **values: object) -> None:
-        """Keep the template; values by name are for `{name.attribute}` in it."""
+        """Keep the template. Keyword arguments are the values for `{name.attribute}` in it."""
         self.template = template
         self.values = values
         super().__init__(self.worded(in_python))
 
     def worded(self, wording: Wording) -> str:
-        """Return the message with its settings in a reader's words."""
+        """Return the message with its settings in the reader's terms."""
         return self.template.format_map(_Settings(wording, self.values))
 
 
 class DataError(UserError):
-    """A data file, tokenizer or checkpoint is missing, damaged or of another kind than expected."""
+    """A data file, tokenizer or checkpoint is missing, damaged or not of the expected kind."""
 
 
 class DeviceError(UserError):
@@ -100,11 +100,11 @@ class LaunchError(UserError):
 
 
 class HangError(MegatronExtError):
-    """No rank makes progress; the message names the one that the others wait for.
+    """No rank makes progress; the message names the rank that the others wait for.
 
     Args:
         message: The waits, from one rank to the next.
-        rank: Global rank of that one; None if several wait for each other.
+        rank: Global rank that the others wait for; None if several wait for each other.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -113,7 +113,7 @@ class HangError(MegatronExtError):
 
 
 class PatchConflict(MegatronExtError):
-    """Two patches that exclude each other are active on one target."""
+    """Two patches that exclude each other are active on the same target."""
 
 
 class EffectMissing(MegatronExtError):
@@ -121,11 +121,11 @@ class EffectMissing(MegatronExtError):
 
 
 class TransportError(MegatronExtError):
-    """A message could not be carried; names the peer, the message and the seconds waited."""
+    """A message could not be carried; gives the peer, the message and the seconds waited."""
 
 
 class TransportTimeout(TransportError):
-    """A peer is there, but a message did not come, or was not taken, in time."""
+    """A peer is alive, but a message did not arrive, or was not received, in time."""
 
 
 class PeerDied(TransportError):
@@ -136,8 +136,8 @@ class PeerAborted(TransportError):
     """A peer aborted; the message repeats its reason.
 
     Args:
-        message: What could not be carried, and why.
-        reason: Why the first rank gave up, with its number: what further peers are told.
+        message: Which message could not be carried, and why.
+        reason: Why the first rank gave up, with its number; passed on unchanged to further peers.
     """
 
     def __init__(self, message: str, reason: str = "") -> None:
@@ -146,7 +146,7 @@ class PeerAborted(TransportError):
 
 
 class PeerClosed(TransportError):
-    """A peer closed its connection in order, but too early."""
+    """A peer closed its connection properly, but too early."""
 
 
 class MessageMismatch(TransportError):
@@ -154,7 +154,7 @@ class MessageMismatch(TransportError):
 
 
 def shortened(text: str, limit: int = _MAX_WORD) -> str:
-    """Return the text, with its middle left out if it exceeds the limit of characters."""
+    """Return the text; if it exceeds the limit of characters, its middle is left out."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -166,7 +166,7 @@ def line_of(message: object) -> str:
 
     Shortens long words, and escapes control characters of terminals.
     """
-    # Messages quote names of files and words of peers, which may hold what a terminal would obey.
+    # Messages quote file names and words of peers, which may contain terminal control sequences.
     words = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda match: shortened(match[0]), str(message))
     text = shortened(words, _MAX_LINE)
     characters = []
@@ -177,11 +177,11 @@ def line_of(message: object) -> str:
 
 
 def reworded(message: str, wording: Wording) -> str:
-    """Return a message in a reader's words; it has settings as `--flag` or `--flag=value`."""
+    """Return a message in a reader's terms; its settings are `--flag` or `--flag=value`."""
     return _SETTING.sub(lambda setting: wording(setting[1], setting[2] or ""), message)
 
 
-# argparse has no codes for its errors, only text.
+# argparse has no error codes, only text.
 _INVALID_VALUE = re.compile(r"argument (.*?): invalid (\w+) value: (.*)")
 _INVALID_CHOICE = re.compile(r"argument (.*?): invalid choice: '?(.*?)'? \(choose .*")
 _MISSING = re.compile(
@@ -191,7 +191,7 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
 
 
 def parser_line(parser: ArgumentParser, message: str) -> str:
-    """Return an error of argparse in our own words, with a known name that is close."""
+    """Return an argparse error in this package's style, with the closest known name as a hint."""
     see_help = f"see {parser.prog} --help"
     if match := _INVALID_VALUE.fullmatch(message):
         name, kind, value = match.groups()
@@ -206,15 +206,15 @@ def parser_line(parser: ArgumentParser, message: str) -> str:
         return f"{', '.join(names)} {verb} missing; {see_help}"
     if match := _UNKNOWN.fullmatch(message):
         return _unknown_arguments(parser, match[1].split(), see_help)
-    # Not recognised, as after a change in another Python: shown as it is.
+    # Show unrecognised text unchanged, for example after a change in another Python.
     return f"{message.removeprefix('argument ')}; {see_help}"
 
 
 def _invalid_choice(parser: ArgumentParser, name: str, value: str) -> str:
-    """Return what is wrong with a value that is none of an argument's choices."""
+    """Return the error for a value that is not one of an argument's choices."""
     choices: list[str] = []
     for action in parser._actions:
-        # argparse names an argument by its flags, else by its metavar, else by its destination.
+        # argparse names an argument by its flags, otherwise by its metavar or its destination.
         names = ["/".join(action.option_strings), *action.option_strings]
         names.append(str(action.metavar or action.dest))
         if name in names:
@@ -229,7 +229,7 @@ def _invalid_choice(parser: ArgumentParser, name: str, value: str) -> str:
 
 
 def _unknown_arguments(parser: ArgumentParser, words: list[str], see_help: str) -> str:
-    """Return which words a parser does not know, each with a flag that is close."""
+    """Return the error for words that a parser does not know, each with the closest flag."""
     flags: list[str] = []
     for action in parser._actions:
         flags += action.option_strings
@@ -251,7 +251,7 @@ def _unknown_arguments(parser: ArgumentParser, words: list[str], see_help: str) 
 
 
 def message_of(error: BaseException) -> str:
-    """Return an error's message, or the line that raised it if it has none.
+    """Return an error's message, or the line that raised it if the message is empty.
 
     A division by zero gets both, because its message alone says too little.
     """
@@ -273,7 +273,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def reason_for_peers(error: BaseException) -> str:
-    """Return why this rank gives up, for its peers: the first rank's reason if that is another."""
+    """Return why this rank gives up, for its peers: the first rank's reason if known."""
     if isinstance(error, PeerAborted) and error.reason:
         return error.reason
     if isinstance(error, MegatronExtError):
@@ -285,7 +285,7 @@ def reason_for_peers(error: BaseException) -> str:
 class UpstreamMismatch(MegatronExtError):
     """The installed Megatron is not the one that a patch was written for.
 
-    The target is `module:attribute.path`; `expected` and `found` are signatures or the like.
+    The target is `module:attribute.path`; `expected` and `found` are, for example, signatures.
     """
 
     def __init__(

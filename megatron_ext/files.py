@@ -1,4 +1,4 @@
-"""Files that a user names: read if they end, written atomically, following links, or in place."""
+"""Files named by the user: bounded reads, and writes that are atomic or in place."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 _MAX_DEPTH = 50
-"""Brackets of JSON one inside the other: far more than any of our formats has, and far fewer than
-Python's recursion allows those who print or compare what was read."""
+"""Maximum nesting of brackets in JSON: far more than any of our formats needs, and far below
+Python's recursion limit for code that prints or compares the content."""
 
 
 def is_replaceable(path: Path) -> bool:
@@ -23,7 +23,7 @@ def is_replaceable(path: Path) -> bool:
     Devices and pipes, and files in a folder that accepts no new ones, are written in place.
 
     Raises:
-        OSError: Links form a cycle, or pass through a folder that may not be searched.
+        OSError: Links form a cycle, or pass through a folder without access permission.
     """
     try:
         mode = path.stat().st_mode
@@ -37,28 +37,28 @@ def is_replaceable(path: Path) -> bool:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write, which then replaces the file, or the target of a link.
 
-    If the block raises, the file is unchanged. Devices and pipes are yielded themselves.
+    If the block raises, the file is unchanged. The paths of devices and pipes are yielded as given.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     if not is_replaceable(path):
         yield path
         return
     final = Path(os.path.realpath(path))
-    # On the same disk, or it could not replace the file.
+    # Use the same disk, or the new file could not replace the old one.
     with tempfile.TemporaryDirectory(prefix=".part-", dir=final.parent) as folder:
         scratch = Path(folder) / final.name
         yield scratch
         if final.exists():
-            if not os.access(final, os.W_OK):  # its owner has protected it
+            if not os.access(final, os.W_OK):  # its owner has write-protected it
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
             scratch.chmod(stat.S_IMODE(final.stat().st_mode))
         scratch.replace(final)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by this text, in UTF-8 and with these line ends.
+    """Replace a file with this text, in UTF-8 and without changing line ends.
 
     Raises:
         OSError: It cannot be written; the old content is intact.
@@ -96,7 +96,7 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 
 def read_json(path: Path, max_bytes: int) -> Any:
-    """Return the content of a regular file of JSON.
+    """Return the content of a regular JSON file.
 
     Raises:
         OSError: It cannot be read; `strerror` says why.
@@ -106,7 +106,7 @@ def read_json(path: Path, max_bytes: int) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Return the content of a JSON text that anybody may have written.
+    """Return the content of an untrusted JSON text.
 
     Raises:
         ValueError: It is not JSON, or nested too deeply.
@@ -116,7 +116,7 @@ def parse_json(text: str) -> Any:
         content = json.loads(text)
     except RecursionError:
         raise ValueError(too_deep) from None
-    # Few texts have so many brackets, and only those need the walk.
+    # Only texts with that many brackets need the walk, and they are rare.
     if text.count("[") + text.count("{") > _MAX_DEPTH and not _is_flat(content):
         raise ValueError(too_deep)
     return content

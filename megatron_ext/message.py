@@ -23,27 +23,29 @@ _OF_MICROBATCHES: dict[MessageKind, str] = {
 
 
 class Message(NamedTuple):
-    """Identity of a tensor that crosses ranks, unique in a step for each pair of ranks."""
+    """Identity of a tensor that crosses ranks, unique within a step for each pair of ranks."""
 
     kind: MessageKind
     stage: int
-    """F, B: the stage that needs it. C: the one that may begin a micro-batch. W: the one whose
-    weights they are. P, G: the one that made it. D: 0."""
+    """F, B: the stage that needs the tensor. C: the stage that may begin a micro-batch. W: the
+    stage whose weights are sent. P, G: the stage that produced the tensor. D: 0."""
     microbatch: int
-    """D: number of the decision in a step. W: 0 says if weights follow, n is the n-th bucket."""
+    """D: number of the decision in a step. W: 0 says whether weights follow, n is the n-th bucket.
+    """
     slice: int = 0
     """F, B, P, G: position of the slice in its micro-batch."""
     part: int = 0
-    """F, B: index of the tensor in one hand-over, where stages exchange several. P, G: 1 to the
-    twin, which may take others from the same stage."""
+    """F, B: index of the tensor if stages exchange several at once. P, G: 1 for the twin, which may
+    receive other tensors from the same stage."""
     header: bool = False
-    """F, P, W: it describes the tensors that follow under the same name: how to read them."""
+    """F, P, W: the message describes how to read the tensors that follow under the same identity.
+    """
     launched: bool = False
-    """A notice: the sender has launched what computes the tensor, which follows."""
+    """A notice: the sender has launched the computation of the tensor, which follows."""
 
     @property
     def notice(self) -> Message:
-        """The notice that the sender has launched what computes this tensor."""
+        """The notice that the sender has launched the computation of this tensor."""
         return self._replace(launched=True)
 
     @property
@@ -53,11 +55,11 @@ class Message(NamedTuple):
 
     @property
     def for_host(self) -> bool:
-        """Whether the host acts on it: its tensor never goes to a device."""
+        """Whether the host acts on the message, so that its tensor never goes to a device."""
         return self.header or self.kind in ("C", "D")
 
     def __str__(self) -> str:
-        """Return its name for error messages."""
+        """Return the message's name for error texts."""
         kind, stage, microbatch, position = self[:4]
         if self.launched:
             return f"the launch of {self.tensor}"

@@ -3,10 +3,11 @@
     masked_softmax_fusion & fp16 | bf16 & transformer_impl=local
         its kernel takes as many queries as keys; add --no-masked-softmax-fusion
 
-The lines at the margin say which settings are refused, perhaps after what a message calls them:
-`words: conditions`. `a` is set, `a=x,y` is or holds one of these, `a!=x,y` another, `a>1` is above
-a number or an argument, `!a` the contrary; `a | b & c` is (a or b) and c. The indented lines have
-the reason and, where it is not just to leave the flags out, the remedy.
+The lines at the margin say which settings are rejected, optionally after their name in messages:
+`words: conditions`. `a` means that it is set, `a=x,y` that it is or contains one of these, `a!=x,y`
+that it is something else, `a>1` that it is above a number or an argument, `!a` the opposite;
+`a | b & c` is (a or b) and c. The indented lines contain the reason and, unless it is just to leave
+the flags out, the remedy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 from megatron_ext.errors import reworded
 
 _CONDITION = re.compile(r"(!?)(\w+)(?:(=|!=|>)(\S+))?")
-# Flags that are not named after their argument.
+# Flags whose name differs from that of their argument.
 _SPELT = {
     "fp4": "--fp4-format",
     "fp8": "--fp8-format",
@@ -35,20 +36,20 @@ class Condition(NamedTuple):
     is_negated: bool
     name: str
     operator: str
-    """`=`, `!=` or `>`; empty: the argument is set."""
+    """`=`, `!=` or `>`; empty if the argument only has to be set."""
     operands: tuple[str, ...]
-    """Values; for `>` numbers or arguments, of which the first that is set counts."""
+    """Values; for `>`, numbers or arguments, of which the first one set is used."""
 
     @classmethod
     def read(cls, text: str) -> Condition:
-        """Return the condition of a text, such as `!a` or `a!=x,y`."""
+        """Parse a condition, such as `!a` or `a!=x,y`."""
         match = _CONDITION.fullmatch(text)
         assert match is not None, f"no condition: {text}"
         negation, name, operator, operands = match.groups("")
         return cls(bool(negation), name, operator, tuple(operands.split(",")) if operands else ())
 
     def holds(self, args: object) -> bool:
-        """Return whether it holds for attributes, None for missing ones."""
+        """Return whether the condition holds for these attributes (None if missing)."""
         return self._compares(args) != self.is_negated
 
     def _compares(self, args: object) -> bool:
@@ -62,7 +63,7 @@ class Condition(NamedTuple):
         for item in values:
             if item is None:
                 continue
-            # A value may be an enumeration's member.
+            # A value may be a member of an enumeration.
             word = str(item).rpartition(".")[2]
             if (word in self.operands) == (self.operator == "="):
                 return True
@@ -77,7 +78,7 @@ class Condition(NamedTuple):
 
     @property
     def bounds(self) -> list[str]:
-        """The arguments that it compares with."""
+        """The arguments that the condition compares with."""
         if self.operator != ">":
             return []
         return [operand for operand in self.operands if not operand.isdigit()]
@@ -94,17 +95,17 @@ class Condition(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Settings of Megatron's to refuse."""
+    """Settings of Megatron to reject."""
 
     reads: tuple[str, ...]
-    """The arguments that decide; the first one names the rule."""
+    """The arguments that the rule reads; the first one names the rule."""
     flag: str
-    """What it refuses. This and the next two have settings as `--flag` or `--flag=value`."""
+    """The rejected settings. Here and in the next two, settings are `--flag` or `--flag=value`."""
     reason: str
     remedy: str
-    """Flags to leave out, use or add in place of those."""
+    """Flags to leave out, to use or to add instead."""
     terms: tuple[tuple[Condition, ...], ...]
-    """It refuses where one condition of each term holds."""
+    """The rule rejects if at least one condition of each term holds."""
 
     @property
     def message(self) -> str:
@@ -112,11 +113,11 @@ class Rule(NamedTuple):
         return reworded(f"{self.reason}; {self.remedy}", _as_given)
 
     def refuses(self, args: object) -> bool:
-        """Return whether attributes, None for missing ones, are refused."""
+        """Return whether these attributes (None if missing) are rejected."""
         return all(any(condition.holds(args) for condition in term) for term in self.terms)
 
     def without(self, args: object) -> dict[str, Any]:
-        """Return the attributes that leave out those settings that the first term refuses."""
+        """Return the attributes that turn off the settings that the first term rejects."""
         changes: dict[str, Any] = {}
         for condition in self.terms[0]:
             if not condition.holds(args):
@@ -139,13 +140,13 @@ def dest_of(flag: str) -> str:
 
 
 def entries(text: str) -> list[tuple[str, str]]:
-    """Return the entries of a list: lines at its margin, and the indented ones after them."""
+    """Return the entries of a list: lines at the margin, each with the indented lines after it."""
     blocks = re.findall(r"((?:^\S.*\n)+)((?:^ +.*\n)+)", dedent(f"{text}\n"), re.MULTILINE)
     return [(" ".join(key.split()), " ".join(value.split())) for key, value in blocks]
 
 
 def read_rules(text: str) -> tuple[Rule, ...]:
-    """Return the rules of a text."""
+    """Return the rules in a text."""
     return tuple(_read_rule(settings, explanation) for settings, explanation in entries(text))
 
 
@@ -155,7 +156,7 @@ def _read_rule(settings: str, explanation: str) -> Rule:
     for text in conditions.split(" & "):
         alternatives = [Condition.read(alternative) for alternative in text.split(" | ")]
         terms.append(tuple(alternatives))
-    # Names before bounds: the first one names the rule.
+    # Put names before bounds, because the first one names the rule.
     names: list[str] = []
     bounds: list[str] = []
     phrases: list[str] = []
@@ -163,7 +164,7 @@ def _read_rule(settings: str, explanation: str) -> Rule:
         for condition in term:
             names.append(condition.name)
             bounds += condition.bounds
-        # What is not set is no flag to leave out.
+        # Skip negated conditions: a flag that is not set cannot be left out.
         if not any(condition.is_negated for condition in term):
             phrases.append(_listed([str(condition) for condition in term], "or"))
     reads = tuple(dict.fromkeys(names + bounds))

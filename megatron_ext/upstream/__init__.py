@@ -1,1 +1,1 @@
-"""The Megatron that runs: its tree, release and signatures, and how its failures look."""
+"""The Megatron that runs: its tree, release and signatures, and how to explain its failures."""

@@ -1,8 +1,8 @@
-"""Why a rank ended, written by the rank and read by its launcher.
+"""The reason why a rank ended, written by the rank and read by its launcher.
 
 torchrun gives each rank a file for its error and reports the rank that ended first. That is often a
-rank that only lost its peer: the one with the cause may still be in the interpreter's exit. So each
-rank also notes what kind of end it had, and `first` picks the cause from the notes of all ranks.
+rank that only lost its peer, while the rank with the cause is still exiting. So each rank also
+notes how it ended, and `first` picks the cause from the notes of all ranks.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from megatron_ext.upstream.signatures import megatron_arguments
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the path of the file that torchrun reads when a rank fails."""
 
-# From the surest cause to the surest consequence. A process that was stopped or killed did not fail
-# because of its peers. Megatron's check of results ends all ranks, also those with good results.
-# A rank that left with exit code 0 explains no more than that its peers lost it.
+# Ordered from the most certain cause to the most certain consequence. A process that was stopped or
+# killed did not fail because of its peers. Megatron's check of results ends all ranks, including
+# those with good results. A rank that exited with code 0 only explains why its peers lost it.
 KINDS = ("stopped", "killed", "rejected", "error", "exit", "hang", "unknown", "left", "effect")
 
 _MAX_REASON = 600
 _RESULTS_REJECTED = (16, 17)
 """Exit codes of Megatron's rerun state machine: the last result was NaN, infinite or too large."""
-# torch.distributed raises plain RuntimeErrors for connections; these phrases are gloo's and NCCL's.
+# torch.distributed raises plain RuntimeErrors for lost connections; these phrases come from gloo
+# and NCCL.
 _PEER_LOST = re.compile(
     r"gloo/|Connection (?:closed|reset|refused) by|Connection was likely closed|remote process "
     r"exited|ncclRemoteError|Timed out waiting \d+ ?ms"
@@ -52,42 +53,43 @@ _PEER_LOST = re.compile(
 
 @dataclass(frozen=True)
 class Cause:
-    """Why one rank ended, or stands still."""
+    """The reason why a rank ended, or does not make progress."""
 
     rank: int
-    """Global rank; that of the culprit if this rank knows it to be another one."""
+    """Global rank; the culprit's if this rank knows that another one is to blame."""
     kind: str
     """One of `KINDS`."""
     reason: str
-    """One line: the words of the exception."""
+    """The text of the exception, in one line."""
     at: float
-    """When it ended, by the clock of its host (seconds since 1970)."""
+    """When the rank ended, by the clock of its host (seconds since 1970)."""
     iteration: int | None = None
-    """The training iteration, from 1; None before the training and in programs without."""
+    """The training iteration, from 1; None before the training and in programs without iterations.
+    """
     order: int = 0
-    """Place within one step, of results that were rejected: losses come before gradients."""
+    """Order of rejected results within a step: losses come before gradients."""
     code: int | None = None
-    """Exit code of the rank, negative for a signal; None: it does not end by itself."""
+    """Exit code of the rank, negative for a signal; None if it does not end by itself."""
 
     @property
     def is_sure(self) -> bool:
-        """True if stopping a job never causes such an end."""
+        """True if stopping a job never causes an end of this kind."""
         return self.kind in ("stopped", "rejected", "error", "hang")
 
     @property
     def precedence(self) -> tuple[int, int, float]:
-        """Return the key by which the first cause is the smallest."""
+        """The sort key; the first cause has the smallest."""
         return KINDS.index(self.kind), self.order, self.at
 
 
 def first(causes: Sequence[Cause]) -> Cause | None:
-    """Return the cause that explains the others, with the iteration that any of them knows."""
+    """Return the cause that explains the others, with the iteration that any of them reports."""
     if not causes:
         return None
     earliest = min(causes, key=lambda cause: cause.precedence)
     iterations = [cause.iteration for cause in causes if cause.iteration is not None]
     if earliest.iteration is None and iterations:
-        # A rank that was killed or stopped says nothing, but its peers were in the same step.
+        # A rank that was killed or stopped reports nothing, but its peers were in the same step.
         earliest = replace(earliest, iteration=max(iterations))
     return earliest
 
@@ -95,7 +97,7 @@ def first(causes: Sequence[Cause]) -> Cause | None:
 def of_error(error: BaseException) -> Cause:
     """Return the cause for an exception that ends this rank."""
     rank = int(os.environ.get("RANK", "0"))
-    code = 1  # of `SystemExit` with a text, too
+    code = 1  # also the exit code of `SystemExit` with a text
     if isinstance(error, UserError):
         code = 2
     elif isinstance(error, SystemExit) and isinstance(error.code, int | None):
@@ -124,8 +126,8 @@ def of_error(error: BaseException) -> Cause:
 def left_while_loading(error: SystemExit) -> bool:
     """Return whether Megatron ended this rank with exit code 0 because of its checkpoint.
 
-    It does so where the checkpoint is missing (`--exit-on-missing-checkpoint`), damaged or of an
-    unknown version, after a line of the first rank.
+    Megatron does so if the checkpoint is missing (`--exit-on-missing-checkpoint`), damaged or of an
+    unknown version, after the first rank has printed a line.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     place = frames[-1].f_globals.get("__name__") if frames else None
@@ -133,35 +135,35 @@ def left_while_loading(error: SystemExit) -> bool:
 
 
 def current_iteration() -> int | None:
-    """Return the number of the training iteration that Megatron is in, from 1, if it is in one."""
+    """Return the number of Megatron's current training iteration, from 1; None outside of one."""
     completed = getattr(
         megatron_arguments(), "curr_iteration", None
-    )  # it is counted when the next one begins
+    )  # the count changes when the next iteration begins
     return None if completed is None else completed + 1
 
 
 def write(cause: Cause, callstack: str) -> None:
     """Write the file that torchrun and the launcher's agent read; without torchrun, do nothing.
 
-    Whole or not at all: when a rank is killed, its peers fail, and torchrun sends them SIGTERM
-    while they write. Half a file would end torchrun with a traceback of its own.
+    The file is written atomically: when a rank is killed, its peers fail, and torchrun sends them
+    SIGTERM while they write. An incomplete file would end torchrun with a traceback.
     """
     path = os.environ.get(_ERROR_FILE)
     if not path:
         return
-    # torchrun counts whole seconds, and takes the lowest rank for the first one within a second.
+    # torchrun counts whole seconds, and considers the lowest rank within a second the first.
     shift_s = 1 if cause.kind == "effect" else -1
     extra = {"py_callstack": callstack, "timestamp": str(int(cause.at) + shift_s)}
     message = {"message": cause.reason, "extraInfo": extra}
-    with suppress(OSError):  # a full disk, which may be why the rank failed
+    with suppress(OSError):  # the disk may be full, which may be why the rank failed
         files.write_text(Path(path), json.dumps({"message": message, "cause": asdict(cause)}))
 
 
 def read(folder: Path) -> list[Cause]:
-    """Return the causes in a job's error files on this host, below torchrun's folder for logs."""
+    """Return the causes in a job's error files on this host, inside torchrun's log folder."""
     causes = []
     for path in folder.glob("*/attempt_0/*/error.json"):
-        # Programs that do not start through this package leave torch's own form.
+        # Programs that were not started through this package leave files in torch's own format.
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             causes.append(from_json(json.loads(path.read_text(encoding="utf-8"))["cause"]))
     return causes
@@ -171,7 +173,7 @@ def from_json(fields: Any) -> Cause:
     """Return a cause from its JSON form.
 
     Raises:
-        TypeError, ValueError: It is not of this version.
+        TypeError, ValueError: It is not in this version's form.
     """
     cause = Cause(**fields)
     if cause.kind not in KINDS or not math.isfinite(cause.at):
@@ -180,8 +182,8 @@ def from_json(fields: Any) -> Cause:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether a call of torch.distributed failed because of another rank."""
-    # DistBackendError and its kin have no common base that is public in all releases of torch.
+    """Return whether a torch.distributed call failed because of another rank."""
+    # In some releases of torch, DistBackendError and similar errors have no public common base.
     kind = type(error)
     if kind.__module__.startswith("torch") and kind.__name__.startswith("Dist"):
         return True
@@ -189,9 +191,9 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _rejected_result() -> str | None:
-    """Return the NaN or the like that Megatron's rerun state machine saw on this rank in this step.
+    """Return the invalid result that Megatron's rerun state machine found here in this step.
 
-    It ends all ranks, with an exit code, or with an error of upstream's where there is no `--save`.
+    Megatron then ends all ranks, with an exit code, or with an error if `--save` is not set.
     """
     module: Any = sys.modules.get("megatron.core.rerun_state_machine")
     machine: Any = getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
@@ -200,22 +202,22 @@ def _rejected_result() -> str | None:
         return None
     is_checking = machine.rerun_requested or "CHECKPOINT" in machine.state.name
     if not is_checking:
-        return None  # the call is one of an earlier step
+        return None  # the call belongs to an earlier step
     return line_of(f"{call.caller.message} (result: {machine.initial_result})")
 
 
 def _order_in_step(message: str) -> int:
-    """Return the place of a rejected result within a step: losses come before gradients."""
+    """Return the order of a rejected result within a step: losses come before gradients."""
     if "loss" in message:
         return 0
-    # A gradient that is NaN makes those of all earlier stages NaN, so the last stage was first.
+    # A NaN gradient makes the gradients of all earlier stages NaN, so the last stage came first.
     groups: Any = sys.modules["megatron.core.parallel_state"]
     num_stages = groups.get_pipeline_model_parallel_world_size()
     return int(num_stages - groups.get_pipeline_model_parallel_rank())
 
 
 def _words(error: BaseException) -> str:
-    """Return an exception in one line, the exception that caused it first."""
+    """Return an exception in one line, preceded by the exception that caused it."""
     causing = error
     while causing.__cause__ is not None:
         causing = causing.__cause__
@@ -230,9 +232,9 @@ def _own_words(error: BaseException) -> str:
     if error.__traceback__ is not None:
         message = message_of(error)
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    # A worker of a DataLoader sends its whole traceback, whose last line has the error.
+    # A DataLoader worker sends its whole traceback, whose last line contains the error.
     is_workers = any("Original Traceback" in line for line in lines)
-    # Of other messages the first line says most: torch appends stacks and hints.
+    # In other messages, the first line says most: torch appends stacks and hints.
     line = ""
     if lines:
         line = lines[-1] if is_workers else lines[0]
@@ -245,7 +247,7 @@ def _own_words(error: BaseException) -> str:
 
 
 def _exit_words(error: SystemExit) -> str:
-    """Return which line of the program called `sys.exit`, and with what."""
+    """Return which line of the program called `sys.exit`, and with which argument."""
     frames = traceback.extract_tb(error.__traceback__)
     place = ""
     if frames:

@@ -10,7 +10,7 @@ from megatron_ext.upstream import cause
 
 
 class WholeErrorFile(ErrorHandler):
-    """Writes the file whole or not at all, with the cause that the launcher shows."""
+    """Writes the file atomically, with the cause that the launcher shows."""
 
     def record_exception(self, e: BaseException) -> None:
         """Write the exception that ends this rank."""

@@ -1,9 +1,9 @@
 """Reports an error in one line, once on each host, however many of its ranks have it.
 
-Before the ranks are connected an error may be one rank's (a package that only the last rank
-imports) or one host's (a file that is not there), and no rank can consult the others. So a rank
-reports unless it knows that another one on its host did, and hosts that fail leave a notice in the
-store of torchrun, because the others would wait for them in `init_process_group` for minutes.
+Before the ranks are connected, an error may concern one rank (a package that only the last rank
+imports) or one host (a missing file), and no rank can consult the others. So a rank reports unless
+it knows that another one on its host did. A host that fails also leaves a notice in torchrun's
+store, because the others would wait for it in `init_process_group` for minutes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megatron_ext.upstream.signatures import megatron_arguments
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-# Shortest stay of a rank that has reported, which keeps the others on its host from it. It ends
-# before they do, so that a launcher shows the log of a rank with a reason.
+# How long a rank that has reported stays alive at least, so that the others on its host do not
+# report too. It ends before they do, so that a launcher shows the log of a rank with a reason.
 _HELD_S = 0.3
-# Of ranks with nothing to add: longer, so that the one with the reason ends first.
+# The same for ranks with nothing to add: longer, so that the rank with the reason ends first.
 _OTHERS_S = 1.0
-# Longest stay of a rank that lost another one. torchrun takes the rank that ends first for the one
-# that failed, and the interpreter's exit of the one with the reason takes seconds.
+# How long a rank that lost another one stays alive at most. torchrun considers the rank that ends
+# first the failed one, but the exit of the rank with the reason takes seconds.
 _CAUSE_S = 5.0
 _CONNECT_S = 5.0
 _LOOK_S = 0.5
@@ -48,20 +48,21 @@ def report(error: BaseException) -> None:
     """Print an error that needs no traceback, unless another rank of this host just did."""
     line = line_of(error)
     is_first, connected = _is_first(line), _is_connected()
-    # Every rank, also one that has nothing to print: its launcher may end it by SIGKILL while it is
-    # in its exit, and would take that for the cause.
+    # Every rank writes its cause, even if it prints nothing: the launcher may SIGKILL it during its
+    # exit, and would otherwise consider that the cause.
     cause.write(cause.of_error(error), line)
     if is_first:
         rank = os.environ.get("RANK", "0")
         prefix = f"[rank {rank}] " if connected else ""
         sys.stderr.write(f"{prefix}megatron_ext: error: {line}\n")
         sys.stderr.flush()
-        # Once connected, the other hosts notice by themselves: their collectives fail.
+        # Once connected, the other hosts notice the failure by themselves, because their
+        # collectives fail.
         if not connected and _has_other_hosts():
-            with suppress(RuntimeError):  # the host of the store has ended: so do its ranks
+            with suppress(RuntimeError):  # the store's host has ended, and so do its ranks
                 _store().set(_key(), f"rank {rank} on {socket.gethostname()}: {line}")
     if isinstance(error, TransportError) and "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun ends this rank with SIGTERM as soon as it has seen the one that failed.
+        # torchrun ends this rank with SIGTERM as soon as it has seen the failed one.
         ended = threading.Event()
         before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
         ended.wait(_CAUSE_S)
@@ -71,18 +72,18 @@ def report(error: BaseException) -> None:
 
 
 def report_exit(error: SystemExit) -> bool:
-    """Note which line ended this rank; print that if nothing else says it.
+    """Note which line ended this rank; print it if nothing else does.
 
-    The other ranks lose their connection to this one, and name it as the one with the reason.
+    The other ranks lose their connection to this one, and refer to it for the reason.
 
     Returns:
-        Whether the exit code has to be 1: Megatron leaves with 0 if it does not load a checkpoint.
+        Whether the exit code must be 1: Megatron exits with 0 if it does not load a checkpoint.
     """
     ending = cause.of_error(error)
     cause.write(ending, ending.reason)
     has_failed = cause.left_while_loading(error)
-    is_told = isinstance(error.code, str)  # by Python
-    # All ranks leave when Megatron rejects a result of one of them: that one has the reason.
+    is_told = isinstance(error.code, str)  # Python prints it
+    # When Megatron rejects a result of one rank, all ranks exit, but only that one has the reason.
     is_cause = (error.code or has_failed) and ending.kind != "effect"
     if is_cause and not is_told and _is_first(ending.reason):
         prefix = f"[rank {ending.rank}] " if _is_connected() else ""
@@ -92,13 +93,13 @@ def report_exit(error: SystemExit) -> bool:
 
 
 def report_interrupt() -> None:
-    """Print on the first rank how far an interrupted training got, and how to go on."""
+    """Print on the first rank how far an interrupted training got, and how to continue."""
     if os.environ.get("RANK", "0") != "0":
         return
     line = "interrupted before the training began"
     args = megatron_arguments()
     if args is not None and getattr(args, "curr_iteration", None):
-        # Megatron counts a step when the next one begins, and saves before that.
+        # Megatron counts a step when the next one begins, but saves before that.
         saved = None if args.save is None else _last_saved(args.save)
         iteration = max(args.curr_iteration, saved or 0)
         line = f"interrupted at iteration {iteration}; {to_resume(args.save, args.load)}"
@@ -107,7 +108,7 @@ def report_interrupt() -> None:
 
 
 def to_resume(save: str | None, load: str | None) -> str:
-    """Describe the last checkpoint of a training, and how to go on from it."""
+    """Describe the last checkpoint of a training, and how to continue from it."""
     if save is None:
         return "nothing was saved (--save DIR --load DIR)"
     last = _last_saved(save)
@@ -119,28 +120,28 @@ def to_resume(save: str | None, load: str | None) -> str:
 
 
 def _last_saved(save: str) -> int | None:
-    """Return the iteration of the last whole checkpoint in a folder, if there is one."""
+    """Return the iteration of the last complete checkpoint in a folder, if any."""
     try:
         return int((Path(save) / "latest_checkpointed_iteration.txt").read_text())
-    except (OSError, ValueError):  # or that of a release, which has no number
+    except (OSError, ValueError):  # a `release` checkpoint has no number
         return None
 
 
 @contextmanager
 def interrupts() -> Iterator[threading.Event]:
-    """Yield an event that is set when Ctrl-C ends the block; further ones are ignored then.
+    """Yield an event that is set when Ctrl-C ends the block; later ones are ignored.
 
-    A rank that waits in a collective notices the end of its peers first: an error of the connection
-    then ends it, though nobody but the user is its reason.
+    A rank that waits in a collective first notices the end of its peers, so a connection error ends
+    it although the user is the reason.
     """
     interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
 
     def interrupt(*_: object) -> None:
         interrupted.set()
-        logging.disable()  # Megatron logs the traceback of what passes through it
+        logging.disable()  # Megatron logs the traceback of exceptions that pass through it
         raise KeyboardInterrupt
 
-    replaces = before is signal.default_int_handler  # unless SIGINT is ignored
+    replaces = before is signal.default_int_handler  # SIGINT is not ignored
     if replaces:
         signal.signal(signal.SIGINT, interrupt)
     try:
@@ -155,10 +156,10 @@ def interrupts() -> Iterator[threading.Event]:
 def _is_first(line: str) -> bool:
     """Return whether no other rank of this host has reported the same line.
 
-    The claim is a name of a socket in no file system: it ends with its process, so it stays open.
+    The claim is an abstract socket name, which ends with its process, so the socket stays open.
     """
-    # The ranks of a host have one parent, the launcher's agent: so two jobs of a user, or a job
-    # that is started again, do not silence each other.
+    # The ranks of a host share one parent, the launcher's agent, so two jobs of a user, or a
+    # restarted job, do not silence each other.
     job = (os.getuid(), os.getppid(), os.environ.get("TORCHELASTIC_RUN_ID", ""), line)
     digest = hashlib.sha256(repr(job).encode()).hexdigest()
     claim = socket.socket(socket.AF_UNIX)
@@ -166,11 +167,11 @@ def _is_first(line: str) -> bool:
         claim.bind(f"\0megatron_ext/{digest}")
     except OSError as error:
         claim.close()
-        # Where there are no such sockets, better twice than not at all.
+        # If abstract sockets are not available, report twice rather than never.
         return error.errno != errno.EADDRINUSE
     claim.detach()
-    # The first to report may have ended: on a loaded host a rank comes seconds later. torchrun has
-    # its reason in a file, in the folder beside this rank's.
+    # The first rank to report may have ended already: on a loaded host, a rank may fail seconds
+    # later. torchrun keeps the reason in a file, in a folder beside this rank's.
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         return True
@@ -187,7 +188,7 @@ def _is_connected() -> bool:
 
 
 def _has_other_hosts() -> bool:
-    """Return whether torchrun started ranks on other hosts too, and keeps a store for all."""
+    """Return whether torchrun also started ranks on other hosts, and keeps a store for all."""
     has_several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     return has_several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -205,7 +206,7 @@ def _store() -> TCPStore:
 
 
 def _key() -> str:
-    # A restart keeps the store: what failed before it says nothing of this one.
+    # A restart keeps the store, so leave out failures of the previous attempt.
     return f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
@@ -213,13 +214,14 @@ def _key() -> str:
 def watching_other_hosts() -> Iterator[None]:
     """End this process, with the reason, if another host fails before the ranks are connected.
 
-    One rank on each host watches: torchrun ends the others with it.
+    One rank on each host watches; torchrun ends the others with it.
     """
     if not _has_other_hosts() or os.environ.get("LOCAL_RANK") != "0":
         yield
         return
     is_over = threading.Event()
-    # Joined below: the interpreter's exit would abort the process for a thread inside the store.
+    # Joined below: at exit, the interpreter would abort the process because of a thread inside the
+    # store.
     watch = threading.Thread(target=_watch, args=(is_over,), name="watch-hosts", daemon=True)
     watch.start()
     try:
@@ -233,15 +235,16 @@ def _watch(is_over: threading.Event) -> None:
     try:
         store = _store()
         while not is_over.is_set() and not _is_connected():
-            # Not `wait`, which logs two lines of warnings each time that nobody has failed.
+            # Don't use `wait`, which logs two lines of warnings each time that nothing has failed.
             if not store.check([_key()]):
                 is_over.wait(_LOOK_S)
                 continue
             if is_over.is_set():
-                return  # it is reporting an error of its own
+                return  # this process is reporting its own error
             reason = line_of(store.get(_key()).decode(errors="replace"))
             sys.stderr.write(f"megatron_ext: error: {reason}\n")
             sys.stderr.flush()
-            os._exit(2)  # the main thread waits in `init_process_group`, deaf to exceptions
+            # The main thread waits in `init_process_group`, where exceptions do not reach it
+            os._exit(2)
     except RuntimeError:
-        return  # the store's host has ended, which the main thread sees too
+        return  # the store's host has ended, which the main thread notices too

@@ -1,8 +1,8 @@
-"""The flags of the Megatron that is installed here, read from its sources.
+"""The flags of the installed Megatron, read from its sources.
 
-Megatron's own parser needs torch and takes seconds to import; this list needs neither. It has the
-names, the types and the choices of every flag, so a command line gets the same answer before a job
-starts as in the job. `tests/test_flag_list.py` compares it with the parser itself.
+Megatron's own parser needs torch and takes seconds to import; this list needs neither. It contains
+the names, types and choices of every flag, so a command line is checked before a job starts as it
+will be in the job. `tests/test_flag_list.py` compares the list with the parser itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_ext.upstream.tree import find_tree
 _FACTORY = "ArgumentGroupFactory"
 """Upstream's class that makes a group of flags from the fields of a dataclass."""
 
-# A list of numbers in Python's notation, which may be repeated: ([0]*3+[1]*1)*2.
+# A list of numbers in Python's notation, with repetition: ([0]*3+[1]*1)*2.
 _PATTERN = re.compile(r"[\[\]()\d,*+\s]+")
 
 
@@ -35,27 +35,27 @@ class MegatronFlag:
     names: tuple[str, ...]
     """Its spellings, such as `--seq-length`."""
     keywords: dict[str, Any]
-    """What `ArgumentParser.add_argument` takes, without a default."""
+    """Arguments of `ArgumentParser.add_argument`, without the default."""
     default: Any = None
-    """Its default; None also where the source computes it."""
+    """The default; None also if the source computes it."""
 
     @property
     def dest(self) -> str:
-        """The attribute of the parsed arguments that it sets."""
+        """The attribute of the parsed arguments that the flag sets."""
         return str(self.keywords.get("dest") or self.names[0].lstrip("-").replace("-", "_"))
 
     def add_to(self, parser: ArgumentParser) -> None:
-        """Add it to a parser, without its default."""
+        """Add the flag to a parser, without its default."""
         parser.add_argument(*self.names, default=SUPPRESS, **self.keywords)
 
 
 def megatron_flags() -> tuple[MegatronFlag, ...]:
-    """Return the flags of the Megatron that trains here; none if there is no training loop."""
+    """Return the flags of the Megatron that trains here; empty if there is no training loop."""
     tree, core = find_tree(), releases.installed_core()
     training = tree / "megatron" if tree else core.parent if core else None
     if training is None or not (training / "training" / "arguments.py").is_file():
         return ()
-    # A job imports megatron.core from the installed wheel, also beside a tree.
+    # A job imports megatron.core from the installed wheel, even if there is a tree.
     return _read_flags(training, core.parent if core else training)
 
 
@@ -64,14 +64,14 @@ def script_flags(script: Path) -> tuple[MegatronFlag, ...]:
     try:
         module = ast.parse(script.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
-        return ()  # Python says what is wrong with it
+        return ()  # Python reports the problem when it runs the script
     functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
     return tuple(_added(module, _Converters(functions, None)))
 
 
 @lru_cache(maxsize=2)
 def _read_flags(training: Path, core: Path) -> tuple[MegatronFlag, ...]:
-    """Return the flags of two copies of `megatron`: of its training loop and of its core."""
+    """Return the flags of two copies of `megatron`, which contain the training loop and core."""
     module = ast.parse((training / "training" / "arguments.py").read_text(encoding="utf-8"))
     functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
     classes = _Classes(training, core)
@@ -79,13 +79,14 @@ def _read_flags(training: Path, core: Path) -> tuple[MegatronFlag, ...]:
     converters = _Converters(functions, classes)
     for name in _called_functions(functions["add_megatron_arguments"]):
         function = functions.get(name)
-        # Without that package the function adds nothing.
+        # Without the package nvidia_kitchen, the function adds nothing.
         if function is None or ("kitchen" in name and find_spec("nvidia_kitchen") is None):
             continue
         flags += _added(function, converters)
         flags += _made_of_classes(function, classes)
     modelopt = training / "post_training" / "arguments.py"
-    if find_spec("modelopt") is not None and modelopt.is_file():  # upstream's scripts add them then
+    # Upstream's scripts add these flags if modelopt is installed
+    if find_spec("modelopt") is not None and modelopt.is_file():
         flags += _added(ast.parse(modelopt.read_text(encoding="utf-8")), converters)
     return tuple(flags)
 
@@ -96,7 +97,7 @@ def _called_functions(function: ast.FunctionDef) -> list[str]:
 
 
 def _added(scope: ast.AST, converters: _Converters) -> Iterator[MegatronFlag]:
-    """Yield the flags that code adds by `add_argument` with literal names."""
+    """Yield the flags that code adds through `add_argument` with literal names."""
     for node in ast.walk(scope):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -114,7 +115,7 @@ def _added(scope: ast.AST, converters: _Converters) -> Iterator[MegatronFlag]:
 
 
 def _keywords(values: dict[str, ast.expr], converters: _Converters) -> dict[str, Any]:
-    """Return the keywords of an `add_argument` call that decide how words are read."""
+    """Return the arguments of an `add_argument` call that decide how words are parsed."""
     keywords: dict[str, Any] = {}
     for name in ("dest", "nargs", "const", "choices"):
         if (value := _literal(values.get(name))) is not None:
@@ -130,7 +131,7 @@ def _keywords(values: dict[str, ast.expr], converters: _Converters) -> dict[str,
 
 
 def _literal(value: ast.expr | None) -> Any:
-    """Return the value of a literal, None for anything that has to be computed."""
+    """Return the value of a literal, or None for anything that must be computed."""
     if value is None:
         return None
     try:
@@ -140,14 +141,14 @@ def _literal(value: ast.expr | None) -> Any:
 
 
 class _Converters:
-    """What upstream's functions make of a word."""
+    """The conversions of words by upstream's functions."""
 
     def __init__(self, functions: dict[str, ast.FunctionDef], classes: _Classes | None) -> None:
         self._functions = functions
         self._classes = classes
 
     def keywords(self, converter: ast.expr) -> dict[str, Any]:
-        """Return keywords of `add_argument` that accept what a converter accepts."""
+        """Return arguments of `add_argument` that accept the same words as a converter."""
         name = ast.unparse(converter)
         if name in ("int", "float"):
             return {"type": {"int": int, "float": float}[name]}
@@ -158,10 +159,12 @@ class _Converters:
         text = ast.unparse(self._functions.get(name, converter))
         member = re.search(r"\b([A-Z]\w+)\[\w+\]", text)
         if member is not None and self._classes is not None:
-            # One of an enumeration's names, or a word that the function compares with.
+            # The choices are an enumeration's member names, and words that the function compares
+            # with.
             words = re.findall(r"[\"'](\w+)[\"']", text)
             return {"type": str, "choices": [*self._classes.members(member[1]), *words]}
-        return {"type": str}  # bool too, which upstream calls with the word: any one is true
+        # Also for bool, which upstream applies to the word: every non-empty word is true
+        return {"type": str}
 
 
 def _integers(word: str) -> tuple[int, ...]:
@@ -169,7 +172,7 @@ def _integers(word: str) -> tuple[int, ...]:
 
 
 def _frequency(word: str) -> int | str:
-    """Read a number of layers or a list of one number for each layer."""
+    """Parse a number of layers, or a list with one number for each layer."""
     if "[" in word and _PATTERN.fullmatch(word):
         return word
     return int(word)
@@ -188,11 +191,11 @@ class _Classes:
         self._parsed: dict[Path, dict[str, ast.ClassDef]] = {}
 
     def named(self, name: str) -> ast.ClassDef | None:
-        """Return a class, reading the file that defines it; None if there is none."""
+        """Return a class, reading the file that defines it; None if no file does."""
         for file in self._files:
             if re.search(rf"^class {re.escape(name)}\b", self._texts[file], re.M) is None:
                 continue
-            if file not in self._parsed:  # most files have no class that makes flags
+            if file not in self._parsed:  # most files define no class that makes flags
                 body = ast.parse(self._texts[file]).body
                 self._parsed[file] = {
                     node.name: node for node in body if isinstance(node, ast.ClassDef)
@@ -201,7 +204,7 @@ class _Classes:
         return None
 
     def fields(self, name: str) -> dict[str, ast.AnnAssign]:
-        """Return the fields of a dataclass in order, with those of its bases."""
+        """Return the fields of a dataclass in order, including those of its bases."""
         definition = self.named(name)
         if definition is None:
             return {}
@@ -224,7 +227,7 @@ class _Classes:
 
 
 def _made_of_classes(function: ast.FunctionDef, classes: _Classes) -> Iterator[MegatronFlag]:
-    """Yield the flags that a function makes of the fields of dataclasses."""
+    """Yield the flags that a function makes from the fields of dataclasses."""
     lists = {
         node.targets[0].id: _literal(node.value)
         for node in ast.walk(function)
@@ -247,7 +250,10 @@ def _made_of_classes(function: ast.FunctionDef, classes: _Classes) -> Iterator[M
 
 
 def _of_field(name: str, field: ast.AnnAssign, classes: _Classes) -> MegatronFlag | None:
-    """Return the flag that upstream makes of a field; None if the constructor does not take it."""
+    """Return the flag that upstream makes from a field.
+
+    None if the constructor does not take it.
+    """
     default, metadata = _literal(field.value), dict[str, Any]()
     if isinstance(field.value, ast.Call):
         arguments = {keyword.arg: keyword.value for keyword in field.value.keywords}
@@ -270,8 +276,8 @@ def _of_field(name: str, field: ast.AnnAssign, classes: _Classes) -> MegatronFla
 
 
 def _keywords_of_type(annotation: ast.expr, classes: _Classes) -> dict[str, Any]:
-    """Return the type, the choices and the number of values that an annotation means."""
-    if isinstance(annotation, ast.BinOp):  # `int | None`
+    """Return the type, choices and number of values for an annotation."""
+    if isinstance(annotation, ast.BinOp):  # such as `int | None`
         return _keywords_of_type(annotation.left, classes)
     name = ast.unparse(annotation)
     if isinstance(annotation, ast.Subscript):

@@ -1,4 +1,4 @@
-"""Ties processes to the one that started them, by the kernel: a job to its agent. Linux only."""
+"""Ties processes to their parent, a job to its agent, through the kernel. Linux only."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Adopt all orphaned descendants, so that none leaves the tree."""
+    """Adopt all orphaned descendants, so that none leaves the process tree."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(agent_pid: int | None = None) -> None:
-    """Have the kernel kill this process as soon as its parent ends, for whatever reason.
+    """Make the kernel kill this process as soon as its parent ends, for any reason.
 
     torchrun's process and each rank of a launched job call this first; elsewhere it does nothing.
 
     Args:
-        agent_pid: The agent; by default the one named in the environment, if any.
+        agent_pid: The agent. None: the one in the environment, if any.
     """
     if agent_pid is None:
         agent_pid = int(os.environ.get(AGENT_PID, "0"))
@@ -35,36 +35,39 @@ def die_with_parent(agent_pid: int | None = None) -> None:
         return
     import psutil
 
-    # SIGKILL: a rank may be inside of a collective, deaf to signals that Python handles. The kernel
-    # clears the setting in children, so each process needs its own call.
+    # Use SIGKILL: a rank inside of a collective does not respond to signals that Python handles.
+    # The kernel clears the setting in children, so each process must call this itself.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have ended before the call: the chain up to the agent must be unbroken.
+    # The parent may have ended before the call, so check that the chain up to the agent is
+    # unbroken.
     if agent_pid not in [parent.pid for parent in psutil.Process().parents()]:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def use_sockets_folder() -> None:
-    """Let this rank and its workers put their sockets into the agent's folder, if there is one.
+    """Make this rank and its workers create their sockets in the agent's folder, if it exists.
 
-    Each worker of a DataLoader makes a folder `pymp-*` for the socket that it sends tensors by, and
-    removes it when it ends by itself. A job that fails ends its workers by signals.
+    Each DataLoader worker creates a folder `pymp-*` for the socket through which it sends tensors,
+    and removes it when it ends normally. A job that fails ends its workers with signals, so they
+    leave it behind.
     """
     if folder := os.environ.get(SOCKETS):
-        # Where `multiprocessing.util.get_temp_dir` keeps it; child processes inherit the setting.
+        # `multiprocessing.util.get_temp_dir` reads the folder here; child processes inherit the
+        # setting.
         multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
 def die_with_caller(pid: int) -> None:
-    """Have the kernel kill this process, which `pid` has forked, as soon as that ends."""
+    """Make the kernel kill this process, which `pid` has forked, as soon as that process ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != pid:  # it has ended already
+    if os.getppid() != pid:  # the caller has already ended
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _prctl(option: int, argument: int) -> None:
     import ctypes
 
-    # Python has no prctl; libc is loaded already.
+    # Python has no prctl, but libc is already loaded.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
         error = ctypes.get_errno()

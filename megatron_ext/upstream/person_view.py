@@ -19,9 +19,11 @@ from pathlib import Path
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|(.*)")
 _VALUE = re.compile(r"(\w[\w ]*) value: (\S+) \|")
 _PARALLEL_SIZE = re.compile(r"([a-z -]+?)(?:-model)?-parallel size: (\d+)")
-# torchrun runs Python unbuffered, where a line and its end are two writes: two ranks can share one.
+# torchrun runs Python unbuffered, where a line and its end are two writes, so the lines of two
+# ranks may merge.
 _PARAMETERS = re.compile(r"> number of parameters on [^>]* rank (\([\d, ]+\)): (\d+)")
-# What a machine lacks on purpose, what a first run cannot have, and Megatron's notes to itself.
+# Warnings about packages that a machine lacks on purpose or about missing files in a first run, and
+# Megatron's internal notes.
 _HARMLESS = re.compile(
     r"apex|transformer[ _-]engine|pin_memory|one_logger|legacy tokenizer|GPTModel IS DEPRECATED"
     r"|RerunStateMachine|Result validation|path_to_cache is None|metadata file"
@@ -33,58 +35,60 @@ _HARMLESS = re.compile(
 _LAST_OF_TRACEBACK = re.compile(
     r"\w[\w.]*(?:Error|Exception|Interrupt|Exit|Mismatch|Died|Timeout)\b(?:: |$)"
 )
-# torch's mark before each line of a traceback, once ranks are connected.
+# The prefix that torch adds to each line of a traceback, once ranks are connected.
 _RANK = re.compile(r"\[rank\d+\]: ")
 _TORCHRUNS_LOG = re.compile(r"[EWI]\d{4} [\d:.]+ \d+ torch/distributed/(?:elastic|run)")
 _TORCHRUNS_ERRORS = ("ChildFailedError", "SignalException")
-"""With which torchrun ends if a rank fails, or at Ctrl-C."""
+"""Errors that end torchrun if a rank fails, or after Ctrl-C."""
 
 
 @dataclass
 class PersonView:
     """The short form of one training's log, line by line.
 
-    Lines of several processes may be mixed, but each line is whole; `source` keeps their tracebacks
-    apart where it is known.
+    Lines of several processes may be mixed, but each line is complete; `source` separates their
+    tracebacks if it is known.
     """
 
     failed: bool = False
     """Whether an error has been shown."""
     _seq_length: int | None = None
-    """Tokens of a sample."""
+    """Number of tokens in a sample."""
     _bubble: str | None = None
-    """In percent, of the step whose line comes next."""
+    """Percentage, for the step whose line comes next."""
     _parameters: dict[str, int] = field(default_factory=dict)
-    """Their number by model-parallel rank."""
+    """Model-parallel rank -> number of parameters."""
     _shown: set[str] = field(default_factory=set)
     _tracebacks: dict[str, list[str]] = field(default_factory=dict)
-    """By source: the lines of a traceback whose last line has not come."""
+    """Source -> the lines of a traceback whose last line has not arrived yet."""
     _after_error: dict[str, bool] = field(default_factory=dict)
-    """By source: whether torch marks the error that was shown last, and may have further lines."""
+    """Source -> whether torch prefixes the error that was shown last, which may have further lines.
+    """
 
     def feed(self, line: str, source: str = "") -> list[str]:
-        """Return the lines to show for a line of the log: mostly none."""
-        # Only torch marks lines so: what follows with the same mark belongs to the error.
+        """Return the lines to show for a line of the log; usually none."""
+        # Only torch adds this prefix, so later lines with it belong to the error.
         is_marked = _RANK.match(line) is not None
         line = _RANK.sub("", line.rstrip())
         if line.startswith("Traceback (most recent call last)"):
             self._tracebacks[source] = [line]
             self._after_error[source] = is_marked
             return []
-        # A step is another process's, or the error ended nothing and its last line is not known.
+        # A step line comes from another process, or the error was not fatal and its last line was
+        # not recognised.
         if source in self._tracebacks and not _STEP.search(line):
             return self._traceback(line, source)
         if shown := self._recognized(line):
             self._after_error.pop(source, None)
             return shown
-        # The rest of a message of several lines; lines of the log may arrive after it.
+        # This may be a further line of a multi-line message; lines of the log may follow it.
         is_rest = self._after_error.get(source) == is_marked
         if is_rest and line and not _TORCHRUNS_LOG.match(line):
             return [line]
         return []
 
     def flush(self) -> list[str]:
-        """Return tracebacks whose last line was not recognized, of equal ones the first."""
+        """Return tracebacks whose last line was not recognised; of equal ones, only the first."""
         unfinished = {_numberless("\n".join(lines)): lines for lines in self._tracebacks.values()}
         self._tracebacks.clear()
         shown: list[str] = []
@@ -94,7 +98,7 @@ class PersonView:
         return shown
 
     def has_shown(self, line: str) -> bool:
-        """Return whether a line, or one that differs in numbers alone, has been shown."""
+        """Return whether a line has been shown, or one that differs only in its numbers."""
         line = _RANK.sub("", line)
         return line in self._shown or _numberless(line) in self._shown
 
@@ -104,7 +108,8 @@ class PersonView:
         if line[:1].strip() == "" or not _LAST_OF_TRACEBACK.match(line):
             return []
         del self._tracebacks[source]
-        # torchrun's own report adds nothing to an error of a rank, but is all there is on a kill.
+        # torchrun's report adds nothing to an error of a rank, but is the only one if a rank is
+        # killed.
         is_torchruns = any(name in line for name in _TORCHRUNS_ERRORS)
         if (is_torchruns and self.failed) or not self._once(_numberless(line)):
             self._after_error.pop(source, None)
@@ -123,7 +128,7 @@ class PersonView:
         self._shown.add(line)
         return [line] if is_new else []
 
-    # One method for each form of line in `_FORMS`.
+    # One method for each pattern in `_FORMS`.
 
     def _step(self, match: re.Match[str]) -> list[str]:
         iteration, last, text = match.groups()
@@ -131,7 +136,7 @@ class PersonView:
         parts = [f"iteration {iteration:>{len(last)}}/{last}"]
         try:
             parts += self._numbers_of_step(fields)
-        except ValueError:  # a line of the script's own, with words for numbers
+        except ValueError:  # a line of the script, with words in place of numbers
             return [match.string[match.start() :].strip()]
         if self._bubble is not None:
             parts.append(f"bubble {self._bubble} %")
@@ -184,7 +189,7 @@ class PersonView:
         return self._once(f"warning: {match[1].strip()}")
 
     def _error(self, match: re.Match[str]) -> list[str]:
-        # Once for all ranks, micro-batches and iterations that have it.
+        # Show it once for all ranks, micro-batches and iterations that have it.
         if not self._once(_numberless(match.string)):
             return []
         return [f"error: {match[1].strip()}"]
@@ -206,7 +211,7 @@ class PersonView:
         return self._once(_STAGES[match.re.pattern].format(*match.groups()))
 
 
-# Lines of Megatron's that become one short line, at the first time.
+# Megatron's lines that are shown as a short line, the first time that they appear.
 _STAGES = {
     r"> initializing torch distributed": "connecting the ranks",
     r"building \w+ model": "building the model",
@@ -229,7 +234,7 @@ _FORMS = {
     r"^  seq_length \.+ (\d+)": PersonView._note_seq_length,
     _PARAMETERS.pattern: PersonView._note_parameters,
     r"^(?:\[rank \d+\] )?megatron_ext(?:: |\s+runs )": PersonView._ours,
-    # Without the name of the logger, or the place in Megatron that warns.
+    # Omit the logger's name, or the place in Megatron that warns.
     r"(?i)^WARNING[: ]\s?(?:[\w.]+:)?(.*)": PersonView._warning,
     r"(?i)^.*?:\d+: \w*Warning: (.*)": PersonView._warning,
     r"(?i)^(\S*: ?warning: .*)": PersonView._warning,
@@ -238,11 +243,11 @@ _FORMS = {
     r"\[before the start of training step\]": PersonView._training,
     **dict.fromkeys(_STAGES, PersonView._stage),
 }
-"""By the pattern of a line of the log: what shows it. The first one that fits counts."""
+"""Pattern of a log line -> the method that shows it. The first match wins."""
 
 
 def _number(text: str) -> str:
-    """Return a number of the log in few digits, for example 4.8553 of 4.855259E+00."""
+    """Return a number of the log with fewer digits, for example 4.8553 for 4.855259E+00."""
     value = float(text)
     return f"{value:.4f}" if 0.01 <= abs(value) < 1000 else f"{value:.4g}"
 
@@ -252,7 +257,7 @@ def _loss(name: str, value: str) -> str:
 
 
 def _numberless(text: str) -> str:
-    # Ranks, process ids and ports differ between equal lines.
+    # Ranks, process ids and ports differ between otherwise equal lines.
     return re.sub(r"\d+", "#", text)
 
 
@@ -270,8 +275,8 @@ def main(argv: list[str] | None = None) -> int:
         nonlocal is_stopped
         is_stopped = True
 
-    # Ctrl-C goes to the whole process group. The last lines of the training are kept, and not
-    # shown: how a launcher and its ranks end then is of no interest.
+    # Ctrl-C reaches the whole process group. Keep the last lines of the training in the file but do
+    # not show them: users do not care how the launcher and its ranks end then.
     signal.signal(signal.SIGINT, stop)
     view = PersonView()
     with options.log.open("w", encoding="utf-8") if options.log else nullcontext() as log:

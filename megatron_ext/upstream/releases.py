@@ -1,8 +1,8 @@
-"""The releases of Megatron that this package runs on, and the one that is installed.
+"""The releases of Megatron that this package supports, and the installed one.
 
-Reads files, imports nothing of Megatron. Later code looks at signatures, not at versions
-(`megatron_ext/upstream/signatures.py`); versions decide which rows of the patch tables apply, which
-fingerprints are compared, and what is refused before anything starts.
+This module reads files and imports nothing of Megatron. Later code inspects signatures instead of
+versions (`megatron_ext/upstream/signatures.py`); versions decide which rows of the patch tables
+apply, which fingerprints are compared, and what is rejected before anything starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.request import url2pathname
 from megatron_ext.errors import UpstreamMismatch, UserError
 
 SUPPORTED = ">=0.16.0,<0.21"
-"""As in `pyproject.toml`."""
+"""The range in `pyproject.toml`."""
 
 Release = tuple[int, int]
 """Major and minor version."""
@@ -31,12 +31,12 @@ class Reference(NamedTuple):
     """The versions that a minor release is tested with."""
 
     version: str
-    """Of the wheel."""
+    """Version of the wheel."""
     tag: str
-    """Of Megatron-LM, for its scripts. The public mirror has no tag for 0.19.2, whose
-    `megatron.training` is that of 0.19.0."""
+    """Tag of Megatron-LM, for its scripts. The public mirror has no tag for 0.19.2, whose
+    `megatron.training` is the same as in 0.19.0."""
     commit: str
-    """Of the tag."""
+    """Commit of the tag."""
 
 
 REFERENCES: dict[Release, Reference] = {
@@ -46,14 +46,14 @@ REFERENCES: dict[Release, Reference] = {
     (0, 19): Reference("0.19.2", "core_v0.19.0", "5be9626709af2722333bf54797c954c09edeada3"),
     (0, 20): Reference("0.20.0", "core_v0.20.0", "d98e8a64ddf34856e74b24714e3bedb2f5a39553"),
 }
-"""By minor release, oldest first."""
+"""Minor release -> its reference, oldest first."""
 
 _OLDEST, _NEWEST = min(REFERENCES), max(REFERENCES)
 _TRAINING_SINCE: Release = (0, 17)
 
 
 def parse_release(version: str) -> Release | None:
-    """Return major and minor number of a version, or None if it has none."""
+    """Return the major and minor number of a version, or None if the text has no such numbers."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -78,7 +78,7 @@ def installed_core() -> Path | None:
     core = Path(str(distribution.locate_file("megatron/core")))
     about = json.loads(distribution.read_text("direct_url.json") or "{}")
     if not core.is_dir() and about.get("dir_info", {}).get("editable"):
-        # `pip install -e` of a tree leaves a finder in place of the files.
+        # `pip install -e` of a tree installs a finder in place of the files.
         core = Path(url2pathname(urlsplit(about["url"]).path)) / "megatron" / "core"
     return core if os.access(core / "__init__.py", os.R_OK) else None
 
@@ -86,15 +86,15 @@ def installed_core() -> Path | None:
 def core_version() -> str | None:
     """Return the version of the `megatron.core` that is, or would be, imported, or None.
 
-    Without what a wheel adds when it is imported: the commit of a repository that its files lie in,
-    as those of an environment within a checkout do, whatever that repository is.
+    The local part is cut off: on import, a wheel appends the commit of any repository that contains
+    its files, such as a checkout around the environment.
     """
-    # Not imported: megatron.core would bind names of torch.cuda before our patches are there.
+    # Don't import megatron.core: it would bind names of torch.cuda before our patches are in place.
     info = sys.modules.get("megatron.core.package_info")
     if info is not None:
         return str(info.__version__).partition("+")[0]
     core = installed_core()
-    # In the order of an import; an empty entry is the current folder.
+    # Search in the order of an import; an empty entry is the current folder.
     places = [Path(entry or ".") / "megatron" / "core" for entry in sys.path]
     for place in [core] if core else places:
         if version := written_version(place):
@@ -108,15 +108,15 @@ def installed_release() -> Release | None:
 
 
 def reference(release: Release | None = None) -> Reference:
-    """Return the reference of a release (the installed one, else the oldest) or the nearest one."""
+    """Return the reference of a release (by default the installed one), or the nearest one."""
     release = release or installed_release() or _OLDEST
-    # What comes next resembles the newest known release more than any other.
+    # A newer release resembles the newest known one more than any other.
     older = [minor for minor in REFERENCES if minor <= release]
     return REFERENCES[max(older, default=_OLDEST)]
 
 
 def is_newer_than_known(release: Release | None) -> bool:
-    """Return whether a release is newer than all releases that this package was tested on."""
+    """Return whether a release is newer than all releases that this package was tested with."""
     return release is not None and release > _NEWEST
 
 
@@ -132,18 +132,19 @@ def oldest_python(release: Release) -> tuple[int, int]:
 
 
 def check_core() -> None:
-    """Refuse an unsupported megatron-core before its import.
+    """Reject an unsupported megatron-core before its import.
 
-    A release newer than all references passes: when its functions are loaded, they are compared
-    with those that the patches were written for.
+    A release newer than all references is accepted: when its functions are loaded, they are
+    compared with those that the patches were written for.
 
     Raises:
-        UserError: It is not installed, or another package has its name.
+        UserError: megatron-core is not installed, or another package hides it.
         UpstreamMismatch: It is older than the range.
     """
-    # NVIDIA's `megatron` is a namespace, without such a file; the package index has a namesake.
+    # NVIDIA's `megatron` is a namespace package without this file; the package index has another
+    # package of that name.
     files = (Path(entry or ".") / "megatron" / "__init__.py" for entry in sys.path)
-    # Not Path.is_file(), which raises for what lies below a folder that may not be entered.
+    # Don't use Path.is_file(), which raises inside a folder without access permission.
     package = next((file.resolve() for file in files if os.access(file, os.R_OK)), None)
     if package is not None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Training scripts: which file a name means, and whose it is."""
+"""Training scripts: which file a name refers to, and whether it belongs to Megatron-LM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from megatron_ext.upstream import tree as upstream
 
 
 def find_script(script: str) -> Path | None:
-    """Return the file of a script, of a path or of Megatron-LM; None for GPT on the wheel's loop.
+    """Return the file of a script, given by path or by its name in Megatron-LM.
+
+    None stands for GPT on the wheel's training loop.
 
     Raises:
         UserError: The file does not exist, and neither a tree nor the wheel provides it.
@@ -54,22 +56,22 @@ def find_script(script: str) -> Path | None:
 
 
 def is_megatrons(script: str) -> bool:
-    """Return whether a script is one of Megatron-LM's own, which take no other flags."""
+    """Return whether a script is one of Megatron-LM's own, which accept no other flags."""
     path = Path(script)
     if path.is_file():
         return upstream.is_tree(path.resolve().parent)
-    # It need not be here: the job may run on another machine.
+    # The script may not exist here, because the job may run on another machine.
     tree = upstream.find_tree()
     return path.name.startswith("pretrain_") or (tree is not None and (tree / script).is_file())
 
 
 def is_pretraining(script: str) -> bool:
-    """Return whether a script is one of Megatron-LM's that train, and not one of its tools."""
+    """Return whether a script is a training script of Megatron-LM, and not one of its tools."""
     return Path(script).name.startswith("pretrain_") and is_megatrons(script)
 
 
 def _hint(script: Path, tree: Path | None = None) -> str:
-    """Return a question about a script of nearly the same name, or nothing."""
+    """Return a hint that names a similar script, or an empty string."""
     folders = [script.parent] if tree is None else [script.parent, tree]
     names = {"pretrain_gpt.py"}
     for folder in folders:

@@ -1,8 +1,8 @@
 """Adapts calls to the signatures of Megatron's functions in the installed release.
 
 Releases differ in the keywords, names and modules of the functions that we call. This module
-inspects the functions themselves, not the version, so it also handles a patched release or one that
-reverts a change. It imports nothing of Megatron before the first use.
+inspects the functions themselves instead of the version, so it also handles a patched release or
+one that reverts a change. It imports nothing of Megatron before the first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def parameters(place: str) -> tuple[str, ...]:
 
 
 def megatron_arguments() -> Any:
-    """Return the arguments that Megatron's `get_args` gives; None in programs that parse none."""
+    """Return the arguments that Megatron's `get_args` returns; None in programs that parse none."""
     variables = sys.modules.get("megatron.training.global_vars")
     return None if variables is None else variables._GLOBAL_ARGS
 
@@ -34,10 +34,10 @@ def backward_step_of(model: Any, config: Any) -> Callable[[Any, Any, Any], Any]:
     """Return Megatron's `backward_step` for one model, for every backward of a step.
 
     It takes the inputs of the stage, `[s, b, h]`, its outputs and their gradients. Only 0.16 also
-    needs the type of the model, which lies below its wrappers and is looked up once.
+    needs the type of the model, which is stored below its wrappers and is looked up only once.
     """
     step = import_module(_SCHEDULES).backward_step
-    # Looked up for the model and not for each backward: a step has thousands of them.
+    # Look this up once per model instead of once per backward: a step has thousands of them.
     if not _takes_model_type():
         return lambda inputs, outputs, gradients: step(inputs, outputs, gradients, config)
     model_type = import_module("megatron.core.utils").get_model_type(model)
@@ -50,14 +50,14 @@ def _takes_model_type() -> bool:
 
 
 def needed_of_models() -> tuple[str, ...]:
-    """Return the attributes that Megatron's forward and backward steps read of a model."""
+    """Return the attributes of a model that Megatron's forward and backward steps read."""
     needed = "config", "set_input_tensor"
     return (*needed, "model_type") if _takes_model_type() else needed
 
 
 def default_groups() -> Any:
-    """Return the groups that Megatron's schedules take where they are given none."""
-    # From 0.19 on; before, each of Megatron's schedules wrote out what follows here.
+    """Return the groups that Megatron's schedules use if none are passed."""
+    # Exists since 0.19; before that, each of Megatron's schedules contained the code below.
     build = getattr(import_module(_SCHEDULES), "_build_default_pg_collection", None)
     if build is not None:
         return build()
@@ -71,13 +71,13 @@ def default_groups() -> Any:
     groups.dp_cp = state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )
-    # Over which the load of experts is summed, where their bias is trained.
+    # The load of experts is summed over this group if their bias is trained.
     groups.tp_dp_cp = state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
 
 
 def is_multi_module(groups: Any) -> bool:
-    """Return whether the groups belong to several models in one job, each with a pipeline."""
+    """Return whether the groups belong to several models in one job, each with its own pipeline."""
     module = import_module("megatron.core.process_groups_config")
     kind = getattr(module, "MultiModuleProcessGroupCollection", None)
     return kind is not None and isinstance(groups, kind)

@@ -26,7 +26,7 @@ _FETCH_TIMEOUT_S = 900
 
 
 def how_to_get() -> str:
-    """Return how a user gets the tree of the installed release."""
+    """Return instructions for getting the tree of the installed release."""
     return (
         "`megatron-ext upstream fetch`, or set MEGATRON_LM_PATH to a checkout of Megatron-LM at "
         f"{releases.reference().tag}"
@@ -34,7 +34,7 @@ def how_to_get() -> str:
 
 
 def cache_dir() -> Path:
-    """Return where `fetch` puts the tree: below `XDG_CACHE_HOME`, by default `~/.cache`."""
+    """Return the folder for `fetch`: inside `XDG_CACHE_HOME`, by default `~/.cache`."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises for an unknown user
     base = os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
     return Path(base) / "megatron_ext" / f"Megatron-LM-{releases.reference().tag}"
@@ -43,15 +43,15 @@ def cache_dir() -> Path:
 def is_tree(path: Path) -> bool:
     """Return whether a directory is a Megatron-LM source tree; site-packages has no scripts."""
     training = path / "megatron" / "training" / "__init__.py"
-    # Not Path.is_file(), which raises for what lies below a folder that may not be entered.
+    # Don't use Path.is_file(), which raises inside a folder without access permission.
     return os.access(training, os.R_OK) and os.access(path / "pretrain_gpt.py", os.R_OK)
 
 
 def find_tree() -> Path | None:
     """Return the Megatron-LM tree to use, or None.
 
-    In this order: `MEGATRON_LM_PATH` (a script inside of a tree sets it), the entries of `sys.path`
-    (which includes `PYTHONPATH`), and the destination of `fetch`.
+    It looks in this order: `MEGATRON_LM_PATH` (a script inside a tree sets it), the entries of
+    `sys.path` (which include `PYTHONPATH`), and the destination of `fetch`.
 
     Raises:
         UserError: `MEGATRON_LM_PATH` is set, but is not a Megatron-LM tree.
@@ -71,7 +71,7 @@ def find_tree() -> Path | None:
 
 
 def setting_names() -> frozenset[str]:
-    """Return the names of Megatron's settings, read from its sources, of the tree and the wheel.
+    """Return the names of Megatron's settings, read from the sources of the tree and the wheel.
 
     They are the fields of its configuration objects, and the flags of `megatron.training`.
     """
@@ -82,7 +82,7 @@ def setting_names() -> frozenset[str]:
 
 @lru_cache(maxsize=2)
 def _names_below(root: Path) -> frozenset[str]:
-    # Sources are searched and not imported: this runs on machines without torch.
+    # Search the sources instead of importing them: this runs on machines without torch.
     found: set[str] = set()
     for pattern in ("core/**/*config.py", "training/arguments.py", "training/config/*.py"):
         for path in root.glob(pattern):
@@ -94,7 +94,7 @@ def _names_below(root: Path) -> frozenset[str]:
 
 
 def require_tree() -> Path:
-    """Return the tree to use, of a supported version.
+    """Return the tree to use, after checking its version.
 
     Raises:
         UserError: No tree was found.
@@ -111,7 +111,7 @@ def require_tree() -> Path:
 
 
 def check_tree(tree: Path) -> None:
-    """Refuse a tree whose release differs from megatron-core's: its scripts would not fit.
+    """Reject a tree whose release differs from megatron-core's, because its scripts would not fit.
 
     Raises:
         UpstreamMismatch: Its release differs, or is not supported.
@@ -145,11 +145,12 @@ def tree_status(tree: Path) -> tuple[str, str | None, list[str]]:
     """Compare version, commit and Python files of a tree with the reference.
 
     Returns:
-        The version; the commit, None where it is no git checkout; a sentence for each difference.
+        The version; the commit, None if the tree is not a git checkout; a sentence for each
+        difference.
     """
     _, tag, expected = releases.reference()
     version, commit, problems = tree_version(tree), _git(tree, "rev-parse", "HEAD"), []
-    # The files of core_v0.19.0 have 0.19.1 as their version.
+    # The files of core_v0.19.0 contain 0.19.1 as their version, so compare only the minor release.
     minor = releases.parse_release(tag.removeprefix("core_v"))
     if commit is None and releases.parse_release(version) != minor:
         problems.append(f"version is {version}, expected {tag}")
@@ -162,12 +163,13 @@ def tree_status(tree: Path) -> tuple[str, str | None, list[str]]:
 
 
 def _git(tree: Path, *arguments: str) -> str | None:
-    """Return what git prints about a checkout; None where it is none, or git fails."""
+    """Return git's output for a checkout; None if it is not a checkout, or git fails."""
     if not (tree / ".git").exists():
         return None
     try:
         done = subprocess.run(
-            # git refuses trees of another user, as on a shared file system or in an image.
+            # Without this, git rejects trees of another user, as on a shared file system or in an
+            # image.
             ["git", "-c", f"safe.directory={tree}", "-C", str(tree), *arguments],
             capture_output=True,
             text=True,
@@ -182,11 +184,11 @@ def _git(tree: Path, *arguments: str) -> str | None:
 def fetch(destination: Path | None = None, url: str = URL) -> Path:
     """Clone Megatron-LM at the installed release's tag, shallow and verified; return the path.
 
-    A broken transfer leaves nothing behind. An existing tree at the right tag is kept. The
-    destination is by default `cache_dir()`, the URL may be that of a mirror.
+    A failed transfer leaves nothing behind. An existing tree at the right tag is kept. The
+    destination is `cache_dir()` by default, and the URL may point to a mirror.
 
     Raises:
-        UserError: git is missing or failed, or the destination holds something else.
+        UserError: git is missing or failed, or the destination contains something else.
         UpstreamMismatch: The tag of that repository is another commit.
     """
     target = destination or cache_dir()
@@ -205,7 +207,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
         raise UserError("`megatron-ext upstream fetch` needs git, which is not on PATH; install it")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # On the file system of the destination, or the rename at the end would be a copy.
+        # Use the file system of the destination, or the rename at the end would be a copy.
         scratch = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
     except OSError as error:
         raise UserError(
@@ -219,11 +221,11 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
             capture_output=True,
             text=True,
             timeout=_FETCH_TIMEOUT_S,
-            # Without it git asks for a password where a mirror needs one, and waits.
+            # Without this, git would prompt for a password if a mirror needs one, and wait.
             env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
         )
         commit = _git(clone, "rev-parse", "HEAD")
-        # A tag can be moved, and a mirror can have another one of the name.
+        # A tag can be moved, and a mirror can have another tag of the same name.
         if commit != expected:
             raise UpstreamMismatch(
                 f"{url} {tag}",
