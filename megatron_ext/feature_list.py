@@ -12,6 +12,13 @@ its entries.
 
 from __future__ import annotations
 
+RULES = (
+    "megatron_ext.features.slices.slice_rules",
+    "megatron_ext.features.pairs.pair_rules",
+    "megatron_ext.features.lengths.length_rules",
+)
+"""Modules with `TEXTS`, the settings of Megatron's to refuse, as in `config/incompatible.py`."""
+
 STEPS = (
     "megatron_ext.features.trees.tree_steps:TreeSteps",
     "megatron_ext.features.slices.slice_steps:SliceSteps",

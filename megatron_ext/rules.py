@@ -28,6 +28,11 @@ _SPELT = {
     "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
 }
 _DESTINATIONS = {flag: dest for dest, flag in _SPELT.items()}
+HYBRID_MODELS = (
+    "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): "
+    "is_hybrid_model | hybrid_override_pattern | hybrid_layer_pattern"
+)
+"""Words and conditions of a rule about models with other layers than attention."""
 
 
 class Condition(NamedTuple):

@@ -9,9 +9,11 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext import feature_list
 from megatron_ext.config.flags import MEGATRON_FIELDS, in_flags, in_objects, with_flags
 from megatron_ext.config.refusals import Preflight, Refusal
 from megatron_ext.config.roles import profiles_with_torch
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 
 # Rules by what brings them, in the notation of `megatron_ext/rules.py`. `SUBJECT` in a remedy is
-# the feature's own flag.
+# the feature's own flag. Features bring theirs (`feature_list.RULES`).
 
 # An implementation from 0.18 on, before that a scope, which Megatron still takes by three names.
 _WHOLE_STEP = (
@@ -39,10 +41,6 @@ _GRAPHS = (
     f"cuda_graph_impl!=none | enable_cuda_graph | external_cuda_graph | {_WHOLE_STEP}"
 )
 _ENCODER_DECODER = "encoder-decoder models (--decoder-num-layers): decoder_num_layers"
-_HYBRID = (
-    "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): "
-    "is_hybrid_model | hybrid_override_pattern | hybrid_layer_pattern"
-)
 _TEXTS = {
     # For every schedule. From 0.19 on weights may have more shards than tensor-parallel ranks.
     "schedule": f"""
@@ -107,24 +105,6 @@ _TEXTS = {
             has one chunk
         overlap_p2p_comm_warmup_flush
             it is for the messages of virtual stages, and each rank has one stage""",
-    # Settings that sliced tables drop.
-    "dropped_by_slices": """
-        overlap_moe_expert_parallel_comm
-            only whole micro-batches run as pairs
-        ep_overlap_early_attn_memory_release
-            there are no pairs""",
-    # Where pairs would train another model; `completion.completed` has none there.
-    "unpaired": """
-        --overlap-moe-expert-parallel-comm beside --fp4-format: overlap_moe_expert_parallel_comm &
-        fp4
-            Megatron's plans of pairs run layers in FP8 or in 16 bits
-        --overlap-moe-expert-parallel-comm beside packed sequences (--sft,
-        --dataloader-inter-document-masking): overlap_moe_expert_parallel_comm & sft |
-        dataloader_inter_document_masking
-            Megatron's forward step gives plans of pairs no bounds, and tokens would attend across
-            sequences
-        ep_overlap_early_attn_memory_release & fp4 | sft | dataloader_inter_document_masking
-            there are no pairs""",
     # Settings that disaggregation replaces or ignores.
     # fp4_param is 0.16's name of --fp4-param-gather.
     "dropped_by_roles": """
@@ -165,36 +145,6 @@ _TEXTS = {
     "twins": """
         use_mp_args_from_checkpoint_args
             a checkpoint holds the sizes of one of the two mirrored pipelines""",
-    # For forwards and backwards that run as pairs, through Megatron's schedule plans.
-    "pairs": f"""
-        recompute_granularity=full & fp8 | distribute_saved_activations
-            those recompute layers in another way than a plan; use --recompute-granularity=selective
-            without --recompute-method and --recompute-num-layers
-        recompute_modules=moe
-            a plan cuts a layer behind the router, and would keep there, copied for each expert,
-            what this drops; use --recompute-modules=core_attn, layernorm, mla_up_proj, mlp or
-            moe_act
-        moe_layer_recompute
-            it means --recompute-modules=moe, behind whose router a plan cuts a layer; leave it out
-        moe_shared_expert_overlap
-            the shared expert hides the communication that a partner would hide; leave one of them
-            out
-        --mtp-use-repeated-layer, --mtp-detach-heads or --mtp-hsm: mtp_num_layers &
-        mtp_use_repeated_layer | mtp_detach_heads | mtp_hsm
-            plans of multi-token prediction know none of them and would train another model
-        {_HYBRID}
-            they have no plans in every release; leave SUBJECT out
-        variable_seq_lengths
-            Megatron's forward step gives plans no lengths; leave one of them out
-        mlp_chunks_for_training>1 & num_experts
-            plans route all tokens of a micro-batch at once; leave it out
-        perform_rl_step
-            Megatron's RL makes no plans; leave one of them out
-        fine_grained_activation_offloading
-            activations return from the host by the backwards that run alone; use
-            --recompute-granularity=selective instead
-        overlap_dispatch_backward_with_experts_wgrad
-            Megatron takes one of the two only; leave one of them out""",
     # For random numbers by micro-batch under Megatron's own schedules; ours drop graphs.
     "microbatch_rng": f"""
         {_GRAPHS}
@@ -221,15 +171,6 @@ _TEXTS = {
         --overlap-param-gather with --bitpipe-routing=twin: overlap_param_gather
             twins gather parameters for each other, and start their chunks in different orders; use
             --bitpipe-routing=local, or leave it out""",
-    # For micro-batches in another order than the file's.
-    "balance": """
-        logits_load_dir | logits_save_dir
-            logits lie in their files in the order of the data; leave one of them out
-        moe_router_load_balancing_type=global_aux_loss
-            it counts the tokens of the micro-batches before; use
-            --moe-router-load-balancing-type=aux_loss or seq_aux_loss
-        perform_rl_step
-            Megatron's RL deals out its own samples; leave one of them out""",
     # For micro-batches of different lengths.
     "lengths": """
         moe_token_dispatcher_type=allgather & num_experts
@@ -240,57 +181,6 @@ _TEXTS = {
     "stock_lengths": f"""
         {_GRAPHS}
             they replay tensors of one shape; leave one of them out""",
-    # For micro-batches in slices of their sequence.
-    # Transformer Engine has a softmax of its own, and Megatron's kernel exists in 16 bits only.
-    "slices": f"""
-        transformer_impl!=local,transformer_engine
-            only their attention keeps keys and values between slices; use --transformer-impl=local
-            or transformer_engine
-        context_parallel_size>1
-            it divides the sequence too; leave it out, or leave --pipeline-slices out
-        moe_router_load_balancing_type!=none,aux_loss,seq_aux_loss
-            it balances the tokens of a slice, not of a micro-batch; use
-            --moe-router-load-balancing-type=aux_loss or seq_aux_loss
-        --moe-expert-capacity-factor: moe_expert_capacity_factor!=none
-            an expert drops the tokens of a slice that are too many for it, not of a micro-batch
-        mlp_chunks_for_training>1 & num_experts
-            its routers see a part of a slice, and losses are counted by micro-batch; leave it out
-        --mtp-use-repeated-layer: mtp_num_layers & mtp_use_repeated_layer
-            a layer that runs twice would keep keys and values of two kinds; leave it out
-        --mtp-hsm: mtp_num_layers & mtp_hsm
-            it mixes hidden states of later tokens, which another slice computes; leave it out
-        {_HYBRID}
-            only attention keeps its state between slices; leave --pipeline-slices out
-        --experimental-attention-variant: experimental_attention_variant | linear_attention_type
-            only DotProductAttention keeps keys and values between slices; leave --pipeline-slices
-            out
-        window_size
-            Megatron's mask of a window begins with the slice; leave --pipeline-slices out
-        packed sequences (--sft, --dataloader-inter-document-masking) with --micro-batch-size above
-        1: sft | dataloader_inter_document_masking & micro_batch_size>1
-            Megatron packs the slices of several samples into one; use --micro-batch-size=1
-        reset_attention_mask & tensor_model_parallel_size>1
-            tensor-parallel ranks receive the mask in a buffer of the whole one's form; leave one of
-            them out
-        fused softmax in 16 bits: masked_softmax_fusion & transformer_impl=local & fp16 | bf16
-            its kernel takes as many queries as keys; add --no-masked-softmax-fusion
-        fp8 | fp4
-            scales follow from whole micro-batches; use --bf16 instead
-        tp_comm_overlap
-            its buffers have the size of whole micro-batches; leave one of them out
-        fine_grained_activation_offloading
-            keys and values stay on the device from slice to slice; use
-            --recompute-granularity=selective instead
-        logits_load_dir | logits_save_dir
-            logits lie in their files by micro-batch, and slices have a part each; leave one of them
-            out
-        decoder_seq_length
-            it is not the sequence that slices divide; leave one of them out
-        perform_rl_step
-            batches of Megatron's RL are tuples, which have no names to cut them by; leave one of
-            them out
-        moe_enable_routing_replay
-            programs replay the experts of whole micro-batches; leave one of them out""",
     # For forward and backward ranks.
     # Both roles take a step of --freeze-all-layers, forward only from 0.20 on, for an evaluation.
     "roles": """
@@ -362,7 +252,15 @@ _TEXTS = {
 }
 
 
-RULES = {group: read_rules(text) for group, text in _TEXTS.items()}
+def _all_texts() -> dict[str, str]:
+    """Return the texts above and those of features, by group."""
+    texts = dict(_TEXTS)
+    for module in feature_list.RULES:
+        texts |= import_module(module).TEXTS
+    return texts
+
+
+RULES = {group: read_rules(text) for group, text in _all_texts().items()}
 """By feature, field or kind of table: the settings of Megatron's to refuse."""
 
 DROPPED_BY_ROLES = RULES["dropped_by_roles"] + RULES["dropped"] + RULES["dropped_by_line"]
@@ -417,7 +315,9 @@ def rules_of(
             ("dynamic", "crossed", chooses and bool(placement.twin_hops)),
         ]
     return [
-        (flag_of(args, config, field), RULES[group]) for field, group, applies in groups if applies
+        (flag_of(args, config, field), RULES.get(group, ()))
+        for field, group, applies in groups
+        if applies
     ]
 
 
@@ -435,7 +335,7 @@ def dropped(table: Schedule) -> tuple[Rule, ...]:
     rules = RULES["dropped"]
     if table.splits_backward:
         rules += RULES["dropped_by_split"] + RULES["whole"]
-    rules += RULES["dropped_by_slices" if table.num_slices > 1 else "unpaired"]
+    rules += RULES.get("dropped_by_slices" if table.num_slices > 1 else "unpaired", ())
     one_chunk = placement.num_stages == placement.num_ranks
     return rules + RULES["dropped_by_line"] if one_chunk else rules
 

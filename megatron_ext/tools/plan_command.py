@@ -285,7 +285,7 @@ def _job(args: argparse.Namespace) -> Question:
         num_devices=num_devices,
         global_batch=args.global_batch_size,
         sequence=sequence,
-        pair_rules=RULES["pairs"],
+        pair_rules=RULES.get("pairs", ()),
         techniques=techniques,
         fused_loss=args.cross_entropy_loss_fusion or "--cross-entropy-loss-fusion" in flag_names,
         overlaps=not args.no_overlap,

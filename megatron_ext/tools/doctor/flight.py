@@ -348,7 +348,7 @@ def planned(
         num_devices=cut.sizes.ranks,
         global_batch=list(batches.counts)[-1],
         sequence=model.sequence,
-        pair_rules=RULES["pairs"],
+        pair_rules=RULES.get("pairs", ()),
         techniques=techniques_of_flags(flags),
         fused_loss=bool(getattr(args, "cross_entropy_loss_fusion", None)),
         overlaps=bool(getattr(args, "overlap_grad_reduce", None)),
