@@ -2,12 +2,12 @@
 
     python -m megatron_ext.tools.launch.agent
 
-A request comes as one line of JSON on standard input. `run` answers with the fitness of this host,
-waits for the start, runs torchrun in a session of its own and forwards its output. Standard input
-stays open while the job runs: its end means that the launcher is gone. Then, or on a signal, a stop
-message, or if the launcher falls silent, the job gets SIGTERM, and after the grace period every
-remaining process is killed. `stop`, `status` and `logs` are about a job that another agent runs or
-ran here, and find it through the file that the other one wrote.
+A request arrives as one line of JSON on standard input. `run` answers with the fitness of this
+host, waits for the start, runs torchrun in a separate session and forwards its output. Standard
+input stays open while the job runs: if it ends, the launcher is gone. In that case, or on a signal,
+on a stop message, or if the launcher falls silent, the job gets SIGTERM, and after the grace period
+every remaining process is killed. `stop`, `status` and `logs` are about a job that another agent
+runs or ran here, and find it through the file that the other agent wrote.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Send = Callable[[Json], None]
 
 
 class _Job:
-    """A job that runs here: its process, and why it is stopped, if it is."""
+    """A job that runs here: its process, and why it is being stopped, if it is."""
 
     def __init__(self, argv: list[str], environment: dict[str, str], request: Json) -> None:
         self.stopped: str | None = None
@@ -60,7 +60,7 @@ class _Job:
         parent.adopt_orphans()
         self.child = subprocess.Popen(
             argv,
-            stdin=subprocess.DEVNULL,  # else the job would hold the launcher's end open
+            stdin=subprocess.DEVNULL,  # otherwise the job would hold the launcher's end open
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**environment, parent.AGENT_PID: str(agent_pid)},
@@ -76,31 +76,35 @@ class _Job:
         threading.Thread(target=self._follow_launcher, daemon=True).start()
 
     def stop(self, why: str, grace_s: float) -> None:
-        """Send SIGTERM, and kill what is left after the grace."""
-        # Once: another SIGTERM would start torchrun's own grace, and what a rank does then, again.
+        """Send SIGTERM, and kill the remaining processes after the grace period."""
+        # Send SIGTERM only once: a second one restarts torchrun's grace period, and the ranks' own
+        # handlers.
         if self.stopped is None and grace_s > 0:
             self.child.send_signal(signal.SIGTERM)
         self.stopped = self.stopped or why
         killer = threading.Timer(grace_s, self.end)
-        killer.daemon = True  # a job that ends in time leaves the agent nothing to wait for
+        killer.daemon = True  # if the job ends in time, the agent need not wait for the timer
         killer.start()
 
     def end(self) -> None:
-        """Kill what is left of the job; another round catches what was forked meanwhile."""
+        """Kill the remaining processes of the job; repeat for those forked in the meantime."""
         for _ in range(5):
-            # Also orphans, which are adopted.
+            # This includes orphans, which the agent adopts.
             runs.end(psutil.Process().children(recursive=True), timeout_s=2.0)
 
     def _reap(self, *_: object) -> None:
-        """Wait for adopted orphans that have ended, which would stay for as long as the job."""
+        """Wait for adopted orphans that have ended.
+
+        Otherwise they would remain as zombies until the job ends.
+        """
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid != self.child.pid:
                 os.waitpid(ended.si_pid, 0)
 
     def _follow_launcher(self) -> None:
-        """Stop the job when the launcher says so, exits or falls silent."""
-        signal.setitimer(signal.ITIMER_REAL, self._silence_s)  # SIGALRM, which stops the job
+        """Stop the job when the launcher requests it, exits or falls silent."""
+        signal.setitimer(signal.ITIMER_REAL, self._silence_s)  # SIGALRM stops the job
         for message in map(runs.decode, sys.stdin.buffer):
             signal.setitimer(signal.ITIMER_REAL, self._silence_s)
             if message is not None and message["op"] == "stop":
@@ -111,7 +115,7 @@ class _Job:
 def _run(request: Json, directory: Path, send: Send) -> None:
     os.environ.pop("MEGATRON_EXT_DISABLE", None)  # meant for the agent only
     os.environ.update(request["env"])
-    # The script's own modules may be on the job's path only.
+    # The script's own modules may only be on the job's path.
     sys.path += [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
     hello = look(request, directory)
     send(hello)
@@ -122,7 +126,7 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     per_node = request["per_node"]
     environment = {
         **os.environ,
-        "PYTHONUNBUFFERED": "1",  # lines of a rank are shown when they are written
+        "PYTHONUNBUFFERED": "1",  # show lines of ranks as soon as they are written
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_MARK.decode() + "${rank} ",
         runs.RUN_ID: request["run_id"],
         runs.NODE: str(request["node"]),
@@ -142,7 +146,7 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         "log": None,
     }
     try:
-        folder = open_folder(directory, create=True)  # as long as this process
+        folder = open_folder(directory, create=True)  # stays open as long as this process
         if folder.exists("agent.json"):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory))
         folder.write_json("agent.json", runs.record())
@@ -159,8 +163,9 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     output = job.child.stdout
     forwarder = threading.Thread(target=_forward, args=(output, log, send, per_node), daemon=True)
     forwarder.start()
-    code, ended["time"] = job.child.wait(), time.time()  # of several hosts, the first is named
-    job.end()  # torchrun's end is not that of all it has started, and may take seconds
+    # The earliest failure of several hosts is reported
+    code, ended["time"] = job.child.wait(), time.time()
+    job.end()  # processes that torchrun has started may outlive it by seconds
     sockets.cleanup()
     ended.update(code=code, stopped=job.stopped)
     forwarder.join(_CLOSE_S)
@@ -168,7 +173,7 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         is_stopped = job.stopped is not None
         logs = _Logs(folder, directory, log_name, start.get("first_rank", 0))
         ended.update(_failure(logs, is_stopped=is_stopped))
-    with suppress(OSError):  # a full disk: the launcher hears of the end all the same
+    with suppress(OSError):  # the disk may be full; the launcher still gets the report
         folder.write_json("agent.json", {**runs.record(), **ended})
     last = threading.Thread(target=send, args=(ended,), daemon=True)
     last.start()
@@ -176,49 +181,50 @@ def _run(request: Json, directory: Path, send: Send) -> None:
 
 
 def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) -> None:
-    """Send lines of ranks, or every line, to the launcher; write those of no rank to the log."""
+    """Send lines of ranks, or every line, to the launcher; write all other lines to the log."""
     assert isinstance(output, io.BufferedReader)
     unfinished = b""
     while data := output.read1(_CHUNK_BYTES) or (unfinished and b"\n"):
         if len(unfinished) > _CHUNK_BYTES:
-            data = b"\n" + data  # a progress bar without an end
+            data = b"\n" + data  # a progress bar that never ends its line
         *lines, unfinished = (unfinished + data).split(b"\n")
         of_ranks = [line for line in lines if line.startswith(RANK_MARK)]
         of_no_rank = [line for line in lines if not line.startswith(RANK_MARK)]
         shown = lines if every_line else of_ranks
-        # Neither a full disk nor a launcher that is gone may block the job.
+        # Neither a full disk nor a dead launcher may block the job.
         if of_no_rank:
             with suppress(OSError):
                 log.write(b"\n".join(of_no_rank) + b"\n")
         if shown:
-            text = (b"\n".join(shown) + b"\n").decode(errors="surrogateescape")  # any bytes
+            # Keeps arbitrary bytes
+            text = (b"\n".join(shown) + b"\n").decode(errors="surrogateescape")
             with suppress(OSError):
                 send({"kind": "log", "text": text})
 
 
 @dataclass(frozen=True)
 class _Logs:
-    """Where a job has left its logs on this host."""
+    """The logs that a job has left on this host."""
 
     folder: RunFolder
     directory: Path
-    """The name of that folder, for people."""
+    """The folder's name, as shown to users."""
     own: str
-    """The file with the lines of no rank."""
+    """The file with the lines that no rank printed."""
     first_rank: int
-    """Global rank of the first process here."""
+    """Global rank of the first process on this host."""
 
     def of_rank(self, rank: int) -> list[Path]:
-        """Return torchrun's output files of a global rank; none if it runs elsewhere."""
+        """Return torchrun's output files for a global rank; empty if it runs elsewhere."""
         return _rank_logs(self.folder, rank - self.first_rank)
 
 
 def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
-    """Return what failed here, for the launcher: the failed part, its exit code, last lines, cause.
+    """Return the failure on this host, for the launcher: failed part, exit code, last lines, cause.
 
-    A host that was stopped may have the cause all the same: its ranks were slower to end.
+    A host that was stopped may still have the cause, if its ranks were slower to end.
     """
-    # None: it failed before it had ranks, or was killed.
+    # Without a report, torchrun failed before it had ranks, or was killed.
     report: Json = logs.folder.read_json("failure.json") or {}
     causes = cause.read(logs.folder.anchor / "ranks")
     now = time.time()
@@ -227,7 +233,7 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
         causes.append(Cause(stopped["rank"], "stopped", reason, now))
     if "rank" in report:
         rank, code = report["rank"], report["exit_code"]
-        # A rank that has left a note may be killed in its exit, by torchrun.
+        # A rank that has left a note may still be killed by torchrun during its exit.
         if rank not in [ending.rank for ending in causes]:
             kind = "killed" if code < 0 else "unknown"
             causes.append(Cause(rank, kind, "", now, code=code))
@@ -238,11 +244,11 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
     if first is None:
         return failure
     failure |= {"what": f"rank {first.rank}", "cause": asdict(first)}
-    # torchrun's own code says which rank failed first only in its log.
+    # torchrun's own exit code identifies the first failed rank only in its log.
     if first.code:
         failure["code"] = first.code
     elif "exit_code" in report:
-        failure["code"] = report["exit_code"]  # the cause stands still, or left with 0
+        failure["code"] = report["exit_code"]  # the cause does not make progress, or exited with 0
     for path in logs.of_rank(first.rank):
         failure["log"] = str(logs.directory / path.parent.relative_to(logs.folder.anchor))
         lines = last_lines(path, _TAIL_LINES)
@@ -252,7 +258,7 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
 
 
 def _rank_logs(folder: RunFolder, local_rank: int) -> list[Path]:
-    """Return torchrun's output files of a rank, below the run's folder on its host."""
+    """Return the torchrun output files for a rank, under the run's folder on its host."""
     folders = folder.anchor.glob(f"ranks/*/attempt_0/{local_rank}")
     paths = []
     for rank_folder in folders:
@@ -261,13 +267,13 @@ def _rank_logs(folder: RunFolder, local_rank: int) -> list[Path]:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a file that may be large; none if it cannot be read."""
+    """Return the last lines of a file, which may be large; empty if it cannot be read."""
     try:
-        # Opening a pipe would wait for its writer, and a link may lead anywhere.
+        # Opening a pipe would wait for a writer, and a link may lead anywhere.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:  # noqa: PTH123 - of a descriptor
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - (1 << 16)))  # logs of weeks have gigabytes
+            file.seek(max(0, size - (1 << 16)))  # logs of several weeks have gigabytes
             text = file.read().decode(errors="replace")
     except OSError:
         return []
@@ -278,7 +284,7 @@ def _stop(request: Json, directory: Path) -> Json:
     agent = None
     with suppress(FileNotFoundError), open_folder(directory) as folder:
         agent = runs.recorded(folder.read_json("agent.json"))
-    if agent is not None:  # it ends its job in order, which takes about the grace
+    if agent is not None:  # it ends its job properly, which takes about the grace period
         with suppress(psutil.Error):
             agent.send_signal(signal.SIGUSR1)
             agent.wait(request["grace_s"] + _CLOSE_S)  # its launcher needs its report
@@ -308,7 +314,7 @@ def _status(request: Json, directory: Path) -> Json:
     state = ""
     if runs.recorded(ended):
         state = "running, "
-    with suppress(KeyError, TypeError):  # it has not ended, or could not write that
+    with suppress(KeyError, TypeError):  # it has not ended, or could not write its report
         state = f"ended with {ended['code']}"
         if ended["stopped"]:
             state += f" ({ended['stopped']})"
@@ -331,7 +337,7 @@ def _logs(request: Json, directory: Path) -> Json:
 
 def main() -> int:
     """Execute the request on standard input."""
-    # Only messages may go to standard output: output of libraries goes to standard error.
+    # Only messages may go to standard output, so redirect output of libraries to standard error.
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     lock = threading.Lock()
@@ -351,7 +357,7 @@ def main() -> int:
     if request is None:
         return 0
     threading.Thread(target=live, daemon=True).start()
-    # Hosts may share a file system, and have names of any characters.
+    # Hosts may share a file system, and their names may contain any characters.
     host = re.sub(r"[^A-Za-z0-9._-]", "_", request["host"])
     root = Path(request["log_root"] or runs.runs_root())
     directory = root / request["run_id"] / f"{request['node']:03d}-{host}"
@@ -370,4 +376,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # the thread that reads standard input would abort the interpreter's own exit
+    os._exit(code)  # the thread that reads standard input would abort a normal interpreter exit

@@ -1,6 +1,6 @@
-"""Connections to the agents of a job's hosts.
+"""Connections to the agents on a job's hosts.
 
-Each host has an agent, reached by ssh, by Slurm's srun, or as a process of this machine. The user's
+Each host has an agent, reached by ssh, by Slurm's srun, or as a process on this machine. The user's
 own ssh configuration, keys and jump hosts apply; ssh never prompts.
 """
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.plan import JobPlan
 
 MAX_SKEW_S = 5.0
-"""Difference of clocks that triggers a warning, because log lines cannot be compared then."""
+"""Clock difference that triggers a warning, because log lines then cannot be compared."""
 _CLOSE_S = 5.0
-# Before it, torchrun kills ranks that save for longer than 30 s.
+# Earlier releases of torchrun kill ranks that take more than 30 s to save.
 _FIRST_PATIENT_TORCH = (2, 12)
-"""From this release on, torchrun gives its ranks as long to stop as it is told to."""
+"""Since this release, torchrun gives its ranks the configured time to stop."""
 
 _MEANINGS = {
     r"Invalid job id|Unable to confirm allocation|Access/permission denied": "Slurm starts nothing "
@@ -58,19 +58,19 @@ _MEANINGS = {
 """Pattern in the output of ssh or the login shell -> explanation and remedy."""
 
 Event = tuple[int, Json | Literal["signal"] | None]
-"""Rank of a host and its message, None if its connection has ended; or the number of a signal."""
+"""Index of a host and its message (None if its connection has ended), or the number of a signal."""
 
 
 def reach(plan: JobPlan, host: Host, remote: Sequence[str], timeout_s: float) -> list[str]:
-    """Return the command that runs `remote` on a host, its words quoted for the login shell."""
+    """Return the command that runs `remote` on a host, quoted for the login shell."""
     if host.local:
         return list(remote)
     if plan.slurm_job is not None:
         return slurm.argv(plan.slurm_job, host, remote)
     options = [
-        # ssh has to give up before us: its own words say more than our time-out.
+        # ssh must give up before we do: its own error says more than our time-out.
         "BatchMode=yes", f"ConnectTimeout={max(1, min(10, int(timeout_s)))}",
-        "ServerAliveInterval=5", "ServerAliveCountMax=3",  # a dead host is noticed in 15 s
+        "ServerAliveInterval=5", "ServerAliveCountMax=3",  # notices a dead host within 15 s
     ]  # fmt: skip
     words = [*plan.ssh, "-T"]
     for option in options:
@@ -85,7 +85,7 @@ def reach(plan: JobPlan, host: Host, remote: Sequence[str], timeout_s: float) ->
 def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
     """Explain in one line why an agent did not start on a host, with a remedy.
 
-    `code` is the exit code of the connection, `printed` the lines of ssh or the login shell.
+    `code` is the exit code of the connection, `printed` are the lines of ssh or the login shell.
     """
     last = next((line.strip() for line in reversed(printed) if line.strip()), "no output")
     for pattern, meaning in _MEANINGS.items():
@@ -95,13 +95,13 @@ def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
 
 
 class _Connection:
-    """An agent on a host: its process or that of ssh, and whatever else that prints."""
+    """An agent on a host: its process or that of ssh, and any other output of it."""
 
     def __init__(self, host: str, argv: Sequence[str], put: Callable[[Json | None], None]) -> None:
         self.host, self._put = host, put
         self.heard_at = time.monotonic()
         self._noise: deque[str] = deque(maxlen=20)
-        # A file, which never blocks the process; a pipe that nobody reads would.
+        # Use a file, which never blocks the process; a pipe that nobody reads would.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
             argv,
@@ -113,7 +113,7 @@ class _Connection:
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, **message: object) -> None:
-        """Send a message; if the agent has exited, an event says so."""
+        """Send a message. If the agent has exited, an event reports that."""
         assert self.process.stdin is not None
         with suppress(OSError, ValueError):
             self.process.stdin.write(encode(message))
@@ -127,23 +127,23 @@ class _Connection:
                 self._noise.append(line.decode(errors="replace").rstrip())
             else:
                 self._put(message)
-        with suppress(subprocess.TimeoutExpired):  # for the exit code
+        with suppress(subprocess.TimeoutExpired):  # wait for the exit code
             self.process.wait(_CLOSE_S)
         self._put(None)
 
     def noise(self) -> list[str]:
-        """Return the last lines other than messages: of ssh, login scripts, or a dying agent."""
+        """Return the last lines that are not messages: of ssh, login scripts, or a dying agent."""
         self._stderr.seek(0)
         errors = self._stderr.read().decode(errors="replace").splitlines()
         lines = [line for line in [*self._noise, *errors] if line.strip()]
-        # Login scripts may print pages; what ended the agent stands at the end.
+        # Login scripts may print pages; the reason why the agent ended is last.
         return lines[-20:]
 
     def close(self) -> None:
         """End the connection, which ends the agent and its job if they still run."""
         assert self.process.stdin is not None
         # The end of its input tells an agent that the launcher is gone, through any number of ssh
-        # hops; a signal would reach the nearest ssh alone.
+        # hops; a signal would only reach the nearest ssh.
         with suppress(OSError):
             self.process.stdin.close()
         try:
@@ -154,19 +154,19 @@ class _Connection:
 
 
 class Agents:
-    """An agent on each host of a plan, as a context that ends them all."""
+    """An agent on each host of a plan, as a context manager that ends them all."""
 
     def __init__(self, plan: JobPlan) -> None:
         self.plan = plan
         self.connections: dict[int, _Connection] = {}
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.display: Display | None = None  # gets the lines of ranks
+        self.display: Display | None = None  # receives the lines of ranks
 
     def __enter__(self) -> Agents:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Side by side: one host that does not answer must not delay the others.
+        # Close them in parallel: a host that does not answer must not delay the others.
         with ThreadPoolExecutor(len(self.plan.hosts) or 1) as pool:
             pool.map(_Connection.close, self.connections.values())
 
@@ -175,12 +175,12 @@ class Agents:
         if message is not None and kind == "log" and self.display is not None:
             text = message["text"].encode(errors="surrogateescape")
             self.display.show(self.plan.hosts[index].name, text)
-        # A sign of life has done its work in `heard_at`.
+        # A sign of life has already updated `heard_at`.
         elif kind not in ("alive", "log"):
             self.events.put((index, message))
 
     def next_event(self, until: float) -> Event:
-        """Return the next event, or host -1 when there is none until a time."""
+        """Return the next event, or host -1 if none arrives before `until`."""
         try:
             return self.events.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
@@ -189,12 +189,13 @@ class Agents:
     def ask(self, op: str, timeout_s: float, **details: object) -> list[Json | str]:
         """Send a request to every host and return their answers, in order.
 
-        In place of an answer stands why there is none, with the remedy.
+        If a host does not answer, its entry is the reason, with a remedy.
         """
         root = Path(__file__).resolve().parents[3]
-        variables = ["MEGATRON_EXT_DISABLE=1"]  # an agent trains nothing, and starts faster so
+        # An agent trains nothing, and starts faster this way
+        variables = ["MEGATRON_EXT_DISABLE=1"]
         if not {"site-packages", "dist-packages"} & set(root.parts):
-            variables.append(f"PYTHONPATH={root}")  # the agent has to have the same files
+            variables.append(f"PYTHONPATH={root}")  # the agent must use the same files
         argv = ["env", *variables, self.plan.python, "-m", "megatron_ext.tools.launch.agent"]
         answers: dict[int, Json | str] = {}
         for index, host in enumerate(self.plan.hosts):
@@ -211,7 +212,7 @@ class Agents:
             index, message = self.next_event(deadline)
             if isinstance(message, dict):
                 answers[index] = {**message, "ahead_s": message.get("clock", 0.0) - time.time()}
-            # A host that has answered ends then, unless it is to run the job.
+            # A connection that ends after its answer is normal, unless the host is to run the job.
             elif index in self.connections and (op == "run" or index not in answers):
                 connection = self.connections[index]
                 code = connection.process.returncode
@@ -234,7 +235,7 @@ class Agents:
             if abs(answer["ahead_s"]) > MAX_SKEW_S:
                 clock = f"its clock is {answer['ahead_s']:+.0f} s off this machine's"
                 answer["warnings"].append(f"{clock}; let NTP or chrony set it")
-            # Hosts are compared when all of them answer; one may miss just the one that does not.
+            # Compare hosts only if all of them answer: some may differ only from the missing one.
             hellos.append(answer if is_complete else {**answer, "problems": []})
         if is_complete:
             self._check_grace(hellos[0])
@@ -242,7 +243,7 @@ class Agents:
         return hellos
 
     def _check_grace(self, hello: Json) -> None:
-        """Warn of a torchrun that does not give ranks as long as they were promised."""
+        """Warn if torchrun does not give ranks the configured grace period."""
         torch, grace_s = hello["same"]["torch"], self.plan.grace_s
         release = parse_release(torch) or _FIRST_PATIENT_TORCH
         if grace_s > 30 and not self.plan.per_node and release < _FIRST_PATIENT_TORCH:
@@ -250,7 +251,7 @@ class Agents:
             hello["warnings"].append(f"{limit}; install torch 2.12 or later")
 
     def _compare(self, hellos: Sequence[Json]) -> None:
-        """Add a problem to each host that differs from most in what has to be the same."""
+        """Add a problem to each host that differs from the majority in what must be equal."""
         names: dict[str, None] = {}
         for hello in hellos:
             names |= dict.fromkeys(hello["same"])

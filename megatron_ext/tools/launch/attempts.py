@@ -32,7 +32,11 @@ _LONGEST_PAUSE_S = 60.0
 
 
 def shown_ranks(text: str, world_size: int) -> list[int]:
-    """Return the ranks that `--show` names, in order."""
+    """Return the ranks that `--show` names, in order.
+
+    Raises:
+        LaunchError: It names no rank of this job.
+    """
     if text == "all":
         return list(range(world_size))
     ranks = set()
@@ -53,14 +57,15 @@ def shown_ranks(text: str, world_size: int) -> list[int]:
 def with_restarts(plan: JobPlan, hosts: tuple[Host, ...], args: argparse.Namespace) -> int:
     """Run a job until it succeeds, is stopped, or has used up its restarts; return its exit code.
 
-    Every attempt is a run of its own, with preflight, logs and a result: ID, ID-r1, ID-r2. The
-    script resumes from its last whole checkpoint: Megatron records a checkpoint's iteration only
-    after it has written all of it. Of the hosts, those beyond the plan's are spare.
+    Every attempt is a separate run with preflight, logs and a result: ID, ID-r1, ID-r2. The script
+    resumes from its last complete checkpoint: Megatron records a checkpoint's iteration only after
+    it has written all of it. Hosts beyond those of the plan are spares.
     """
     if args.max_restarts and flag_value(plan.command, "--load") is None:
         say("warning: without --save and --load, a restart begins with the first iteration")
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(ending) == signal.SIG_DFL:  # while no job runs: connections are closed
+        # Applies between attempts, when connections are closed
+        if signal.getsignal(ending) == signal.SIG_DFL:
             signal.signal(ending, lambda number, _: sys.exit(128 + number))
     failed_at: list[float] = []
     num_restarts, attempt = 0, plan
@@ -73,7 +78,7 @@ def with_restarts(plan: JobPlan, hosts: tuple[Host, ...], args: argparse.Namespa
             return outcome.code
         failed_at.append(now)
         num_restarts += 1
-        # Longer each time: a file server or a switch that fails takes a while to come back.
+        # Wait longer each time: a failing file server or switch takes a while to come back.
         pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (len(failed_at) - 1))
         say(
             f"restart {len(failed_at)} of {args.max_restarts} in {pause_s:g} s, because of "
@@ -81,10 +86,10 @@ def with_restarts(plan: JobPlan, hosts: tuple[Host, ...], args: argparse.Namespa
         )
         time.sleep(pause_s)
         hosts = _with_slots(hosts, completed)
-        # From the plan without the flags that follow from its hosts: these may be others now.
+        # Start from the plan without the flags derived from its hosts, which may differ now.
         attempt = replace(plan, run_id=f"{plan.run_id}-r{num_restarts}")
         able = _able_hosts(hosts, completed, attempt, args.preflight_timeout)
-        # A job never shrinks: fewer replicas would be another batch.
+        # Never shrink a job: with fewer replicas, the batch would differ.
         num_hosts, num_ranks = len(completed.hosts), completed.world_size
         attempt = replace(attempt, hosts=able[:num_hosts])
         if attempt.world_size != num_ranks:
@@ -95,9 +100,9 @@ def with_restarts(plan: JobPlan, hosts: tuple[Host, ...], args: argparse.Namespa
 
 
 def _with_slots(hosts: Sequence[Host], completed: JobPlan) -> tuple[Host, ...]:
-    """Return the hosts with their slots, counted in the attempt if the hostfile has none."""
+    """Return the hosts with their slots, as counted in the attempt if the hostfile gives none."""
     counted = {host.number: host.slots for host in completed.hosts}
-    # A spare host has not counted its devices; hosts of a job are alike.
+    # A spare host has not counted its devices; assume that the hosts of a job are alike.
     of_spares = completed.hosts[0].slots
     complete = []
     for host in hosts:
@@ -109,10 +114,10 @@ def _with_slots(hosts: Sequence[Host], completed: JobPlan) -> tuple[Host, ...]:
 def _able_hosts(
     hosts: tuple[Host, ...], ended: JobPlan, attempt: JobPlan, timeout_s: float
 ) -> tuple[Host, ...]:
-    """Return the hosts that can take part in an attempt, after what is left of the ended one.
+    """Return the hosts that can take part in an attempt, after stopping leftovers of the ended one.
 
-    Hosts lost before are asked too: one that was rebooted may be back, and one whose network was
-    away may still run its part.
+    Hosts that were lost before are asked too: one that was rebooted may be back, and one whose
+    network was down may still run its part.
     """
     with Agents(replace(ended, hosts=hosts)) as agents:
         answers = agents.ask("stop", timeout_s + attempt.grace_s)
@@ -136,7 +141,7 @@ def _able_hosts(
 
 
 def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]:
-    """Run a job once, and return how it ended with its plan, which knows all numbers."""
+    """Run a job once; return its outcome, and its plan with all process counts."""
     directory = runs.runs_root() / plan.run_id
     with ExitStack() as resources:
         agents = resources.enter_context(Agents(plan))
@@ -146,7 +151,8 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
             raise LaunchError("\n".join(problems))
         plan = plan.completed([hello["devices"] for hello in hellos])
         show = shown_ranks(args.show, plan.world_size)
-        # Before the start: `stop` finds even a job whose launcher dies now.
+        # Write the files before the start, so that `stop` finds the job even if the launcher dies
+        # now.
         try:
             folder = resources.enter_context(
                 RunFolder.open(runs.runs_root(), plan.run_id, create=True)
@@ -167,8 +173,8 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         if _has_view(args, plan):
             view = PersonView()
             if len(plan.hosts) == 1:
-                # Of several hosts each shown rank costs bandwidth; here the view gets all of them,
-                # to count parameters and to show whichever rank fails.
+                # With several hosts, each shown rank costs bandwidth. On a single host, the view
+                # gets all ranks, to count parameters and to show whichever rank fails.
                 show = list(range(plan.world_size))
             if len(show) == plan.world_size:
                 say(f"everything the ranks print: {log_path}")
@@ -186,7 +192,7 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
 
 
 def _of_hosts(plan: JobPlan, hellos: Sequence[runs.Json], kind: str) -> list[str]:
-    """Return the problems or warnings of all hosts, one in a line."""
+    """Return the problems or warnings of all hosts, one per line."""
     lines = []
     for host, hello in zip(plan.hosts, hellos, strict=True):
         lines += [f"{host.name}: {text}" for text in hello[kind]]
@@ -194,14 +200,14 @@ def _of_hosts(plan: JobPlan, hellos: Sequence[runs.Json], kind: str) -> list[str
 
 
 def _has_view(args: argparse.Namespace, plan: JobPlan) -> bool:
-    """Return whether the output is shortened: that of Megatron's scripts, but for their help."""
+    """Return whether the output is shortened: for Megatron's scripts, except with --help."""
     is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
     return is_megatrons and not args.raw and {"-h", "--help"}.isdisjoint(plan.command)
 
 
 @dataclass
 class _End:
-    """How an attempt ended, for its record and for the person who started it."""
+    """The end of an attempt, for its record and for the user."""
 
     plan: JobPlan
     outcome: Outcome
@@ -214,12 +220,12 @@ class _End:
 
     @property
     def _is_seen(self) -> bool:
-        """Whether the view has shown what matters of the rank that failed."""
+        """Whether the view has shown the important output of the failed rank."""
         return self.view is not None and self.outcome.failed_rank in self.show
 
     @property
     def _logs(self) -> str:
-        """How to see what the ranks have printed, or the failed one, and where that lies."""
+        """The command that shows the output of the ranks, or of the failed one, and its file."""
         failure = self.outcome.failure
         if self._is_seen or (failure is None and self.view is not None):
             return f"everything: {self.log_path}"
@@ -233,7 +239,7 @@ class _End:
         return f"logs: {shlex.join(words)}{place}"
 
     def record(self) -> runs.Json:
-        """Return what `status` tells later."""
+        """Return the record that `status` shows later."""
         failure = self.outcome.failure
         return {
             "exit_code": self.outcome.code,
@@ -243,7 +249,7 @@ class _End:
         }
 
     def tell(self) -> None:
-        """Say how the job ended; the last line names the cause of a failure."""
+        """Report how the job ended; the last line gives the cause of a failure."""
         if self.display.left_out:
             say(f"{self.display.left_out} lines were not shown, because the output was blocked")
         is_training = bool(self.display.iteration) or self.view is not None
@@ -261,11 +267,11 @@ class _End:
             say(f"run {self.plan.run_id} succeeded; {self._logs}")
 
     def _tell_failure(self, failed: Failure) -> None:
-        """Show the last output of what failed, unless the view did, and then the cause."""
+        """Show the last output of the failed part, unless the view did, and then the cause."""
         reason = str(failed)
         lines = [line for line in failed.tail if line.strip()]
-        # A rank that a signal ended may have said why in its last line, in no form that a view
-        # knows: `Killed`, a message of the C library.
+        # A rank that was ended by a signal may give the reason in its last line, in a form that the
+        # view does not recognise: `Killed`, or a message of the C library.
         for line in lines[-1:] if self._is_seen else lines:
             is_repeated = self.view is not None and self.view.has_shown(line)
             if not is_repeated and line not in reason:

@@ -1,4 +1,4 @@
-"""What a person sees of a job: the lines of its ranks, and those of the launcher."""
+"""The user's view of a job: the lines of its ranks, and those of the launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ITERATION = re.compile(rb"iteration\s+(\d+)/\s*\d+ \|")
 
 
 def say(text: str) -> None:
-    """Print a line of the launcher's own; a terminal that is gone must not keep it from its job."""
+    """Print a line of the launcher; a closed terminal must not stop it."""
     with suppress(OSError):
         print(f"megatron-ext: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
@@ -31,21 +31,21 @@ def say(text: str) -> None:
 class Display:
     """Shows the lines of all hosts in bounded memory.
 
-    Ranks write to files on their own host, which stay complete; torchrun follows those to show. A
-    thread writes here, because a terminal or a pipe may block for any time. If it blocks for long,
-    output is dropped and counted. The log gets every line, and so does the output, unless a view
-    shortens it. Neither is closed.
+    Ranks write to files on their own hosts, which stay complete; torchrun follows the files of the
+    ranks to show. A thread writes here, because a terminal or a pipe may block for any time. If it
+    blocks for long, output is dropped and counted. The log gets every line, and so does the output,
+    unless a view shortens it. The display closes neither.
     """
 
     def __init__(self, output: BinaryIO, log: BinaryIO, view: PersonView | None = None) -> None:
         self._output, self._log, self._view = output, log, view
         self._chunks: queue.Queue[tuple[str, bytes] | None] = queue.Queue(_MAX_CHUNKS)
         self.iteration = 0
-        """The last iteration of the training that a line named."""
+        """The last training iteration that appeared in a line."""
         self.is_stopping = False
-        """True if the user has stopped the job: a view has no errors to show then."""
+        """True if the user has stopped the job: the view then shows no errors."""
         self.left_out = 0
-        """Lines that were not shown."""
+        """Number of lines that were not shown."""
         self._is_blocked = False
         self._thread = threading.Thread(target=self._run, name="display", daemon=True)
         self._thread.start()
@@ -53,15 +53,15 @@ class Display:
     def show(self, host: str, data: bytes) -> None:
         """Show output of a host, or drop it if the display blocks for a second."""
         try:
-            # In the thread of a connection: its host would wait as long as we do. Once for all
-            # chunks, because the report of the job's end comes behind them.
+            # This runs in the thread of a connection, and its host would wait as long as we do.
+            # Wait only once for all chunks, because the report of the job's end comes after them.
             self._chunks.put((host, data), timeout=0 if self._is_blocked else _PATIENCE_S)
         except queue.Full:
             self._is_blocked = True
             self.left_out += data.count(b"\n")
 
     def close(self) -> None:
-        """Show the rest; times out if the display blocks."""
+        """Show the remaining output; time out if the display blocks."""
         with suppress(queue.Full):
             self._chunks.put(None, timeout=_CLOSE_S)
             self._thread.join(_CLOSE_S)
@@ -76,7 +76,7 @@ class Display:
                 source, line = host, marked
                 if rank := _MARKED.match(marked):
                     source = f"{host}:{rank[1].decode()}"
-                    # torchrun repeats the mark within a line that pauses.
+                    # torchrun repeats the mark if a line arrives in parts.
                     line = _MARKED.sub(b"", marked)
                 complete.append(b"[%s] %s" % (source.encode(), line))
                 if iteration := _ITERATION.search(line):
@@ -90,7 +90,8 @@ class Display:
             self._write(self._output, map(str.encode, self._view.flush()))
 
     def _write(self, file: BinaryIO, lines: Iterable[bytes]) -> None:
-        # A full disk, or a reader that is gone (`| head`): the job goes on, and its hosts have all.
+        # A full disk, or a reader that has exited (`| head`), must not stop the job; its hosts keep
+        # all output.
         with suppress(OSError, ValueError):
             file.write(b"\n".join([*lines, b""]))
             file.flush()

@@ -1,8 +1,9 @@
-"""torchrun with a machine-readable report, and a bound on the time that it takes to end.
+"""torchrun with a machine-readable report, and a limit on the time that it takes to end.
 
     python -m megatron_ext.tools.launch.elastic REPORT.json GRACE_S TORCHRUN_FLAGS SCRIPT ...
 
-torchrun itself reports the first failed rank as a drawing in its log. All else is torchrun's own.
+torchrun itself reports the first failed rank only as a drawing in its log. Everything else is
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_ext.tools.launch.run_folder import RunFolder
 
 
 def main() -> int:
-    """Run torchrun; return its exit code, that of the first failed rank if one failed."""
+    """Run torchrun; return its exit code, or that of the first failed rank."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -30,18 +31,19 @@ def main() -> int:
     report, grace_s, arguments = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     killer = threading.Timer(grace_s, lambda: runs.end(Process().children(recursive=True)))
     killer.daemon = True
-    # What the agent of this host reads: the rank that ended first, and those that stand still.
+    # The report for this host's agent: the rank that ended first, and the stopped ones.
     failure: dict[str, object] = {}
 
     def bound_the_end(record: logging.LogRecord) -> bool:
         if record.funcName == "_close" and "stopped" not in failure:
-            # Before the first signal: afterwards a stopped rank looks like one that ends slowly.
+            # Look before the first signal: afterwards, a stopped rank looks like one that ends
+            # slowly.
             failure["stopped"] = stopped_ranks()
             killer.start()
         return True
 
-    # torchrun warns before it asks its ranks to end. It gives them 30 s; from PyTorch 2.12 on more,
-    # if this says so and no rank has failed.
+    # torchrun logs a warning before it asks its ranks to end. It gives them 30 s; since PyTorch
+    # 2.12 it gives them the time set here, if no rank has failed.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(30, math.ceil(grace_s)))
     api.logger.setLevel(logging.WARNING)
     api.logger.addFilter(bound_the_end)
@@ -55,17 +57,18 @@ def main() -> int:
         return 128 + int(error.sigval)
     finally:
         if failure:
-            # A full disk may be why the rank failed.
+            # The disk may be full, which may be why the rank failed.
             with suppress(OSError), RunFolder.open(report.parent) as folder:
                 folder.write_json(report.name, failure)
     return 0
 
 
 def stopped_ranks() -> list[dict[str, int]]:
-    """Return the ranks of this process that SIGSTOP or a debugger holds."""
+    """Return the ranks of this process that SIGSTOP or a debugger has stopped."""
     stopped = []
     for process in Process().children():
-        with suppress(Error, KeyError, ValueError):  # it has ended meanwhile, or is no rank
+        # It has ended in the meantime, or is not a rank
+        with suppress(Error, KeyError, ValueError):
             if process.status() in (STATUS_STOPPED, STATUS_TRACING_STOP):
                 variables = process.environ()
                 rank, local_rank = int(variables["RANK"]), int(variables["LOCAL_RANK"])

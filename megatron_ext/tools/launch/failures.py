@@ -10,24 +10,24 @@ from dataclasses import dataclass, replace
 from megatron_ext.upstream.cause import KINDS, Cause
 
 CONNECTION_FAILED = 255
-"""Exit code of ssh for its own failures, and for a remote command that a signal ended."""
+"""Exit code of ssh for its own failures, and for a remote command that was ended by a signal."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a job failed on one host."""
+    """The failure of a job on one host."""
 
     host: str
     what: str
     """The failed part: `rank 3`, `torchrun`, `the command`, `the connection to the agent`."""
     code: int
-    """Exit code, negative for a signal, as Python counts."""
+    """Exit code, negative for a signal, as in Python."""
     at: float
-    """When, by the launcher's clock."""
+    """Time of the failure, by the launcher's clock."""
     tail: Sequence[str] = ()
     note: str = ""
     cause: Cause | None = None
-    """The note that the rank has left, or what its agent has seen of it."""
+    """The note that the rank has left, or what its agent has observed."""
     log: str | None = None
     """The folder with the rank's output on its host."""
 
@@ -38,7 +38,7 @@ class Failure:
         if self.cause is None:
             return f"{self.host}: {self.what} {how}{self.note}"
         reason = self.cause.reason
-        blamed = f"{self.what} holds the job up: "  # by the watchdog
+        blamed = f"{self.what} holds the job up: "  # reported by the watchdog
         if self.cause.kind == "stopped":
             how = "stands still"
         elif self.cause.kind == "left":
@@ -58,7 +58,7 @@ class Failure:
 
     @property
     def precedence(self) -> tuple[int, int, float]:
-        """Return the key by which the first failure is the smallest."""
+        """The sort key; the first failure has the smallest."""
         if self.cause is not None:
             return (*self.cause.precedence[:2], self.at)
         # An agent or torchrun that died did not fail because of the other hosts.
@@ -68,14 +68,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended."""
+    """The outcome of a job."""
 
     code: int = 0
     """Exit code of the command: that of the first failure, 128 + n after signal n, 255 for a lost
     host."""
     failure: Failure | None = None
     stopped_by: str | None = None
-    """The signal that the user ended it with, which may have come after the failure."""
+    """The signal with which the user ended it, possibly after the failure."""
 
     @property
     def failed_rank(self) -> int | None:
@@ -84,10 +84,10 @@ class Outcome:
 
 
 def first_failure(failures: Sequence[Failure], last_iteration: int = 0) -> Failure:
-    """Return the failure that explains the others, with the iteration that any host knows of.
+    """Return the failure that explains the others, with the last iteration that any host reports.
 
     Other ranks fail within milliseconds after the loss of a rank, on hosts whose clocks differ. A
-    process ended by a signal, or an agent that died, did not fail for that reason.
+    process that was ended by a signal, or an agent that died, did not fail for that reason.
     """
     first = min(failures, key=lambda failure: failure.precedence)
     iterations = []
@@ -104,6 +104,6 @@ def first_failure(failures: Sequence[Failure], last_iteration: int = 0) -> Failu
 
 
 def _signal_name(number: int) -> str:
-    with suppress(ValueError):  # one of most real-time signals
+    with suppress(ValueError):  # most real-time signals have no name
         return signal.Signals(number).name
     return f"signal {number}"

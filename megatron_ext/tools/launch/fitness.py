@@ -1,4 +1,4 @@
-"""Whether a host can take part in a job: what its agent looks at before the start."""
+"""Checks whether a host can take part in a job; its agent runs them before the start."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Json
 
 MIN_FREE_BYTES = 64 << 20
-"""Less free space than this for the logs of a host is a problem."""
+"""Having less free space for the logs of a host is a problem."""
 MIN_SHARED_BYTES = 1 << 30
-"""Less free shared memory than this is a warning; a container has 64 MiB by default."""
+"""Having less free shared memory is a warning; a container has 64 MiB by default."""
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
 _LOWEST_PORT = 20000
 _HIGHEST_PORT = 32767
-"""Above it systems number the ports of outgoing connections."""
+"""Above this, systems assign the ports of outgoing connections."""
 
 
 def look(request: Json, log_dir: Path) -> Json:
     """Return the fitness of this host for a request, whose environment is already set.
 
-    Problems, warnings, and what must be equal on every host. The request's directory becomes the
-    current one; that of the logs must not be there yet.
+    The result has problems, warnings, and values that must be equal on every host. The request's
+    directory becomes the current one; the log directory must not exist yet.
     """
     problems: list[str] = []
     warnings: list[str] = []
@@ -47,7 +47,7 @@ def look(request: Json, log_dir: Path) -> Json:
         "pid": os.getpid(),
         "clock": time.time(),
         "log_dir": str(log_dir),
-        # Without torch, whose import would take most of the time of an answer.
+        # Count without torch, whose import would take most of the time of an answer.
         "devices": 0 if request["per_node"] and request["nproc"] else count_devices(),
         "problems": problems,
         "warnings": warnings,
@@ -105,8 +105,8 @@ def open_folder(directory: Path, create: bool = False) -> RunFolder:
 
 def _look_at_logs(log_dir: Path) -> tuple[int, str | None]:
     """Return the free bytes for the logs of a run here, and why they cannot be written, if so."""
-    # The folder itself is made at the start only, so that a job that is refused leaves none.
-    # Not Path.exists(), which raises for what lies below a folder that may not be entered.
+    # The folder is created only at the start, so that a rejected job leaves none behind. Don't use
+    # Path.exists(), which raises inside a folder without access permission.
     existing = next(folder for folder in log_dir.parents if os.access(folder, os.F_OK))
     free_bytes = shutil.disk_usage(existing).free
     why = None
@@ -115,7 +115,7 @@ def _look_at_logs(log_dir: Path) -> tuple[int, str | None]:
             why = "it belongs to another run"
     except LaunchError as error:
         return free_bytes, f"logs cannot be written: {error}"
-    except OSError:  # there is none yet
+    except OSError:  # the folder does not exist yet
         if not os.access(existing, os.W_OK | os.X_OK):
             why = f"{existing} is not writable"
     if why is not None:
@@ -141,10 +141,10 @@ def _look_at_shared_memory(warnings: list[str]) -> None:
 
 
 def _digest_of(script: str) -> str:
-    """Return a digest of the script that would run here, which has to be the same everywhere.
+    """Return a digest of the script that would run here, which must be the same on all hosts.
 
     Raises:
-        MegatronExtError: There is none.
+        MegatronExtError: The script does not exist.
         OSError: It cannot be read.
     """
     from megatron_ext.training import runner
@@ -155,9 +155,9 @@ def _digest_of(script: str) -> str:
 
 
 def _free_port(master_port: int | None, problems: list[str]) -> int:
-    """Return the port for the ranks to meet at, the user's or one that is free."""
-    # Another program may take a free port before rank 0 listens, seconds later. Nothing takes one
-    # of this range by itself.
+    """Return the port at which the ranks meet: the user's or a free one."""
+    # Another program may take a free port before rank 0 listens, seconds later, but nothing is
+    # assigned a port in this range automatically.
     candidates = random.sample(range(_LOWEST_PORT, _HIGHEST_PORT + 1), 5)
     if master_port:
         candidates = [master_port]

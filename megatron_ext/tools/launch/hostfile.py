@@ -34,11 +34,11 @@ class Host:
     """One line of a hostfile."""
 
     name: str
-    """Destination of ssh: a name, an alias of the ssh configuration, or an address."""
+    """Destination of ssh: a name, an alias in the ssh configuration, or an address."""
     slots: int | None = None
-    """Processes on this host; None: as many as it has devices."""
+    """Number of processes on this host. None: as many as it has devices."""
     addr: str | None = None
-    """Address that the other hosts reach it by; None: its name."""
+    """Address at which the other hosts reach it. None: its name."""
     port: int | None = None  # of its ssh server; None: what the ssh configuration says
     user: str | None = None  # to log in as; None: what the ssh configuration says
     rdma: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Host:
     env: tuple[tuple[str, str], ...] = ()
     """Environment variables of its processes."""
     number: int = 0
-    """Its place among the hosts of the launch, which a restart on other hosts does not change."""
+    """Its index among the hosts of the launch, which stays the same in a restart on other hosts."""
     local: bool = False
     """True for the launcher's own machine, which needs no ssh."""
 
@@ -57,21 +57,21 @@ class Host:
 
 
 def _number(limit: int) -> Callable[[str], int | None]:
-    # int() alone takes signs, spaces, underscores and the digits of other scripts.
+    # int() alone would accept signs, spaces, underscores and digits of other scripts.
     def convert(text: str) -> int | None:
         return int(text) if re.fullmatch(r"[0-9]{1,5}", text) and int(text) <= limit else None
 
     return convert
 
 
-# By key: the value of a text, or nothing that counts as true; and what the text has to be.
+# Key -> (conversion of the text to a value, falsy if invalid; description of valid texts).
 _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "slots": (_number(MAX_SLOTS), f"a number of processes, 1 to {MAX_SLOTS}"),
-    # Open MPI's upper bound, which we never exceed: not more than `slots` are started.
+    # Open MPI's upper bound, which is never exceeded, because at most `slots` are started.
     "max_slots": (_number(MAX_SLOTS), "a number"),
     "addr": (lambda text: str(ip_address(text)), "an IP address"),
     "port": (_number(65535), "a port from 1 to 65535"),
-    # A leading dash would be an option of ssh.
+    # A leading dash would be parsed as an option of ssh.
     "user": (
         lambda text: re.fullmatch(r"[A-Za-z_][A-Za-z0-9._-]{0,63}", text) and text,
         "the name of a user",
@@ -97,10 +97,14 @@ def read(path: Path) -> tuple[Host, ...]:
 
 
 def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
-    """Parse the text of a hostfile; `source` is its name in errors."""
+    """Parse the text of a hostfile; `source` is its name in errors.
+
+    Raises:
+        LaunchError: The text is malformed; names the line.
+    """
     hosts: list[Host] = []
     lines: dict[object, int] = {}
-    # Not splitlines(): it also splits at characters that do not end a line in a file.
+    # Don't use splitlines(), which also splits at characters that do not end a line in a file.
     for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -154,7 +158,7 @@ def _host(words: list[str]) -> Host:
             fields[key] = value
     for key in [key for key in fields if key.startswith("env.")]:
         del fields[key]
-    for key in ("max_slots", "type"):  # other launchers' keys, which change nothing here
+    for key in ("max_slots", "type"):  # keys of other launchers, which have no effect here
         fields.pop(key, None)
     return Host(name, env=tuple(env), **fields)
 
@@ -170,8 +174,8 @@ def _value(shown: str, text: str, key: str) -> Any:
 def select(
     hosts: Sequence[Host], include: str | None = None, exclude: str | None = None
 ) -> tuple[Host, ...]:
-    """Return the hosts that `--include` names, or all that `--exclude` does not: `host1@host2`."""
-    if include is not None and exclude is not None:  # which of them comes first would be a guess
+    """Return the hosts in `--include`, or all hosts not in `--exclude`; both are `host1@host2`."""
+    if include is not None and exclude is not None:  # don't guess which of them applies first
         raise LaunchError("--include and --exclude are both given; use one of them")
     flag, text = ("--exclude", exclude) if include is None else ("--include", include)
     if text is None:

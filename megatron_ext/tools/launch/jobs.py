@@ -28,18 +28,18 @@ from megatron_ext.upstream import parent
 from megatron_ext.upstream.flag_list import megatron_flags
 from megatron_ext.upstream.scripts import find_script
 
-# Of one machine or one process: a job that starts another must not pass on its own.
+# These belong to one machine or process: a job that starts another job must not pass them on.
 _NOT_FORWARDED = ("MEGATRON_EXT_RUNS", runs.RUN_ID, runs.NODE, parent.AGENT_PID, parent.SOCKETS)
 _DEFAULTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "OMP_NUM_THREADS": "1",
-    # Every rank would warn about missing kernels and deprecated calls in Megatron.
+    # Otherwise every rank would warn about missing kernels and deprecated calls in Megatron.
     "PYTHONWARNINGS": "ignore",
 }
 
 
 def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run `launch`; `words` are the command line as typed, for a batch job that runs it later."""
+    """Run `launch`; `words` is the command line as typed, for a batch job that runs it later."""
     command: list[str] = args.command_words
     if command[:1] == ["--"]:
         command = command[1:]
@@ -56,7 +56,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
     plan = _planned(args, command, workdir)
     plan.check()
     hosts = plan.hosts
-    # The last hosts wait for a restart that one of the first cannot take part in.
+    # The last hosts are spares for a restart in which one of the others cannot take part.
     num_used = len(hosts) - args.spares
     if num_used < 1:
         raise LaunchError(
@@ -64,7 +64,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         )
     plan = replace(plan, hosts=hosts[:num_used])
     uncounted = [host.name for host in plan.hosts if not host.slots]
-    if not uncounted:  # what is wrong here is reported before any host is contacted
+    if not uncounted:  # report mistakes in these flags before any host is contacted
         complete = plan.completed()
         shown_ranks(args.show, complete.world_size)
     if not args.per_node and all(host.local for host in hosts):
@@ -80,14 +80,14 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _check_command_here(command: Sequence[str]) -> None:
-    """Refuse a script or flags that this machine's Megatron lacks, before ranks import torch."""
+    """Reject a script or flags that this machine's Megatron lacks, before ranks import torch."""
     if megatron_flags():
         find_script(command[0])
         read_command_line(command)
 
 
 def _dry_run(plan: JobPlan) -> int:
-    """Print the command of each host, and what preflight says of the training."""
+    """Print the command of each host, and the result of preflight for the training."""
     print(plan.dry_run(), end="")
     if plan.per_node:
         return 0
@@ -105,7 +105,7 @@ def _dry_run(plan: JobPlan) -> int:
 def _submit(
     args: argparse.Namespace, words: Sequence[str], command: Sequence[str], workdir: str
 ) -> None:
-    """Submit a job to Slurm, which starts the same line again, inside an allocation."""
+    """Submit a job to Slurm, which runs the same command line again inside an allocation."""
     if args.hostfile is not None:
         raise LaunchError("--slurm and --hostfile are both given; Slurm chooses the hosts")
     options = [word for word in words if word not in ("--dry-run", "--")]
@@ -118,10 +118,10 @@ def _submit(
 
 
 def _planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> JobPlan:
-    """Return the plan of the job, with all hosts, those to spare included."""
+    """Return the plan of the job, with all hosts, including spares."""
     job_env = dict(args.env)
     if requested(command) == "cpu":
-        # Agents get no flags; by the variable they too count no devices.
+        # Agents get no flags, so set the variable to make them count no devices.
         job_env = {"MEGATRON_EXT_DEVICE": "cpu", **job_env}
     environ = {**os.environ, **job_env}
     flags = [*requested_flags(environ), *command]
@@ -134,13 +134,13 @@ def _planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> 
     elif runs.load(slurm_job, "plan"):
         run_id = f"{slurm_job}-{runs.new_run_id()}"
     else:
-        # `status`, `logs` and `stop` take the job's id, for the first run in it.
+        # `status`, `logs` and `stop` accept the job's id for its first run.
         run_id = slurm_job
     env = dict(_DEFAULTS)
     if not args.raw:
-        env["MEGATRON_EXT_STEP_BUBBLE"] = "1"  # of `tracing/scalars.py`
+        env["MEGATRON_EXT_STEP_BUBBLE"] = "1"  # read by `tracing/scalars.py`
     for name, value in os.environ.items():
-        # Logins on the hosts know nothing of what was exported here.
+        # Login shells on the hosts do not know variables that were exported here.
         if name.startswith(FORWARDED) and name not in _NOT_FORWARDED:
             env[name] = value
     return JobPlan(
@@ -162,7 +162,7 @@ def _planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> 
 
 
 def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Refuse a command and flags that cannot go together, whatever the hosts."""
+    """Reject a command and flags that cannot be combined on any hosts."""
     if not command:
         raise LaunchError(
             "nothing to run; name a script after --, as in `-- pretrain_gpt.py --num-layers 8`"
@@ -187,9 +187,10 @@ def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
 def hosts_of(
     args: argparse.Namespace, nproc: int | None = None, alone: int | None = None
 ) -> tuple[tuple[hostfile.Host, ...], str | None]:
-    """Return the hosts that the flags name, and the Slurm job that they are of, if any.
+    """Return the hosts that the flags name, and the Slurm job that they belong to, if any.
 
-    They start `nproc` processes each, or their slots; this machine alone has `alone` slots.
+    Each host starts `nproc` processes, or as many as its slots; without any list, this machine has
+    `alone` slots.
     """
     job = None
     if args.hostfile is not None:
@@ -207,10 +208,10 @@ def hosts_of(
 
 
 def _is_this_machine(name: str) -> bool:
-    """Return whether a name or an address is this machine's, without resolving any."""
-    # A resolver may hang, and may send a public name of this machine elsewhere.
+    """Return whether a name or an address belongs to this machine, without resolving it."""
+    # A resolver may hang, and may resolve a public name of this machine to another one.
     if name in ("localhost", socket.gethostname()):
         return True
-    with suppress(ValueError):  # it is no address
+    with suppress(ValueError):  # it is not an address
         return ip_address(name).is_loopback or interface_of(name) is not None
     return False

@@ -15,7 +15,7 @@ from typing import Any
 
 
 def _number(convert: Callable[[str], Any], first: int, last: float, rule: str) -> Any:
-    """Return a converter of numbers in a range, for argparse."""
+    """Return an argparse converter for numbers in a range."""
 
     def checked(text: str) -> Any:
         with suppress(ValueError):
@@ -196,7 +196,7 @@ def add_subcommands(subparsers: Any) -> None:
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say which hosts there are and how they are reached."""
+    """Add the flags that select the hosts and how to reach them."""
     add = parser.add_argument_group("hosts").add_argument
     add("--hostfile", type=Path, metavar="FILE", help="one host on each line")
     add("--include", metavar="HOST@...", help="only these hosts")
@@ -212,7 +212,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_programs(add: Callable[..., Any]) -> None:
-    """Add the flags that name the programs with which hosts are reached."""
+    """Add the flags that select the programs used to reach hosts."""
     add(
         "--ssh-cmd",
         type=_program,

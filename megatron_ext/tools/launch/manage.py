@@ -1,4 +1,4 @@
-"""Implements `stop`, `status` and `logs`, about a job that `launch` has started on this machine."""
+"""Implements `stop`, `status` and `logs`, for a job that `launch` has started on this machine."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -22,9 +22,9 @@ from megatron_ext.tools.launch.plan import JobPlan
 
 
 def manage(args: argparse.Namespace) -> int:
-    """Run `stop`, `status` or `logs`; return 1 if a host does not answer, or cannot do it.
+    """Run `stop`, `status` or `logs`; return 1 if a host does not answer or reports a failure.
 
-    They read the plan that `launch` wrote on this machine; an agent on each host does the rest.
+    They read the plan that `launch` wrote on this machine; an agent on each host does the work.
     """
     run_id, command = runs.check_run_id(args.run_id), args.command
     plan = _reachable_plan(run_id, args)
@@ -39,30 +39,30 @@ def manage(args: argparse.Namespace) -> int:
         timeout_s += plan.grace_s
         if launcher is not None:
             with suppress(psutil.Error):
-                # It stops the job in order, and writes the result.
+                # The launcher stops the job properly, and writes the result.
                 launcher.terminate()
                 launcher.wait(plan.grace_s + 5)
-        # The agents are asked also after an orderly end, to show that no process is left.
+        # Ask the agents even after a proper end, to verify that no process is left.
     elif command == "status":
         print(_state_of(run_id, launcher))
     else:
         plan, local_rank = _of_rank(plan, args.rank)
         details = {"lines": args.lines, "local_rank": local_rank}
     if plan.slurm_job is not None:
-        # What is left after a job are files, which its hosts share with this machine.
+        # After a Slurm job, only files are left, which its hosts share with this machine.
         is_over = slurm.state(plan.slurm_job) != "RUNNING"
         plan = replace(plan, hosts=tuple(replace(host, local=is_over) for host in plan.hosts))
     with Agents(plan) as agents:
         answers = agents.ask(command, timeout_s, **details)
     if command == "stop" and plan.slurm_job and slurm.state(plan.slurm_job) != "RUNNING":
-        # Its end with the launcher's may have cut the answers off.
+        # If the job ended with its launcher, the answers may have been cut off.
         print(f"Slurm's job {plan.slurm_job} has ended")
         return 0
     return _print_answers(plan, answers, is_output=command == "logs")
 
 
 def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
-    """Return the plan of a run, with the programs of this command line to reach its hosts."""
+    """Return the plan of a run, with this command line's programs to reach its hosts."""
     record = runs.load(run_id, "plan")
     if record is None and run_id.isdecimal() and (state := slurm.state(run_id)) is not None:
         raise LaunchError(
@@ -71,7 +71,7 @@ def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
         )
     plan = _plan_of(record, run_id)
     reached_by = plan.flags_to_reach()
-    # No program is taken from a file, whoever wrote it.
+    # Never take a program from a file, whoever wrote it.
     plan = replace(plan, run_id=run_id, ssh=args.ssh_cmd, python=args.python)
     if reached_by != plan.flags_to_reach():
         say(
@@ -82,7 +82,7 @@ def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
 
 
 def _of_rank(plan: JobPlan, rank: int | None) -> tuple[JobPlan, int | None]:
-    """Return the plan with the host of a rank alone, and its local rank; None: all hosts."""
+    """Return the plan reduced to the host of a rank, and its local rank. None: all hosts."""
     if rank is None:
         return plan, None
     if not 0 <= rank < plan.world_size:
@@ -92,7 +92,7 @@ def _of_rank(plan: JobPlan, rank: int | None) -> tuple[JobPlan, int | None]:
 
 
 def _print_answers(plan: JobPlan, answers: Sequence[runs.Json | str], *, is_output: bool) -> int:
-    """Print what the hosts answer; return 1 if one does not answer, or cannot do it."""
+    """Print the answers of the hosts; return 1 if one does not answer or reports a failure."""
     has_failed = False
     for host, answer in zip(plan.hosts, answers, strict=True):
         if isinstance(answer, str):
@@ -100,7 +100,7 @@ def _print_answers(plan: JobPlan, answers: Sequence[runs.Json | str], *, is_outp
             has_failed = True
             continue
         has_failed |= answer["failed"]
-        # What ranks print to their logs is theirs; all else is words of ours.
+        # Output of ranks is printed unchanged; our own text is escaped.
         text = answer["text"] if is_output else line_of(answer["text"])
         print(f"{host.name}: {text}")
     return int(has_failed)
@@ -121,7 +121,7 @@ def _plan_of(record: runs.Json | None, run_id: str) -> JobPlan:
 
 
 def _restarts(run_id: str) -> list[str]:
-    """Return the runs that started a run again, in order (`attempts.with_restarts`)."""
+    """Return the restarts of a run, in order (`attempts.with_restarts`)."""
     restarts: list[str] = []
     while runs.load(restart := f"{run_id}-r{len(restarts) + 1}", "plan") is not None:
         restarts.append(restart)
@@ -129,7 +129,7 @@ def _restarts(run_id: str) -> list[str]:
 
 
 def _state_of(run_id: str, launcher: psutil.Process | None) -> str:
-    """Return how a run ended, or that it has not; `launcher` is its process, if that runs here."""
+    """Return how a run ended, or that it runs; `launcher` is its process, if it runs here."""
     if launcher is not None:
         return "running"
     result = runs.load(run_id, "result")

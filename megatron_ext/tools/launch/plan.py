@@ -1,6 +1,6 @@
 """Turns hosts and options into one command for each host, in pure functions.
 
-It computes world size, data-parallel size, batch size and addresses; users do not give them.
+Derives world size, data-parallel size, batch size and addresses, so that users need not give them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - r
 
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:
-    """Return the last value that a command line gives a flag, or None."""
-    # Only Megatron's parser knows all flags, and it runs on other machines.
+    """Return the last value of a flag in a command line, or None."""
+    # Parse only this flag: Megatron's parser, which knows all of them, runs on other machines.
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(name, dest="value", nargs="?")
     value: str | None = parser.parse_known_args(flags)[0].value
@@ -73,13 +73,13 @@ class Parallel:
     forward: int
     """Ranks of a stage that run forward passes only, with `--forward-backward-disaggregating`."""
     replica_size: int
-    """Ranks that hold the model once."""
+    """Number of ranks that hold one replica of the model."""
     smallest_job: int
-    """Ranks of the smallest job: so many replicas that they hold all experts."""
+    """Number of ranks of the smallest job, whose replicas together hold all experts."""
 
     @classmethod
     def of(cls, flags: Sequence[str]) -> Parallel:
-        """Read it from training flags."""
+        """Read the sizes from training flags."""
         sizes = _sizes_of(flags)
         tensor, pipeline = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
         context = sizes.context_parallel_size
@@ -96,12 +96,16 @@ class Parallel:
         experts = shards * sizes.expert_model_parallel_size * stages
         dense = tensor * context * pipeline
         replica = dense + forward * pipeline
-        # As many replicas as hold all experts.
+        # The smallest number of replicas that holds all experts.
         smallest = replica * math.lcm(dense, experts) // dense
         return cls(tensor, pipeline, context, forward, replica, smallest)
 
     def data_parallel(self, world_size: int) -> int:
-        """Return the number of model replicas on a number of ranks, which must fit."""
+        """Return the number of model replicas on this number of ranks.
+
+        Raises:
+            LaunchError: The ranks cannot be divided into replicas.
+        """
         if world_size % self.replica_size:
             raise LaunchError(
                 f"{world_size} ranks cannot be divided into replicas of {self.replica_size} (TP "
@@ -113,32 +117,33 @@ class Parallel:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """A job as it is known before it starts."""
+    """A job before it starts."""
 
     run_id: str
     hosts: tuple[Host, ...]
-    """With the processes of each as its `slots`, None until it has counted its devices."""
+    """The hosts, with the number of processes as `slots`; None until the host has counted its
+    devices."""
     command: tuple[str, ...]
     """The script and its flags, or any command with `per_node`."""
     workdir: str
     python: str
     env: Mapping[str, str] = field(default_factory=dict)
     master_port: int | None = None
-    """None: one that is free, chosen on the first host."""
+    """None: a free port, chosen on the first host."""
     num_microbatches: int | None = None
-    """None: the flags say the batch."""
+    """None: the flags set the batch."""
     allow_uneven: bool = False
     per_node: bool = False
     """Run the command once on each host, without torchrun."""
     log_root: str | None = None
     grace_s: float = 5.0
-    """Grace period. After a failure a job ends within about twice this time: first the peers on the
-    same host, then the other hosts."""
+    """Grace period in seconds. After a failure, a job ends within about twice this time: first the
+    peers on the same host, then the other hosts."""
     silence_s: float = 60.0
     ssh: tuple[str, ...] = ("ssh",)
     """The ssh program, with the user's options (`--ssh-cmd`)."""
     slurm_job: str | None = None
-    """The job in whose allocation it runs, so that srun takes the place of ssh."""
+    """The Slurm job in whose allocation it runs; srun then replaces ssh."""
 
     @property
     def world_size(self) -> int:
@@ -147,7 +152,7 @@ class JobPlan:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags of the training: those of the environment, then its own, which prevail."""
+        """The training flags: those from the environment, then its own, which take precedence."""
         return (*requested_flags(self.env), *self.command[1:])
 
     def first_rank(self, index: int) -> int:
@@ -155,7 +160,11 @@ class JobPlan:
         return sum(host.slots or 0 for host in self.hosts[:index])
 
     def check(self) -> None:
-        """Refuse hosts with different numbers of processes, or that cannot reach each other."""
+        """Reject hosts with different numbers of processes, or that cannot reach each other.
+
+        Raises:
+            LaunchError: Names the hosts and the remedy.
+        """
         if self.per_node or len(self.hosts) == 1:
             return
         if not self.allow_uneven and len({host.slots for host in self.hosts if host.slots}) > 1:
@@ -172,11 +181,11 @@ class JobPlan:
                 )
 
     def completed(self, devices: Sequence[int] | None = None) -> JobPlan:
-        """Return the plan with all numbers of processes, and the flags that follow from its hosts.
+        """Return the plan with all process counts, and the flags that follow from its hosts.
 
-        `--global-batch-size` if the number of micro-batches was given; `--node-ips` if the script
-        requests a transport that needs addresses. `devices` are those that each host has found;
-        None: every host has its slots.
+        These are `--global-batch-size` if the number of micro-batches was given, and `--node-ips`
+        if the script requests a transport that needs addresses. `devices` are the counts that the
+        hosts have reported. None: every host has slots.
         """
         hosts = []
         for host, count in zip(self.hosts, devices or [0] * len(self.hosts), strict=True):
@@ -214,11 +223,11 @@ class JobPlan:
         """Return `--node-ips` if the transport connects hosts and the user gave no addresses."""
         wire = flag_value(self.flags, "--pipeline-transport")
         if wire is None and not _IMPLYING_TRANSPORT.isdisjoint(self.flags):
-            wire = "auto"  # as `PipelineConfig.wire` is
+            wire = "auto"  # the default of `PipelineConfig.wire`
         has_addresses = flag_value(self.flags, "--node-ips") is not None
         if wire not in _BETWEEN_HOSTS or len(self.hosts) == 1 or has_addresses:
             return []
-        # One for each host, or for each rank where hosts have different numbers of them.
+        # Give one address per host, or one per rank if hosts have different numbers of ranks.
         is_even = len({host.slots for host in self.hosts}) == 1
         addresses = []
         for host in self.hosts:
@@ -227,28 +236,28 @@ class JobPlan:
         return ["--node-ips", *addresses]
 
     def host_of(self, rank: int) -> int:
-        """Return the index of the host that a global rank runs on."""
+        """Return the index of the host on which a global rank runs."""
         return next(index for index in range(len(self.hosts)) if rank < self.first_rank(index + 1))
 
     def environment(self, index: int) -> dict[str, str]:
-        """Return the variables that the job gets on a host, in addition to those of the login."""
+        """Return the job's variables on a host, in addition to those of the login shell."""
         return {**self.env, **dict(self.hosts[index].env)}
 
     def _torchrun_words(self, index: int, port: int, *options: str) -> list[str]:
-        # Alone, a host needs no name that others could resolve.
+        # A single host needs no name that others could resolve.
         master = "127.0.0.1" if len(self.hosts) == 1 else self.hosts[0].address
         return [
             "--nnodes", str(len(self.hosts)), "--node-rank", str(index),
             "--nproc-per-node", str(self.hosts[index].slots or 0),
-            # torchrun's own restarts need agents that are alive on the spare hosts from the start.
+            # torchrun's own restarts would need agents on the spare hosts from the start.
             "--master-addr", master, "--master-port", str(port), "--max-restarts", "0", *options,
             "-m", "megatron_ext", *self.command,
         ]  # fmt: skip
 
     def agent_argv(self, index: int, hello: Json, port: int, show: Sequence[int]) -> list[str]:
-        """Return what the agent of a host starts, from its fitness.
+        """Return the command that the agent of a host starts, given its fitness.
 
-        The ranks meet at a port of the first host. `show`: local ranks whose output is shown.
+        The ranks meet at a port of the first host. `show` lists local ranks whose output is shown.
         """
         if self.per_node:
             return list(self.command)
@@ -258,7 +267,7 @@ class JobPlan:
             options += ["--local-addr", hello["address"]]
         options += ["--rdzv-id", self.run_id, "--log-dir", f"{logs}/ranks", "--redirects", "3"]
         if show:
-            # Files of all ranks (3: both streams); those to show are followed besides.
+            # Write files for all ranks (3: both streams), and also follow those to show.
             options += ["--tee", ",".join(f"{rank}:3" for rank in show)]
         elastic = [self.python, "-m", "megatron_ext.tools.launch.elastic"]
         report = [f"{logs}/failure.json", f"{self.grace_s:g}"]
@@ -268,25 +277,25 @@ class JobPlan:
         """Return the first message to the agent of a host: its part of this plan."""
         host, peer = self.hosts[index], None
         if len(self.hosts) > 1 and not self.per_node:
-            # Any other host will do to find out which of its addresses this one has to use.
+            # Any other host serves to find out which of its addresses this host must use.
             peer = self.hosts[0].address if index else self.hosts[1].address
-        # Without the flags: an agent gets its whole command when the job starts.
+        # Leave out the flags: an agent gets its whole command when the job starts.
         shared = replace(self, hosts=(), command=self.command[:1], env=self.environment(index))
         of_host = {"op": op, "node": host.number, "host": host.name, "nproc": host.slots or 0}
         return asdict(shared) | of_host | {"peer": peer, "is_first": index == 0}
 
     def record(self) -> Json:
-        """Return what `stop`, `status` and `logs` need, as JSON."""
-        # Values of variables stay out: tokens are among them, and this stays on the disk.
+        """Return the data that `stop`, `status` and `logs` need, as JSON."""
+        # Leave out the values of variables, which include tokens, because this is stored on disk.
         hosts = tuple(replace(host, env=()) for host in self.hosts)
         return asdict(replace(self, env={}, hosts=hosts))
 
     @classmethod
     def of_record(cls, fields: Json) -> JobPlan:
-        """Return the plan of a record.
+        """Return the plan from a record.
 
         Raises:
-            KeyError, TypeError, ValueError: It is of another version, or damaged.
+            KeyError, TypeError, ValueError: The record is of another version, or damaged.
         """
         hosts = tuple(Host(**host_fields) for host_fields in fields["hosts"])
         for host in hosts:
@@ -295,16 +304,16 @@ class JobPlan:
         return cls(**{**fields, "hosts": hosts, "ssh": tuple(fields["ssh"])})
 
     def flags_to_reach(self) -> list[str]:
-        """Return the flags with which `stop`, `status` and `logs` reach the hosts as this does."""
+        """Return the flags for `stop`, `status` and `logs` to reach the hosts like this plan."""
         if all(host.local for host in self.hosts) or self.slurm_job is not None:
             return []
         flags = [] if self.ssh == ("ssh",) else ["--ssh-cmd", shlex.join(self.ssh)]
         return flags if self.python == sys.executable else [*flags, "--python", self.python]
 
     def dry_run(self) -> str:
-        """Return the command of each host, to run by hand if there is no ssh.
+        """Return the command for each host, to be run manually when ssh is unavailable.
 
-        Values of variables that may be secrets are taken from the shell that runs it.
+        Values of variables that may be secrets are taken from the shell that runs the command.
         """
         parts = []
         for index, host in enumerate(self.hosts):
@@ -319,7 +328,7 @@ class JobPlan:
         return "\n".join(parts)
 
     def summary(self) -> str:
-        """Return one line: hosts, ranks, how the model is cut, the batch."""
+        """Return one line: hosts, ranks, the parallel sizes of the model, the batch."""
         hosts = f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}"
         if self.per_node:
             return f"{hosts}, one command on each"
@@ -333,17 +342,17 @@ class JobPlan:
 
 
 def _assignment(name: str, value: str) -> str:
-    """Return the assignment of a variable in bash, with a value that may be shown."""
-    # Any variable of the user's may be a password; those of libraries are secret by name only.
+    """Return the assignment of a variable in bash, without a value that may be secret."""
+    # Any variable of the user may be a password; those of libraries are secret only by their name.
     if name.startswith(FORWARDED) and not _SECRET.search(name):
         return f"{name}={_quoted(value)}"
     return f'{name}="${{{name}?}}"'  # bash stops with the name if it is not set
 
 
 def _quoted(word: str) -> str:
-    """Return a word for bash that shows what would steer the terminal."""
+    """Return a word for bash in which control characters are visible."""
     if word.isprintable():
         return shlex.quote(word)
-    # Bytes, which bash takes in every locale, and which need not be text.
+    # Escape as bytes, which bash accepts in every locale and which need not be text.
     escaped = os.fsencode(word).decode("latin-1").encode("unicode_escape").decode()
     return "$'" + escaped.replace("'", r"\'") + "'"

@@ -1,10 +1,10 @@
-"""The folders of runs, which nobody but their owner can change.
+"""The folders of runs, which only their owner can change.
 
-A run folder names the hosts of a job and the process of its launcher, so whoever can write to it
-decides where `stop` connects and which process it ends. It may lie where others write too, such as
-on a shared disk. So a folder of another user, or one that others can write to, is refused, and
-links are not followed. A folder is opened once, and its files are opened relative to it: whatever
-is renamed meanwhile, the folder that was checked is the one that is used.
+A run folder names the hosts of a job and the process of its launcher, so anyone who can write to it
+controls where `stop` connects and which process it ends. It may lie in a place where others can
+write too, such as a shared disk. So a folder of another user, or one that others can write to, is
+rejected, and links are not followed. A folder is opened once, and its files are opened relative to
+it, so the folder that was checked is the one that is used, even if something is renamed in between.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class RunFolder:
 
     @classmethod
     def open(cls, root: Path, *names: str, create: bool = False) -> RunFolder:
-        """Open the folder `root/names[0]/...`; with `create`, make what is missing of it.
+        """Open the folder `root/names[0]/...`; with `create`, create missing folders.
 
-        The root is the place that the user chose, so it may be a link and belong to anybody. Each
-        folder below it has to be this user's.
+        The user chose the root, so it may be a link and belong to anyone. Each folder inside it
+        must belong to this user.
 
         Raises:
-            FileNotFoundError: There is no such folder.
-            OSError: It cannot be opened or made.
-            LaunchError: Somebody else owns it or can write to it, or it is a link.
+            FileNotFoundError: The folder does not exist.
+            OSError: It cannot be opened or created.
+            LaunchError: Another user owns it or can write to it, or it is a link.
         """
         if create:
             root.mkdir(parents=True, exist_ok=True)
@@ -70,11 +70,11 @@ class RunFolder:
 
     @property
     def anchor(self) -> Path:
-        """A path to this folder that stays valid if the folder is renamed, for this process."""
+        """A path to this folder for this process, which stays valid if the folder is renamed."""
         return Path(f"/proc/self/fd/{self._descriptor}")
 
     def exists(self, name: str) -> bool:
-        """Return whether the folder has something of this name."""
+        """Return whether the folder contains an entry with this name."""
         try:
             os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
         except FileNotFoundError:
@@ -85,7 +85,7 @@ class RunFolder:
         """Return the content of a JSON file, which may be of any type; None if there is no file.
 
         Raises:
-            LaunchError: It cannot be read, or somebody else could have written it.
+            LaunchError: It cannot be read, or another user could have written it.
         """
         path = self.path / name
         try:
@@ -101,7 +101,7 @@ class RunFolder:
             raise LaunchError(f"{path} cannot be read: {reason_of(error)}; delete it") from None
 
     def write_json(self, name: str, value: object) -> None:
-        """Replace a file by a JSON document that only this user can read.
+        """Replace a file with a JSON document that only this user can read.
 
         Raises:
             OSError: It cannot be written; the old content is intact.
@@ -117,12 +117,12 @@ class RunFolder:
             raise
 
     def create(self, name: str) -> BinaryIO:
-        """Open a new or emptied file to write, which only this user can read.
+        """Create or empty a file, which only this user can read, and open it for writing.
 
-        It has no buffer: what a full disk does not take would be an error when it is closed.
+        It is unbuffered: with a buffer, a full disk would cause an error only when it is closed.
 
         Raises:
-            OSError: It cannot be made, or is a link.
+            OSError: It cannot be created, or is a link.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(name, flags, _NEW_FILE_MODE, dir_fd=self._descriptor)
@@ -130,7 +130,7 @@ class RunFolder:
 
 
 def _open_below(parent: int, name: str, path: Path, flags: int) -> int:
-    """Open a file or folder of an open folder to read; return its descriptor."""
+    """Open an entry of an open folder for reading; return its descriptor."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=parent)
     except OSError:
@@ -151,7 +151,7 @@ def _open_below(parent: int, name: str, path: Path, flags: int) -> int:
 
 
 def _require_private(status: os.stat_result, path: Path) -> None:
-    """Refuse what somebody else owns or can write to, and what is neither a file nor a folder."""
+    """Reject an entry that another user owns or can write, and anything but files and folders."""
     if not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
         raise LaunchError(f"{path} is a pipe or a device; delete it")
     if status.st_uid != os.geteuid():

@@ -1,12 +1,12 @@
-"""Runs by their id: where their files lie on each machine, messages about them, their processes.
+"""Runs by their id: where their files are stored, messages about them, and their processes.
 
-Launcher and agent write lines to each other, a mark and a JSON object. Login scripts and ssh may
+Launcher and agent exchange lines, each with a mark and a JSON object. Login scripts and ssh may
 write to the same stream before the agent does: lines without the mark are kept for error messages.
 
-A process is identified by its id *and* its start time, because the system reuses ids; psutil
-handles that within one process, `record` between several. The processes of a run carry its mark in
-their environment: torchrun makes each rank the leader of its own process group, so killing groups
-would leave ranks behind, and where the agent has died its orphans are in no tree of ours.
+A process is identified by its id *and* its start time, because the system reuses ids; psutil does
+that within one process, `record` across processes. The processes of a run carry its mark in their
+environment: torchrun makes each rank the leader of a process group, so killing groups would leave
+ranks behind, and if the agent has died, its orphans are not among our descendants.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megatron_ext.tools.launch.run_folder import RunFolder
 
 Json = dict[str, Any]
 RANK_MARK = b"\x1e"
-"""Before the rank of each line of a rank's output."""
+"""Precedes the rank in each line of a rank's output."""
 STOPPED = "megatron-ext stop"
-"""Why an agent stopped its job, if the user did not do it through the launcher."""
+"""Why an agent stopped its job, if the user did not do so through the launcher."""
 _MARK = b"\x1emegatron-ext "
-# Environment variables of every process of a run: its id, and the rank of its host.
+# Environment variables of every process of a run: its id, and the index of its host.
 RUN_ID = "MEGATRON_EXT_RUN_ID"
 NODE = "MEGATRON_EXT_NODE"
 
@@ -45,8 +45,8 @@ def encode(message: Json) -> bytes:
 
 
 def decode(line: bytes) -> Json | None:
-    """Return the message that a line ends with, or None for any other line."""
-    # A login script may have printed before it, without an end of line.
+    """Return the message at the end of a line, or None for any other line."""
+    # A login script may have printed text before it, without ending the line.
     _, mark, text = line.partition(_MARK)
     with suppress(ValueError):
         message = json.loads(text)
@@ -55,7 +55,7 @@ def decode(line: bytes) -> Json | None:
 
 
 def runs_root() -> Path:
-    """Return the folder of runs on this host: `MEGATRON_EXT_RUNS`, else below ~/.local/state."""
+    """Return the folder of runs on this host: `MEGATRON_EXT_RUNS`, or in ~/.local/state."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     named = os.environ.get("MEGATRON_EXT_RUNS") or f"{state}/megatron_ext/runs"
     home = os.path.expanduser(named)  # noqa: PTH111 - Path.expanduser() raises for unknown users
@@ -64,12 +64,16 @@ def runs_root() -> Path:
 
 def new_run_id() -> str:
     """Return a unique id that sorts by time."""
-    # Two launches of one second differ in the rest.
+    # Two launches within one second differ in the random suffix.
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
 
 
 def check_run_id(run_id: str) -> str:
-    """Return a run id that the user gave, that of a restart included."""
+    """Return the user's run id, which may be that of a restart.
+
+    Raises:
+        LaunchError: It is not a valid run id.
+    """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(-r[0-9]+)?", run_id):
         raise LaunchError(
             f"{run_id!r} is not a run id; use up to 64 letters, digits, dots, dashes, underscores"
@@ -78,7 +82,9 @@ def check_run_id(run_id: str) -> str:
 
 
 def load(run_id: str, name: str) -> Json | None:
-    """Return the `plan`, `launcher` or `result` of a run on this machine; None if there is none.
+    """Return the `plan`, `launcher` or `result` of a run on this machine.
+
+    None if it does not exist.
 
     Raises:
         LaunchError: It cannot be read, or others could have written it.
@@ -97,20 +103,20 @@ def load(run_id: str, name: str) -> Json | None:
 
 
 def record() -> Json:
-    """Return what identifies this process whatever happens to its id later, as JSON can hold it."""
+    """Return JSON data that identifies this process even if its id is reused later."""
     return {"pid": os.getpid(), "start": _start(os.getpid()), "machine": socket.gethostname()}
 
 
 def _start(pid: int) -> str:
-    """Return when a process started: the system's boot, and its ticks since then."""
-    # Not psutil's create_time(), which moves when the clock of the host is set.
+    """Return when a process started: the system's boot, and the ticks since then."""
+    # Don't use psutil's create_time(), which changes when the clock of the host is set.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     ticks = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     return f"{boot} {ticks}"
 
 
 def recorded(entry: Any) -> Process | None:
-    """Return the process that a `record` is of, or None if it is of none or that has ended.
+    """Return the process of a `record`, or None if it has ended or the record is invalid.
 
     The entry comes from a file, and may be of any type.
     """
@@ -123,7 +129,7 @@ def recorded(entry: Any) -> Process | None:
 
 
 def _is_alive(process: Process) -> bool:
-    with suppress(psutil.Error):  # one that has ended and was not waited for is a zombie
+    with suppress(psutil.Error):  # a process that has ended but was not waited for is a zombie
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
@@ -132,7 +138,7 @@ def marked(run_id: str, node: int) -> set[Process]:
     """Return the processes of a run on a host."""
     processes = set()
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it ended meanwhile, or is not ours
+        with suppress(psutil.Error):  # it has ended in the meantime, or belongs to another user
             environment = process.environ()
             if (environment.get(RUN_ID), environment.get(NODE)) == (run_id, str(node)):
                 processes.add(process)
@@ -142,10 +148,12 @@ def marked(run_id: str, node: int) -> set[Process]:
 def end(processes: Iterable[Process], timeout_s: float = 5.0) -> set[Process]:
     """Kill processes; return those that remain, such as processes that wait for a device."""
     remaining = set(filter(_is_alive, processes))
-    for process in remaining:  # all before any is awaited: a parent could start new ones meanwhile
+    # Kill all before waiting for any, since a parent could start new ones
+    for process in remaining:
         with suppress(psutil.Error):
             process.send_signal(signal.SIGKILL)
-    # Not psutil.wait_procs(): it would take a child's exit code from the `Popen` that waits for it.
+    # Don't use psutil.wait_procs(), which would take a child's exit code from the `Popen` that
+    # waits for it.
     deadline = time.monotonic() + timeout_s
     while remaining and time.monotonic() < deadline:
         time.sleep(0.05)

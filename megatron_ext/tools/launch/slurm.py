@@ -24,7 +24,8 @@ _TIMEOUT_S = 60
 def argv(job: str, host: Host, remote: Sequence[str]) -> list[str]:
     """Return the command that runs `remote` once on a host, with all resources of the job."""
     return [
-        # --overlap and --mem=0: beside the job's own steps, without waiting for their share.
+        # --overlap and --mem=0 let it run beside the job's own steps, without waiting for
+        # resources.
         "srun", "--jobid", job, "--overlap", "--nodes=1", "--ntasks=1",
         f"--nodelist={host.name}", "--cpu-bind=none", "--mem=0", "--export=ALL",
         "--unbuffered", "--quiet", *remote,
@@ -34,7 +35,8 @@ def argv(job: str, host: Host, remote: Sequence[str]) -> list[str]:
 def hosts() -> tuple[Host, ...]:
     """Return the hosts of the allocation, in Slurm's order, with their addresses.
 
-    A host with one task, Slurm's default, gets no `slots`: it starts a process for each device.
+    A host with a single task, Slurm's default, gets no `slots`: it starts a process for each
+    device.
     """
     listed = os.environ.get("SLURM_JOB_NODELIST", "")
     names = run("scontrol", "show", "hostnames", listed).split()
@@ -48,7 +50,10 @@ def hosts() -> tuple[Host, ...]:
 
 
 def _tasks(text: str, num_hosts: int) -> list[int]:
-    """Return the number of tasks of each host, of Slurm's notation `2(x3),1`; one each without."""
+    """Return the number of tasks of each host, from Slurm's notation `2(x3),1`.
+
+    One each if empty.
+    """
     if not text:
         return [1] * num_hosts
     counts: list[int] = []
@@ -80,20 +85,20 @@ def state(job: str) -> str | None:
 def submission(options: str, arguments: Sequence[str], workdir: str) -> list[str]:
     """Return the command that submits this launch, to run inside an allocation.
 
-    `options` are those of sbatch, `arguments` those of `megatron-ext`.
+    `options` are options of sbatch, `arguments` those of `megatron-ext`.
     """
     words = split_words(options, "--slurm")
     start = shlex.join([sys.executable, "-m", "megatron_ext", *arguments])
-    # Not requeued: the launcher itself restarts, with what it knows of the hosts.
+    # Disable requeueing: the launcher itself restarts, using its knowledge of the hosts.
     defaults = ["--job-name=megatron-ext", f"--chdir={workdir}", "--no-requeue"]
     return ["sbatch", *defaults, *words, f"--wrap=exec {start}"]
 
 
 def without_values(words: Sequence[str]) -> list[str]:
-    """Return arguments of `launch` with the names alone of the variables of `--env`.
+    """Return arguments of `launch` in which `--env` has names of variables without values.
 
-    Everybody on a cluster can read the command of a batch job. sbatch passes the environment on, in
-    which their values are.
+    Everyone on a cluster can read the command of a batch job. sbatch passes on the environment,
+    which contains the values.
     """
     names = list(words)
     for index, word in enumerate(names):
@@ -105,11 +110,15 @@ def without_values(words: Sequence[str]) -> list[str]:
 
 
 def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
-    """Run one of Slurm's commands, with more variables, and return its output."""
+    """Run one of Slurm's commands, with additional variables, and return its output.
+
+    Raises:
+        LaunchError: The command is missing, failed or timed out.
+    """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
-            env={**os.environ, **(environment or {}), "LC_ALL": "C"},  # what is read is English
+            env={**os.environ, **(environment or {}), "LC_ALL": "C"},  # we parse English output
         )  # fmt: skip
     except FileNotFoundError:
         raise LaunchError(

@@ -1,4 +1,4 @@
-"""Runs a planned job: starts it on its hosts, watches it, and ends it everywhere as one."""
+"""Runs a planned job: starts it on its hosts, watches it, and ends it everywhere as a whole."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from megatron_ext.upstream.cause import Cause
 
 _ALIVE_S = 2.0
-# For a host to answer when its first connection is lost.
+# How long a host may take to answer when its first connection is lost.
 _REPORT_S = 15.0
-# For the failures of other hosts to arrive after the first: any of them may be the cause.
+# How long to wait for failures of other hosts after the first: any of them may be the cause.
 _SETTLE_S = 1.5
 
 
@@ -35,8 +35,8 @@ def supervise(
 ) -> Outcome:
     """Start a job whose agents have answered, and run it to its end.
 
-    `plan` knows every number of processes, `hellos` are the answers of the hosts in order, `show`
-    the global ranks whose output to show.
+    `plan` contains all process counts, `hellos` are the answers of the hosts in order, and `show`
+    lists the global ranks whose output is shown.
     """
     agents.display = display
     with _signals_to(agents.events):
@@ -47,19 +47,20 @@ def supervise(
             connection.send(op="start", argv=argv, first_rank=first)
         watch = Watch(agents, plan, hellos, display)
         watch.run()
-        # A lost connection does not tell whether the agent died or only ssh: a second look does.
+        # A lost connection does not tell whether the agent died or only ssh did; a second
+        # connection does.
         lost_hosts = tuple(plan.hosts[index] for index in watch.lost)
         with Agents(replace(plan, hosts=lost_hosts)) as lost_agents:
             answers = lost_agents.ask("stop", _REPORT_S + plan.grace_s)
     stopped_by = watch.stopped_by
-    while not agents.events.empty():  # signals during that look
+    while not agents.events.empty():  # signals that arrived during that check
         caught, message = agents.events.get()
         if message == "signal":
             stopped_by = caught
     code, stopped_name = 0, None
     if stopped_by is not None:
         code, stopped_name = 128 + stopped_by, signal.Signals(stopped_by).name
-    # What fails after the user has stopped the job does so because of it.
+    # After the user has stopped the job, failures are only its consequences.
     if not watch.failures or display.is_stopping:
         return Outcome(code, stopped_by=stopped_name)
     failures = watch.failures
@@ -73,9 +74,9 @@ def supervise(
 
 @contextmanager
 def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
-    """Put the signals that stop a job among the events of its agents."""
+    """Put the signals that stop a job into the events of its agents."""
     stopping = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup the job outlives a login
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup, the job outlives a login
         stopping.append(signal.SIGHUP)
     handlers = {}
     for number in stopping:
@@ -88,7 +89,7 @@ def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
 
 
 def _what_was_left(answer: Json | str, hello: Json) -> str:
-    """Say what a second connection has seen of a host whose first one was lost."""
+    """Describe what a second connection found on a host whose first one was lost."""
     if isinstance(answer, str):
         return ", and it cannot be reached to see what is left; its agent stops the job"
     if answer["agent"]:
@@ -108,14 +109,14 @@ class Watch:
         self._agents, self._plan, self._hellos, self._display = agents, plan, hellos, display
         self._running = dict(agents.connections)
         self.failures: dict[int, Failure] = {}
-        """By host."""
+        """Index of a host -> its failure."""
         self.lost: list[int] = []
-        """Hosts whose connection has ended before their agent's report."""
+        """Hosts whose connection ended before their agent's report."""
         self.stopped_by: int | None = None
-        """The signal that the user stopped the job with."""
+        """The signal with which the user stopped the job."""
         self._is_stopping = False
         self._stop_at = math.inf
-        """When the hosts that still run are stopped, after a failure."""
+        """When the hosts that still run are stopped after a failure."""
 
     def run(self) -> None:
         """Wait until no host runs the job any more."""
@@ -131,7 +132,7 @@ class Watch:
             if message == "signal":
                 self._stop_for_user(index, signal.Signals(index).name)
             elif message is not None:
-                # `stop` on another machine than this reaches the agents alone.
+                # `stop` on another machine reaches only the agents.
                 if message["stopped"] == STOPPED and not self._is_stopping:
                     self._stop_for_user(signal.SIGTERM, STOPPED)
                 if index in self._running:
@@ -153,11 +154,11 @@ class Watch:
             connection.send(**message)
 
     def _stop_for_user(self, number: int, name: str) -> None:
-        """Stop the job, or kill it if it is stopping already, after a signal or a failure."""
+        """Stop the job, or kill it if it is already stopping, after a signal or a failure."""
         if self.stopped_by is None:
             self.stopped_by = number
-            # Ranks that are stopped print errors about each other, which mean nothing; those of a
-            # failure that came before do.
+            # Ranks that are being stopped print meaningless errors about each other; those of an
+            # earlier failure are meaningful.
             self._display.is_stopping = not self.failures
         if self._is_stopping:
             say(f"{name}: kills the job")
@@ -167,11 +168,12 @@ class Watch:
         self._is_stopping = True
 
     def _end_host(self, index: int, message: Json) -> None:
-        """Take the report of an agent whose part of the job has ended."""
+        """Process the report of an agent whose part of the job has ended."""
         del self._running[index]
         noted = message.get("cause")
         ending = None if noted is None else cause.from_json(noted)
-        # What ends because it was stopped did not fail, unless it was the slower one to end.
+        # A part that ended because it was stopped did not fail, unless it is a cause that was
+        # slower to end.
         is_effect = message["stopped"] and (self._is_stopping or self.failures)
         is_cause = bool(self.failures) and ending is not None and ending.is_sure
         if message["code"] != 0 and (is_cause or not is_effect):
@@ -183,13 +185,13 @@ class Watch:
             host=self._plan.hosts[index].name,
             what=message["what"],
             code=message["code"],
-            # Hosts' clocks differ: which failure came first is decided on the launcher's.
+            # Hosts' clocks differ, so compare failures by the launcher's clock.
             at=message["time"] - ahead_s,
             tail=message["tail"],
             log=message.get("log"),
         )
         if ending is not None:
-            # A rank that waits may name one of another host.
+            # A rank that waits may blame a rank of another host.
             host = self._plan.hosts[self._plan.host_of(ending.rank)].name
             return replace(failure, host=host, at=ending.at - ahead_s, cause=ending)
         if message["stopped"]:
