@@ -1,4 +1,4 @@
-"""All traces of a run: what is in them, what is slow, and one Chrome trace of them.
+"""All traces of a run: their content, slow ranks and links, and a single Chrome trace.
 
 The Chrome trace, for ui.perfetto.dev or chrome://tracing, has a row for each rank and arrows from
 sends to receives.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
 
 SLOW_RANK, SLOW_LINK = 1.2, 2.0
-"""Times the median from which a rank, or a link, is slow."""
+"""A rank, or a link, is slow from this multiple of the median on."""
 _MAX_TABLE_BYTES = 64 << 20
 _MAX_STAGES = 10_000
 _TIME = re.compile(r'"ts":([0-9.]+)')
@@ -46,23 +46,23 @@ class Run:
 
     directory: Path
     surveys: list[RankSurvey]
-    """By global rank."""
+    """Sorted by global rank."""
     notes: list[str]
     """Sentences about missing or damaged traces."""
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """The table of the run, or None if the run wrote none.
+        """The table of the run, or None if the run has written none.
 
         Raises:
-            DataError: Its file is damaged or of impossible size.
+            DataError: Its file is damaged or has an impossible size.
         """
         path = self.directory / SCHEDULE_FILE
         try:
             schedule = table_files.from_json(read_text(path, _MAX_TABLE_BYTES))
             if not 0 < schedule.pp <= _MAX_STAGES or schedule.num_stages > _MAX_STAGES:
                 raise ScheduleError(f"it has {schedule.num_stages} stages")
-            evaluate(schedule, Costs())  # a table whose order is impossible fails here
+            evaluate(schedule, Costs())  # raises for a table whose order is impossible
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -74,14 +74,15 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Settings of the run, as its first rank has them."""
+        """Settings of the run, as recorded by its first rank."""
         return self.surveys[0].header.settings
 
     @cached_property
     def shared_cpus(self) -> dict[str, str]:
-        """By host whose ranks compute on fewer CPUs than they are: that in words, the worst first.
+        """Host on which ranks share CPUs -> a phrase that says so; the worst host first.
 
-        Such ranks wait for a CPU, which traces cannot tell from computation or from a message.
+        Such ranks wait for a CPU, which traces cannot distinguish from computation or from waiting
+        for a message.
         """
         cpus_of_ranks: dict[str, list[set[str]]] = defaultdict(list)
         for rank in self.surveys:
@@ -100,7 +101,7 @@ class Run:
 
     @property
     def links(self) -> list[Link]:
-        """Every pair of ranks that exchanged messages, the longest waited for first."""
+        """Every pair of ranks that exchanged messages, the one with the longest waits first."""
         links: list[Link] = []
         for rank in self.surveys:
             links += rank.links.values()
@@ -108,7 +109,10 @@ class Run:
 
     @cached_property
     def steps(self) -> dict[int, list[Step]]:
-        """By number: the complete steps of all ranks, the last of those that ran more than once."""
+        """Step number -> the complete steps of all ranks.
+
+        Only the last attempt of a repeated step.
+        """
         steps: dict[int, list[Step]] = defaultdict(list)
         for rank in self.surveys:
             last_by_number = {step.number: step for step in rank.complete_steps}
@@ -128,7 +132,7 @@ def read_run(directory: Path | str) -> Run:
     surveys: list[RankSurvey] = []
     run = Run(directory, surveys, notes)
     table = None
-    with suppress(DataError):  # whoever needs the table says what is wrong with it
+    with suppress(DataError):  # code that needs the table reports what is wrong with it
         table = run.schedule
     full_microbatches = 0
     slices: tuple[float, ...] = (1.0,)
@@ -177,16 +181,17 @@ def _notes_on_iterations(surveys: Sequence[RankSurvey], full_microbatches: int) 
 def _survey_files(
     files: Sequence[TraceFile], full_microbatches: int, slices: Sequence[float]
 ) -> Iterator[RankSurvey | str]:
-    """Survey every file, in their order, with a process for each core."""
+    """Survey every file, in order, with a process for each core."""
     survey_file = partial(_survey_file, full_microbatches, slices)
-    # Below 16 MiB the start of a process costs more than it saves.
+    # Below 16 MiB, starting a process costs more than it saves.
     num_bytes = sum(file.path.stat().st_size for file in files)
     workers = min(len(files), len(os.sched_getaffinity(0)), 16)
     if workers < 2 or num_bytes < 16 << 20:
         yield from map(survey_file, files)
         return
     # Records form no cycles, and the cycle collector would take a third of the time.
-    context = multiprocessing.get_context("fork")  # a fresh interpreter would import all of this
+    # A fresh interpreter would have to import all of this
+    context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, initializer=gc.disable) as pool:
         yield from pool.map(survey_file, files)
 
@@ -194,12 +199,12 @@ def _survey_files(
 def _survey_file(
     full_microbatches: int, slices: Sequence[float], file: TraceFile
 ) -> RankSurvey | str:
-    """Return the survey of a file, or why there is none."""
+    """Return the survey of a file, or why it cannot be surveyed."""
     try:
         return survey(file, full_microbatches, slices)
     except DataError as error:
         return str(error)
-    except DAMAGED as error:  # no rank of ours wrote it like that
+    except DAMAGED as error:  # not written by one of our ranks
         return f"{file.path.name} is damaged and left out: {error}"
 
 
@@ -208,21 +213,21 @@ class Slow(NamedTuple):
 
     name: str
     factor: float
-    """Its time over the median."""
+    """Its time divided by the median."""
 
 
 def slow(run: Run) -> list[Slow]:
     """Return slow ranks and links, the worst first.
 
-    A rank is slow if its actions take longer than the same actions on most others, a link if its
-    messages take longer than those of most links. Links of hosts whose ranks share CPUs are not
-    judged: their messages wait until the receiving process gets a CPU.
+    A rank is slow if its actions take longer than the same actions on most other ranks; a link is
+    slow if its messages take longer than those of most links. Links of hosts whose ranks share CPUs
+    are not judged, because their messages wait until the receiving process gets a CPU.
     """
     return sorted([*_slow_ranks(run), *_slow_links(run)], key=lambda item: -item.factor)
 
 
 def _slow_ranks(run: Run) -> list[Slow]:
-    # By name, stage and slice of an action: the median of each rank that runs it.
+    # (name, stage, slice) of an action -> rank -> the median of that rank.
     medians: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
     for survey_of_rank in run.surveys:
         for action, sample in survey_of_rank.actions.items():
@@ -231,8 +236,9 @@ def _slow_ranks(run: Run) -> list[Slow]:
 
     factors: dict[int, list[float]] = defaultdict(list)
     for (name, _, slice_index), peers in medians.items():
-        # Stages differ, so a rank is compared with those of its stage. Two do not tell which is the
-        # slow one, which is slower than the ranks of other stages, too.
+        # Stages differ, so compare a rank with the others of its stage. If there are only two,
+        # either may be the slow one, so also require that it is slower than the ranks of other
+        # stages.
         times = peers if len(peers) > 2 else means[name, slice_index]
         median, fastest = statistics.median_low(times.values()), min(peers.values())
         if not median or not fastest:
@@ -254,7 +260,7 @@ def _slow_ranks(run: Run) -> list[Slow]:
 def _means_over_stages(
     medians: Mapping[tuple[str, int, int], Mapping[int, float]],
 ) -> dict[tuple[str, int], dict[int, float]]:
-    """Return by name and slice of an action: its mean over the stages of each rank."""
+    """Return (name, slice) of an action -> rank -> its mean over the stages of the rank."""
     times: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (name, _, slice_index), by_rank in medians.items():
         for rank, time in by_rank.items():
@@ -290,14 +296,17 @@ def aggregated_name(directory: Path) -> Path:
 
 
 def write_chrome_trace(run: Run, output: Path) -> int:
-    """Write the Chrome trace of a run, on the clock of its first rank; return its bytes."""
+    """Write the Chrome trace of a run, on the clock of its first rank.
+
+    Return the number of bytes.
+    """
     num_bytes = 0
     with replacing(output) as scratch, scratch.open("w", encoding="utf-8") as out:
         for rank in run.surveys:
             file = rank.file
             for number, text in file.lines():
                 if number >= file.num_lines:
-                    break  # it has grown, and its last line may be half of one
+                    break  # the file has grown, and its last line may be incomplete
                 if number not in file.damaged:
                     separator = ",\n" if num_bytes else "[\n"
                     num_bytes += out.write(separator + _shifted(text, file.shift_ns / 1e3))
@@ -305,7 +314,7 @@ def write_chrome_trace(run: Run, output: Path) -> int:
 
 
 def _shifted(text: str, shift_us: float) -> str:
-    if not shift_us:  # as on all ranks of one host
+    if not shift_us:  # all ranks of the first rank's host
         return text
-    # Replaced in the text, so that everything else stays as it was written.
+    # Replace the times in the text, so that everything else stays as it was written.
     return _TIME.sub(lambda time: f'"ts":{float(time[1]) + shift_us:.3f}', text)

@@ -1,4 +1,4 @@
-"""Puts the traces of all ranks on one clock, by the messages that they exchanged.
+"""Puts the traces of all ranks on one clock, using the messages that they exchanged.
 
 Ranks of one boot of a host share a clock. Messages relate the clocks of two hosts, as in NTP.
 """
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
 _RankPair = tuple[int, int]
 """Global ranks of sender and receiver."""
 _ClockPair = tuple[str, str]
-"""The clocks of a sender and a receiver."""
+"""The clocks of sender and receiver."""
 
 
 class Transit(NamedTuple):
-    """A message whose two ends were recorded."""
+    """A message of which both ends were recorded."""
 
     took_ns: int
-    """From the begin of its send on one clock to the end of its receive on the other."""
+    """From the start of its send on one clock to the end of its receive on the other."""
     was_late: bool
     """Whether its receiver waited for it."""
 
 
 class ClockShift(NamedTuple):
-    """What to add to the times of a clock so that they agree with those of the first rank."""
+    """The amount to add to the times of a clock so that they agree with those of the first rank."""
 
     shift_ns: int
     error_ns: int | None
-    """Half of the distance between the two bounds; None: the shift is from the time since 1970,
+    """Half of the distance between the two bounds. None: the shift comes from the time of day,
     which may be wrong."""
 
 
 def use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
     """Shift the times of all ranks to one clock; return notes about the shifts.
 
-    This also fills in what takes two ranks to know: how long messages were under way, and from when
-    to when the pipeline of a step ran.
+    This also fills in values that need both ends: how long messages took, and when the pipeline of
+    a step started and ended.
     """
     transits = _transits(surveys)
     fastest_ns: dict[_RankPair, int] = {}
@@ -61,11 +61,12 @@ def use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
 
 
 def _transits(surveys: Sequence[RankSurvey]) -> dict[_RankPair, list[Transit]]:
-    """Return the messages of each pair of ranks, as the clocks of the two have them."""
+    """Return the messages of each pair of ranks, as measured by both clocks."""
     send_begins_ns: dict[tuple[int, int], int] = {}
     for survey in surveys:
         for number, begin_ns in survey.sends.items():
-            # By rank, too: a file whose rank is not the one that its peers wrote proves nothing.
+            # Identify a send by its rank too: a file with another rank than its peers recorded
+            # proves nothing.
             send_begins_ns[survey.header.rank, number] = begin_ns
     transits: dict[_RankPair, list[Transit]] = defaultdict(list)
     for survey in surveys:
@@ -78,9 +79,10 @@ def _transits(surveys: Sequence[RankSurvey]) -> dict[_RankPair, list[Transit]]:
 
 
 def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
-    """Let the pipeline of each step last from its first action on any rank to its last one.
+    """Extend the pipeline of each step from its first action on any rank to its last one.
 
-    Only ranks of one replica are compared, because a replica waits for no other in its pipeline.
+    Only ranks of one replica are compared, because a replica does not wait for others within its
+    pipeline.
     """
     begins_ns: dict[tuple[int, int], list[float]] = defaultdict(list)
     ends_ns: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -109,7 +111,7 @@ def _measure_delays(
             late_ns = [message.took_ns for message in messages if message.was_late]
             if late_ns:
                 delay_ns = statistics.median_low(late_ns) + shifts_ns[target] - shifts_ns[source]
-                # Clocks agree to within an error: a fast message may seem to arrive early.
+                # Clocks agree only to within an error, so a fast message may seem to arrive early.
                 link.delay_ns = max(0, delay_ns)
 
 
@@ -129,16 +131,16 @@ def _notes(shifts: Mapping[str, ClockShift]) -> list[str]:
 def align(
     headers: Mapping[int, Header], fastest_ns: Mapping[_RankPair, int]
 ) -> dict[str, ClockShift]:
-    """Find the shift of each clock's times so that all agree with the clock of the lowest rank.
+    """Find the shift of each clock so that all agree with the clock of the lowest rank.
 
     Messages relate two clocks; hosts that exchange none are related through others that do. The
-    time since 1970 that each rank recorded at its start places the remaining clocks: that of the
-    lowest rank among them, and by messages those that it is related to.
+    time since 1970 that each rank recorded at its start places the remaining clocks: the one of the
+    lowest remaining rank, and by messages those that are related to it.
 
     Args:
-        headers: By rank.
-        fastest_ns: By sending and receiving rank: the time of the fastest message between the two,
-            from its begin on the one clock to its end on the other.
+        headers: Rank -> header.
+        fastest_ns: (sending rank, receiving rank) -> time of the fastest message between the two,
+            from its start on one clock to its end on the other.
 
     Returns:
         The shift of each clock.
@@ -159,10 +161,10 @@ def align(
 def _bounds_between_clocks(
     headers: Mapping[int, Header], fastest_ns: Mapping[_RankPair, int]
 ) -> dict[_ClockPair, int]:
-    """Return by how much the second clock of a pair is ahead of the first one, at most.
+    """Return the maximum by which the second clock of a pair is ahead of the first.
 
-    A message that was sent at s on one clock and arrived at r on the other proves the other ahead
-    by r - s at most.
+    A message that was sent at s on one clock and arrived at r on the other proves that the other is
+    at most r - s ahead.
     """
     bounds_ns: dict[_ClockPair, int] = {}
     for (source, target), took_ns in fastest_ns.items():
@@ -173,15 +175,16 @@ def _bounds_between_clocks(
 
 def _relate(root: str, bounds_ns: Mapping[_ClockPair, int], shifts: dict[str, ClockShift]) -> None:
     """Add the shifts of all clocks that messages relate to a clock whose shift is known."""
-    # Breadth first, so that each clock is as few steps from the root as can be: errors add up.
+    # Search breadth first, so that each clock is as few steps from the root as possible: errors add
+    # up.
     queue = [root]
     for reference in queue:
         for (ahead, clock), upper_ns in sorted(bounds_ns.items()):
             backward_ns = bounds_ns.get((clock, ahead))
             if ahead != reference or clock in shifts or backward_ns is None:
                 continue
-            # The clock is ahead of the reference by at most `upper_ns`, and at least by the
-            # negative of `backward_ns`; if the first is smaller, one of them has drifted.
+            # The clock is ahead of the reference by at most `upper_ns` and at least `-backward_ns`.
+            # If the maximum is below the minimum, one of the clocks has drifted.
             error_ns = shifts[reference].error_ns
             if error_ns is not None:
                 error_ns += abs(upper_ns + backward_ns) // 2

@@ -1,7 +1,7 @@
-"""Checks that what a trace file holds is what a rank of ours writes; see `tracing.records`.
+"""Checks that a trace file contains only data that one of our ranks writes; see `tracing.records`.
 
-Whoever reads traces computes with these values, compares them across ranks and writes them into
-pages. A value of another type would fail far from the file that it is in.
+Readers of traces compute with these values, compare them across ranks and write them into pages. A
+value of another type would fail far from the file that contains it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ext.tracing.records import ACTION_NAMES, Header
 
 MAX_NUMBER = 1 << 63
-"""No size, rank or time in nanoseconds is as large."""
+"""No valid size, rank or time in nanoseconds is this large."""
 
 _WHOLE_ATTRIBUTES = ("stage", "microbatch", "slice", "part", "header", "on", "to", "from", "bytes")
 _ATTRIBUTE_TYPES: dict[str, type] = {
@@ -27,7 +27,7 @@ _NEEDED_ATTRIBUTES: dict[str, frozenset[str]] = {
     "send": frozenset(("to", "bytes")),
     "receive": frozenset(("from", "for", "bytes")),
 }
-"""By category: what readers need of a span."""
+"""Category -> attributes of a span that readers need."""
 
 _WHOLE_FIGURES = ("microbatches", "memory_bytes", "activation_bytes", "out_of_order")
 
@@ -36,7 +36,7 @@ _TEXT_SETTINGS = ("cpus", "device", "transport", "dpp_policy")
 
 
 def check_header(header: Header) -> None:
-    """Refuse a header that no rank writes.
+    """Reject a header that no rank writes.
 
     Raises:
         TypeError: A field has another type.
@@ -60,14 +60,14 @@ def check_header(header: Header) -> None:
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that readers cannot show, or compute with.
+    """Reject settings that readers cannot display or compute with.
 
     Raises:
         TypeError: A setting has another type.
-        ValueError: It is impossible.
+        ValueError: A setting is impossible.
     """
     for name, value in settings.items():
-        if value is None:  # as good as missing
+        if value is None:  # equivalent to a missing setting
             continue
         if not isinstance(value, str | int | float):
             raise TypeError(f"the setting {name} is {value!r}")
@@ -83,13 +83,13 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def check_span(category: str, attributes: Mapping[str, Any]) -> None:
-    """Refuse a span that no rank writes.
+    """Reject a span that no rank writes.
 
     Raises:
         LookupError: An attribute is missing.
         TypeError: An attribute has another type.
     """
-    # Files have millions of spans, so this is a comparison of sets and one loop.
+    # Files have millions of spans, so this is only a comparison of sets and one loop.
     if not _NEEDED_ATTRIBUTES.get(category, _NONE) <= attributes.keys():
         raise LookupError(f"attributes of {category}")
     for name, value in attributes.items():
@@ -98,10 +98,10 @@ def check_span(category: str, attributes: Mapping[str, Any]) -> None:
 
 
 def check_figures(figures: Mapping[str, Any]) -> None:
-    """Refuse figures of an iteration that no rank writes.
+    """Reject figures of an iteration that no rank writes.
 
     Raises:
-        LookupError: Its number is missing.
+        LookupError: The iteration's number is missing.
         TypeError: A figure has another type.
         ValueError: A number is impossible.
     """

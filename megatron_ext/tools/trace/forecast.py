@@ -1,8 +1,8 @@
-"""Predicts the step time of every schedule and policy from a trace under one of them.
+"""Predicts the step time of every schedule and policy from the trace of a run under one of them.
 
-The trace gives the durations of each stage's actions, with the runtime's overhead, the latency of
-messages, the part of a step outside its pipeline, the memory of the ranks, and the activations that
-a forward keeps. The prediction assumes that the model splits evenly into other
+The trace contains the durations of each stage's actions, including the runtime's overhead, the
+latency of messages, the part of a step outside its pipeline, the memory of the ranks, and the
+activations that a forward keeps. The prediction assumes that the model splits evenly into other
 stages except for embedding and loss, that the halves of an unsplit backward take equally long, and
 that memory other than activations stays the same.
 """
@@ -38,14 +38,15 @@ if TYPE_CHECKING:
 _SEEDS = 5
 """Number of simulated steps with different jitter; their mean is the prediction."""
 _LAUNCH_S = 1e-4
-"""What a host takes to launch an action of its device. Traces do not have it: what counts is that
+"""Time for a host to launch an action on its device. It is not in the trace; it only matters that
 the host launches ahead."""
 _QUIET = 0.01
 """Jitter below this is negligible."""
 _EQUAL = 0.005
-"""Steps that differ by less than this part count as equally fast."""
+"""Steps that differ by less than this fraction count as equally fast."""
 _MAX_ROWS, _WITH_FLAGS = 20, 3
-"""Predictions that `plan` prints, and those with their flags, beside the recommended one."""
+"""Number of predictions that `plan` prints, and of those printed with flags in addition to the
+recommended one."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +58,20 @@ class Prediction:
     step_s: float
     bubble_ratio: float
     memory_bytes: int | None
-    """Memory of the rank that needs most; None: unknown from the trace."""
+    """Memory of the rank that needs most. None: the trace does not tell."""
     bounds_memory: bool = True
-    """True if ranks keep no more activations than the table; else up to all micro-batches, and
-    how many depends on who is late."""
+    """True if ranks keep no more activations than the table. Otherwise they may keep all
+    micro-batches, depending on which ranks are late."""
     is_known_to_fit: bool = True
-    """False if it has more stages than the run, and the trace does not say of how many layers."""
+    """False if the schedule has more stages than the run and the trace does not contain the number
+    of layers."""
     weight_copies: int = 1
-    """Ranks that hold the weights of one stage."""
+    """Number of ranks that hold the weights of one stage."""
     all_to_all_hidden: float | None = None
-    """Part of the experts' exchanges that runs behind computation; None: the trace has none."""
+    """Fraction of the experts' exchanges that is hidden by computation. None: the trace has no
+    exchanges."""
     choice: str = ""
-    """Of `flags`, those that choose the schedule and its order, without sizes and costs."""
+    """The part of `flags` that selects the schedule and its order, without sizes and costs."""
 
     @property
     def schedule_name(self) -> str:
@@ -78,16 +81,17 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Every schedule, the fastest first."""
+    """Predictions for every schedule, the fastest first."""
 
     predictions: list[Prediction]
     measured_s: float
-    """The step that was traced, median."""
+    """The median of the traced steps."""
     measured: str
-    """The traced schedule, named as in predictions."""
+    """The traced schedule, named as in the predictions."""
     notes: list[str]
     shared_cpus: str | None = None
-    """CPUs that ranks of the traced run shared, in words; None: each had its own."""
+    """A phrase about the CPUs that ranks of the traced run shared. None: each rank had its own CPU.
+    """
 
     @property
     def own(self) -> Prediction | None:
@@ -96,13 +100,13 @@ class Forecast:
 
     @property
     def candidates(self) -> list[Prediction]:
-        """The predictions that one may recommend."""
-        # Orders without a bound may need all micro-batches at once: no advice to give.
+        """The predictions that may be recommended."""
+        # Orders without a bound may need all micro-batches at once, so never recommend them.
         return [p for p in self.predictions if p.bounds_memory and p.is_known_to_fit]
 
     @property
     def best_of_schedules(self) -> list[Prediction]:
-        """Of each schedule the fastest candidate, whichever its options and its order."""
+        """The fastest candidate of each schedule, whatever its options and order."""
         best: dict[str, Prediction] = {}
         for candidate in self.candidates:
             best.setdefault(candidate.schedule_name, candidate)
@@ -110,9 +114,9 @@ class Forecast:
 
     @property
     def recommended(self) -> list[Prediction]:
-        """Of the fastest candidates, the one that needs least memory.
+        """Among the fastest candidates, the one that needs the least memory.
 
-        If that holds the weights twice, the same among those with one copy follows.
+        If it holds the weights twice, the best candidate with one copy follows.
         """
         choices: list[Prediction] = []
         candidates = self.candidates
@@ -130,9 +134,10 @@ class Forecast:
 
     @property
     def advice(self) -> str:
-        """One sentence on the flags to take and the gain to expect."""
+        """A sentence with the recommended flags and the expected gain."""
         own = self.own
-        # Against its own prediction: what slowed the traced run down would slow any other.
+        # Compare with the prediction for the traced schedule: whatever slowed the traced run down
+        # would slow down the others too.
         traced_s = self.measured_s if own is None else own.step_s
         choices = []
         for best in self.recommended:
@@ -155,7 +160,7 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
 
     Args:
         run: The traces.
-        memory_gib: Upper bound on the memory of a rank, in units of 2**30 bytes; None: no bound.
+        memory_gib: Upper bound on the memory of a rank, in units of 2**30 bytes. None: no bound.
 
     Raises:
         DataError: The trace lacks data that a prediction needs.
@@ -191,7 +196,7 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
         )
     if not predictions:
         raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(notes))
-    # The fastest first; of equal ones, what needs less memory.
+    # Sort the fastest first; of equally fast ones, the one that needs less memory.
     predictions.sort(key=lambda prediction: (prediction.step_s, prediction.memory_bytes or 0))
     policy = run.settings.get("dpp_policy")
     measured = schedule.label if policy is None else f"{schedule.label} dpp {policy}"
@@ -202,10 +207,10 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
 
 
 def _required_schedule(run: Run) -> Schedule:
-    """Return the table of a run that has steps of its size.
+    """Return the table of a run that has steps of the table's size.
 
     Raises:
-        DataError: There is no table, or no such step.
+        DataError: The run has no table, or no such step.
     """
     schedule = run.schedule
     if schedule is None:
@@ -222,7 +227,7 @@ def _required_schedule(run: Run) -> Schedule:
 
 
 class _TracedRun:
-    """Properties of the model and the machines, as traced, and the steps that follow from them."""
+    """Properties of the model and the machines, as traced; simulates other pipelines with them."""
 
     def __init__(self, run: Run, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -233,18 +238,19 @@ class _TracedRun:
         self.outside_s = max(0.0, self.step_s - pipeline_s)
         """The part of a step outside of its pipeline."""
         self.optimizer_s = optimizer_s
-        """The part of that which grows with the copies of the weights."""
+        """The part of that time which grows with the copies of the weights."""
         if run.settings.get("use_distributed_optimizer"):
             self.optimizer_s = 0.0  # replicas share it
         self.fixed_bytes, self.activation_bytes = _memory_of_ranks(run, schedule)
-        """Memory besides activations, with the weights once (None: unknown); activations of one
-        micro-batch on 1/pp of the model."""
+        """Memory other than activations, with one copy of the weights (None: unknown); activations
+        of one micro-batch on 1/pp of the model."""
         self.num_layers = run.settings.get("num_layers")
         margin = run.settings.get("dpp_extra_activations")
         self.extra_activations = None if margin == DynamicOrder().margin else margin
-        """None for the default, which flags need not name."""
+        """None for the default, which needs no flag."""
         self.stash_ratio = run.surveys[0].stash_ratio
-        # Ranks of devices choose while an action runs, which is another order than afterwards.
+        # Ranks with devices choose the next action while one still runs, which leads to another
+        # order.
         runs_on_device = run.settings.get("device", "cpu") != "cpu"
         self.launch_s = _LAUNCH_S if runs_on_device else 0.0
 
@@ -254,8 +260,10 @@ class _TracedRun:
         if self.costs.all_to_all:
             cuts.append(_Cut(pairs=True, slices=1))
         if self.schedule.num_slices > 1:
-            cuts.append(_Cut(pairs=False, slices=self.schedule.num_slices))  # slices pair with none
-        # Policies that ignore the order of the table are the same for all tables of one placement.
+            # Slices cannot run in pairs
+            cuts.append(_Cut(pairs=False, slices=self.schedule.num_slices))
+        # Policies that ignore the order of the table give the same result for all tables of one
+        # placement.
         placements: set[tuple[object, ...]] = set()
         for generator, cut_ in product(registered().values(), cuts):
             for variant in generator.variants:
@@ -312,7 +320,8 @@ class _TracedRun:
         draws = [replace(costs, seed=seed) for seed in range(num_draws)]
         pipelines = [pipeline]
         if registered()[pipeline.name].needs_costs:
-            # An order made for costs, here in the form of --pipeline-costs, need not be the best.
+            # An order optimised for costs, here as passed to --pipeline-costs, is not necessarily
+            # the best.
             made_for = replace(costs.in_forwards(), attention=attention)
             config = replace(pipeline.config, costs=made_for)
             pipelines.append(replace(pipeline, config=config))
@@ -320,7 +329,7 @@ class _TracedRun:
         return min(predictions, key=lambda prediction: prediction.step_s)
 
     def _check_sizes(self, pipeline: Pipeline, num_stages: int) -> None:
-        """Refuse a pipeline that the micro-batches or the layers of the run do not fill.
+        """Reject a pipeline that the micro-batches or the layers of the run cannot fill.
 
         Raises:
             ScheduleError: Why it is impossible.
@@ -339,7 +348,7 @@ class _TracedRun:
             )
 
     def _simulated(self, pipeline: Pipeline, draws: Sequence[Costs]) -> Prediction:
-        """Return the mean of simulated steps."""
+        """Return the mean of the simulated steps."""
         dynamic = pipeline.dynamic
         static = pipeline.full if dynamic is None else pipeline.static().full
         label, order_flags = static.label, ""
@@ -355,7 +364,7 @@ class _TracedRun:
             order_flags = f" --use-dpp --dpp-policy {dynamic.policy}"
             if dynamic.extra_activations is not None:
                 order_flags += f" --dpp-extra-activations {dynamic.extra_activations}"
-        # Gradients and optimizer state come with each copy of the weights.
+        # Each copy of the weights has its own gradients and optimizer state.
         copies = static.weight_copies / self.schedule.weight_copies
         outside_s = self.outside_s + (copies - 1) * self.optimizer_s
         memory_bytes = None
@@ -369,7 +378,7 @@ class _TracedRun:
         return Prediction(
             label,
             training_flags(static, pipeline.costs) + order_flags,
-            # What stands behind the flag of the number of ranks.
+            # Drop the first flag, which sets the number of ranks.
             choice="--" + training_flags(static).partition(" --")[2] + order_flags,
             step_s=statistics.fmean(step.makespan for step in steps) + outside_s,
             bubble_ratio=statistics.fmean(step.bubble_ratio for step in steps),
@@ -382,14 +391,14 @@ class _TracedRun:
 
 
 class _Cut(NamedTuple):
-    """How the micro-batches of a configuration run."""
+    """How the micro-batches of a configuration are divided."""
 
     pairs: bool
     slices: int
 
 
 class _Times(NamedTuple):
-    """Medians of a run's steps."""
+    """Medians over a run's steps."""
 
     step_s: float
     pipeline_s: float
@@ -397,7 +406,7 @@ class _Times(NamedTuple):
 
 
 def _median_times(run: Run) -> _Times:
-    """Return the median step: as long as its slowest rank, with the longest of its pipelines."""
+    """Return the median step, as long as its slowest rank, with the longest of its pipelines."""
     steps_ns: list[float] = []
     pipelines_ns: list[float] = []
     optimizers_ns: list[float] = []
@@ -413,9 +422,9 @@ def _median_times(run: Run) -> _Times:
 
 
 def _memory_of_ranks(run: Run, schedule: Schedule) -> tuple[float | None, float]:
-    """Return the bytes besides activations, and those of a micro-batch on 1/pp of the model.
+    """Return the bytes other than activations, and those of a micro-batch on 1/pp of the model.
 
-    The worst ranks bound what fits.
+    Both are taken from the worst ranks, which limit what fits.
     """
     fixed_bytes: list[float] = []
     activation_bytes = [0.0]
@@ -429,7 +438,7 @@ def _memory_of_ranks(run: Run, schedule: Schedule) -> tuple[float | None, float]
 
 
 def table(forecast: Forecast) -> str:
-    """Return the predictions as text, with the flags to paste."""
+    """Return the predictions as text, with flags to paste."""
     shown = forecast.predictions[:_MAX_ROWS]
     shows_hidden = any(prediction.all_to_all_hidden is not None for prediction in shown)
     rows = [["schedule", "step ms", "bubble %", "memory GiB"]]
@@ -462,7 +471,7 @@ def table(forecast: Forecast) -> str:
 
 
 def _gib(prediction: Prediction) -> str:
-    """Return the memory as a cell of the table; a star marks orders without a bound on it."""
+    """Return the memory as a cell of the table; a star marks orders without a bound."""
     mark = "" if prediction.bounds_memory else "*"
     if prediction.memory_bytes is None:
         return mark or "-"

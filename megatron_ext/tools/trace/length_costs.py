@@ -1,10 +1,11 @@
 """Cost of a length, from the measured durations of a traced run.
 
-A micro-batch whose samples have L tokens each costs the sum of a*L + b*L^2. The trace has the
-tokens of each micro-batch, the pairs of tokens of one sample (the sum of L^2), and how long each
-stage took for it. A token then costs a + b * (pairs for a token), which is a line: for each stage,
-a and b are those of the line through its durations by least squares; those of the model are their
-sums. Slices of one length tell them too, because later ones attend to more.
+A micro-batch whose samples have L tokens each costs the sum of a*L + b*L^2. The trace contains the
+tokens of each micro-batch, the pairs of tokens within its samples (the sum of L^2), and the time
+that each stage took for it. The cost per token is then a + b * (pairs per token), which is a line:
+for each stage, a least-squares fit through its durations yields a and b, and their sums over the
+stages are those of the model. Slices of one length are enough for a fit, because later slices
+attend to more tokens.
 """
 
 from __future__ import annotations
@@ -21,27 +22,28 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
 
 _OUTLIER = 5.0
-"""Durations that are off by more than so many times the median error do not count."""
+"""Durations whose error exceeds this multiple of the median error are ignored."""
 _ONE_LENGTH = 1e-4
-"""Micro-batches whose pairs for a token differ by less than this part are of one length."""
+"""Micro-batches count as having one length if their pairs per token differ by less than this
+fraction."""
 
 
 class Point(NamedTuple):
-    """A micro-batch, or a slice of it: its size, and how long it took on a stage."""
+    """A micro-batch, or a slice of it: its size, and its duration on a stage."""
 
     tokens: float
     pairs: float
-    """Pairs of tokens of one sample."""
+    """Pairs of tokens within one sample."""
     took_s: float
 
 
 def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
-    """Return what a length costs all stages, in seconds, from the traces of a run.
+    """Return the cost of a length on all stages, in seconds, from the traces of a run.
 
-    With it come the relative errors, of each micro-batch on each stage.
+    The second value is the relative errors, one for each micro-batch on each stage.
 
     Raises:
-        DataError: They have no lengths, or all are the same.
+        DataError: The traces have no lengths, or all lengths are the same.
     """
     schedule = run.schedule
     if schedule is not None and schedule.placement.twin_hops:
@@ -75,8 +77,8 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
 
 
 def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
-    """Return by stage the micro-batches of known length."""
-    # Only ranks that read data know lengths; all stages of a replica have the same.
+    """Return stage -> the micro-batches of known length."""
+    # Only ranks that read data know lengths; all stages of a replica have the same ones.
     lengths: dict[tuple[int, int, int], tuple[int, int]] = {}
     for rank in run.surveys:
         for (step, microbatch), size in rank.lengths.items():
@@ -84,11 +86,11 @@ def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
     points: dict[int, list[Point]] = defaultdict(list)
     for rank in run.surveys:
         if rank.header.tensor:
-            continue  # tensor-parallel ranks do the same as the first of them
+            continue  # tensor-parallel ranks repeat the work of the first one
         for (stage, step, microbatch, slice_index), took_ns in rank.microbatch_ns.items():
             tokens, pairs = lengths.get((rank.header.data, step, microbatch), (0, 0))
             if tokens:
-                # The tokens of a slice attend to all before them, too.
+                # The tokens of a slice also attend to all earlier ones.
                 begin = sum(slices[:slice_index])
                 end = sum(slices[: slice_index + 1])
                 attended = end * end - begin * begin
@@ -98,17 +100,17 @@ def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
 
 
 class _Rate(NamedTuple):
-    """A micro-batch as a point of the line that is fitted."""
+    """A micro-batch as a point for the line fit."""
 
     pairs_per_token: float
     s_per_token: float
 
 
 def fit(points: Sequence[Point]) -> LengthCost | None:
-    """Return the cost that comes closest to durations, in seconds; None: they do not tell it."""
+    """Return the best fit to the durations, in seconds; None if the points do not determine it."""
     rates = [_Rate(pairs / tokens, took_s / tokens) for tokens, pairs, took_s in points]
     cost = None
-    # Once more without outliers, such as a step in which the machine did something else.
+    # Fit again without outliers, such as a step in which the machine did something else.
     for _ in range(2):
         pairs = [rate.pairs_per_token for rate in rates]
         seconds = [rate.s_per_token for rate in rates]
@@ -126,9 +128,9 @@ def fit(points: Sequence[Point]) -> LengthCost | None:
 
 
 def _line(pairs: Sequence[float], seconds: Sequence[float]) -> LengthCost:
-    """Return the line through the points by least squares, with no negative cost."""
+    """Return the least-squares line through the points, without negative costs."""
     quadratic, linear = statistics.linear_regression(pairs, seconds)
-    # A negative cost would make a longer sample cheaper: the best fit of the other alone.
+    # A negative cost would make longer samples cheaper, so fit only the other cost instead.
     if linear < 0:
         product = sum(x * y for x, y in zip(pairs, seconds, strict=True))
         return LengthCost(0.0, product / sum(x * x for x in pairs))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
 
 _MIN_SAMPLE = 8
-"""Durations of an action from which its jitter can be told."""
+"""Minimum number of durations from which jitter is estimated."""
 _NORMAL_QUARTILES = 1.349
 """Distance of the quartiles of a normal distribution, in standard deviations."""
 
@@ -32,7 +32,7 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
     Raises:
         DataError: The actions of some stage were not traced.
     """
-    # By name, stage and slice of an action: the median of each rank, in nanoseconds.
+    # (name, stage, slice) of an action -> the median of each rank, in nanoseconds.
     medians_ns: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     exchanges_ns: dict[int, list[float]] = defaultdict(list)
     sigmas: list[float] = []
@@ -69,11 +69,11 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
 
 
 def _jitter(sample_ns: Sequence[int]) -> float | None:
-    """Return the standard deviation of the logarithm of durations; None: there are too few."""
+    """Return the standard deviation of the logarithm of durations; None if there are too few."""
     positive_ns = [time_ns for time_ns in sample_ns if time_ns > 0]
     if len(positive_ns) < _MIN_SAMPLE:
         return None
-    # A step in which the machine did something else moves the quartiles little.
+    # Use quartiles, which hardly change if the machine did something else during a step.
     low_ns, _, high_ns = statistics.quantiles(positive_ns, n=4)
     return math.log(high_ns / low_ns) / _NORMAL_QUARTILES
 
@@ -81,7 +81,10 @@ def _jitter(sample_ns: Sequence[int]) -> float | None:
 def _times_of_stage(
     medians_ns: Mapping[tuple[str, int, int], Sequence[float]], stage: int, num_slices: int
 ) -> StageTimes | None:
-    """Return what a micro-batch takes on a stage, all slices together; None: it was not traced."""
+    """Return the times of a micro-batch on a stage, all slices together.
+
+    None if it was not traced.
+    """
 
     def seconds(name: str) -> float:
         time_ns = 0.0
@@ -92,7 +95,7 @@ def _times_of_stage(
     forward_s = seconds("forward")
     input_s, weight_s = seconds("input_gradient"), seconds("weight_gradient")
     if not (input_s and weight_s):
-        # Matrix products of one size; the trace cannot tell them apart.
+        # Both are matrix products of the same size, and the trace cannot separate them.
         input_s = weight_s = seconds("backward") / 2
     if not (forward_s and weight_s):
         return None

@@ -1,6 +1,6 @@
 """Finds the traces of a run, and reads the file of a rank, one iteration at a time.
 
-A file may still grow, or end where its rank died: what cannot be read is skipped and counted.
+A file may still grow, or end where its rank died: unreadable lines are skipped and counted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from megatron_ext.tracing.records import FILE_NAME, FORMAT, Header
 
 _MAX_HEADER_BYTES = 1 << 20
 _SEPARATORS = ",] \r\n"
-"""Characters between the events of two lines, and behind the last one."""
+"""Characters between the events of two lines, and after the last one."""
 DAMAGED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
-"""Errors of reading what no rank of ours wrote."""
+"""Errors from reading content that none of our ranks wrote."""
 
 
 def _refuse_constant(name: str) -> None:
-    """Refuse NaN and infinities, which are not JSON: browsers read what is made of a trace."""
+    """Reject NaN and infinities, which are not JSON: browsers read the pages made from a trace.
+
+    Raises:
+        ValueError: Always.
+    """
     raise ValueError(name)
 
 
@@ -36,11 +40,11 @@ class Span(NamedTuple):
 
     name: str
     begin_ns: int
-    """Since the start of the iteration."""
+    """Nanoseconds since the start of the iteration."""
     end_ns: int
     attributes: Mapping[str, Any]
     message: int = 0
-    """Number of the message that was sent or received; 0: it is about no message."""
+    """Number of the message that was sent or received; 0 if the span belongs to no message."""
 
 
 class Iteration(NamedTuple):
@@ -48,10 +52,10 @@ class Iteration(NamedTuple):
 
     number: int
     begin_ns: int
-    """On the clock of the rank, shifted by `TraceFile.shift_ns`."""
+    """On the clock of the rank, plus `TraceFile.shift_ns`."""
     duration_ns: int
     spans: list[Span]
-    """In the order in which they began."""
+    """Sorted by their start."""
     figures: Mapping[str, Any]
 
 
@@ -62,20 +66,20 @@ class TraceFile:
     path: Path
     header: Header
     shift_ns: int = 0
-    """Added to the times of this file, it makes those of all ranks agree."""
+    """Amount to add to the times of this file so that those of all ranks agree."""
     damaged: set[int] = field(default_factory=set)
     """Numbers of the lines that were skipped when iterations were read."""
     num_lines: int = 1
-    """Lines that were read; a file may still grow."""
+    """Number of lines that were read; a file may still grow."""
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield number and events, with a comma between two, of all lines.
+        """Yield the number and the events (separated by commas) of every line.
 
         Raises:
             DataError: The file can no longer be read.
         """
         try:
-            # A rank that died may have left half of a character.
+            # A rank that died may have left an incomplete character.
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file):
                     if text := line.removeprefix("[").strip(_SEPARATORS):
@@ -84,10 +88,13 @@ class TraceFile:
             raise DataError(f"{self.path.name} cannot be read: {error.strerror}") from error
 
     def iterations(self, only: int | None = None) -> Iterator[Iteration]:
-        """Yield all iterations in the order of the file, or only that of a number; see `lines`."""
+        """Yield all iterations in the order of the file, or only the one numbered `only`.
+
+        See `lines`.
+        """
         for number, text in self.lines():
             self.num_lines = max(self.num_lines, number + 1)
-            # Looked for as text: lines of other iterations need no decoding.
+            # Search the text first, because lines of other iterations need no decoding.
             if not number or (only is not None and f'"iteration":{only},' not in text):
                 continue
             try:
@@ -102,7 +109,7 @@ class TraceFile:
         begin_ns, duration_ns = _nanoseconds(last["ts"]), _nanoseconds(last["dur"])
         spans = []
         for event in events:
-            # Of a large time since the boot of a host, the last nanoseconds are rounded.
+            # Since the time since boot is a large float, its last nanoseconds are rounded.
             start_ns = max(0, round(1e3 * event["ts"]) - begin_ns)
             end_ns = start_ns + round(1e3 * event["dur"])
             if not start_ns <= end_ns < MAX_NUMBER:
@@ -120,11 +127,11 @@ class TraceFile:
 
 
 def _nanoseconds(time_us: float) -> int:
-    """Return a time of a file in whole nanoseconds.
+    """Return a time from a file in whole nanoseconds.
 
     Raises:
         OverflowError: It is infinite.
-        ValueError: No clock shows it, and no span takes it.
+        ValueError: It is not a possible time or duration.
     """
     time_ns = round(1e3 * time_us)
     if not 0 <= time_ns < MAX_NUMBER:
@@ -133,7 +140,7 @@ def _nanoseconds(time_us: float) -> int:
 
 
 def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
-    """Return the files of a run in the order of their global ranks, and notes on what is wrong.
+    """Return the files of a run, ordered by global rank, and notes on problems.
 
     Raises:
         DataError: The directory does not exist or contains no trace.
@@ -145,7 +152,8 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
             f"{directory} holds no trace of a rank{reason}; give the folder of a run, such as "
             f"benchmark/data-1-pipeline-4-tensor-1-pp, that was trained with --trace"
         )
-    # A run overwrites the files of an earlier one in its folder, except for ranks that it lacks.
+    # A run overwrites the files of an earlier run in its folder, but not those of ranks that it
+    # lacks.
     files.sort(key=lambda file: file.header.wall_ns)
     newest = files[-1].header
     by_rank = {file.header.rank: file for file in files if _is_of_run(file.header, newest)}
@@ -159,7 +167,7 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
 
 
 def _readable_files(directory: Path) -> tuple[list[TraceFile], list[str]]:
-    """Return all traces of a directory, and why others cannot be read.
+    """Return all traces in a directory, and why others cannot be read.
 
     Raises:
         DataError: The directory cannot be listed.
@@ -175,7 +183,7 @@ def _readable_files(directory: Path) -> tuple[list[TraceFile], list[str]]:
     files: list[TraceFile] = []
     notes: list[str] = []
     for path in paths:
-        # Only regular files: opening a pipe would wait for ever.
+        # Open only regular files: opening a pipe would wait forever.
         if not fnmatch(path.name, pattern) or not path.is_file():
             continue
         try:
@@ -187,20 +195,24 @@ def _readable_files(directory: Path) -> tuple[list[TraceFile], list[str]]:
 
 def _is_of_run(header: Header, newest: Header) -> bool:
     """Return whether a file is of the same run as the newest one."""
-    # Without torchrun, runs have no name to tell them by.
+    # Without torchrun, runs have no id that distinguishes them.
     has_names = header.run and newest.run
     return header.sizes == newest.sizes and (header.run == newest.run or not has_names)
 
 
 def _open(path: Path) -> TraceFile:
-    """Read the first line of a file."""
+    """Read the first line of a file.
+
+    Raises:
+        DataError: It cannot be read, or is not a trace in this version's format.
+    """
     try:
         with path.open("rb") as file:
             line = file.readline(_MAX_HEADER_BYTES)
         events = line.decode().removeprefix("[").strip(_SEPARATORS)
         fields = _decode(f"[{events}]")[0]["args"]
         number = fields.pop("format")
-        if number != FORMAT:  # before the rest, which may have other fields
+        if number != FORMAT:  # before the other fields, which may differ between formats
             raise DataError(
                 f"it has format {number}, this version reads {FORMAT}; read it with the version "
                 "that recorded it"

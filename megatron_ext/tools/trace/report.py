@@ -1,7 +1,7 @@
-"""Makes the page that explains a traced run: one self-contained HTML file.
+"""Creates the page that explains a traced run: one self-contained HTML file.
 
-On top is a verdict: where the time goes, and what to do about it. The page holds the figures of all
-steps and the spans of a few: the median step, the slowest one, and the planned one.
+At the top is a verdict: where the time goes, and what to do about it. The page contains the figures
+of all steps and the spans of a few: the median step, the slowest one, and the planned one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.tools.trace.reader import Iteration, Span
 
-# A page of a run of any size has to open in a browser.
+# Limits, so that the page of a run of any size opens in a browser.
 _MAX_SPANS = 150_000
-"""Of one timeline."""
+"""Maximum number of spans in one timeline."""
 _MAX_RANKS = 512
 _MAX_COLUMNS = 400
 _MAX_ROWS = 500
@@ -49,14 +49,15 @@ _LEGEND = (
     ("after", "reduce, optimizer"),
 )
 _PEERS = {"on": "for", "to": "to", "from": "from"}
-"""Attributes of spans that name another rank, and the word before it in a title."""
+"""Attribute that names another rank -> the preceding word in the title of a span."""
 
 
 def page(run: Run) -> str:
     """Return the HTML of the report on a run."""
     notes = list(run.notes)
     timelines = _measured_timelines(run)
-    # A table or a forecast that is missing leaves a note: the other parts of the page are of use.
+    # A missing table or forecast leaves a note, because the other parts of the page are still
+    # useful.
     plan = None
     try:
         if (schedule := run.schedule) is not None:
@@ -106,8 +107,8 @@ def page(run: Run) -> str:
 def _filled_template(content: Mapping[str, Any]) -> str:
     """Return the page with this content, which its script reads as JSON."""
     text = json.dumps(content, separators=(",", ":"))
-    # What traces say is data and never markup: nothing in it may end the script element, or begin
-    # a comment in it.
+    # Content from traces is data and must never act as markup, so nothing in it may end the script
+    # element or begin a comment.
     text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     for theme in ("light", "dark"):
@@ -129,7 +130,7 @@ def _title(run: Run, schedule: Schedule | None) -> str:
 
 
 def _inks() -> dict[str, str]:
-    """Return the colour of the text on each kind of bar."""
+    """Return the text colour for each kind of bar."""
     inks = {kind: ink(even_colour) for kind, (even_colour, _) in KINDS.items()}
     for name, colour in SPANS.items():
         inks[name] = ink(colour)
@@ -180,7 +181,7 @@ def _idle_shares(steps: Sequence[Step], steps_per_column: int) -> list[float]:
 
 
 def _settings(run: Run) -> list[list[str]]:
-    """Return settings that all ranks share, and those of single ranks with their ranks."""
+    """Return the settings that all ranks share, and those that differ with their ranks."""
     ranks_by_value: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank in run.surveys:
         header = rank.header
@@ -217,14 +218,14 @@ def _measured_timelines(run: Run) -> list[dict[str, Any]]:
         iterations: dict[str, Iteration] = {}
         for rank in run.surveys[:_MAX_RANKS]:
             for iteration in rank.file.iterations(only=number):
-                # The last one, of a step that Megatron's rerun state machine has run twice.
+                # Keep the last one if Megatron's rerun state machine has repeated a step.
                 iterations[rank.header.label] = iteration
         begin_ns = min(iteration.begin_ns for iteration in iterations.values())
         end_ns = max(
             iteration.begin_ns + iteration.duration_ns for iteration in iterations.values()
         )
         num_spans = sum(len(iteration.spans) for iteration in iterations.values())
-        # What is thinner than its share of the picture could not be seen anyway.
+        # Merge spans that would be too thin to see in the picture.
         finest_ns = 0
         if num_spans > _MAX_SPANS:
             finest_ns = (end_ns - begin_ns) * len(iterations) // _MAX_SPANS
@@ -238,15 +239,15 @@ def _measured_timelines(run: Run) -> list[dict[str, Any]]:
 
 
 def _chosen_steps(run: Run) -> dict[str, int]:
-    """Return the numbers of the steps that are shown, by their titles."""
-    # A rank that died early has fewer steps: only those that all others have can be compared.
+    """Return the titles and numbers of the steps that are shown."""
+    # A rank that died early has fewer steps, so compare only steps that all others have.
     num_ranks = max(len(steps) for steps in run.steps.values())
     durations_ns: dict[int, float] = {}
     for number, steps in run.steps.items():
         if len(steps) == num_ranks:
             durations_ns[number] = max(step.duration_ns for step in steps)
     ranked = sorted(durations_ns, key=durations_ns.__getitem__)
-    # One that happened, rather than a mean of several, which no rank has run.
+    # Choose a step that really ran, because a mean of several would show none of them.
     chosen = {"median step": ranked[(len(ranked) - 1) // 2]}
     if len(ranked) > 1:
         chosen["slowest step"] = ranked[-1]
@@ -277,7 +278,7 @@ def _bars(spans: Sequence[Span], shift_ns: int, finest_ns: int) -> list[list[Any
 
 
 def _bar_titles(span: Span) -> list[str]:
-    """Return the words on a bar: the rank at the other end, or the micro-batch."""
+    """Return the text on a bar: the rank at the other end, or the micro-batch."""
     attributes = span.attributes
     peers = [f"{word} rank {attributes[key]}" for key, word in _PEERS.items() if key in attributes]
     if peers:

@@ -1,6 +1,6 @@
 """The survey of one rank's trace: times by cause, costs, links and message stamps, in one pass.
 
-The page, the forecast and the lines of text are made of surveys.
+The page, the forecast and the text summary are built from surveys.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from megatron_ext.tracing.records import ACTION_NAMES, Header
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.reader import Iteration, Span, TraceFile
 
-# Bounds on a survey: those of all ranks are in memory together, and travel between processes.
+# Limits on a survey: the surveys of all ranks are in memory at once, and are passed between
+# processes.
 _MAX_STEPS = 20_000
 _MAX_SAMPLED_ITERATIONS = 16
 _MAX_SAMPLED_SPANS = 40_000
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 _MAX_LINES = 16
-"""Ranks that the text lists one by one."""
+"""Maximum number of ranks that the text lists individually."""
 
 _KINDS: dict[str, Kind] = {name: kind for kind, name in ACTION_NAMES.items()}
 _IDLE = ("wait", "send", "weights")
@@ -37,7 +38,7 @@ class Step(NamedTuple):
 
     number: int = 0
     begin_ns: int = 0
-    """On the clock of the rank; in a `Run` on the one clock of all ranks."""
+    """On the clock of the rank; in a `Run`, on the common clock of all ranks."""
     duration_ns: float = 0
     first_ns: float = 0
     """Time from the start of the step to its first action; in a `Run`, to the start of the pipeline
@@ -46,38 +47,39 @@ class Step(NamedTuple):
     """Time from the start of the step to the end of its last action; in a `Run`, to the end of the
     pipeline on any rank."""
     busy_ns: float = 0
-    """The part of `pipeline_ns` in actions."""
+    """The part of `pipeline_ns` in which actions run."""
     idle_ns: Mapping[str, float] = MappingProxyType({})
     """The remaining part of `pipeline_ns` by cause: `input of rank 3`, `slot`, `leader`, `send`,
     `other`, and `end of the pipeline`, when only other ranks have actions left."""
     after_ns: float = 0
-    """Time behind the pipeline: reduction of gradients, optimizer and so on."""
+    """Time after the pipeline: reduction of gradients, optimizer and so on."""
     optimizer_ns: float = 0
     memory_bytes: int = 0
     peak_live: float = 0
-    """Most activations of one stage that it kept at once; a weight stash may count more than 1."""
+    """The largest number of activations that it kept at once for one stage; a weight stash may
+    count more than 1."""
     actions: int = 0
     """Number of actions."""
     out_of_order: int = 0
-    """Actions that ran although an earlier one of the table had not run."""
+    """Number of actions that ran although an earlier action of the table had not run."""
     activation_bytes: int = 0
-    """Bytes that a forward of one stage keeps; 0: not known."""
+    """Bytes that a forward of one stage keeps; 0 if unknown."""
     microbatches: int = 0
     """Number of micro-batches of one pipeline."""
     is_full: bool = True
-    """True if the step has as many micro-batches as the table. Steps of a batch that still grows
-    take another time."""
+    """True if the step has as many micro-batches as the table. Steps of a batch that still ramps up
+    take a different time."""
     failed: bool = False
     """True if the step ended with an error, perhaps after a time-out."""
 
     @property
     def bubble_ratio(self) -> float:
-        """Share of the pipeline's time that is in no action."""
+        """Share of the pipeline's time outside of actions."""
         idle_ns = sum(self.idle_ns.values())
         return idle_ns / (self.busy_ns + idle_ns) if idle_ns else 0.0
 
     def within(self, begin_ns: float, end_ns: float) -> Step:
-        """Return the step with a pipeline that begins and ends at these times."""
+        """Return the step with a pipeline that starts and ends at these times."""
         wait_ns = min(self.after_ns, max(0, end_ns - self.begin_ns - self.pipeline_ns))
         idle_ns = dict(self.idle_ns)
         if wait_ns:
@@ -97,7 +99,7 @@ class Receive(NamedTuple):
     """The global rank that sent it."""
     end_ns: int
     was_late: bool
-    """True for a tensor of the pipeline for which the rank had waited."""
+    """True for a pipeline tensor for which the rank had waited."""
 
 
 @dataclass
@@ -111,12 +113,12 @@ class Link:
     bytes: int = 0
     waited_ns: int = 0
     steps: int = 0
-    """Number of iterations that these messages are from."""
+    """Number of iterations that these messages come from."""
     wire: str = ""
-    """What carries the messages."""
+    """The wire that carries the messages."""
     delay_ns: int | None = None
-    """Median from the start of a send to the end of its receive, of messages that were waited for;
-    None: both ends of no such message are known. It takes the surveys of both ranks."""
+    """Median time from the start of a send to the end of its receive, for messages that were waited
+    for. None: no such message has both ends recorded. Needs the surveys of both ranks."""
 
 
 @dataclass
@@ -128,28 +130,28 @@ class RankSurvey:
     num_iterations: int = 0
     num_spans: int = 0
     wires: dict[int, str] = field(default_factory=dict)
-    """By the global rank of each peer: what carries messages between the two."""
+    """Global rank of each peer -> the wire that carries messages to and from it."""
     num_sampled: int = 0
-    """Number of iterations that the fields below are about, evenly spread over the run."""
+    """Number of iterations that the fields below cover, evenly spread over the run."""
     actions: dict[tuple[str, int, int], list[int]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """Nanoseconds by name, stage and slice: from the start of an action to the start of what
-    follows it, without waiting, so that the overhead of the runtime belongs to the action."""
+    """(name, stage, slice) -> nanoseconds from the start of an action to the start of the next
+    activity, without waiting, so that the overhead of the runtime belongs to the action."""
     microbatch_ns: dict[tuple[int, int, int, int], int] = field(
         default_factory=lambda: defaultdict(int)
     )
-    """Nanoseconds of all actions by stage, iteration, micro-batch and slice."""
+    """(stage, iteration, micro-batch, slice) -> nanoseconds of all its actions."""
     exchanges: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """By stage: nanoseconds in which a forward exchanges tokens between experts."""
+    """Stage -> nanoseconds in which each forward exchanges tokens between experts."""
     lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """By iteration and micro-batch: its tokens, and the pairs of tokens of one sample."""
+    """(iteration, micro-batch) -> its tokens, and the pairs of tokens within its samples."""
     links: dict[int, Link] = field(default_factory=dict)
-    """By the global rank that sent."""
+    """Global rank of the sender -> the link from it."""
     sends: dict[int, int] = field(default_factory=dict)
-    """When the `send` of a message began, in nanoseconds; by number of the message."""
+    """Number of a message -> when its `send` started, in nanoseconds."""
     receives: dict[int, Receive] = field(default_factory=dict)
-    """By number of the message."""
+    """Number of a message -> its receive."""
 
     @property
     def header(self) -> Header:
@@ -158,14 +160,15 @@ class RankSurvey:
 
     @property
     def stash_ratio(self) -> float:
-        """Memory of a micro-batch between I and W over that before I."""
+        """Memory of a micro-batch between I and W, divided by its memory before I."""
         return float(self.header.settings.get("stash_ratio", 1.0))
 
     @property
     def complete_steps(self) -> list[Step]:
-        """The steps of the table's size except the first of all, which warms up.
+        """The steps of the table's size, except the first step of the run, which warms up.
 
-        If there are none: that one, or all of another size, and those that failed.
+        If there are none, it is the first step, if it is of that size and did not fail; otherwise
+        all steps.
         """
         full = [step for step in self.steps if step.is_full and not step.failed]
         warm = [step for step in full if step is not self.steps[0]]
@@ -175,17 +178,18 @@ class RankSurvey:
 class _Sample:
     """Some iterations of a run, evenly spread over it, and the same ones on all ranks.
 
-    Weeks of iterations must not grow what is kept. Those whose multiples of the golden ratio have
-    the smallest fractions are spread evenly, wherever the run ends.
+    The sample must not grow with weeks of iterations. The iterations whose multiples of the golden
+    ratio have the smallest fractional parts are spread evenly, wherever the run ends.
     """
 
     def __init__(self) -> None:
         self._iterations: dict[tuple[bool, float], Iteration] = {}
 
     def add(self, iteration: Iteration, *, is_measure: bool) -> None:
-        """Take an iteration in; leave another one out if there are too many.
+        """Add an iteration; drop another one if there are too many.
 
-        The first iteration, failed ones and those of other sizes are no measure: they go first.
+        The first iteration, failed ones and those of other sizes are not representative, so they
+        are dropped first.
         """
         self._iterations[not is_measure, iteration.number * _GOLDEN_RATIO % 1] = iteration
         while len(self._iterations) > 1 and self._is_too_large():
@@ -217,8 +221,8 @@ def survey(
 
     Args:
         file: The trace.
-        full_microbatches: Micro-batches of the table of the run; 0: not known.
-        slices: Share of a micro-batch that each of its slices is.
+        full_microbatches: Number of micro-batches in the table of the run; 0 if unknown.
+        slices: The fraction of a micro-batch in each of its slices.
 
     Raises:
         DataError: See `reader.TraceFile.lines`.
@@ -236,14 +240,14 @@ def survey(
         is_first = result.num_iterations == 1
         sample.add(iteration, is_measure=step.is_full and not step.failed and not is_first)
 
-    # Messages align clocks in any case, so those of other iterations have to do.
+    # If no iteration is representative, use the others: clocks can be aligned with any messages.
     for iteration in sample.measures or sample.iterations:
         _IterationCounter(result, iteration).count()
     if not sample.measures:
         result.actions.clear()
     for source, link in result.links.items():
         link.steps = result.num_sampled
-        # Messages of Megatron's own transport have no wire that we know.
+        # We do not know the wires of messages in Megatron's own transport.
         link.wire = result.wires.get(source, result.header.settings.get("transport", ""))
     return result
 
@@ -256,17 +260,17 @@ def _step_of(
     busy_ns = covered_ns = 0
     row: list[Action] = []
     for span in actions:
-        busy_ns += max(0, span.end_ns - max(span.begin_ns, covered_ns))  # those of a pair overlap
+        busy_ns += max(0, span.end_ns - max(span.begin_ns, covered_ns))  # actions of a pair overlap
         covered_ns = max(covered_ns, span.end_ns)
         attributes = span.attributes
-        # Without the table the sizes of slices are not known.
+        # Without the table, the sizes of slices are unknown.
         slice_index = attributes.get("slice", 0) if full_microbatches else 0
         row.append(
             Action(attributes["stage"], _KINDS[span.name], attributes["microbatch"], slice_index)
         )
     idle_ns, optimizer_ns = _idle_times(iteration.spans, covered_ns)
     other_ns = covered_ns - busy_ns - sum(idle_ns.values())
-    if other_ns > 0:  # data, Python, and whatever else no span is about
+    if other_ns > 0:  # data loading, Python, and everything else without a span
         idle_ns["other"] = other_ns
     figures = iteration.figures
     return Step(
@@ -291,7 +295,7 @@ def _step_of(
 
 
 def _idle_times(spans: Iterable[Span], pipeline_ns: int) -> tuple[dict[str, float], int]:
-    """Return the idle nanoseconds of the pipeline by cause, and those of the optimizer."""
+    """Return the idle nanoseconds of the pipeline by cause, and those in the optimizer."""
     idle_ns: dict[str, float] = {}
     optimizer_ns = 0
     for span in spans:
@@ -313,14 +317,14 @@ class _IterationCounter:
         self._result = result
         self._iteration = iteration
         self._open_action: tuple[str, int, int] | None = None
-        """Name, stage and slice of the last action, while what follows may belong to it."""
+        """Name, stage and slice of the last action, while the following time may belong to it."""
         self._begin_ns = self._end_ns = 0
-        """Of the last action, or of the pair that it is in."""
+        """Start and end of the last action, or of the pair that it is in."""
         self._awaited: set[tuple[object, ...]] = set()
         """Messages for which the rank has waited."""
 
     def count(self) -> None:
-        """Add everything."""
+        """Add all actions and messages."""
         number = self._iteration.number
         for microbatch, (tokens, pairs) in self._iteration.figures.get("lengths", {}).items():
             self._result.lengths[number, int(microbatch)] = tokens, pairs
@@ -345,7 +349,7 @@ class _IterationCounter:
         place = stage, self._iteration.number, microbatch, slice_index
         self._result.microbatch_ns[place] += span.end_ns - span.begin_ns
         if 2 * span.begin_ns < self._begin_ns + self._end_ns:
-            # The two of a pair begin together, and neither has a price by itself.
+            # The two actions of a pair start together, so neither has a separate cost.
             self._open_action = None
             self._end_ns = max(self._end_ns, span.end_ns)
             return
@@ -354,7 +358,7 @@ class _IterationCounter:
         self._begin_ns, self._end_ns = span.begin_ns, span.end_ns
 
     def _close_action(self, next_ns: int) -> None:
-        """Record the price of the last action, which lasts until the rank waits or computes."""
+        """Record the cost of the last action, which lasts until the rank waits or computes."""
         if self._open_action is not None:
             price_ns = max(next_ns, self._end_ns) - self._begin_ns
             self._result.actions[self._open_action].append(price_ns)
@@ -374,7 +378,7 @@ class _IterationCounter:
 
     def _add_wait(self, span: Span) -> None:
         source = span.attributes.get("on")
-        if source is not None:  # no single rank ends a wait for a slot
+        if source is not None:  # a wait for a slot is not ended by a single rank
             self._link(source).waited_ns += span.end_ns - span.begin_ns
             self._awaited.add(self._message(source, span))
 
@@ -382,13 +386,13 @@ class _IterationCounter:
         return self._result.links.setdefault(source, Link(source, self._result.header.rank))
 
     def _message(self, source: int, span: Span) -> tuple[object, ...]:
-        """Return what tells the messages of this iteration apart."""
+        """Return a key that distinguishes the messages of this iteration."""
         attributes = span.attributes
         names = ("for", "stage", "microbatch", "slice")
         return source, *(attributes.get(name) for name in names)
 
     def _add_exchanges(self) -> None:
-        """Add what each forward exchanged between experts, which may be several spans."""
+        """Add the time that each forward spent exchanging tokens, possibly in several spans."""
         exchanged_ns: dict[tuple[int, int], int] = defaultdict(int)
         for span in self._iteration.spans:
             if span.name == "exchange" and span.attributes["of"] == "F":
@@ -401,8 +405,8 @@ class _IterationCounter:
 def figures(surveys: Iterable[RankSurvey]) -> Step:
     """Summarise the complete steps of some ranks.
 
-    Durations are medians, what a step consists of are means, the longest wait first; memory and
-    activations are those of the worst step, and numbers of actions sums.
+    Durations are medians, parts of a step are means (the longest wait first), memory and
+    activations come from the worst step, and numbers of actions are sums.
     """
     steps = [step for survey in surveys for step in survey.complete_steps] or [Step()]
     idle_ns: dict[str, float] = defaultdict(float)
@@ -424,7 +428,7 @@ def figures(surveys: Iterable[RankSurvey]) -> Step:
 
 
 def text(surveys: Sequence[RankSurvey]) -> str:
-    """Return the figures of a run: all ranks together, then what each waits for."""
+    """Return the figures of a run: all ranks together, then the waits of each rank."""
     total = figures(surveys)
     num_spans = sum(survey.num_spans for survey in surveys)
     num_iterations = max(survey.num_iterations for survey in surveys)

@@ -1,4 +1,4 @@
-"""The subcommands `aggregate` and `report`, and `plan --trace-dir`, with light imports only."""
+"""The subcommands `aggregate` and `report`, and `plan --trace-dir`, with cheap imports only."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -91,7 +91,7 @@ def _run_plan(args: argparse.Namespace) -> int:
 
 
 def _take_length_costs(args: argparse.Namespace) -> None:
-    """Set `--length-costs`, and sizes that are missing, to those of the traced run."""
+    """Set `--length-costs`, and missing sizes, to those of the traced run."""
     from megatron_ext.tools.trace import aggregate
     from megatron_ext.tools.trace.length_costs import measured_length_cost
 
@@ -127,7 +127,7 @@ def _run_forecast(args: argparse.Namespace) -> int:
         "--trace-dir predicts every schedule with the sizes and costs of the run, {} is for a plan "
         "without; leave it out",
     )
-    # Only here: the forecast imports every schedule, and `--help` shall not wait for that.
+    # Import here: the forecast imports every schedule, and `--help` should not wait for that.
     from megatron_ext.tools.trace import aggregate, forecast
 
     prediction = forecast.predict(aggregate.read_run(args.trace_dir), args.memory_gib)
@@ -175,7 +175,7 @@ def _run_aggregate(args: argparse.Namespace) -> int:
 
 
 def _write_costs(run: Run) -> None:
-    """Write what `--pipeline-schedule auto:DIR` takes, where the traces have all of it."""
+    """Write the input of `--pipeline-schedule auto:DIR`, if the traces contain all of it."""
     from megatron_ext.planning.measured import COSTS_FILE, SIZES, MeasuredCosts
     from megatron_ext.tools.trace.measured_costs import measured_costs
 
@@ -183,7 +183,7 @@ def _write_costs(run: Run) -> None:
         return
     try:
         costs = measured_costs(run, run.schedule)
-    except DataError:  # the traces of some rank are missing: a picture needs only the others
+    except DataError:  # traces of some ranks are missing, but the Chrome trace does not need them
         return
     measured = MeasuredCosts(
         stages=costs.stages,
@@ -216,7 +216,7 @@ def _run_report(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _writing(output: Path) -> Iterator[None]:
-    """Translate errors in writing a file."""
+    """Turn errors of writing a file into a DataError with a remedy."""
     try:
         yield
     except OSError as error:
@@ -225,7 +225,7 @@ def _writing(output: Path) -> Iterator[None]:
 
 
 def _print_notes(notes: Sequence[str]) -> None:
-    for note in notes[:20]:  # a run of thousands of ranks may have as many
+    for note in notes[:20]:  # a run of thousands of ranks may have thousands of notes
         print(f"note: {note}", file=sys.stderr)
     if len(notes) > 20:
         print(f"note: and {len(notes) - 20} more", file=sys.stderr)
